@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Self, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import RecipeError
+from meshfeed.errors import OptionError, RecipeError
 from meshfeed.summary import brief
 
 Unit = Literal["proportion", "repeat", "count"]
@@ -50,6 +50,16 @@ class Store(ABC):
     def wants_ahead(self) -> bool:
         """Whether to announce reads many steps ahead, as a remote store needs it."""
         return False
+
+    def content_digest(self) -> str:
+        """A hex digest of every byte of its data, for `Recipe(verify_data="full")`; may read all of it.
+
+        Equal for copies of the same files. Raises OptionError for a store that has none.
+        """
+        raise OptionError(
+            f"{self!r}: verify_data='full' needs a digest of every byte, and {type(self).__name__} has no "
+            f"content_digest; leave verify_data at 'sampled'"
+        )
 
     def forget_needs(self) -> None:
         """Drop what was announced and is not read yet."""
@@ -167,6 +177,12 @@ class Mixture:
         if self.batches != "mixed":
             changes.insert(0, f"batches={self.batches}")
         return brief("; ".join(changes))
+
+    def drawn(self, until: int | None = None) -> list[int]:
+        """The sources that are named before step `until` (None: all), ascending."""
+        return sorted(
+            {each.source for part in self.parts if is_past(part.step, until) for each in part.amounts}
+        )
 
     def _add(
         self,

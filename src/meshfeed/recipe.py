@@ -23,8 +23,10 @@ from meshfeed.summary import brief, code_of, digest_of
 
 Order = Literal["global", "blocks", "none", "replacement"]
 Last = Literal["keep", "drop", "pad"]
+VerifyData = Literal["sampled", "full"]
 
 _MAX = 2**62
+_MOST_DIGESTS = 24  # of a state of 4 KB
 
 _WANTED = {
     "data": "give a store, as mf.open(path) gives it, a mf.Mapped or a mf.Mixture",
@@ -164,6 +166,8 @@ class Recipe:
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
             time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
             epoch has.
+        verify_data: which bytes of the stores ranks compare when they begin, and a state when it is loaded:
+            "sampled", those of the stores' fingerprints; "full", every one. Not part of the fingerprint.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
 
     Raises RecipeError for any other value.
@@ -176,6 +180,7 @@ class Recipe:
     epochs: int | None = None
     steps: int | None = None
     shuffle: Order | Blocks = "global"
+    verify_data: VerifyData = "sampled"
     sources: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -206,6 +211,8 @@ class Recipe:
             raise RecipeError(
                 f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...), 'none' or 'replacement'"
             )
+        if self.verify_data not in get_args(VerifyData):
+            raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
 
@@ -247,10 +254,43 @@ class Recipe:
             "shuffle": self.shuffle.summary() if isinstance(self.shuffle, Blocks) else self.shuffle,
         }
 
+    def data_digests(self) -> tuple[str, ...]:
+        """A digest of every byte of each source, with verify_data="full"; else none.
+
+        Reads what this node has not read before. Raises OptionError for a store that has none.
+        """
+        if self.verify_data == "sampled":
+            return ()
+        return tuple(store.content_digest() for store in self.sources)
+
+    def grouped(self, digests: Sequence[str], until: int | None = None) -> list[tuple[str, str]]:
+        """(in words which sources, digest of them) of the sources before step `until`; at most 24.
+
+        digests: as `data_digests` gives them.
+        """
+        if not digests:
+            return []
+        drawn = self.data.drawn(until) if isinstance(self.data, Mixture) else [0]
+        size = -(-len(drawn) // _MOST_DIGESTS)
+        groups = [drawn[at : at + size] for at in range(0, len(drawn), size)]
+        return [(self._named(group), _digest_of_all([digests[i] for i in group])) for group in groups]
+
+    def _named(self, sources: Sequence[int]) -> str:
+        names = self.source_names
+        if len(sources) > 1:
+            return f"one of {len(sources)} sources, {names[sources[0]]!r} to {names[sources[-1]]!r}"
+        store = self.sources[sources[0]]
+        path = str(getattr(store, "path", store))
+        return f"source {names[sources[0]]!r} ({path})" if names[sources[0]] else path
+
     @property
     def fingerprint(self) -> str:
         """Hex digest of `summary`."""
         return digest_of(self.summary())
+
+
+def _digest_of_all(digests: Sequence[str]) -> str:
+    return digests[0] if len(digests) == 1 else digest_of({"digests": [*digests]})
 
 
 def _hint(data: object) -> str:

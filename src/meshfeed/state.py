@@ -26,10 +26,20 @@ class State:
     Attributes:
         recipe: `Recipe.summary(until=step)`, so later parts of the recipe may change.
         step: the next step, from 0.
+        data: digests of every byte of the sources before the step, as `Recipe.grouped` gives them; empty
+            unless the recipe has verify_data="full".
     """
 
     recipe: Mapping[str, str]
     step: int
+    data: tuple[str, ...] = ()
+
+    @classmethod
+    def at(cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None) -> State:
+        """Before a step of a recipe. digests: what `recipe.data_digests` has given; None computes them."""
+        digests = recipe.data_digests() if digests is None else digests
+        data = tuple(digest for _, digest in recipe.grouped(digests, step))
+        return cls(recipe=recipe.summary(until=step), step=step, data=data)
 
     @property
     def fingerprint(self) -> str:
@@ -38,7 +48,8 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types, at most 4 KB of text."""
-        return sealed({"version": VERSION, "recipe": dict(self.recipe), "step": self.step})
+        data = {"data": [*self.data]} if self.data else {}
+        return sealed({"version": VERSION, "recipe": dict(self.recipe), "step": self.step, **data})
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
@@ -46,6 +57,7 @@ class State:
         check_is_state(saved, ("version", "recipe", "step", "fingerprint"))
         try:
             version, step, parts = saved["version"], saved["step"], dict(saved["recipe"])
+            data = tuple(saved.get("data", ()))
         except (TypeError, ValueError) as bad:
             raise StateError(f"not a meshfeed state ({bad!r}); pass what state_dict() returned") from bad
         if type(version) is not int or version not in (1, VERSION):
@@ -53,12 +65,13 @@ class State:
         check_seal(saved, parts if version == 1 else None)
         if type(step) is not int or step < 0:
             raise StateError(f"state has step {step!r}; a step is a whole number from 0")
-        return cls(recipe=parts, step=step)
+        return cls(recipe=parts, step=step, data=data)
 
     def check(self, recipe: Recipe) -> None:
         """Raises StateError if `recipe` has different steps before this one, or ends before it.
 
         The recipe may differ in later steps: stages of the batch, amounts of a mixture, epochs and steps.
+        Every byte of the data is compared if this state has its digests and `recipe` has verify_data="full".
         """
         ours = recipe.summary(until=self.step)
         differ = [part for part in {**ours, **self.recipe} if not self._agrees(part, ours)]
@@ -72,6 +85,23 @@ class State:
                 f"this state (step {self.step}) was saved under another recipe:\n{rows}\n"
                 f"Resume with the recipe it was saved under, or start again without the state."
                 f"{_hint(differ, recipe)}"
+            )
+        if self.data:
+            self._check_data(recipe)
+
+    def _check_data(self, recipe: Recipe) -> None:
+        now = recipe.grouped(recipe.data_digests(), self.step)
+        differ = [
+            f"  {where}: saved {saved}, now {found}"
+            for (where, found), saved in zip(now, self.data)
+            if found != saved
+        ]
+        if differ:
+            rows = "\n".join(differ)
+            raise StateError(
+                f"this state (step {self.step}) was saved with other bytes in its data:\n{rows}\n"
+                f"Restore the files as they were, or start again without the state; verify_data='sampled' "
+                f"resumes on the data as they are."
             )
 
     def _check_end(self, recipe: Recipe) -> None:

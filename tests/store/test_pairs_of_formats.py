@@ -240,3 +240,22 @@ def test_every_delivery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
     stores_in(tmp_path)
     assert world.run(every_pair, 4, str(tmp_path)) == [[]] * 4
+
+
+def test_one_byte_of_the_data_changes_the_digest_of_all_bytes(tmp_path: Path) -> None:
+    """Recipe(verify_data="full"): every file with documents of every format counts."""
+    stores_in(tmp_path)
+    for sums in tmp_path.rglob("*.sums"):
+        sums.unlink()  # else they stand in for the bytes
+    said = {"index.json", "dataset.json"}  # what the fingerprint has, whole
+    for (name, side), store in opened_in(tmp_path).items():
+        files = [file for file in tmp_path.rglob("*") if f"{name}{side}" in str(file.relative_to(tmp_path))]
+        files = [file for file in files if file.is_file() and file.name not in said]
+        assert files and "0" * 32 != store.content_digest() == store.content_digest()
+        for file in files if side else ():
+            before, held = store.content_digest(), file.read_bytes()
+            at = len(held) // 2
+            if file.suffix != ".idx":  # another one is refused before
+                file.write_bytes(held[:at] + bytes([held[at] ^ 1]) + held[at + 1 :])
+                assert opened_in(tmp_path)[name, side].content_digest() != before, file
+                file.write_bytes(held)

@@ -133,12 +133,12 @@ class Meeting:
     def _counts(self, arguments: Mapping[str, str]) -> bool:
         return "ranks" not in arguments or self.rank in ranks_of_words(arguments["ranks"])
 
-    def compare(self, arguments: Mapping[str, str]) -> None:
+    def compare(self, arguments: Mapping[str, str], in_words: Mapping[str, str] | None = None) -> None:
         """Compare arguments with those of the rank that arrived first. Does not wait.
 
-        arguments: all values that ranks must agree on, by name; "ranks": all that may, in words. Raises
-        PeerError if one differs or this is not a member, StateError if first steps differ, DeliveryError
-        for a lost store.
+        arguments: all values that ranks must agree on, by name; "ranks": all that may, in words. in_words:
+        what messages call some of them. Raises PeerError if one differs or this is not a member,
+        StateError if first steps differ, DeliveryError for a lost store.
         """
         rank = self.rank
         if not self._is_alone():
@@ -162,12 +162,13 @@ class Meeting:
         for part in {**arguments, **there}:
             if arguments.get(part) != there.get(part):
                 ours, theirs = _what_differs(arguments.get(part, ""), there.get(part, ""))
-                differences.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
+                called = (in_words or {}).get(part, part)
+                differences.append(f"{called} is {ours} on rank {rank}, {theirs} on rank {other}")
         if differences:
             raise PeerError(
                 f"rank {rank} and rank {other} disagree: {'; '.join(differences)}; give every rank the same "
-                f"arguments and version. If these are two feeds that ranks begin in different orders, give "
-                f"each its own name (name=)",
+                f"arguments, data and version. If these are two feeds that ranks begin in different orders, "
+                f"give each its own name (name=)",
                 sorted((rank, int(other))),
             )
         if start != self.start:

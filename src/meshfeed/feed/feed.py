@@ -80,7 +80,7 @@ class Feed(StepSource[Delivery]):
             process group.
         wait_for_all: begin a loop only when all ranks of the layout have, within `timeout_s`. Otherwise a
             rank waits only for those it shares reads with; the trainer's first collective waits for the rest,
-            with its own timeout.
+            with its own timeout. A recipe with verify_data="full" always waits for all.
         metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
         name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
             a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
@@ -107,6 +107,7 @@ class Feed(StepSource[Delivery]):
         self._pads_rows, self._read_ahead_bytes = given.pad_rows, given.read_ahead_bytes
         self._vocab_size, self._checks_tokens = given.vocab_size, False
         self._left_out = frozenset[int]()
+        self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
@@ -162,6 +163,7 @@ class Feed(StepSource[Delivery]):
         with contextlib.ExitStack() as stack:
             for store in self.recipe.sources:
                 stack.enter_context(store)
+            self._digests = self.recipe.data_digests()
             if self._vocab_size is not None:
                 if "tokens" not in {each.name for each in self._rule.fields if each.stored}:
                     raise OptionError(
@@ -190,7 +192,7 @@ class Feed(StepSource[Delivery]):
         It names the first step that was not fully handed out. A step counts as handed out once all its
         microbatches were taken, or once the loop has asked for the next one.
         """
-        return State(recipe=self.recipe.summary(until=self._step), step=self._step).to_json()
+        return State.at(self.recipe, self._step, self._digests).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state, under any layout; then start a new loop.
@@ -258,12 +260,28 @@ class Feed(StepSource[Delivery]):
     def _agreed(self) -> Mapping[str, str]:
         return {
             **self.recipe.summary(),
+            **{f"data {i}": digest for i, (_, digest) in enumerate(self._grouped)},
+            "verify_data": self.recipe.verify_data,
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._pads_rows),
             "left out": str(sorted(self._left_out)),
             "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
+
+    @property
+    def _grouped(self) -> list[tuple[str, str]]:
+        """Digests of every byte of the sources, and which ones in words."""
+        return self.recipe.grouped(self._digests or ())
+
+    @property
+    def _in_words(self) -> Mapping[str, str]:
+        return {f"data {i}": f"the digest of {where}" for i, (where, _) in enumerate(self._grouped)}
+
+    @property
+    def _waits_for_all(self) -> bool:
+        # else the first rank to begin would train on what the others refuse
+        return super()._waits_for_all or self.recipe.verify_data == "full"
 
     @property
     def _depth(self) -> int:

@@ -95,6 +95,16 @@ class StepSource(abc.ABC, Generic[D]):
         """Everything the producer makes, on the device, from step `start` on; runs on its thread."""
 
     @property
+    def _in_words(self) -> Mapping[str, str]:
+        """What messages call arguments of `_agreed` that are not called by their names."""
+        return {}
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether a run begins only when all ranks of the layout have compared their arguments."""
+        return self._options.wait_for_all
+
+    @property
     def _origin(self) -> str:
         """The cause of a late reader, for an error message: what is late, and what to check."""
         return "its own storage has not returned it; check the storage"
@@ -339,8 +349,8 @@ class StepSource(abc.ABC, Generic[D]):
         )
 
     def _compare(self, meeting: Meeting) -> None:
-        meeting.compare(self._all_agreed())
-        if self._options.wait_for_all:
+        meeting.compare(self._all_agreed(), self._in_words)
+        if self._waits_for_all:
             meeting.meet("job", self.layout.ranks().tolist())
 
     def _meeting(self) -> Meeting | None:

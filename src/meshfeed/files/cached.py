@@ -86,6 +86,11 @@ class CachedFile(ByteFile):
         return CachedFile(self._given, cache, self._options, self._content, self._sums)
 
     @property
+    def sums(self) -> CachedFile | None:
+        """The file with the checksums of its blocks, if any."""
+        return None if self._sums is None else CachedFile(self._sums[0], self._cache, self._options)
+
+    @property
     def cache(self) -> Cache:
         """The cache of its blocks."""
         return self._cache

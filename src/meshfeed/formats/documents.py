@@ -23,6 +23,7 @@ from meshfeed.files.url import is_hub
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
 from meshfeed.store.base import I64, LengthsIndex, Pieces
+from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
@@ -122,6 +123,10 @@ class DocumentFiles(ForeignColumns):
     @cached_property
     def _fingerprint(self) -> str:
         return self._as_used(self._content)
+
+    def content_digest(self) -> str:
+        """See `Store`; the fingerprint has the tokenizer's bytes already."""
+        return digest_of_files(self.path, self._files, self._cache)
 
     @cached_property
     def _content(self) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile, FileStats
+from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.formats.documents import sampled_digest
 from meshfeed.store.base import I64, LengthsIndex, StreamStore
+from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
 
 VERSION = 1
@@ -29,11 +30,12 @@ class RawStore(StreamStore):
     Args:
         file: holds the tokens.
         dtype: of them.
+        cache: where a node keeps what it derives of the file; None for the default.
     """
 
-    def __init__(self, file: ByteFile, dtype: np.dtype[Any]) -> None:
+    def __init__(self, file: ByteFile, dtype: np.dtype[Any], cache: Cache | None = None) -> None:
         super().__init__()
-        self.path, self._file, self._dtype = file.url, file, dtype
+        self.path, self._file, self._dtype, self._cache = file.url, file, dtype, cache or Cache()
 
     def check(self) -> RawStore:
         """Look whether the file holds whole tokens. Raises StoreError."""
@@ -66,6 +68,10 @@ class RawStore(StreamStore):
     @cached_property
     def _fingerprint(self) -> str:
         return sampled_digest(f"raw {VERSION} {self._dtype.name}", [self._file])
+
+    def content_digest(self) -> str:
+        """See `Store`."""
+        return digest_of_files(self.path, [self._file], self._cache)
 
     @property
     def stats(self) -> FileStats:
@@ -126,4 +132,4 @@ class RawFormat(StoreFormat):
         if place.dtype is None or not place.name or not place.holds(place.beside, place.name):
             return None
         dtype = place.dtype_among(DTYPES)
-        return None if dtype is None else RawStore(place.beside.file(place.name), dtype).check()
+        return None if dtype is None else RawStore(place.beside.file(place.name), dtype, place.cache).check()

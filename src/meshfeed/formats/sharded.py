@@ -24,6 +24,7 @@ from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
+from meshfeed.store.content import digest_of_files, digest_of_texts, remote_refused
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
 
@@ -202,6 +203,17 @@ class ShardedStore(ForeignColumns):
         for block in _at_once(self._middle, sampled):
             digest.update(block)
         return self._as_used(digest.hexdigest())
+
+    def content_digest(self) -> str:
+        """See `Store`. Remote shards are taken at the hashes of the index, which are checked on fetching."""
+        files = [self._folder.file(shard.name) for shard in self.shards]
+        if not self._folder.is_remote or all(file.content_id is not None for file in files):
+            return digest_of_files(self.path, files, self.marks_cache)
+        contents = [self._content(number) for number in range(len(files))]
+        hashes = [{} if each is None else {**each.stored_hashes, **each.raw_hashes} for each in contents]
+        if not all(hashes):
+            raise remote_refused(self.path)
+        return digest_of_texts(str(sorted(each.items())) for each in hashes)
 
     @property
     def marks_cache(self) -> Cache:

@@ -333,7 +333,7 @@ def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 def state_at(recipe: Recipe, step: int) -> dict[str, Any]:
     """The state before a step."""
-    return State(recipe=recipe.summary(until=step), step=step).to_json()
+    return State.at(recipe, step).to_json()
 
 
 def num_microbatches(feed: Feed, first: int, end: int | None) -> int:

@@ -26,6 +26,7 @@ from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache, FileStats, Folder
 from meshfeed.parts import Parts
 from meshfeed.store.base import LabelsAre, LengthsIndex
+from meshfeed.store.content import digest_of_texts
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.loss_columns import HasColumns
@@ -122,6 +123,11 @@ class DatasetStore(HasColumns):
     @cached_property
     def _fingerprint(self) -> str:
         return self._fingerprint_of_columns()
+
+    def content_digest(self) -> str:
+        """See `Store`: of the tokens, and of every column in use."""
+        stores = {"tokens": self.tokens, **dict(sorted(self._columns.items()))}
+        return digest_of_texts(f"{name} {store.content_digest()}" for name, store in stores.items())
 
     def _fingerprint_of_columns(self) -> str:
         told = {name: store.fingerprint for name, store in sorted(self._columns.items())}
@@ -267,6 +273,10 @@ class MultimodalStore(DatasetStore):
     def _fingerprint(self) -> str:
         text = f"{self._fingerprint_of_columns()} {self._parts.fingerprint}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def content_digest(self) -> str:
+        """See `Store`: of the parts, too."""
+        return digest_of_texts(iter((super().content_digest(), self._parts.content_digest())))
 
     @property
     def stats(self) -> FileStats:

@@ -12,16 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, StoreError
-from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
+from meshfeed.files import ByteFile, Cache, FileStats, Folder, LocalFile
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.sums import BIN, IDX, SUFFIX
+from meshfeed.files.sums import BIN, IDX, SUFFIX, Sums, parse
 from meshfeed.files.url import join
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places, runs
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
+from meshfeed.store.content import digest_of_files, digest_of_sums
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
-from meshfeed.store.node_index import NodeIndex
+from meshfeed.store.node_index import NodeIndex, are_of, checksums_beside, refused
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -115,6 +116,24 @@ class IndexedStore(StreamStore):
         if isinstance(self._idx, NodeIndex):
             return self._idx.fingerprint
         return fingerprint_of(self.header, self._idx, self._data)
+
+    def content_digest(self) -> str:
+        """See `Store`. With a .sums, of its checksums: what is read is compared with them."""
+        sums = self._sums()
+        if sums is not None:
+            return digest_of_sums(sums)
+        cache = self._idx.cache if isinstance(self._idx, NodeIndex) else Cache()
+        return digest_of_files(self.path, self.files, cache)
+
+    def _sums(self) -> Sums | None:
+        """The checksums that guard its reads, if any. Raises StoreError for those of another store."""
+        if isinstance(self._idx, NodeIndex):
+            sums = checksums_beside(self._idx.prefix)
+            if sums is not None and not are_of(sums, self._idx.prefix, self.fingerprint):
+                raise refused(self._idx.prefix, sums)
+            return sums
+        file = self._data.sums if isinstance(self._data, CachedFile) else None
+        return None if file is None else parse(file.url, file.peek([(0, file.size_bytes)])[0])
 
     def check(self) -> Self:
         """Check header, sizes and entries: all of them up to 2**20, both ends of longer indices.

@@ -108,6 +108,11 @@ class NodeIndex(LocalFile):
         return _fingerprint_of(self.prefix) if copy is None else copy.facts["fingerprint"]
 
     @property
+    def cache(self) -> Cache:
+        """Whose folder holds the copy."""
+        return self._cache
+
+    @property
     def data_version(self) -> tuple[int, int, int] | None:
         """Device, inode and time of modification in ns of its .bin; None before the index is read."""
         if not self._pair:

@@ -22,6 +22,7 @@ from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.parts import KINDS, Parts
 from meshfeed.store.base import I64, runs
+from meshfeed.store.content import digest_of_texts
 from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore
 
@@ -52,6 +53,10 @@ class PartFiles:
         """Hex digest of both fingerprints."""
         text = f"{self.data.fingerprint} {self.sizes.fingerprint}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def content_digest(self) -> str:
+        """Hex digest of every byte of both pairs."""
+        return digest_of_texts(store.content_digest() for store in (self.data, self.sizes))
 
     @property
     def stats(self) -> FileStats:

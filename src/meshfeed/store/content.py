@@ -1,0 +1,132 @@
+"""Digests of every byte of a store's files, for `Recipe(verify_data="full")`.
+
+A digest is made of the sizes and of the CRC-32 of each MiB, as a .sums has them: a pair with a .sums needs no
+reading, and has the same digest without it. A node keeps what it has computed, for one version of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from meshfeed.columns import Array
+from meshfeed.errors import ChangedError, OptionError
+from meshfeed.files import ByteFile, Cache, typed_errors
+from meshfeed.files.sums import BLOCK_BYTES, Sums
+from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
+from meshfeed.store.node_index import settle
+
+_VERSION = 1
+_PIECE_BYTES = 16 * BLOCK_BYTES
+_PART_PIECES = 64  # 1 GiB: what a killed process repeats at most
+_THREADS = 8
+
+Version = tuple[int, int, int, int, int]
+"""Device, inode, size, modification and change time in ns of a file."""
+
+
+class _Piece(NamedTuple):
+    """Bytes begin..end of a file, whole blocks but for the file's last."""
+
+    file: int
+    begin: int
+    end: int
+
+
+def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
+    """Hex digest of every byte of files, in their order; read once per node, one process for all.
+
+    On the Hub it is made of the Hub's own hashes. path: of the store, for messages. Raises OptionError for
+    other remote files, ChangedError for files that are written meanwhile.
+    """
+    ids = [file.content_id for file in files]
+    if None not in ids:
+        return digest_of_texts(f"{file.size_bytes} {file.content_id}" for file in files)
+    if any(file.is_remote for file in files):
+        raise remote_refused(path)
+    versions = _versions(files)
+    where = [os.path.abspath(file.url) for file in files]  # noqa: PTH100 - 100,000 Paths take longer
+    told = digest_of_texts(f"{each} {version}" for each, version in zip(where, versions))
+    key = key_of_parts(kind="content", version=_VERSION, files=told)
+    pieces = [
+        _Piece(i, begin, min(begin + _PIECE_BYTES, file.size_bytes))
+        for i, file in enumerate(files)
+        for begin in range(0, file.size_bytes, _PIECE_BYTES)
+    ]
+
+    def parts() -> list[list[_Piece]]:
+        settle(max((version[4] for version in versions), default=0))
+        return [pieces[at : at + _PART_PIECES] for at in range(0, len(pieces), _PART_PIECES)]
+
+    def sums_of(part: Sequence[_Piece]) -> Mapping[str, Array]:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = list(pool.map(_sums, [files[piece.file] for piece in part], part))
+        return {"sums": np.concatenate(found)}
+
+    def whole(_: Sequence[list[_Piece]], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        if _versions(files) != versions:
+            raise ChangedError(f"{path}: was written while it was read for verify_data='full'; open it again")
+        made = _digest(BLOCK_BYTES, [file.size_bytes for file in files], joined(arrays, "sums", np.uint32))
+        return {"digest": np.frombuffer(bytes.fromhex(made), np.uint8)}
+
+    return built_in_parts(cache.kept(), key, parts, sums_of, whole)["digest"].tobytes().hex()
+
+
+def digest_of_sums(sums: Sums) -> str:
+    """The same digest of a .bin and an .idx, from their .sums."""
+    data, idx = sums.files
+    crcs = np.concatenate((data.sums, idx.sums))
+    return _digest(data.block_bytes, [data.size_bytes, idx.size_bytes], crcs)
+
+
+def digest_of_texts(texts: Iterator[str]) -> str:
+    """Hex digest of several texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()
+
+
+def remote_refused(path: str) -> OptionError:
+    """The error for a store of which every byte would have to be fetched."""
+    return OptionError(
+        f"{path}: verify_data='full' would fetch all of it, since nothing there says what its bytes "
+        f"are. Of a .bin/.idx pair, write a .sums (`meshfeed inspect PATH --write-checksums`) and upload it "
+        f"beside the pair; copy other formats to the nodes; or leave verify_data at 'sampled'",
+        path=path,
+    )
+
+
+def _digest(block_bytes: int, sizes: Sequence[int], sums: Array) -> str:
+    digest = hashlib.blake2b(f"{block_bytes} {[*sizes]}".encode(), digest_size=16)
+    digest.update(sums.astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+def _sums(file: ByteFile, piece: _Piece) -> Array:
+    """CRC-32 of each block of a piece; uint32 [num_blocks]."""
+    out = np.empty(piece.end - piece.begin, np.uint8)
+    file.look_up(out, np.array([piece.begin]), np.array([out.size]))
+    blocks = (out[at : at + BLOCK_BYTES].data for at in range(0, out.size, BLOCK_BYTES))
+    return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+
+
+def _versions(files: Sequence[ByteFile]) -> list[Version]:
+    found: list[Version] = []
+    for file in files:
+        with typed_errors(file.url):
+            told = os.stat(file.url)  # noqa: PTH116 - a third of Path.stat's time
+        if told.st_size != file.size_bytes:
+            raise ChangedError(
+                f"{file.url}: {told.st_size} bytes, {file.size_bytes} when it was opened; open the "
+                f"store again",
+                path=file.url,
+            )
+        found.append((told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns))
+    return found
