@@ -18,7 +18,7 @@ from meshfeed.prepare.chat import ChatEncoder
 from soak import only_soak, some
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-SOUND = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
+SOUND = "{% for m in messages %}{{ m.content + m.role[0] }}{% endfor %}"
 BOMBS = {
     "multiplied": ("{{ 'a' * 10**10 }}", "takes too much memory"),
     "doubled": (

@@ -398,6 +398,10 @@ def test_templates_that_do_not_tell(theirs: PreTrainedTokenizerFast, tmp_path: P
         ("{{ messages.__class__.__mro__ }}{% generation %}x{% endgeneration %}", "unsafe"),
         ("{% generation %}{% endgeneration %}x", "none of its 1 tokens bears loss"),
         (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}",
+            r"message 1 \(assistant\): the template prints 'assistant: ' .*, and nothing for add_generation_prompt",
+        ),
+        (
             "{% set x %} {% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}",
             "next to what is printed",
         ),
@@ -410,6 +414,15 @@ def test_broken_templates_are_named(
     (tmp_path / "t.jinja").write_text(template)
     with pytest.raises(StoreError, match=said):
         ChatEncoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
+
+
+def test_a_template_without_headers_needs_no_prompt(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Such as Llama 2's, whose answer follows the end of the question."""
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else ' ' + m.content }}{% endfor %}"
+    )
+    (one,) = ChatEncoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
+    assert one["loss_mask"].any()
 
 
 def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> None:

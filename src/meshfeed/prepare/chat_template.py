@@ -276,7 +276,28 @@ def _added(
             f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
             f"answer and train_on='last'"
         )
+    _refuse_header(template, messages, tools, k, prompt, turn)
     return len(prompt), len(turn)
+
+
+def _refuse_header(
+    template: ChatTemplate, messages: list[Message], tools: Tools, k: int, prompt: str, turn: str
+) -> None:
+    """Refuse a template that prints a header before an answer, but not as its generation prompt.
+
+    The header would bear loss. What such a prompt is followed by, as by an empty thought, is the answer's.
+    """
+    content = messages[k].get("content")
+    if not isinstance(content, str) or not content.strip():
+        return
+    header, found, _ = turn[len(prompt) :].partition(content.strip())
+    if found and header.strip() and template.text(messages[:k], tools) == prompt:
+        raise StoreError(
+            f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "
+            f"nothing for add_generation_prompt, so that would bear loss; print it there, too: "
+            f"{{% if add_generation_prompt %}}{header}{{% endif %}}, or put {{% generation %}} around what the "
+            f"assistant says"
+        )
 
 
 def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
