@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -121,3 +122,19 @@ def test_tokenizers_of_one_name(module: Callable[[str], ModuleType], monkeypatch
 
 def test_meshfeeds_own_classes_have_no_code_in_theirs() -> None:
     assert code_of(mf.Documents) == code_of(mf.Windows) == ""
+
+
+def test_the_digest_of_code_is_the_same_on_every_python(module: Callable[[str], ModuleType]) -> None:
+    """Python 3.12 cuts f-strings into tokens, without the white space and the doubled braces in them."""
+    source = (
+        "class Shown:\n"
+        "    def text(self, a, b):\n"
+        '        return f"{a + b} { a } {{x}} {a if a else b}\\n" + f"{a!r:>{ 10 }}"\n'
+    )
+    assert code_of(module(source).Shown) == "mine.Shown 66ecdbc2772185ac"
+
+
+def test_whatever_makes_a_tokenizer_has_code(module: Callable[[str], ModuleType]) -> None:
+    letters = module(SOURCE.replace("CODE", "1")).Letters
+    assert code_of(functools.partial(letters, "x")) == code_of(letters)
+    assert code_of(letters("letters")) == code_of(letters)

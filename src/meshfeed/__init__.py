@@ -14,6 +14,7 @@ with mf.Feed(recipe, layout) as feed:
 import importlib
 import typing
 
+from meshfeed import forked as _forked  # noqa: F401
 from meshfeed.errors import (
     AccessError,
     CacheError,

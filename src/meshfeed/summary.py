@@ -9,7 +9,7 @@ import json
 import re
 import textwrap
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _OWN = __name__.partition(".")[0]
@@ -37,14 +37,20 @@ def brief(text: str) -> str:
     return f"{start}... (in full: {_in_full(text)})"
 
 
-@functools.lru_cache(maxsize=64)
 def code_of(made: Any) -> str:
     """What identifies the code of a user's class, or of a function that makes one; "" for meshfeed's own.
 
     Its module and name, and its `version` if it has one, else a digest of its source and of that of its bases
     in the same package, without comments and blank lines. Where there is no source, name and module alone.
-    What it calls is not in it.
+    What it calls is not in it. Of a partial, its function; of another callable, its class.
     """
+    while isinstance(made, functools.partial):
+        made = made.func
+    return _code_of(made if hasattr(made, "__qualname__") else type(made))
+
+
+@functools.lru_cache(maxsize=64)
+def _code_of(made: Any) -> str:
     if _package_of(made) == _OWN:
         return ""
     module = "__main__" if made.__module__ == "__mp_main__" else made.__module__  # of a spawned process
@@ -64,14 +70,32 @@ def _package_of(made: Any) -> str:
 def _source_of(made: Any) -> str:
     """The source of a class without comments and blank lines; "" where there is none."""
     try:
-        lines = inspect.getsource(made).splitlines(keepends=True)
-        found = list(
-            tokenize.generate_tokens(iter(textwrap.dedent("".join(lines)).splitlines(True)).__next__)
-        )
+        return "".join(_tokens_of(textwrap.dedent(inspect.getsource(made)).splitlines(keepends=True)))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return ""
-    # nothing between tokens: Python 3.12 cuts an f-string into several
-    return "".join(_MARKS.get(each.type, each.string) for each in found)
+
+
+def _tokens_of(lines: Sequence[str]) -> Iterator[str]:
+    """The tokens of source; an f-string is one as it is written, which Python 3.12 cuts into several."""
+    depth, begin = 0, (0, 0)
+    for each in tokenize.generate_tokens(iter(lines).__next__):
+        kind = tokenize.tok_name[each.type]
+        if kind.endswith("STRING_START"):
+            begin = begin if depth else each.start
+            depth += 1
+        elif kind.endswith("STRING_END"):
+            depth -= 1
+            if not depth:
+                yield _between(lines, begin, each.end)
+        elif not depth:
+            yield _MARKS.get(each.type, each.string)
+
+
+def _between(lines: Sequence[str], begin: tuple[int, int], end: tuple[int, int]) -> str:
+    """Source from one (row, column) to another; rows count from 1."""
+    rows = list(lines[begin[0] - 1 : end[0]])
+    rows[-1] = rows[-1][: end[1]]  # first: it may be the only one
+    return rows[0][begin[1] :] + "".join(rows[1:])
 
 
 def same_text(one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 _COMMANDS = [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
@@ -19,7 +20,10 @@ def visible(text: str) -> str:
 
 
 def _make_visible(record: logging.LogRecord) -> bool:
-    record.msg, record.args = visible(record.getMessage()), ()
+    with contextlib.suppress(Exception):  # logging itself reports arguments that do not fit
+        record.msg, record.args = visible(record.getMessage()), ()
+    if record.exc_info:
+        record.exc_text = visible(logging.Formatter().formatException(record.exc_info))
     return True
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.errors import DeliveryError
+from meshfeed.forked import of_parent
 
 T = TypeVar("T")
 
@@ -214,7 +215,6 @@ class StoreClient:
 _WAKE_KEYS = "meshfeed/wake-keys"
 _clients: weakref.WeakKeyDictionary[Store, StoreClient] = weakref.WeakKeyDictionary()
 _clients_lock = threading.Lock()
-_of_parent: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def default_store() -> Store | None:
@@ -225,15 +225,10 @@ def default_store() -> Store | None:
 
 
 def _after_fork() -> None:
-    """In a forked child: note the stores that are its parent's.
-
-    That of the default group, since the child is none of its ranks, and those whose one connection both would
-    write to.
-    """
+    """In a forked child: note the stores whose one connection it and its parent would write to."""
     global _clients_lock
     _clients_lock = threading.Lock()
-    connected = [store for store in _clients if not isinstance(_base(store), _WITHOUT_CONNECTION)]
-    _of_parent.update([*connected, *filter(None, [default_store()])])
+    of_parent.update(store for store in _clients if not isinstance(_base(store), _WITHOUT_CONNECTION))
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -241,7 +236,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def client_of(store: Store) -> StoreClient:
     """The one client that this process has for a store. Raises DeliveryError for its parent's."""
-    if store in _of_parent:
+    if store in of_parent:
         raise DeliveryError(
             f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is "
             f"not a rank of that job; iterate the feed in the parent, or pass this process its own store "

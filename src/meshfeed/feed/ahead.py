@@ -143,6 +143,7 @@ class Prefetcher(Generic[T]):
         self._stopped = False
         self._finished = False
         self._error: BaseException | None = None
+        self._taking = threading.local()  # yes: this thread is in `get`
         self._thread = threading.Thread(target=self._run, name="meshfeed-prefetch", daemon=True)
 
     def start(self) -> None:
@@ -166,6 +167,13 @@ class Prefetcher(Generic[T]):
                 "this Feed belongs to the parent of this forked process, and its reader thread does not run "
                 "here; make a new Feed in this process"
             )
+        self._taking.yes = True
+        try:
+            return self._take(timeout_s, error_of_job)
+        finally:
+            self._taking.yes = False
+
+    def _take(self, timeout_s: float, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
         with self._changed:
             is_ready = self._changed.wait_for(lambda: self._has_news() or error_of_job(), timeout_s)
             if self._stopped:
@@ -197,16 +205,20 @@ class Prefetcher(Generic[T]):
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; False after `timeout_s`, and on that thread itself."""
-        if self._thread is threading.current_thread():  # a user's dataset or iterator closes its own feed
+        """Wait for the thread to end.
+
+        False after `timeout_s`, and at once on that thread itself, as where a user's dataset closes its feed,
+        and in a signal handler that has interrupted `get`, which may hold what the thread waits for.
+        """
+        if self._thread is threading.current_thread() or self.is_busy:
             return False
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def is_busy(self) -> bool:
-        """Whether the caller of `get` makes an item there; its thread makes them here."""
-        return False
+        """Whether this is a signal handler that has interrupted `get`."""
+        return getattr(self._taking, "yes", False)
 
     def _has_news(self) -> bool:
         return self._stopped or bool(self._queue) or self._finished or isinstance(self._error, PeerError)
@@ -242,7 +254,7 @@ class Inline(Generic[T]):
     def __init__(self, items: Iterator[T], clock: StageClock) -> None:
         self._items, self._clock = items, clock
         self._busy = threading.Lock()  # while an item is made
-        self._maker: int | None = None  # the thread that makes it
+        self._taking = threading.local()  # yes: this thread is in `get`
         self._stopped = False
 
     def start(self) -> None:
@@ -257,14 +269,14 @@ class Inline(Generic[T]):
         """Make and return the next item; raises as above, but asks `error_of_job` first."""
         if other := error_of_job():
             raise other
-        with self._busy:
-            if self._stopped:
-                raise StopIteration
-            self._maker = threading.get_ident()
-            try:
+        self._taking.yes = True
+        try:
+            with self._busy:
+                if self._stopped:
+                    raise StopIteration
                 return next(self._items), self._clock.take()
-            finally:
-                self._maker = None
+        finally:
+            self._taking.yes = False
 
     def wake(self) -> None:
         """Nothing waits."""
@@ -280,7 +292,7 @@ class Inline(Generic[T]):
         False after `timeout_s`, and at once in a signal handler that has interrupted `get`.
         """
         until = time.monotonic() + timeout_s
-        if self._maker == threading.get_ident() or not self._busy.acquire(timeout=timeout_s):
+        if getattr(self._taking, "yes", False) or not self._busy.acquire(timeout=timeout_s):
             return False
         self._busy.release()
         ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)

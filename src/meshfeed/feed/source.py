@@ -231,9 +231,6 @@ class StepSource(abc.ABC, Generic[D]):
             f"another one, load_state_dict a state of it. It is its own loader, without a DataLoader"
         )
 
-    def __next__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} is not an iterator: steps = iter(feed), then next(steps)")
-
     def close(self) -> None:
         """Stop, disconnect from the peers and close all files.
 

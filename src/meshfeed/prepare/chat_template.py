@@ -295,8 +295,7 @@ def _refuse_header(
         raise StoreError(
             f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "
             f"nothing for add_generation_prompt, so that would bear loss; print it there, too: "
-            f"{{% if add_generation_prompt %}}{header}{{% endif %}}, or put {{% generation %}} around what the "
-            f"assistant says"
+            f"{{% if add_generation_prompt %}}{header}{{% endif %}}, or put {{% generation %}} around answers"
         )
 
 
