@@ -390,6 +390,39 @@ def test_credentials_are_used_below_named_folders_alone(
         server.asked.clear()
 
 
+def test_a_folder_of_the_web_is_read_from_its_own_host_alone(server: Server) -> None:
+    """Whatever address it has, with its password; what lies elsewhere, or redirects there, is checked."""
+    folder = f"{server.url.replace('//', '//me:word@')}/data"
+    fetch = fetch_from(folder, MOST, 2.0, own=f"{server.url}/to")
+    for name in (
+        "a.png",
+        "größe 1.png",
+        f"{server.url}/data/img?id=3",
+        f"{server.url}/to/{server.url}/b.png",
+    ):
+        assert fetch(name) == PNG, name
+    asked = [(path, headers.get("authorization")) for _, path, headers in server.asked]
+    password = "Basic bWU6d29yZA=="
+    assert asked[:3] == [
+        ("/data/a.png", password), ("/data/gr%C3%B6%C3%9Fe%201.png", password), ("/data/img?id=3", password),
+    ]  # fmt: skip
+    assert [path for path, _ in asked[4:]] == ["/b.png"]
+    with served(Server()) as other:
+        to = fetch_from(f"{server.url}/to", MOST, 2.0)
+        for name in (f"{other.url}/secret", f"{server.url.replace('127.0.0.1', 'localhost')}/secret",
+                     f"{other.url}/to/{server.url}/secret"):  # fmt: skip
+            with pytest.raises(StoreError, match="redirected to not a public address"):
+                to(f"{server.url}/to/{name}")
+        for name in (f"{other.url}/a.png", f"{server.url}/a.png", f"{server.url}/data/../secret",
+                     f"{server.url}/data/%2e%2e/secret", f"{server.url}/data/..%5csecret"):  # fmt: skip
+            with pytest.raises(StoreError, match="not a public address"):
+                fetch(name)
+        with pytest.raises(StoreError, match=r"without '\.\.'"):
+            fetch("../secret")
+        assert other.asked == []
+    assert "/secret" not in [path for _, path, _ in server.asked]
+
+
 # -- links ------------------------------------------------------------------------------------------------
 
 

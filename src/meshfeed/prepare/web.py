@@ -68,20 +68,24 @@ class Web(Retries):
         super().__init__("", Patience.of({GIVE_UP: f"{give_up_s:g}"}))
         self._allow_private = allow_private
 
-    def read(self, url: str, most_bytes: int) -> bytes:
+    def read(self, url: str, most_bytes: int, *, named: str = "") -> bytes:
         """The bytes of a URL, without the rest where there are more than `most_bytes`, and one of it.
+
+        named: a URL that the user chose. Its host may have any address, at its port, until a redirect leads
+        to another.
 
         Raises StoreError.
         """
-        url = _escaped(url)
         where = without_secrets(url)
-        return self._retry(lambda: self._followed(url, most_bytes + 1), url, where)
+        return self._retry(lambda: self._followed(url, most_bytes + 1, named), url, where)
 
-    def _followed(self, url: str, most_bytes: int) -> bytes:
+    def _followed(self, url: str, most_bytes: int, named: str) -> bytes:
         """From where its redirects lead."""
+        url, is_named = _escaped(url), bool(named)
         for hop in range(1 + _MOST_REDIRECTS):
+            is_named = is_named and _place_of(url) == _place_of(_escaped(named))
             try:
-                with self._asked(url, hop) as answer:
+                with self._asked(url, hop, any_address=is_named or self._allow_private) as answer:
                     location = answer.headers.get("Location")
                     if answer.status not in _REDIRECTS or location is None:
                         return _body(answer, most_bytes)
@@ -91,8 +95,10 @@ class Web(Retries):
         raise _RefusedError("the server redirects endlessly")
 
     @contextlib.contextmanager
-    def _asked(self, url: str, hop: int) -> Generator[http.client.HTTPResponse, None, None]:
-        """The answer to one request. hop: how many redirects led there."""
+    def _asked(
+        self, url: str, hop: int, *, any_address: bool
+    ) -> Generator[http.client.HTTPResponse, None, None]:
+        """The answer to one request. hop: how many redirects led there. any_address: also private."""
         if not is_http(url) or not urlsplit(url).hostname:
             raise _RefusedError(
                 "the server redirects to something that is not a web address" if hop else "has no host"
@@ -100,7 +106,7 @@ class Web(Retries):
         to = urlsplit(url)
         headers = {"Accept-Encoding": "identity", "User-Agent": "meshfeed", **credentials_of(url)}
         timeout_s, proxy = self._patience.timeout_s, _proxy_of(to)
-        addresses = self._addresses(to, hop, through_proxy=proxy is not None)
+        addresses = _addresses(to, hop, any_address=any_address, through_proxy=proxy is not None)
         if proxy is None:
             connection = http.client.HTTPConnection(str(to.hostname), _port_of(to), timeout_s)
             connection.default_port = _PORTS[to.scheme]
@@ -115,20 +121,6 @@ class Web(Retries):
             target += (to.path or "/") + (f"?{to.query}" if to.query else "")
             connection.request("GET", target, headers=headers)
             yield connection.getresponse()
-
-    def _addresses(self, to: SplitResult, hop: int, *, through_proxy: bool) -> list[tuple[str, int]]:
-        """Where a host may be reached, at most so many; what a proxy alone can find is left to the proxy."""
-        try:
-            found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
-        except socket.gaierror:
-            if through_proxy:
-                return []
-            raise
-        sockets = [(str(where[0]), int(where[1])) for *_, where in found]
-        public = [each for each in sockets if self._allow_private or is_public(each[0])]
-        if not public:
-            raise _RefusedError(f"{'redirected to ' if hop else ''}{PRIVATE}")
-        return public[:_MOST_ADDRESSES]
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
         """See `Retries`. Nothing that a server sent is repeated."""
@@ -169,6 +161,27 @@ def _escaped(url: str) -> str:
 
 def _port_of(to: SplitResult) -> int:
     return to.port or _PORTS[to.scheme]
+
+
+def _place_of(url: str) -> tuple[str | None, int | None]:
+    """Host and port of a URL; no port for what is no web address."""
+    to = urlsplit(url)
+    return to.hostname, to.port or _PORTS.get(to.scheme)
+
+
+def _addresses(to: SplitResult, hop: int, *, any_address: bool, through_proxy: bool) -> list[tuple[str, int]]:
+    """Where a host may be reached, at most so many; what a proxy alone can find is left to the proxy."""
+    try:
+        found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        if through_proxy:
+            return []
+        raise
+    sockets = [(str(where[0]), int(where[1])) for *_, where in found]
+    allowed = [each for each in sockets if any_address or is_public(each[0])]
+    if not allowed:
+        raise _RefusedError(f"{'redirected to ' if hop else ''}{PRIVATE}")
+    return allowed[:_MOST_ADDRESSES]
 
 
 @lru_cache(maxsize=1)
