@@ -290,3 +290,29 @@ def test_files_of_a_web_server(
                 part_bytes=500,
             )
             assert stores(tmp_path / f"out-{Path(name).stem}") == wanted
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
+def test_tokens_with_padding_are_refused(tmp_path: Path, kind: str) -> None:
+    """By an attention mask with a 0, as `convert` and `open` do; one of 1 everywhere says nothing."""
+    out = iter(range(99))
+
+    def prepared(mask: Any) -> dict[str, bytes]:
+        rows = [{"input_ids": [1, 2, 3]} | ({} if mask is None else {"attention_mask": mask})]
+        path, folder = tmp_path / f"rows.{kind}", tmp_path / f"out{next(out)}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        elif kind == "arrow":
+            with pa.ipc.new_file(str(path), pa.Table.from_pylist(rows).schema) as writer:
+                writer.write_table(pa.Table.from_pylist(rows))
+        else:
+            path.write_text(json.dumps(rows if kind == "json" else rows[0]))
+        prepare([path], folder, Text(), engine=Here())
+        return stores(folder)
+
+    plain = prepared(None)
+    for ones in ([1, 1, 1], [True] * 3, [1.0] * 3):
+        assert prepared(ones) == plain
+    for padded in ([1, 1, 0], [0, 1, 1], [True, True, False], [1, None, 1], [[1, 1, 0]]):
+        with pytest.raises(PrepareError, match="'attention_mask' is not 1 at every token"):
+            prepared(padded)
