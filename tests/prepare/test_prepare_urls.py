@@ -137,7 +137,8 @@ def test_only_addresses_of_the_internet_are_public() -> None:
         127.0.0.1 127.9.9.9 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1
         240.0.0.1 255.255.255.255 192.0.2.1 198.18.0.1 ::1 :: fe80::1 fe80::1%eth0 fd00:ec2::254 fec0::1
         ff02::1 2001:db8::1 ::ffff:127.0.0.1 ::ffff:169.254.169.254 ::127.0.0.1 2002:7f00:1:: 64:ff9b::7f00:1
-        64:ff9b::a9fe:a9fe
+        64:ff9b::a9fe:a9fe 192.0.0.9 192.0.0.192 192.88.99.1 168.63.129.16 100.100.100.200 ::ffff:168.63.129.16
+        64:ff9b::a83f:8110 64:ff9b:1::808:808 100::1 3fff::1 5f00::1
     """
     for address in private.split():
         assert not is_public(address), address
@@ -308,21 +309,38 @@ def test_names_that_are_no_urls_are_refused(fetch) -> None:
 
 
 def test_a_proxy_of_the_environment_is_used(server: Server, fetch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds hosts that this machine cannot; addresses that are known here to be private are refused."""
+    """It finds hosts that this machine cannot, if that is allowed; known private addresses are refused."""
     proxy = server.url.replace("//", "//me:word@")
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("https_proxy", proxy)
     monkeypatch.setenv("no_proxy", "other.example")
-    assert fetch("http://pictures.invalid/a.png?w=9") == PNG
+    with pytest.raises(StoreError, match=r"only the proxy may find.*--allow-private"):
+        fetch("http://pictures.invalid/a.png?w=9")
+    assert server.asked == []
+    allowed = fetch_from("x", MOST, 0.3, allow_private=True)
+    assert allowed("http://pictures.invalid/a.png?w=9") == PNG
     method, path, headers = server.asked.pop()
     assert (method, path) == ("GET", "http://pictures.invalid/a.png?w=9")
     assert headers["Proxy-Authorization"] == "Basic bWU6d29yZA==" and headers["Host"] == "pictures.invalid"
     with pytest.raises(StoreError, match="Tunnel connection failed"):
-        fetch_from("x", MOST, 0.3)("https://pictures.invalid/a.png")
+        allowed("https://pictures.invalid/a.png")
     assert server.asked[0][:2] == ("CONNECT", "pictures.invalid:443")
     server.asked.clear()
     with pytest.raises(StoreError, match="not a public address"):
         fetch("http://10.0.0.1/a.png")
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("kind", ["https", "socks5", "socks5h", "HTTPS"])
+def test_a_proxy_of_another_kind_gets_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Above all not its password, in clear."""
+    for name in ("http", "https"):
+        monkeypatch.setenv(f"{name}_proxy", server.url.replace("http://", f"{kind}://me:word@"))
+        with pytest.raises(StoreError, match=rf"{name}_proxy names .*no_proxy") as refused:
+            web(2.0).read(f"{name}://pictures.example/a.png", MOST)
+        assert "word" not in str(refused.value)
     assert server.asked == []
 
 

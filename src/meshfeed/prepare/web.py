@@ -2,7 +2,8 @@
 
 Whoever wrote the records chose the URLs, so only hosts with public addresses are asked. Each redirect is
 checked again, and the address that was checked is the one that is connected to: a name that changes its
-address in between (DNS rebinding) gains nothing. Sizes and times are bounded. No error repeats what a server
+address in between (DNS rebinding) gains nothing. A proxy finds the address of a name again by itself, so
+there the check is of what this machine finds. Sizes and times are bounded. No error repeats what a server
 sent.
 """
 
@@ -34,10 +35,18 @@ _KINDS = {401: AccessError, 403: AccessError, 404: MissingError, 410: MissingErr
 _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NEVER_PUBLIC = tuple(
+    ipaddress.ip_network(each)  # services of a cloud or a provider, and what some Pythons call global
+    for each in ("100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24",
+                 "64:ff9b:1::/48", "100::/64", "3fff::/20", "5f00::/16")
+)  # fmt: skip
 _BARE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
 PRIVATE = "not a public address; leave it out, or allow private ones by --allow-private"
 """What is said of a host on this machine or in its networks."""
+_UNCHECKED = (
+    "a host that only the proxy may find, so its address cannot be checked; allow it by --allow-private"
+)
 
 
 def is_public(address: str) -> bool:
@@ -53,6 +62,8 @@ def is_public(address: str) -> bool:
         if inner is None and ip.is_site_local:  # the older kind, which Python calls global
             return False
         ip = inner or ip
+    if any(ip in network for network in _NEVER_PUBLIC):
+        return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
@@ -170,13 +181,15 @@ def _place_of(url: str) -> tuple[str | None, int | None]:
 
 
 def _addresses(to: SplitResult, hop: int, *, any_address: bool, through_proxy: bool) -> list[tuple[str, int]]:
-    """Where a host may be reached, at most so many; what a proxy alone can find is left to the proxy."""
+    """Where a host may be reached, at most so many; none of one that a proxy alone may find."""
     try:
         found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
     except socket.gaierror:
-        if through_proxy:
-            return []
-        raise
+        if not through_proxy:
+            raise
+        if not any_address:
+            raise _RefusedError(f"{'redirected to ' if hop else ''}{_UNCHECKED}") from None
+        return []
     sockets = [(str(where[0]), int(where[1])) for *_, where in found]
     allowed = [each for each in sockets if any_address or is_public(each[0])]
     if not allowed:
@@ -236,11 +249,17 @@ def _body(answer: http.client.HTTPResponse, most_bytes: int) -> bytes:
 
 
 def _proxy_of(to: SplitResult) -> SplitResult | None:
-    """The proxy that the environment names for a host; None for none."""
+    """The proxy that the environment names for a host; None for none. One that is not of http is refused."""
     named = urllib.request.getproxies().get(to.scheme)
     if not named or urllib.request.proxy_bypass(str(to.hostname)):
         return None
-    return urlsplit(named if "://" in named else f"http://{named}")
+    proxy = urlsplit(named if "://" in named else f"http://{named}")
+    if proxy.scheme != "http" or not proxy.hostname:
+        raise _RefusedError(
+            f"{to.scheme}_proxy names a proxy that is not one of http://, the only kind that is used; change "
+            f"it, or list the host in no_proxy"
+        )
+    return proxy
 
 
 def _to_proxy(
