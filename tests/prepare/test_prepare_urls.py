@@ -299,6 +299,26 @@ def test_a_url_keeps_its_query_and_its_password_is_not_shown(server: Server) -> 
     assert "authorization" not in server.asked[-1][2], "a redirect takes no password along"
 
 
+def test_international_names_of_hosts_are_asked_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IDNA encodes them; digits of other scripts hide no address of this machine."""
+    own, port = socket.getaddrinfo, server.server_address[1]
+
+    def resolved(host: str, *rest: object, **named: object) -> object:
+        return own("127.0.0.1" if host == "xn--bcher-kva.example" else host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    assert web().read(f"http://me:größe@bücher.example:{port}/ö.png", MOST) == PNG
+    ((_, path, headers),) = server.asked
+    assert (path, headers["Host"]) == ("/%C3%B6.png", f"xn--bcher-kva.example:{port}")
+    assert headers["authorization"] == "Basic bWU6Z3LDtsOfZQ=="
+    fetch = fetch_from(f"http://bücher.example:{port}/data", MOST, 2.0)
+    assert fetch("a.png") == PNG
+    with pytest.raises(StoreError, match="not a public address"):
+        fetch(f"http://①②⑦.⓪.⓪.①:{port}/secret")
+    with pytest.raises(StoreError, match="not a web address"):
+        fetch(f"http://{'ü' * 70}.example/a.png")
+
+
 def test_names_that_are_no_urls_are_refused(fetch) -> None:
     for name in ("http://[x/a.png", "http://", "http:///a.png", "http://h:99999/", "http://" + "a" * 70 + ".x/",
                  "\ud800.png", "http://h/\ud800"):  # fmt: skip

@@ -20,7 +20,7 @@ import threading
 import urllib.request
 from collections.abc import Generator
 from functools import lru_cache
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from meshfeed.errors import AccessError, MissingError, StoreError
 from meshfeed.files.retries import GIVE_UP, Patience, Retries
@@ -166,7 +166,13 @@ class _StatusError(Exception):
 
 
 def _escaped(url: str) -> str:
-    """A URL in ASCII, with all other characters escaped."""
+    """A URL in ASCII: a host's name as IDNA encodes it, all other characters escaped. Raises ValueError."""
+    parts = urlsplit(url)
+    named, at, host = parts.netloc.rpartition("@")
+    if not host.isascii():
+        name, colon, port = host.partition(":")
+        host = f"{name.encode('idna').decode()}{colon}{port}"
+        url = urlunsplit(parts._replace(netloc=f"{named}{at}{host}"))
     return quote(_BARE_PERCENT.sub("%25", url), safe="%/:=&?~#+!$,;'@()*[]")
 
 
