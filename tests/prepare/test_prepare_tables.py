@@ -99,6 +99,22 @@ def test_a_list_that_is_cut_off_is_refused() -> None:
             list(elements([raw[:size]], 99, "x"))
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [b"[1 2]", b"[{]}]", b"[{]}", b"[{},]", b"[,]", b"[,{}]", b"[{},,{}]", b"[{} {}]", b"[{}x]", b"[x{}]",
+     b'["a""b"]', b'[1"a"]', b"[[}]]", b"[{}, ]", b'[{"a": [1}]]'],
+)  # fmt: skip
+def test_a_list_that_does_not_hold_together_is_damaged(tmp_path: Path, raw: bytes) -> None:
+    """And none of it becomes a malformed record, which --max-errors would leave out."""
+    for size in (1, 3, 99):
+        for most_bytes in (0, 99):
+            with pytest.raises(ChecksumError, match=r"x: byte .* the list is damaged"):
+                list(elements(cut(raw, size), most_bytes if size > 3 else 99, "x"))
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(MeshfeedError, match="the list is damaged"):
+        prepare([tmp_path / "a.json"], tmp_path / "out", BYTES, engine=Here(), kind="json", max_errors=9)
+
+
 def test_a_json_list_is_read_by_its_elements(tmp_path: Path, wanted: dict[str, bytes]) -> None:
     """In every cut; compressed, too, where it is said to be one."""
     raw = json.dumps(RECORDS, indent=1).encode()
