@@ -99,6 +99,22 @@ def test_a_list_that_is_cut_off_is_refused() -> None:
             list(elements([raw[:size]], 99, "x"))
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [b"[1 2]", b"[{]}]", b"[{]}", b"[{},]", b"[,]", b"[,{}]", b"[{},,{}]", b"[{} {}]", b"[{}x]", b"[x{}]",
+     b'["a""b"]', b'[1"a"]', b"[[}]]", b"[{}, ]", b'[{"a": [1}]]'],
+)  # fmt: skip
+def test_a_list_that_does_not_hold_together_is_damaged(tmp_path: Path, raw: bytes) -> None:
+    """And none of it becomes a malformed record, which --max-errors would leave out."""
+    for size in (1, 3, 99):
+        for most_bytes in (0, 99):
+            with pytest.raises(ChecksumError, match=r"x: byte .* the list is damaged"):
+                list(elements(cut(raw, size), most_bytes if size > 3 else 99, "x"))
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(MeshfeedError, match="the list is damaged"):
+        prepare([tmp_path / "a.json"], tmp_path / "out", BYTES, engine=Here(), kind="json", max_errors=9)
+
+
 def test_a_json_list_is_read_by_its_elements(tmp_path: Path, wanted: dict[str, bytes]) -> None:
     """In every cut; compressed, too, where it is said to be one."""
     raw = json.dumps(RECORDS, indent=1).encode()
@@ -290,3 +306,29 @@ def test_files_of_a_web_server(
                 part_bytes=500,
             )
             assert stores(tmp_path / f"out-{Path(name).stem}") == wanted
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
+def test_tokens_with_padding_are_refused(tmp_path: Path, kind: str) -> None:
+    """By an attention mask with a 0, as `convert` and `open` do; one of 1 everywhere says nothing."""
+    out = iter(range(99))
+
+    def prepared(mask: Any) -> dict[str, bytes]:
+        rows = [{"input_ids": [1, 2, 3]} | ({} if mask is None else {"attention_mask": mask})]
+        path, folder = tmp_path / f"rows.{kind}", tmp_path / f"out{next(out)}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        elif kind == "arrow":
+            with pa.ipc.new_file(str(path), pa.Table.from_pylist(rows).schema) as writer:
+                writer.write_table(pa.Table.from_pylist(rows))
+        else:
+            path.write_text(json.dumps(rows if kind == "json" else rows[0]))
+        prepare([path], folder, Text(), engine=Here())
+        return stores(folder)
+
+    plain = prepared(None)
+    for ones in ([1, 1, 1], [True] * 3, [1.0] * 3):
+        assert prepared(ones) == plain
+    for padded in ([1, 1, 0], [0, 1, 1], [True, True, False], [1, None, 1], [[1, 1, 0]]):
+        with pytest.raises(PrepareError, match="'attention_mask' is not 1 at every token"):
+            prepared(padded)

@@ -137,7 +137,8 @@ def test_only_addresses_of_the_internet_are_public() -> None:
         127.0.0.1 127.9.9.9 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1
         240.0.0.1 255.255.255.255 192.0.2.1 198.18.0.1 ::1 :: fe80::1 fe80::1%eth0 fd00:ec2::254 fec0::1
         ff02::1 2001:db8::1 ::ffff:127.0.0.1 ::ffff:169.254.169.254 ::127.0.0.1 2002:7f00:1:: 64:ff9b::7f00:1
-        64:ff9b::a9fe:a9fe
+        64:ff9b::a9fe:a9fe 192.0.0.9 192.0.0.192 192.88.99.1 168.63.129.16 100.100.100.200 ::ffff:168.63.129.16
+        64:ff9b::a83f:8110 64:ff9b:1::808:808 100::1 3fff::1 5f00::1
     """
     for address in private.split():
         assert not is_public(address), address
@@ -298,6 +299,26 @@ def test_a_url_keeps_its_query_and_its_password_is_not_shown(server: Server) -> 
     assert "authorization" not in server.asked[-1][2], "a redirect takes no password along"
 
 
+def test_international_names_of_hosts_are_asked_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IDNA encodes them; digits of other scripts hide no address of this machine."""
+    own, port = socket.getaddrinfo, server.server_address[1]
+
+    def resolved(host: str, *rest: object, **named: object) -> object:
+        return own("127.0.0.1" if host == "xn--bcher-kva.example" else host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    assert web().read(f"http://me:größe@bücher.example:{port}/ö.png", MOST) == PNG
+    ((_, path, headers),) = server.asked
+    assert (path, headers["Host"]) == ("/%C3%B6.png", f"xn--bcher-kva.example:{port}")
+    assert headers["authorization"] == "Basic bWU6Z3LDtsOfZQ=="
+    fetch = fetch_from(f"http://bücher.example:{port}/data", MOST, 2.0)
+    assert fetch("a.png") == PNG
+    with pytest.raises(StoreError, match="not a public address"):
+        fetch(f"http://①②⑦.⓪.⓪.①:{port}/secret")
+    with pytest.raises(StoreError, match="not a web address"):
+        fetch(f"http://{'ü' * 70}.example/a.png")
+
+
 def test_names_that_are_no_urls_are_refused(fetch) -> None:
     for name in ("http://[x/a.png", "http://", "http:///a.png", "http://h:99999/", "http://" + "a" * 70 + ".x/",
                  "\ud800.png", "http://h/\ud800"):  # fmt: skip
@@ -308,21 +329,38 @@ def test_names_that_are_no_urls_are_refused(fetch) -> None:
 
 
 def test_a_proxy_of_the_environment_is_used(server: Server, fetch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds hosts that this machine cannot; addresses that are known here to be private are refused."""
+    """It finds hosts that this machine cannot, if that is allowed; known private addresses are refused."""
     proxy = server.url.replace("//", "//me:word@")
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("https_proxy", proxy)
     monkeypatch.setenv("no_proxy", "other.example")
-    assert fetch("http://pictures.invalid/a.png?w=9") == PNG
+    with pytest.raises(StoreError, match=r"only the proxy may find.*--allow-private"):
+        fetch("http://pictures.invalid/a.png?w=9")
+    assert server.asked == []
+    allowed = fetch_from("x", MOST, 0.3, allow_private=True)
+    assert allowed("http://pictures.invalid/a.png?w=9") == PNG
     method, path, headers = server.asked.pop()
     assert (method, path) == ("GET", "http://pictures.invalid/a.png?w=9")
     assert headers["Proxy-Authorization"] == "Basic bWU6d29yZA==" and headers["Host"] == "pictures.invalid"
     with pytest.raises(StoreError, match="Tunnel connection failed"):
-        fetch_from("x", MOST, 0.3)("https://pictures.invalid/a.png")
+        allowed("https://pictures.invalid/a.png")
     assert server.asked[0][:2] == ("CONNECT", "pictures.invalid:443")
     server.asked.clear()
     with pytest.raises(StoreError, match="not a public address"):
         fetch("http://10.0.0.1/a.png")
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("kind", ["https", "socks5", "socks5h", "HTTPS"])
+def test_a_proxy_of_another_kind_gets_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Above all not its password, in clear."""
+    for name in ("http", "https"):
+        monkeypatch.setenv(f"{name}_proxy", server.url.replace("http://", f"{kind}://me:word@"))
+        with pytest.raises(StoreError, match=rf"{name}_proxy names .*no_proxy") as refused:
+            web(2.0).read(f"{name}://pictures.example/a.png", MOST)
+        assert "word" not in str(refused.value)
     assert server.asked == []
 
 
@@ -388,6 +426,39 @@ def test_credentials_are_used_below_named_folders_alone(
             fetch_from(folder, MOST, 0.3, own=own)("s3://b/pictures/a.png")
         assert "AWS4-HMAC" in json.dumps(server.asked)
         server.asked.clear()
+
+
+def test_a_folder_of_the_web_is_read_from_its_own_host_alone(server: Server) -> None:
+    """Whatever address it has, with its password; what lies elsewhere, or redirects there, is checked."""
+    folder = f"{server.url.replace('//', '//me:word@')}/data"
+    fetch = fetch_from(folder, MOST, 2.0, own=f"{server.url}/to")
+    for name in (
+        "a.png",
+        "größe 1.png",
+        f"{server.url}/data/img?id=3",
+        f"{server.url}/to/{server.url}/b.png",
+    ):
+        assert fetch(name) == PNG, name
+    asked = [(path, headers.get("authorization")) for _, path, headers in server.asked]
+    password = "Basic bWU6d29yZA=="
+    assert asked[:3] == [
+        ("/data/a.png", password), ("/data/gr%C3%B6%C3%9Fe%201.png", password), ("/data/img?id=3", password),
+    ]  # fmt: skip
+    assert [path for path, _ in asked[4:]] == ["/b.png"]
+    with served(Server()) as other:
+        to = fetch_from(f"{server.url}/to", MOST, 2.0)
+        for name in (f"{other.url}/secret", f"{server.url.replace('127.0.0.1', 'localhost')}/secret",
+                     f"{other.url}/to/{server.url}/secret"):  # fmt: skip
+            with pytest.raises(StoreError, match="redirected to not a public address"):
+                to(f"{server.url}/to/{name}")
+        for name in (f"{other.url}/a.png", f"{server.url}/a.png", f"{server.url}/data/../secret",
+                     f"{server.url}/data/%2e%2e/secret", f"{server.url}/data/..%5csecret"):  # fmt: skip
+            with pytest.raises(StoreError, match="not a public address"):
+                fetch(name)
+        with pytest.raises(StoreError, match=r"without '\.\.'"):
+            fetch("../secret")
+        assert other.asked == []
+    assert "/secret" not in [path for _, path, _ in server.asked]
 
 
 # -- links ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from meshfeed.prepare.records import Columns
 from meshfeed.prepare.samples import CHAT_KEYS
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
+from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
 
 TRAINED = "tokenizer.json"
 """What a tokenizer that was trained for a job is called."""
@@ -85,8 +86,12 @@ class Text:
     def columns(self) -> Columns:
         """What to take of a record."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
-        refused = () if is_text else ("labels", "loss_mask")
-        return Columns(Column(self.column, BYTES if is_text else None).names, refused=refused)
+        names = Column(self.column, BYTES if is_text else None).names
+        return (
+            Columns(names)
+            if is_text
+            else Columns(names, refused=(LABELS, LOSS_MASK), masks=(ATTENTION_MASK,))
+        )
 
     def request(self) -> dict[str, Any]:
         """All that decides the tokens, as JSON values. Raises StoreError, PrepareError where it is wrong."""

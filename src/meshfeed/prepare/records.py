@@ -65,16 +65,21 @@ class Columns:
         beside: further ones; where a record has one, its value is an object of all of them.
         called: the key of the first in that object.
         refused: further ones that would be lost, and say how to train.
+        masks: further ones that would be lost, and say nothing where they are 1 everywhere.
     """
 
     names: Sequence[str]
     beside: Sequence[str] = ()
     called: str = "value"
     refused: Sequence[str] = ()
+    masks: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any]) -> Any:
         """Of a record. Raises StoreError."""
         self.refuse_lost([name for name in self.refused if record.get(name) is not None])
+        for name in self.masks:
+            if record.get(name) is not None:
+                _refuse_padding(name, record[name])
         value = value_in(record, self.names, lambda: HERE)
         more = {name: record[name] for name in self.beside if record.get(name) is not None}
         return {self.called: value} | more if more else value
@@ -88,6 +93,16 @@ class Columns:
                 f"that every token would bear loss; open the files as they are, mf.open(PATH), or by "
                 f"meshfeed convert"
             )
+
+
+def _refuse_padding(name: str, mask: Any) -> None:
+    """Raises StoreError for what is not a list of numbers other than 0. name: of its column."""
+    numbers: list[Any] = cast(list[Any], mask) if isinstance(mask, list) else [None]
+    if not (set(map(type, numbers)) <= {int, float, bool} and all(numbers)):
+        raise StoreError(
+            f"{HERE}: {name!r} is not 1 at every token; meshfeed trains on every token of a document and "
+            f"pads by itself: tokenize without padding, or leave the column out to train on them all"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,14 +326,18 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
             raise StoreError(f"{url}: {reason_of(error)}") from None
     first = name_in(schema, columns.names, url)
     named = columns.names if isinstance(columns, Samples) else (first,)
-    return [each for each in (*named, *columns.beside) if each in schema.names]
+    masks = columns.masks if isinstance(columns, Columns) else ()
+    return [each for each in (*named, *columns.beside, *masks) if each in schema.names]
 
 
 def _of_row(
     number: int, record: Mapping[str, Any], num_bytes: int, how: Reading, where: str, url: str
 ) -> Record:
     if isinstance(how.columns, Columns):
-        value = how.columns.value(record)
+        try:
+            value = how.columns.value(record)
+        except StoreError as error:
+            return Record(number, -1, None, num_bytes, reason_of(error))
         if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
             raise _too_long(where, how)
         return Record(number, -1, value, num_bytes)

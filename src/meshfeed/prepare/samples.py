@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Folder
 from meshfeed.files.retries import GIVE_UP
-from meshfeed.files.url import is_http, is_remote, parent, without_secrets
+from meshfeed.files.url import is_http, is_remote, join, parent, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.prepare.beneath import read_beneath
 from meshfeed.prepare.chat_template import with_role
@@ -146,8 +146,9 @@ def fetch_from(
 ) -> Fetch:
     """How the parts are fetched that a record names: by path from a folder, never out of it, or by URL.
 
-    A URL below a folder that the user has named is read with the user's credentials. Any other is asked for
-    without them, and only from public addresses.
+    A URL below a folder that the user has named is read with the user's credentials, from whatever address
+    its host has. Any other is asked for without them, and only from public addresses, as is what a redirect
+    to another host leads to.
 
     folder: that paths begin at, or its URL.
     most_bytes: of the parts of a record together.
@@ -164,15 +165,19 @@ def fetch_from(
     def read(name: str) -> bytes:
         if not is_remote(name):
             named = _relative(name, folder)
-            if is_remote(folder):
+            if not is_remote(folder):
+                return read_beneath(folder, named, left + 1)
+            if not is_http(folder):
                 return stored(folder, named, {})
-            return read_beneath(folder, named, left + 1)
+            name = join(folder, named)
+        if is_http(name):
+            web = Web(url_timeout_s, allow_private=allow_private)
+            base = next((base for base in (folder, own) if _is_below(name, base)), "")
+            return web.read(_as_named(name, base), left, named=base)
         options = {GIVE_UP: f"{url_timeout_s:g}"}
         for base in (folder, own):
             if (named := _below(name, base)) is not None:
                 return stored(base, named, options)
-        if is_http(name):
-            return Web(url_timeout_s, allow_private=allow_private).read(name, left)
         if not allow_private:
             raise StoreError(
                 f"{without_secrets(name)}: would be read with this machine's credentials; name its folder by "
@@ -225,6 +230,18 @@ def _below(url: str, folder: str) -> str | None:
     (root, path), (base, first) = (_root_and_path(each) for each in (url, folder))
     first = f"{first.rstrip('/')}/"
     return path[len(first) :] if root == base and path.startswith(first) and path != first else None
+
+
+def _is_below(url: str, folder: str) -> bool:
+    """Whether a web address lies below a folder's, and no server can take it for another place."""
+    path = unquote(urlsplit(url).path)
+    return _below(url, folder) is not None and "\\" not in path and ".." not in path.split("/")
+
+
+def _as_named(url: str, folder: str) -> str:
+    """A web address below a folder's, with the user and password of that, where it has them."""
+    netloc = urlsplit(folder).netloc
+    return urlunsplit(urlsplit(url)._replace(netloc=netloc)) if "@" in netloc else url
 
 
 def _root_and_path(url: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 Whoever wrote the records chose the URLs, so only hosts with public addresses are asked. Each redirect is
 checked again, and the address that was checked is the one that is connected to: a name that changes its
-address in between (DNS rebinding) gains nothing. Sizes and times are bounded. No error repeats what a server
+address in between (DNS rebinding) gains nothing. A proxy finds the address of a name again by itself, so
+there the check is of what this machine finds. Sizes and times are bounded. No error repeats what a server
 sent.
 """
 
@@ -19,7 +20,7 @@ import threading
 import urllib.request
 from collections.abc import Generator
 from functools import lru_cache
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from meshfeed.errors import AccessError, MissingError, StoreError
 from meshfeed.files.retries import GIVE_UP, Patience, Retries
@@ -34,10 +35,18 @@ _KINDS = {401: AccessError, 403: AccessError, 404: MissingError, 410: MissingErr
 _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NEVER_PUBLIC = tuple(
+    ipaddress.ip_network(each)  # services of a cloud or a provider, and what some Pythons call global
+    for each in ("100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24",
+                 "64:ff9b:1::/48", "100::/64", "3fff::/20", "5f00::/16")
+)  # fmt: skip
 _BARE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
 PRIVATE = "not a public address; leave it out, or allow private ones by --allow-private"
 """What is said of a host on this machine or in its networks."""
+_UNCHECKED = (
+    "a host that only the proxy may find, so its address cannot be checked; allow it by --allow-private"
+)
 
 
 def is_public(address: str) -> bool:
@@ -53,6 +62,8 @@ def is_public(address: str) -> bool:
         if inner is None and ip.is_site_local:  # the older kind, which Python calls global
             return False
         ip = inner or ip
+    if any(ip in network for network in _NEVER_PUBLIC):
+        return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
@@ -68,20 +79,24 @@ class Web(Retries):
         super().__init__("", Patience.of({GIVE_UP: f"{give_up_s:g}"}))
         self._allow_private = allow_private
 
-    def read(self, url: str, most_bytes: int) -> bytes:
+    def read(self, url: str, most_bytes: int, *, named: str = "") -> bytes:
         """The bytes of a URL, without the rest where there are more than `most_bytes`, and one of it.
+
+        named: a URL that the user chose. Its host may have any address, at its port, until a redirect leads
+        to another.
 
         Raises StoreError.
         """
-        url = _escaped(url)
         where = without_secrets(url)
-        return self._retry(lambda: self._followed(url, most_bytes + 1), url, where)
+        return self._retry(lambda: self._followed(url, most_bytes + 1, named), url, where)
 
-    def _followed(self, url: str, most_bytes: int) -> bytes:
+    def _followed(self, url: str, most_bytes: int, named: str) -> bytes:
         """From where its redirects lead."""
+        url, is_named = _escaped(url), bool(named)
         for hop in range(1 + _MOST_REDIRECTS):
+            is_named = is_named and _place_of(url) == _place_of(_escaped(named))
             try:
-                with self._asked(url, hop) as answer:
+                with self._asked(url, hop, any_address=is_named or self._allow_private) as answer:
                     location = answer.headers.get("Location")
                     if answer.status not in _REDIRECTS or location is None:
                         return _body(answer, most_bytes)
@@ -91,8 +106,10 @@ class Web(Retries):
         raise _RefusedError("the server redirects endlessly")
 
     @contextlib.contextmanager
-    def _asked(self, url: str, hop: int) -> Generator[http.client.HTTPResponse, None, None]:
-        """The answer to one request. hop: how many redirects led there."""
+    def _asked(
+        self, url: str, hop: int, *, any_address: bool
+    ) -> Generator[http.client.HTTPResponse, None, None]:
+        """The answer to one request. hop: how many redirects led there. any_address: also private."""
         if not is_http(url) or not urlsplit(url).hostname:
             raise _RefusedError(
                 "the server redirects to something that is not a web address" if hop else "has no host"
@@ -100,7 +117,7 @@ class Web(Retries):
         to = urlsplit(url)
         headers = {"Accept-Encoding": "identity", "User-Agent": "meshfeed", **credentials_of(url)}
         timeout_s, proxy = self._patience.timeout_s, _proxy_of(to)
-        addresses = self._addresses(to, hop, through_proxy=proxy is not None)
+        addresses = _addresses(to, hop, any_address=any_address, through_proxy=proxy is not None)
         if proxy is None:
             connection = http.client.HTTPConnection(str(to.hostname), _port_of(to), timeout_s)
             connection.default_port = _PORTS[to.scheme]
@@ -115,20 +132,6 @@ class Web(Retries):
             target += (to.path or "/") + (f"?{to.query}" if to.query else "")
             connection.request("GET", target, headers=headers)
             yield connection.getresponse()
-
-    def _addresses(self, to: SplitResult, hop: int, *, through_proxy: bool) -> list[tuple[str, int]]:
-        """Where a host may be reached, at most so many; what a proxy alone can find is left to the proxy."""
-        try:
-            found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
-        except socket.gaierror:
-            if through_proxy:
-                return []
-            raise
-        sockets = [(str(where[0]), int(where[1])) for *_, where in found]
-        public = [each for each in sockets if self._allow_private or is_public(each[0])]
-        if not public:
-            raise _RefusedError(f"{'redirected to ' if hop else ''}{PRIVATE}")
-        return public[:_MOST_ADDRESSES]
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
         """See `Retries`. Nothing that a server sent is repeated."""
@@ -163,12 +166,41 @@ class _StatusError(Exception):
 
 
 def _escaped(url: str) -> str:
-    """A URL in ASCII, with all other characters escaped."""
+    """A URL in ASCII: a host's name as IDNA encodes it, all other characters escaped. Raises ValueError."""
+    parts = urlsplit(url)
+    named, at, host = parts.netloc.rpartition("@")
+    if not host.isascii():
+        name, colon, port = host.partition(":")
+        host = f"{name.encode('idna').decode()}{colon}{port}"
+        url = urlunsplit(parts._replace(netloc=f"{named}{at}{host}"))
     return quote(_BARE_PERCENT.sub("%25", url), safe="%/:=&?~#+!$,;'@()*[]")
 
 
 def _port_of(to: SplitResult) -> int:
     return to.port or _PORTS[to.scheme]
+
+
+def _place_of(url: str) -> tuple[str | None, int | None]:
+    """Host and port of a URL; no port for what is no web address."""
+    to = urlsplit(url)
+    return to.hostname, to.port or _PORTS.get(to.scheme)
+
+
+def _addresses(to: SplitResult, hop: int, *, any_address: bool, through_proxy: bool) -> list[tuple[str, int]]:
+    """Where a host may be reached, at most so many; none of one that a proxy alone may find."""
+    try:
+        found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        if not through_proxy:
+            raise
+        if not any_address:
+            raise _RefusedError(f"{'redirected to ' if hop else ''}{_UNCHECKED}") from None
+        return []
+    sockets = [(str(where[0]), int(where[1])) for *_, where in found]
+    allowed = [each for each in sockets if any_address or is_public(each[0])]
+    if not allowed:
+        raise _RefusedError(f"{'redirected to ' if hop else ''}{PRIVATE}")
+    return allowed[:_MOST_ADDRESSES]
 
 
 @lru_cache(maxsize=1)
@@ -223,11 +255,17 @@ def _body(answer: http.client.HTTPResponse, most_bytes: int) -> bytes:
 
 
 def _proxy_of(to: SplitResult) -> SplitResult | None:
-    """The proxy that the environment names for a host; None for none."""
+    """The proxy that the environment names for a host; None for none. One that is not of http is refused."""
     named = urllib.request.getproxies().get(to.scheme)
     if not named or urllib.request.proxy_bypass(str(to.hostname)):
         return None
-    return urlsplit(named if "://" in named else f"http://{named}")
+    proxy = urlsplit(named if "://" in named else f"http://{named}")
+    if proxy.scheme != "http" or not proxy.hostname:
+        raise _RefusedError(
+            f"{to.scheme}_proxy names a proxy that is not one of http://, the only kind that is used; change "
+            f"it, or list the host in no_proxy"
+        )
+    return proxy
 
 
 def _to_proxy(
