@@ -115,6 +115,8 @@ class DocumentFiles(ForeignColumns):
     def fingerprint(self) -> str:
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
 
+        What is used of LOSS_COLUMNS is part of it; to know what there is, token lists are indexed.
+
         On the Hub, it has the Hub's hashes instead of blocks; elsewhere, it is the same wherever the files
         lie. It tells two corpora apart, not a single changed token.
         """

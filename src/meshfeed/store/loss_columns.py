@@ -42,11 +42,14 @@ class HasColumns(StreamStore):
         self.labels_are = labels or self.labels_are
         return self
 
+    def _use(self) -> str:
+        """What of the use of its columns is not the same for all such content; "" for nothing."""
+        return self._used
+
     def _as_used(self, digest: str) -> str:
-        """A fingerprint of the content, with what the options change."""
-        if not self._used:
-            return digest
-        return hashlib.blake2b(f"{digest} {self._used}".encode(), digest_size=16).hexdigest()
+        """A fingerprint of the content, with how its columns are used."""
+        use = self._use()
+        return hashlib.blake2b(f"{digest} {use}".encode(), digest_size=16).hexdigest() if use else digest
 
     def count_bearing(self, starts: I64, stops: I64) -> I64:
         """Values of `labels` and `loss_mask` that bear loss, in stream ranges; int64 [m] twice -> int64 [m].
@@ -102,6 +105,24 @@ class ForeignColumns(HasColumns):
             raise OptionError(f"{self.path}: ignore={name!r}: choose among {', '.join(LOSS_COLUMNS)}")
         self._ignored = ignore
         return super().used_as(labels, ignore)
+
+    @property
+    def used_columns(self) -> tuple[str, ...]:
+        """Those of LOSS_COLUMNS that decide what is trained; not compared with the tokens yet.
+
+        An attention mask decides nothing: it is 1 everywhere, or refused.
+        """
+        there = self._columns_of_loss()
+        return tuple(
+            name
+            for name in LOSS_COLUMNS
+            if name in there and name != ATTENTION_MASK and name not in self._ignored
+        )
+
+    def _use(self) -> str:
+        """The columns in use: a state of the time when they were not used trains without them."""
+        told = [f"{name} {self.labels_are}" if name == LABELS else name for name in self.used_columns]
+        return f"uses {', '.join(told)}" if told else ""
 
     @property
     def columns(self) -> Mapping[str, StreamStore]:
