@@ -195,6 +195,34 @@ def test_an_attention_mask_is_refused_unless_it_says_nothing(tmp_path: Path, kin
     assert trained(mf.open(path, ignore=["attention_mask"])) == expected(TOKENS, ONES, shifted=False)
 
 
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "assistant_mask"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_masks_of_other_names_are_loss_masks(tmp_path: Path, kind: str, name: str) -> None:
+    path = written(kind, tmp_path / "a", input_ids=TOKENS, labels=LABELS, **{name: MASK})
+    store = mf.open(path)
+    assert sorted(store.columns) == ["labels", "loss_mask"]
+    assert trained(store) == expected(LABELS, MASK, shifted=False)
+    assert trained(mf.open(path, ignore=[name])) == expected(LABELS, ONES, shifted=False)
+    assert mf.open(path, ignore=[name]).fingerprint != store.fingerprint
+    list(Conversion(store, tmp_path / "to").run())
+    assert trained(mf.open(tmp_path / "to")) == expected(LABELS, MASK, shifted=False)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_several_masks_and_masks_of_other_values_are_refused(tmp_path: Path, kind: str) -> None:
+    path = written(kind, tmp_path / "a", input_ids=TOKENS, loss_mask=MASK, completion_mask=ONES)
+    with pytest.raises(
+        OptionError, match=r"'loss_mask' and 'completion_mask' .*ignore=\['completion_mask'\]"
+    ):
+        trained(mf.open(path))
+    assert trained(mf.open(path, ignore=["completion_mask"])) == expected(TOKENS, MASK, shifted=False)
+    with pytest.raises(StoreError, match=r"are all masks of the loss.*--drop NAME"):
+        list(Conversion(mf.open(path), tmp_path / "to").run())
+    path = written(kind, tmp_path / "b", input_ids=TOKENS, completion_mask=LABELS)
+    with pytest.raises(OptionError, match="'completion_mask' is neither 0 nor 1 at 12 of 12 tokens"):
+        trained(mf.open(path))
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_columns_of_other_lengths_are_refused(tmp_path: Path, kind: str) -> None:
     path = written(kind, tmp_path / "a", input_ids=TOKENS, labels=[[1], *LABELS[1:]])

@@ -1,4 +1,4 @@
-"""Columns beside the tokens that say which tokens bear loss: `labels`, `loss_mask` and `attention_mask`."""
+"""Columns beside the tokens that say which tokens bear loss: `labels`, loss masks, `attention_mask`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, bearing, marks_of
 
 LABELS, LOSS_MASK, ATTENTION_MASK = "labels", "loss_mask", "attention_mask"
-LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK)
+OTHER_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
+"""What TRL and transformers call a loss mask of 0 and 1."""
+LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS)
 """Columns by which other systems say what to train on. None is ever passed over in silence."""
 
 _BLOCK = 1 << 18
@@ -87,7 +89,8 @@ def _bearing_of(store: HasColumns, cache: Cache) -> Marks:
 class ForeignColumns(HasColumns):
     """A store of another system's format, whose files may have columns of LOSS_COLUMNS.
 
-    `columns` are its labels and its loss mask. Tokens are trained without padding, so an attention mask must
+    `columns` are its labels and its loss mask, one of OTHER_MASKS too.
+    Tokens are trained without padding, so an attention mask must
     be 1 everywhere, and then says nothing. Looked for and compared with the tokens at the first use.
     """
 
@@ -128,7 +131,8 @@ class ForeignColumns(HasColumns):
     def columns(self) -> Mapping[str, StreamStore]:
         """`labels` and `loss_mask`, where the files have them.
 
-        Raises StoreError for one that has not a number for each token, and for an attention mask with a 0.
+        Raises StoreError for one that has not a number for each token, for an attention mask with a 0, for
+        one of OTHER_MASKS with more than 0 and 1, and for several masks.
         """
         if self._loss_columns is None:
             checked = self._checked_columns()  # no lock is held while files are read
@@ -145,7 +149,7 @@ class ForeignColumns(HasColumns):
             self._compare(name, store)
         if ATTENTION_MASK in found:
             self.refuse_padding(found.pop(ATTENTION_MASK))
-        return found
+        return self.with_loss_mask(found)
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
         """Enter the columns that are in use."""
@@ -166,6 +170,26 @@ class ForeignColumns(HasColumns):
                     f"{expected[i]} tokens; write both from the same documents, or {_cure(name)}"
                 )
 
+    def with_loss_mask(self, found: Mapping[str, StreamStore]) -> Mapping[str, StreamStore]:
+        """Columns, one of OTHER_MASKS under the name LOSS_MASK. Raises StoreError; see `columns`."""
+        masks = [name for name in (LOSS_MASK, *OTHER_MASKS) if name in found]
+        if len(masks) > 1:
+            told = " and ".join(map(repr, masks))
+            raise OptionError(
+                f"{self.path}: columns {told} are all masks of the loss; use one, and {_cure(*masks[1:])}"
+            )
+        if masks in ([], [LOSS_MASK]):
+            return found
+        (name,) = masks
+        total = found[name].num_tokens
+        marks = marks_of(found[name], self.marks_cache, (0, 1))
+        if others := total - int(marks.count(np.array([0]), np.array([total]))[0]):
+            raise OptionError(
+                f"{self.path}: column {name!r} is neither 0 nor 1 at {others:,} of {total:,} tokens; call a "
+                f"column of weights {LOSS_MASK!r}, or {_cure(name)}"
+            )
+        return {LOSS_MASK if each == name else each: store for each, store in found.items()}
+
     def refuse_padding(self, mask: StreamStore) -> None:
         """Raises StoreError for an attention mask with a 0. mask: the column."""
         marks, total = marks_of(mask, self.marks_cache), mask.num_tokens
@@ -178,5 +202,7 @@ class ForeignColumns(HasColumns):
             )
 
 
-def _cure(name: str) -> str:
-    return f"leave it out of use: mf.open(path, ignore=[{name!r}]) (--ignore {name})"
+def _cure(*names: str) -> str:
+    options = " ".join(f"--ignore {name}" for name in names)
+    what = "it" if len(names) == 1 else "them"
+    return f"leave {what} out of use: mf.open(path, ignore={[*names]!r}) ({options})"
