@@ -175,4 +175,10 @@ def _hint(differ: list[str], recipe: Recipe) -> str:
         hint += " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."
     if "data" in differ and isinstance(recipe.data, Mixture):
         hint += " To change amounts from this step on, keep the old ones: Mixture(...).then(step, {...})."
+    used = sorted({name for store in recipe.sources for name in getattr(store, "used_columns", ())})
+    if "data" in differ and used:
+        hint += (
+            f" A state of a meshfeed that did not use {', '.join(used)} yet resumes without: "
+            f"mf.open(path, ignore={used})."
+        )
     return hint

@@ -18,7 +18,7 @@ import lit
 import meshfeed as mf
 import mosaic
 import world
-from meshfeed.errors import OptionError, RecipeError, StoreError
+from meshfeed.errors import OptionError, RecipeError, StateError, StoreError
 from meshfeed.prepare.convert import Conversion
 from meshfeed.testing import assert_store
 from observe import simulated, take
@@ -132,8 +132,42 @@ def test_labels_and_loss_masks_are_used(tmp_path: Path, kind: str) -> None:
     assert trained(mf.open(path)) == expected(TOKENS, MASK, shifted=False)
     assert trained(mf.open(path), mf.Chat()) == expected(TOKENS, MASK, shifted=False)
     prints = [mf.open(path, **options).fingerprint for options in ({}, {"ignore": "loss_mask"})]
-    assert len({*prints, mf.open(path, labels="shifted").fingerprint}) == 3
-    assert mf.open(path, labels="unshifted").fingerprint == prints[0]
+    assert len({*prints}) == 2
+    assert {mf.open(path, labels=how).fingerprint for how in ("shifted", "unshifted")} == {prints[0]}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_the_fingerprint_says_which_columns_are_used(tmp_path: Path, kind: str) -> None:
+    path = written(kind, tmp_path / "a", input_ids=TOKENS, labels=LABELS, loss_mask=MASK, attention_mask=ONES)
+    ignored: list[list[str]] = [[], ["labels"], ["loss_mask"], ["attention_mask"], ["labels", "loss_mask"]]
+    used, mask, labels, ones, bare = (mf.open(path, ignore=each).fingerprint for each in ignored)
+    assert used == ones  # which says nothing
+    assert len({used, mask, labels, bare, mf.open(path, labels="shifted").fingerprint}) == 5
+    store: Any = mf.open(path)
+    before = store._content if kind in ("jsonl", "parquet", "arrow") else store._digest
+    assert bare == before  # as when no column was used
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_store_without_columns_keeps_its_fingerprint(tmp_path: Path, kind: str) -> None:
+    store: Any = mf.open(written(kind, tmp_path / "a", input_ids=TOKENS, attention_mask=ONES))
+    before = store._content if kind in ("jsonl", "parquet", "arrow") else store._digest
+    assert store.fingerprint == before
+
+
+def test_a_state_of_before_labels_were_used_resumes_only_without_them(tmp_path: Path) -> None:
+    path = written("jsonl", tmp_path / "a", input_ids=TOKENS, labels=LABELS)
+
+    def feed(**options: Any) -> mf.Feed:
+        recipe = mf.Recipe(
+            data=mf.open(path, **options), sequence=mf.Documents(), batch=mf.Batch(sequences=2), seed=1
+        )
+        return mf.Feed(recipe, packing=PACKING)
+
+    state = feed(ignore=["labels"]).state_dict()
+    with pytest.raises(StateError, match=r"data: saved.*(?s:.*)resumes without: .*ignore=\['labels'\]"):
+        feed().load_state_dict(state)
+    feed(ignore=["labels"]).load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -159,6 +193,34 @@ def test_an_attention_mask_is_refused_unless_it_says_nothing(tmp_path: Path, kin
     ):
         trained(mf.open(path))
     assert trained(mf.open(path, ignore=["attention_mask"])) == expected(TOKENS, ONES, shifted=False)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "assistant_mask"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_masks_of_other_names_are_loss_masks(tmp_path: Path, kind: str, name: str) -> None:
+    path = written(kind, tmp_path / "a", input_ids=TOKENS, labels=LABELS, **{name: MASK})
+    store = mf.open(path)
+    assert sorted(store.columns) == ["labels", "loss_mask"]
+    assert trained(store) == expected(LABELS, MASK, shifted=False)
+    assert trained(mf.open(path, ignore=[name])) == expected(LABELS, ONES, shifted=False)
+    assert mf.open(path, ignore=[name]).fingerprint != store.fingerprint
+    list(Conversion(store, tmp_path / "to").run())
+    assert trained(mf.open(tmp_path / "to")) == expected(LABELS, MASK, shifted=False)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_several_masks_and_masks_of_other_values_are_refused(tmp_path: Path, kind: str) -> None:
+    path = written(kind, tmp_path / "a", input_ids=TOKENS, loss_mask=MASK, completion_mask=ONES)
+    with pytest.raises(
+        OptionError, match=r"'loss_mask' and 'completion_mask' .*ignore=\['completion_mask'\]"
+    ):
+        trained(mf.open(path))
+    assert trained(mf.open(path, ignore=["completion_mask"])) == expected(TOKENS, MASK, shifted=False)
+    with pytest.raises(StoreError, match=r"are all masks of the loss.*--drop NAME"):
+        list(Conversion(mf.open(path), tmp_path / "to").run())
+    path = written(kind, tmp_path / "b", input_ids=TOKENS, completion_mask=LABELS)
+    with pytest.raises(OptionError, match="'completion_mask' is neither 0 nor 1 at 12 of 12 tokens"):
+        trained(mf.open(path))
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -66,7 +66,8 @@ class StoreOptions(StorageOptions):
         choices=get_args(LabelsAre),
     )
     ignore: list[str] | None = option(
-        "a column that is not used: labels, loss_mask, attention_mask; may be repeated", metavar="NAME"
+        "a column that is not used: labels, loss_mask, attention_mask, completion_mask, ...; may be repeated",
+        metavar="NAME",
     )
 
     def open(self, path: str, **replaced: Any) -> StreamStore:

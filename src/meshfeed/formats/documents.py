@@ -31,7 +31,7 @@ from meshfeed.store.open import stores_inside
 
 VERSION = 1
 """Part of the fingerprint."""
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
 """Of the index: part of its key, so that a change here never meets an old one."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -80,7 +80,7 @@ class DocumentFiles(ForeignColumns):
     @abstractmethod
     def _scan(self, span: Span) -> Mapping[str, Array]:
         """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (greatest token), `beside` bool
-        [3], whether there is a column of each name in LOSS_COLUMNS, and its own."""
+        [len(LOSS_COLUMNS)], whether there is a column of each name in LOSS_COLUMNS, and its own."""
 
     @abstractmethod
     def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
@@ -114,6 +114,8 @@ class DocumentFiles(ForeignColumns):
     @property
     def fingerprint(self) -> str:
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
+
+        What is used of LOSS_COLUMNS is part of it; to know what there is, token lists are indexed.
 
         On the Hub, it has the Hub's hashes instead of blocks; elsewhere, it is the same wherever the files
         lie. It tells two corpora apart, not a single changed token.

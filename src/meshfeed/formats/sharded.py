@@ -192,17 +192,21 @@ class ShardedStore(ForeignColumns):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the index, the token column, and some blocks of the shards."""
+        """Hex digest of the index, the token column, some blocks of the shards, and what columns are used."""
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
+        return self._as_used(self._digest)
+
+    @cached_property
+    def _digest(self) -> str:
         shards = self.shards
         digest = hashlib.blake2b(self._identity(), digest_size=16)
         sampled = np.linspace(0, len(shards) - 1, min(_NUM_SAMPLED, len(shards))).astype(int).tolist()
         for block in _at_once(self._middle, sampled):
             digest.update(block)
-        return self._as_used(digest.hexdigest())
+        return digest.hexdigest()
 
     def content_digest(self) -> str:
         """See `Store`. Remote shards are taken at the hashes of the index, which are checked on fetching."""
@@ -294,7 +298,7 @@ class ShardedStore(ForeignColumns):
         parts = [numbers[at : at + _SHARDS_OF_PART] for at in range(0, len(numbers), _SHARDS_OF_PART)]
         if len(parts) <= 1 and not self._folder.is_remote:
             return _whole(parts, [self._part(part) for part in parts])
-        key = key_of_parts(kind=self.kind, version=3, content=self.fingerprint, files=self._versions())
+        key = key_of_parts(kind=self.kind, version=3, content=self._digest, files=self._versions())
         return built_in_parts(self._folder.kept, key, lambda: parts, self._part, _whole)
 
     def _versions(self) -> str | None:

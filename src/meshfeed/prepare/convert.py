@@ -44,7 +44,8 @@ class Conversion:
 
     Documents keep their order, ends and tokens, empty ones too. A column beside the tokens is carried if it
     has one number for each token, and else refused by name, unless it is dropped by name. Of JSON lines only
-    the tokens, `labels` and `loss_mask` are read. Labels that are not shifted are written shifted, as
+    the tokens, `labels` and a loss mask are read; the mask is called `loss_mask` then.
+    Labels that are not shifted are written shifted, as
     dataset.json has them, and the loss mask with them: the new store trains the same. An attention mask that
     is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by name. Memory is bounded by
     some 2**20 tokens (or one document), and by what the source decodes at once.
@@ -142,6 +143,11 @@ class Conversion:
             except StoreError as error:
                 raise StoreError(f"{error}; or allow it by --drop {ATTENTION_MASK}") from error
             self._drop = (*drop, ATTENTION_MASK)
+        if isinstance(store, ForeignColumns):
+            try:
+                kept = dict(store.with_loss_mask(kept))
+            except StoreError as error:
+                raise StoreError(f"{error}; or leave one behind by --drop NAME") from error
         if LABELS in kept and store.labels_are == "unshifted":
             self._moved = frozenset(_AT_ENDS.keys() & kept.keys())
         if TOKENS in kept:

@@ -1,4 +1,4 @@
-"""Columns beside the tokens that say which tokens bear loss: `labels`, `loss_mask` and `attention_mask`."""
+"""Columns beside the tokens that say which tokens bear loss: `labels`, loss masks, `attention_mask`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, bearing, marks_of
 
 LABELS, LOSS_MASK, ATTENTION_MASK = "labels", "loss_mask", "attention_mask"
-LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK)
+OTHER_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
+"""What TRL and transformers call a loss mask of 0 and 1."""
+LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS)
 """Columns by which other systems say what to train on. None is ever passed over in silence."""
 
 _BLOCK = 1 << 18
@@ -42,11 +44,14 @@ class HasColumns(StreamStore):
         self.labels_are = labels or self.labels_are
         return self
 
+    def _use(self) -> str:
+        """What of the use of its columns is not the same for all such content; "" for nothing."""
+        return self._used
+
     def _as_used(self, digest: str) -> str:
-        """A fingerprint of the content, with what the options change."""
-        if not self._used:
-            return digest
-        return hashlib.blake2b(f"{digest} {self._used}".encode(), digest_size=16).hexdigest()
+        """A fingerprint of the content, with how its columns are used."""
+        use = self._use()
+        return hashlib.blake2b(f"{digest} {use}".encode(), digest_size=16).hexdigest() if use else digest
 
     def count_bearing(self, starts: I64, stops: I64) -> I64:
         """Values of `labels` and `loss_mask` that bear loss, in stream ranges; int64 [m] twice -> int64 [m].
@@ -84,7 +89,8 @@ def _bearing_of(store: HasColumns, cache: Cache) -> Marks:
 class ForeignColumns(HasColumns):
     """A store of another system's format, whose files may have columns of LOSS_COLUMNS.
 
-    `columns` are its labels and its loss mask. Tokens are trained without padding, so an attention mask must
+    `columns` are its labels and its loss mask, one of OTHER_MASKS too.
+    Tokens are trained without padding, so an attention mask must
     be 1 everywhere, and then says nothing. Looked for and compared with the tokens at the first use.
     """
 
@@ -104,10 +110,29 @@ class ForeignColumns(HasColumns):
         return super().used_as(labels, ignore)
 
     @property
+    def used_columns(self) -> tuple[str, ...]:
+        """Those of LOSS_COLUMNS that decide what is trained; not compared with the tokens yet.
+
+        An attention mask decides nothing: it is 1 everywhere, or refused.
+        """
+        there = self._columns_of_loss()
+        return tuple(
+            name
+            for name in LOSS_COLUMNS
+            if name in there and name != ATTENTION_MASK and name not in self._ignored
+        )
+
+    def _use(self) -> str:
+        """The columns in use: a state of the time when they were not used trains without them."""
+        told = [f"{name} {self.labels_are}" if name == LABELS else name for name in self.used_columns]
+        return f"uses {', '.join(told)}" if told else ""
+
+    @property
     def columns(self) -> Mapping[str, StreamStore]:
         """`labels` and `loss_mask`, where the files have them.
 
-        Raises StoreError for one that has not a number for each token, and for an attention mask with a 0.
+        Raises StoreError for one that has not a number for each token, for an attention mask with a 0, for
+        one of OTHER_MASKS with more than 0 and 1, and for several masks.
         """
         if self._loss_columns is None:
             checked = self._checked_columns()  # no lock is held while files are read
@@ -124,7 +149,7 @@ class ForeignColumns(HasColumns):
             self._compare(name, store)
         if ATTENTION_MASK in found:
             self.refuse_padding(found.pop(ATTENTION_MASK))
-        return found
+        return self.with_loss_mask(found)
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
         """Enter the columns that are in use."""
@@ -145,6 +170,26 @@ class ForeignColumns(HasColumns):
                     f"{expected[i]} tokens; write both from the same documents, or {_cure(name)}"
                 )
 
+    def with_loss_mask(self, found: Mapping[str, StreamStore]) -> Mapping[str, StreamStore]:
+        """Columns, one of OTHER_MASKS under the name LOSS_MASK. Raises StoreError; see `columns`."""
+        masks = [name for name in (LOSS_MASK, *OTHER_MASKS) if name in found]
+        if len(masks) > 1:
+            told = " and ".join(map(repr, masks))
+            raise OptionError(
+                f"{self.path}: columns {told} are all masks of the loss; use one, and {_cure(*masks[1:])}"
+            )
+        if masks in ([], [LOSS_MASK]):
+            return found
+        (name,) = masks
+        total = found[name].num_tokens
+        marks = marks_of(found[name], self.marks_cache, (0, 1))
+        if others := total - int(marks.count(np.array([0]), np.array([total]))[0]):
+            raise OptionError(
+                f"{self.path}: column {name!r} is neither 0 nor 1 at {others:,} of {total:,} tokens; call a "
+                f"column of weights {LOSS_MASK!r}, or {_cure(name)}"
+            )
+        return {LOSS_MASK if each == name else each: store for each, store in found.items()}
+
     def refuse_padding(self, mask: StreamStore) -> None:
         """Raises StoreError for an attention mask with a 0. mask: the column."""
         marks, total = marks_of(mask, self.marks_cache), mask.num_tokens
@@ -157,5 +202,7 @@ class ForeignColumns(HasColumns):
             )
 
 
-def _cure(name: str) -> str:
-    return f"leave it out of use: mf.open(path, ignore=[{name!r}]) (--ignore {name})"
+def _cure(*names: str) -> str:
+    options = " ".join(f"--ignore {name}" for name in names)
+    what = "it" if len(names) == 1 else "them"
+    return f"leave {what} out of use: mf.open(path, ignore={[*names]!r}) ({options})"

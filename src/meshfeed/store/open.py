@@ -49,8 +49,8 @@ def open_store(
     labels: what a column "labels" holds at a token: "shifted" the label of that token, "unshifted" its own,
     which is the label of the token before it, as Hugging Face's collators and models have it. None: "shifted"
     in a folder with dataset.json, "unshifted" elsewhere.
-    ignore: columns that are not used: of "labels", "loss_mask" and "attention_mask"; of a folder with
-    dataset.json, any.
+    ignore: columns that are not used: of "labels", "loss_mask", "attention_mask", "completion_mask",
+    "assistant_masks" and "assistant_mask"; of a folder with dataset.json, any.
     cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
     does not tell them; or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
