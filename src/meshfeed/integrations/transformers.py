@@ -165,6 +165,7 @@ def _names_shift_labels(module: torch.nn.Module) -> bool:
 
 
 _Base: Any = framework("transformers", "transformers").Trainer
+_Callback: Any = framework("transformers", "transformers").TrainerCallback
 
 
 class FeedTrainer(_Base):
@@ -198,6 +199,7 @@ class FeedTrainer(_Base):
     ) -> None:
         self._layout, self._feed_options = layout, dict(feed_options or {})
         self._train_loader: TrainLoader | None = None
+        self._skips_none: _SkipsNone | None = None
         self._evaluating = False  # on a recipe
         FeedOptions.of("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
@@ -234,7 +236,10 @@ class FeedTrainer(_Base):
         finally:
             if self._train_loader is not None:
                 self._train_loader.close()
-                self.args.ignore_data_skip = False  # arguments are given to other trainers, too
+            if self._skips_none is not None:
+                self._skips_none.end()
+                self.remove_callback(self._skips_none)
+                self._skips_none = None
 
     def batch_of(self, microbatch: Microbatch) -> Any:
         """The model's inputs from a microbatch; see the class."""
@@ -266,8 +271,6 @@ class FeedTrainer(_Base):
                 f"max_steps={self.args.max_steps}, but the stream ends after {feed.num_steps} steps; "
                 f"lower max_steps, or give the recipe more epochs"
             )
-        # The Trainer would read and drop all batches trained before; the state makes that unnecessary.
-        self.args.ignore_data_skip = True
         self._train_loader = _Resumed(self, feed)
         return self._train_loader
 
@@ -317,6 +320,13 @@ class FeedTrainer(_Base):
         if self._evaluating and loss is not None and of_all and self.args.average_tokens_across_devices:
             loss = self.accelerator.gather(loss).mean()
         return loss, *rest
+
+    def _load_callback_state(self) -> None:
+        """As the Trainer's, which then counts the batches to drop: none, since a recipe has a state."""
+        super()._load_callback_state()
+        if isinstance(self.train_dataset, Recipe):
+            self._skips_none = _SkipsNone(self.args)
+            self.callback_handler.callbacks.insert(0, self._skips_none)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._train_loader is not None:
@@ -532,6 +542,20 @@ def held(feed: Feed, plan: StepPlan, microbatch: int) -> list[tuple[int, int]]:
     places = [(layout.coord(rank), rank) for rank in layout.ranks().tolist()]
     alone = sorted((at.dp, at.cp, rank) for at, rank in places if at.tp == at.pp == 0)
     return [(rank, int(num_rows[dp])) for dp, _, rank in alone]
+
+
+class _SkipsNone(_Callback):
+    """Sets ignore_data_skip until training begins: the arguments are the user's, for other trainers too."""
+
+    def __init__(self, args: Any) -> None:
+        self._args, self._before = args, args.ignore_data_skip
+        args.ignore_data_skip = True
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._args.ignore_data_skip = self._before
 
 
 class _Resumed(TrainLoader):
