@@ -197,6 +197,19 @@ def test_an_option_that_is_honoured_keeps_the_data(corpus: str, tmp_path: Path, 
         assert run.state.num_input_tokens_seen == 2 * 8 * 32
 
 
+def test_an_evaluation_returns_no_shift_labels_beside_a_loss_function(corpus: str, tmp_path: Path) -> None:
+    options = {"label_names": ["shift_labels"], "compute_loss_func": lambda *_, **__: torch.zeros(())}
+    held_out = recipe(corpus, epochs=1, steps=1)
+    said = "shift_labels.* with compute_loss_func: a loss function gets labels"
+    for sets in (held_out, {"one": held_out}):
+        with pytest.raises(mf.RecipeError, match=said):
+            trainer(tmp_path, recipe(corpus), sets, options)
+    run = trainer(tmp_path, recipe(corpus), None, options)
+    for evaluate in (run.evaluate, run.predict):
+        with pytest.raises(mf.RecipeError, match=said):
+            evaluate(held_out)
+
+
 def test_the_arguments_stay_the_users(corpus: str, tmp_path: Path) -> None:
     from transformers import TrainerCallback
 

@@ -60,7 +60,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "max_steps": "honoured: the steps to train; required, and at most those of the stream",
     "per_device_eval_batch_size": "honoured: rows of a microbatch of an evaluation",
     "remove_unused_columns": "honoured: of further fields, the model gets those that its forward names",
-    "label_names": "honoured: what an evaluation returns: labels, or shift_labels",
+    "label_names": "honoured: what an evaluation returns: labels, or shift_labels without compute_loss_func",
     "label_smoothing_factor": "honoured: applied to shift_labels",
     "compute_loss_func": "honoured: gets labels, each at its own token",
     "compute_metrics": "honoured: gets labels, each at its own token; filling rows are left out",
@@ -206,6 +206,8 @@ class FeedTrainer(_Base):
         _check_dataset("train_dataset", self.train_dataset)
         for name, chosen in self._evaluation_sets().items():
             _check_dataset(f"eval_dataset {name}".rstrip(), chosen)
+            if isinstance(chosen, Recipe):
+                self._check_returned(chosen)
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         self._collator = kwargs.get("data_collator", bound.get("data_collator"))
         if any(
@@ -249,10 +251,10 @@ class FeedTrainer(_Base):
             made, used = masked_batch(microbatch), _MASKED
         elif "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL
-            if (
-                self.compute_loss_func is not None
-            ):  # it sees labels alone, and the Trainer counts what it sees
-                del made[_SHIFTED]
+            if self.compute_loss_func is not None:
+                del made[
+                    _SHIFTED
+                ]  # it sees labels alone, and the Trainer counts shift_labels if there are any
         further = {name: value for name, value in microbatch.items() if name not in used and _has_rows(value)}
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
@@ -369,6 +371,7 @@ class FeedTrainer(_Base):
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
         if self.train_dataset is None:
             self._check_options()
+        self._check_returned(recipe)
         return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
 
     @cached_property
@@ -378,6 +381,15 @@ class FeedTrainer(_Base):
     def _evaluation_sets(self) -> Mapping[str, Any]:
         given: Any = self.eval_dataset
         return given if isinstance(given, Mapping) else {"": given}
+
+    def _check_returned(self, recipe: Recipe) -> None:
+        """Raises RecipeError for an evaluation that would return labels that its loss must not count."""
+        makes = type(self).batch_of is FeedTrainer.batch_of and _has_tokens(recipe)
+        if makes and self.compute_loss_func is not None and _SHIFTED in self.label_names:
+            raise RecipeError(
+                f"label_names={self.label_names} with compute_loss_func: a loss function gets labels, each "
+                f"at its own token, and no shift_labels; leave out label_names or compute_loss_func"
+            )
 
     def _check_options(self) -> None:
         """Raises RecipeError for options that would have no effect on any set that this trainer has."""
@@ -451,15 +463,15 @@ def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -
         raise RecipeError(
             f"Masked() has hidden tokens as labels, and {name} predicts next tokens; use Windows()"
         )
-    if (
-        not isinstance(rule, Masked)
-        and not predicts_next
-        and "tokens" in {field.name for field in rule_of(recipe).fields}
-    ):
+    if not isinstance(rule, Masked) and not predicts_next and _has_tokens(recipe):
         raise RecipeError(
             f"{name} takes no shift_labels, so that nothing says whether its loss shifts labels; give its "
             f"forward that argument, the token that each position predicts, or override FeedTrainer.batch_of"
         )
+
+
+def _has_tokens(recipe: Recipe) -> bool:
+    return "tokens" in {field.name for field in rule_of(recipe).fields}
 
 
 def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
