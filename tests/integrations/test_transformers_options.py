@@ -6,6 +6,7 @@ import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,50 @@ def test_an_option_that_is_honoured_keeps_the_data(corpus: str, tmp_path: Path, 
         assert given.losses.shape == (16,)
     if name == "include_num_input_tokens_seen":
         assert run.state.num_input_tokens_seen == 2 * 8 * 32
+
+
+def test_an_evaluation_returns_no_shift_labels_beside_a_loss_function(corpus: str, tmp_path: Path) -> None:
+    options = {"label_names": ["shift_labels"], "compute_loss_func": lambda *_, **__: torch.zeros(())}
+    held_out = recipe(corpus, epochs=1, steps=1)
+    said = "shift_labels.* with compute_loss_func: a loss function gets labels"
+    for sets in (held_out, {"one": held_out}):
+        with pytest.raises(mf.RecipeError, match=said):
+            trainer(tmp_path, recipe(corpus), sets, options)
+    run = trainer(tmp_path, recipe(corpus), None, options)
+    for evaluate in (run.evaluate, run.predict):
+        with pytest.raises(mf.RecipeError, match=said):
+            evaluate(held_out)
+
+
+def test_the_arguments_stay_the_users(corpus: str, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Another(TrainerCallback):
+        """Makes a trainer with the same arguments at each event."""
+
+        def on_train_begin(self, args: Any, *_: Any, **given: Any) -> None:
+            FeedTrainer(given["model"], args, train_dataset=recipe(corpus))
+            skips.append(args.ignore_data_skip)
+
+        on_step_end = on_train_begin
+
+    skips: list[bool] = []
+    options = {"save_strategy": "steps", "save_steps": 1}
+    first = trainer(tmp_path, recipe(corpus), None, options)
+    first.get_train_dataloader().close()
+    FeedTrainer(first.model, first.args, train_dataset=recipe(corpus))
+    first.train()
+    saved = str(tmp_path / "checkpoint-1")
+    assert not torch.load(f"{saved}/training_args.bin", weights_only=False).ignore_data_skip
+    resumed = trainer(tmp_path, recipe(corpus), None, options, callbacks=[Another()])
+    resumed.train(resume_from_checkpoint=saved)
+    assert skips == [False, False] and resumed.seen == first.seen[4:]
+    assert not resumed.args.ignore_data_skip
+    Path(saved, "optimizer.pt").write_bytes(b"\0")  # so that training never begins
+    again = trainer(tmp_path, recipe(corpus), None, options)
+    with pytest.raises(UnpicklingError):
+        again.train(resume_from_checkpoint=saved)
+    assert not again.args.ignore_data_skip
 
 
 def test_fields_that_the_model_does_not_name_are_removed(corpus: str, tmp_path: Path) -> None:

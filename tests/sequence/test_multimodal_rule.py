@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import re
 import threading
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -13,6 +15,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from PIL.Image import DecompressionBombError
 
 import meshfeed as mf
@@ -307,6 +310,12 @@ class Buggy(Look):
             return size.height / (size.width - size.width)
         if self.mistake == "shape":
             return made | {"pixel_values": made["pixel_values"].reshape(-1, 7_919)}
+        if self.mistake == "filter":
+            Image.open(io.BytesIO(PNG)).resize((2, 2), resample=99)
+        if self.mistake == "path":
+            Image.open(PNG)
+        if self.mistake == "argument":
+            cast(Any, Image.open(io.BytesIO(PNG))).resize(2)
         if self.mistake == "escape":
             raise KeyError("\x1b[2J\x9b\u202e")
         return made | {"image_grid": size.hight}
@@ -326,6 +335,9 @@ class Buggy(Look):
         ),
         ("shape", "ValueError: cannot reshape .*mf.PartError where the part's bytes are at fault$"),
         ("attribute", "AttributeError: .*'hight'"),
+        ("filter", "ValueError: Unknown resampling filter"),
+        ("path", "ValueError: embedded null byte"),
+        ("argument", "TypeError: .*PIL.Image.py"),
         ("escape", r"KeyError: .*\\x1b\[2J\\x9b\\u202e"),
     ],
 )
@@ -353,6 +365,48 @@ class Codecs(Look):
             mf.PartError("no picture"),
         )
         raise errors[size.height % 4]
+
+
+def stored_image(form: str) -> bytes:
+    stored = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(stored, form)
+    return stored.getvalue()
+
+
+def broken_image(form: str) -> bytes:
+    """An image that Pillow opens or decodes with another error than an OSError."""
+    whole = stored_image(form)
+    if form == "PPM":
+        return whole.replace(b"64", b"x4", 1)
+    begin = whole.index(b"IDAT")
+    half = int.from_bytes(whole[begin - 4 : begin], "big") // 2
+    data = whole[begin : begin + 4 + half]
+    sized = half.to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
+    return whole[: begin - 4] + sized + half.to_bytes(4, "big") + b"\0DAT" + bytes(half + 4)
+
+
+PNG = stored_image("PNG")
+
+
+class Opens(Look):
+    """Look, which opens broken images by Pillow itself."""
+
+    def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Any:
+        return Image.open(io.BytesIO(broken_image(("PNG", "PPM")[size.height % 2]))).convert("RGB")
+
+
+@pytest.mark.parametrize(("form", "kind"), [("PNG", SyntaxError), ("PPM", ValueError)])
+def test_pillow_raises_more_than_oserrors_for_broken_bytes(form: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        Image.open(io.BytesIO(broken_image(form))).convert("RGB")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_pillows_decoders_are_of_the_part(folder: Path, workers: int) -> None:
+    recipe = multimodal(folder, image=Opens(), on_bad="blank", max_bad_share=1, workers=workers)
+    (step,) = mf.simulate(recipe, mf.Layout(), 1, **PACKING)
+    bad, images = (sum(len(m[name]) for m in step.microbatches) for name in ("bad_parts", "image_grid"))
+    assert bad == images > 4
 
 
 def test_errors_of_codecs_are_of_the_part(folder: Path) -> None:

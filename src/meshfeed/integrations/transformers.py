@@ -60,7 +60,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "max_steps": "honoured: the steps to train; required, and at most those of the stream",
     "per_device_eval_batch_size": "honoured: rows of a microbatch of an evaluation",
     "remove_unused_columns": "honoured: of further fields, the model gets those that its forward names",
-    "label_names": "honoured: what an evaluation returns: labels, or shift_labels",
+    "label_names": "honoured: what an evaluation returns: labels, or shift_labels without compute_loss_func",
     "label_smoothing_factor": "honoured: applied to shift_labels",
     "compute_loss_func": "honoured: gets labels, each at its own token",
     "compute_metrics": "honoured: gets labels, each at its own token; filling rows are left out",
@@ -165,6 +165,7 @@ def _names_shift_labels(module: torch.nn.Module) -> bool:
 
 
 _Base: Any = framework("transformers", "transformers").Trainer
+_Callback: Any = framework("transformers", "transformers").TrainerCallback
 
 
 class FeedTrainer(_Base):
@@ -198,12 +199,15 @@ class FeedTrainer(_Base):
     ) -> None:
         self._layout, self._feed_options = layout, dict(feed_options or {})
         self._train_loader: TrainLoader | None = None
+        self._skips_none: _SkipsNone | None = None
         self._evaluating = False  # on a recipe
         FeedOptions.of("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
         for name, chosen in self._evaluation_sets().items():
             _check_dataset(f"eval_dataset {name}".rstrip(), chosen)
+            if isinstance(chosen, Recipe):
+                self._check_returned(chosen)
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         self._collator = kwargs.get("data_collator", bound.get("data_collator"))
         if any(
@@ -234,7 +238,10 @@ class FeedTrainer(_Base):
         finally:
             if self._train_loader is not None:
                 self._train_loader.close()
-                self.args.ignore_data_skip = False  # arguments are given to other trainers, too
+            if self._skips_none is not None:
+                self._skips_none.end()
+                self.remove_callback(self._skips_none)
+                self._skips_none = None
 
     def batch_of(self, microbatch: Microbatch) -> Any:
         """The model's inputs from a microbatch; see the class."""
@@ -244,10 +251,10 @@ class FeedTrainer(_Base):
             made, used = masked_batch(microbatch), _MASKED
         elif "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL
-            if (
-                self.compute_loss_func is not None
-            ):  # it sees labels alone, and the Trainer counts what it sees
-                del made[_SHIFTED]
+            if self.compute_loss_func is not None:
+                del made[
+                    _SHIFTED
+                ]  # it sees labels alone, and the Trainer counts shift_labels if there are any
         further = {name: value for name, value in microbatch.items() if name not in used and _has_rows(value)}
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
@@ -266,8 +273,6 @@ class FeedTrainer(_Base):
                 f"max_steps={self.args.max_steps}, but the stream ends after {feed.num_steps} steps; "
                 f"lower max_steps, or give the recipe more epochs"
             )
-        # The Trainer would read and drop all batches trained before; the state makes that unnecessary.
-        self.args.ignore_data_skip = True
         self._train_loader = _Resumed(self, feed)
         return self._train_loader
 
@@ -318,6 +323,13 @@ class FeedTrainer(_Base):
             loss = self.accelerator.gather(loss).mean()
         return loss, *rest
 
+    def _load_callback_state(self) -> None:
+        """As the Trainer's, which then counts the batches to drop: none, since a recipe has a state."""
+        super()._load_callback_state()
+        if isinstance(self.train_dataset, Recipe):
+            self._skips_none = _SkipsNone(self.args)
+            self.callback_handler.callbacks.insert(0, self._skips_none)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._train_loader is not None:
             self.state.stateful_callbacks[_KEY] = self._train_loader.state_dict()
@@ -359,6 +371,7 @@ class FeedTrainer(_Base):
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
         if self.train_dataset is None:
             self._check_options()
+        self._check_returned(recipe)
         return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
 
     @cached_property
@@ -368,6 +381,15 @@ class FeedTrainer(_Base):
     def _evaluation_sets(self) -> Mapping[str, Any]:
         given: Any = self.eval_dataset
         return given if isinstance(given, Mapping) else {"": given}
+
+    def _check_returned(self, recipe: Recipe) -> None:
+        """Raises RecipeError for an evaluation that would return labels that its loss must not count."""
+        makes = type(self).batch_of is FeedTrainer.batch_of and _has_tokens(recipe)
+        if makes and self.compute_loss_func is not None and _SHIFTED in self.label_names:
+            raise RecipeError(
+                f"label_names={self.label_names} with compute_loss_func: a loss function gets labels, each "
+                f"at its own token, and no shift_labels; leave out label_names or compute_loss_func"
+            )
 
     def _check_options(self) -> None:
         """Raises RecipeError for options that would have no effect on any set that this trainer has."""
@@ -441,15 +463,15 @@ def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -
         raise RecipeError(
             f"Masked() has hidden tokens as labels, and {name} predicts next tokens; use Windows()"
         )
-    if (
-        not isinstance(rule, Masked)
-        and not predicts_next
-        and "tokens" in {field.name for field in rule_of(recipe).fields}
-    ):
+    if not isinstance(rule, Masked) and not predicts_next and _has_tokens(recipe):
         raise RecipeError(
             f"{name} takes no shift_labels, so that nothing says whether its loss shifts labels; give its "
             f"forward that argument, the token that each position predicts, or override FeedTrainer.batch_of"
         )
+
+
+def _has_tokens(recipe: Recipe) -> bool:
+    return "tokens" in {field.name for field in rule_of(recipe).fields}
 
 
 def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
@@ -532,6 +554,20 @@ def held(feed: Feed, plan: StepPlan, microbatch: int) -> list[tuple[int, int]]:
     places = [(layout.coord(rank), rank) for rank in layout.ranks().tolist()]
     alone = sorted((at.dp, at.cp, rank) for at, rank in places if at.tp == at.pp == 0)
     return [(rank, int(num_rows[dp])) for dp, _, rank in alone]
+
+
+class _SkipsNone(_Callback):
+    """Sets ignore_data_skip until training begins: the arguments are the user's, for other trainers too."""
+
+    def __init__(self, args: Any) -> None:
+        self._args, self._before = args, args.ignore_data_skip
+        args.ignore_data_skip = True
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._args.ignore_data_skip = self._before
 
 
 class _Resumed(TrainLoader):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import struct
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -235,6 +237,10 @@ class Decoder:
         return item
 
 
+_OF_BYTES = (SyntaxError, ValueError, IndexError, OverflowError, struct.error, zlib.error)
+"""What Pillow's decoders raise for broken bytes beside OSError. A TypeError is of an argument."""
+
+
 def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
     processor = processors[task.kind]
@@ -266,12 +272,21 @@ def _failed(processor: Processor, error: Exception) -> Bad:
 
 
 def _is_of_the_part(error: Exception) -> bool:
-    """Whether an error is a codec's: PartError, Pillow's, an early end, an OSError not of the system."""
+    """Whether an error is a codec's: PartError, one of Pillow's decoders, an early end, or no system's."""
     if isinstance(error, MeshfeedError):
         return isinstance(error, PartError)
     if isinstance(error, OSError):
         return error.errno is None  # as Pillow raises it; the system's have a number
-    return isinstance(error, EOFError) or type(error).__name__ == "DecompressionBombError"
+    if isinstance(error, EOFError) or type(error).__name__ == "DecompressionBombError":
+        return True
+    return isinstance(error, _OF_BYTES) and _in_decoder(error)
+
+
+def _in_decoder(error: Exception) -> bool:
+    """Whether Pillow raised an error while it read a file; elsewhere it tells of wrong arguments, too."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [name for name in modules if name.startswith("PIL.")]
+    return own[-1:] == modules[-1:] and any(name.endswith(("ImageFile", "ImagePlugin")) for name in own)
 
 
 def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> Made:

@@ -96,8 +96,10 @@ class Processor(ABC):
 
         data: as stored. rng: keyed by (seed, epoch, index, part) and the source, so `mf.rng(seed, epoch,
         index, part, source)`; draw from it whatever is random. Raise PartError if the part's bytes are at
-        fault: `on_bad` then says what becomes of it. Pillow's errors, EOFError, and an OSError that is not of
-        the system mean the same. Any other stops the job, whatever `on_bad` says.
+        fault: `on_bad` then says what becomes of it. The same mean EOFError, an OSError that is not of the
+        system, and of what Pillow raises while it reads a file: DecompressionBombError, SyntaxError,
+        ValueError, IndexError, OverflowError, struct.error and zlib.error. Any other stops the job, whatever
+        `on_bad` says, such as Pillow's TypeError, or its ValueError for a filter that it does not know.
         """
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
