@@ -28,10 +28,12 @@ CONFIG_FIELDS: dict[str, str] = {
     "--train-samples": "honoured: a recipe that ends earlier is refused",
     "--seq-length": "honoured: rows of another length are refused; packs, where a pipeline without "
     "variable_seq_lengths sends them. No effect on other packs: see `Packing(capacity=)`",
+    "--encoder-seq-length": "honoured: Megatron takes it as its --seq-length",
     "--load": "honoured: training begins at the checkpoint's iteration, after its consumed samples",
     "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages",
     "--eval-iters": "honoured: without `valid=` it must be 0",
     "--eval-interval": "honoured: each evaluation continues where the last one ended",
+    "--start-eval-at-iter": "honoured: earlier evaluations take nothing of `valid`",
     "--eval-global-batch-size": "honoured: as --global-batch-size, in `valid` and `test`",
     "--eval-micro-batch-size": "honoured: rows of a microbatch of `valid` and `test`",
     "--skip-train": "honoured: `train` is not opened, and `valid` begins at its first step",
@@ -42,8 +44,9 @@ CONFIG_FIELDS: dict[str, str] = {
     "refused for packs",
     "--full-validation": "refused: give `valid=` and --eval-iters",
     "--multiple-validation-sets": "refused: train on one `valid=`; give a mixture",
-    "--data-path": "refused: name the data in the recipe, as --train-data-path, --data-args-path, "
-    "--per-split-data-args-path and --mock-data too",
+    "--data-path": "refused: name the data in the recipe, as --train-data-path, --valid-data-path, "
+    "--test-data-path, --data-args-path, --per-split-data-args-path and --mock-data too",
+    "--fim-data": "refused: give tokens in that form; its other options, such as --fim-rate, need it",
     "--sft": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`",
     "--perform-rl-step": "refused: see the page on reinforcement learning",
     "--phase-transition-iterations": "refused: put the phases in one recipe, with `Mixture.then`",
@@ -51,7 +54,13 @@ CONFIG_FIELDS: dict[str, str] = {
     "--split": "no effect on data: `MegatronGPT(split=)` has it",
     "--seed": "no effect on data: the recipe has its own",
     "--num-workers": "no effect on data: meshfeed reads on a thread",
+    "--exit-signal-handler-for-dataloader": "no effect on data: it is of a DataLoader's workers",
     "--data-cache-path": "no effect on data: `MegatronGPT(cache=)` has it",
+    "--mid-level-dataset-surplus": "no effect on data: `MegatronGPT(mid_level_dataset_surplus=)` has it",
+    "--per-dataset-sequences-path": "no effect on data: it is of Megatron's own datasets alone, as "
+    "--num-dataset-builder-threads, --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, "
+    "--no-mmap-bin-files and --object-storage-cache-path",
+    "--validation-set-names": "no effect on data: --multiple-validation-sets, which has them, is refused",
     "--create-attention-mask-in-dataloader": "no effect on data: models get no mask, since rows are causal",
 }
 """What becomes of Megatron-LM's arguments that concern data, under `DatasetsProvider`."""
@@ -66,6 +75,7 @@ _REFUSED = {
     "data_args_path": "name the data in the recipe",
     "per_split_data_args_path": "name the data in the recipe",
     "mock_data": "name the data in the recipe",
+    "fim_data": "give tokens in that form",
     "sft": "use mf.Documents or mf.Samples with a Packing",
     "perform_rl_step": "its data are not this provider's",
     "phase_transition_iterations": "put the phases in one recipe, by Mixture.then",
