@@ -21,6 +21,7 @@ from megatron_world import Case, initialized, page_snippets, run, write_document
 import meshfeed as mf
 from meshfeed.errors import MeshfeedError
 from meshfeed.integrations import megatron
+from meshfeed.integrations.megatron import pretrain
 
 ITERATIONS = 6
 RUNS: list[tuple[Case, dict[str, Any]]] = [
@@ -115,6 +116,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"data_path": ["corpus"]}, {}, "data_path=.*name the data in the recipe"),
     ({"full_validation": True}, {}, "full_validation=True"),
     ({"sft": True}, {}, "sft=True"),
+    ({"fim_data": True}, {}, "fim_data=True has no effect on recipes"),
     ({}, {"valid": None}, "on nothing; give valid=, or pass --eval-iters 0"),
     ({"seq_length": 128}, {}, "rows of 64 tokens, and seq_length is 128"),
     ({"reset_position_ids": True}, {}, "give the rule reset_position_ids=True"),
@@ -181,3 +183,95 @@ def test_what_megatron_does_not_use_is_not_opened(tmp_path: Path) -> None:
     ((evaluated, trained),) = run(unused_job, 1, tmp_path)
     assert evaluated[0] is True and evaluated[1] == evaluated[2]  # both from their first step
     assert trained[0] is not True and trained[1:] == [True, True]
+
+
+PACKING = mf.Packing(capacity=1024, microbatches=4)
+
+
+def packs_recipe(**options: Any) -> mf.Recipe:
+    """Steps of 24 documents, where Megatron counts 8 samples for an iteration."""
+    return mf.Recipe(
+        data=mf.open("corpus"), sequence=mf.Documents(), batch=mf.Batch(sequences=24), seed=3, **options
+    )
+
+
+def packs_job(rank: int, folder: Path) -> dict[str, dict[int, list[Any]]]:
+    os.chdir(folder)
+    seen: dict[str, dict[int, list[Any]]] = {"train": {}, "valid": {}}
+    args = pretrain_driver.arguments(
+        global_batch_size=8, iteration=3, consumed_train_samples=24, consumed_valid_samples=80
+    )
+
+    def step(iterator: Any, count: int, name: str) -> None:
+        at = args.curr_iteration if name == "train" else args.consumed_valid_samples // 8
+        seen[name][at] = [megatron.get_batch(iterator)["tokens"].tolist() for _ in range(count)]
+
+    with (
+        initialized(Case()),
+        pretrain_driver.global_args(args),
+        megatron.DatasetsProvider(
+            train=packs_recipe(), valid=packs_recipe(), packing=PACKING, device="cpu"
+        ) as provider,
+    ):
+        pretrain_driver.Driver(args, step).pretrain(provider)
+    return seen
+
+
+def test_iterations_of_packs_are_steps_whatever_megatron_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    monkeypatch.chdir(tmp_path)
+    (seen,) = run(packs_job, 1, tmp_path)
+    assert [*seen["train"]] == [3, 4, 5] and [*seen["valid"]] == [10, 11]
+    steps = [*mf.simulate(packs_recipe(), mf.Layout(), 12, packing=PACKING)]
+    for each in seen.values():
+        for step, packs in each.items():
+            assert packs == [each["tokens"].tolist() for each in steps[step].microbatches]
+
+
+PACKS_REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"consumed_valid_samples": 84}, {}, "valid: Megatron has taken 84 samples, .* iterations of 8"),
+    ({"eval_global_batch_size": 16, "consumed_valid_samples": 40}, {}, "iterations of 16"),
+    ({"train_iters": 18}, {"epochs": 1}, "train ends after 17 steps, and Megatron takes 18"),
+    ({"reset_position_ids": True}, {}, "reset_position_ids is set .* no effect on the packs of train"),
+    ({"reset_attention_mask": True}, {}, "reset_attention_mask is set"),
+    ({"eod_mask_loss": True}, {}, "eod_mask_loss is set"),
+    ({"dataloader_inter_document_masking": True}, {}, "dataloader_inter_document_masking is set"),
+]
+
+
+def packs_refused_job(rank: int, folder: Path) -> list[str]:
+    os.chdir(folder)
+    told = []
+    for options, of_recipe, _ in PACKS_REFUSED:
+        args = pretrain_driver.arguments(global_batch_size=8, **options)
+        with (
+            initialized(Case()),
+            pretrain_driver.global_args(args),
+            megatron.DatasetsProvider(
+                train=packs_recipe(**of_recipe), valid=packs_recipe(), packing=PACKING, device="cpu"
+            ) as provider,
+            pytest.raises(MeshfeedError) as refused,
+        ):
+            provider((args.train_iters * 8, 24, 8))
+        told.append(str(refused.value))
+    return told
+
+
+def test_arguments_that_do_not_fit_packs_are_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    (told,) = run(packs_refused_job, 1, tmp_path)
+    for said, (_, _, match) in zip(told, PACKS_REFUSED, strict=True):
+        assert re.search(match, said), said
+
+
+def test_packs_have_the_shape_that_a_pipeline_sends() -> None:
+    made: Any = SimpleNamespace(packing=PACKING, layout=mf.Layout(pp=2, cp=2))
+    pretrain._check_shape("train", made, pretrain_driver.arguments(seq_length=2048), 1)  # variable lengths
+    one_length = {"variable_seq_lengths": False}
+    pretrain._check_shape("train", made, pretrain_driver.arguments(seq_length=2048, **one_length), 1)
+    for length, rows in ((1024, 1), (2048, 2)):
+        args = pretrain_driver.arguments(seq_length=length, **one_length)
+        with pytest.raises(MeshfeedError, match="packs of 2048 tokens, and pipeline stages expect"):
+            pretrain._check_shape("train", made, args, rows)

@@ -20,27 +20,33 @@ from meshfeed.sequence.columns import rule_of
 CONFIG_FIELDS: dict[str, str] = {
     "--dataloader-type": "honoured: it must be external",
     "--micro-batch-size": "honoured: rows of a microbatch; packs are made by `packing=`",
-    "--global-batch-size": "honoured: a step of another size is refused; see `Batch`",
+    "--global-batch-size": "honoured: a step of another size is refused; with packs, a step of another "
+    "number of microbatches",
     "--rampup-batch-size": "honoured: a step of another size is refused; `Batch.then` makes the same ramp",
     "--step-batch-size-schedule": "honoured: as --rampup-batch-size",
     "--train-iters": "honoured: a recipe that ends earlier is refused",
     "--train-samples": "honoured: a recipe that ends earlier is refused",
-    "--seq-length": "honoured: rows of another length are refused",
+    "--seq-length": "honoured: rows of another length are refused; packs, where a pipeline without "
+    "variable_seq_lengths sends them. No effect on other packs: see `Packing(capacity=)`",
+    "--encoder-seq-length": "honoured: Megatron takes it as its --seq-length",
     "--load": "honoured: training begins at the checkpoint's iteration, after its consumed samples",
     "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages",
     "--eval-iters": "honoured: without `valid=` it must be 0",
     "--eval-interval": "honoured: each evaluation continues where the last one ended",
-    "--eval-global-batch-size": "honoured: a step of another size is refused",
+    "--start-eval-at-iter": "honoured: earlier evaluations take nothing of `valid`",
+    "--eval-global-batch-size": "honoured: as --global-batch-size, in `valid` and `test`",
     "--eval-micro-batch-size": "honoured: rows of a microbatch of `valid` and `test`",
     "--skip-train": "honoured: `train` is not opened, and `valid` begins at its first step",
-    "--reset-position-ids": "honoured: the recipe's rule must say the same",
-    "--reset-attention-mask": "honoured: the recipe's rule must say the same",
-    "--eod-mask-loss": "honoured: the recipe's rule must say the same",
-    "--dataloader-inter-document-masking": "honoured: the recipe's rule must have reset_attention_mask",
+    "--reset-position-ids": "honoured: the recipe's rule must say the same; refused for packs",
+    "--reset-attention-mask": "honoured: the recipe's rule must say the same; refused for packs",
+    "--eod-mask-loss": "honoured: the recipe's rule must say the same; refused for packs",
+    "--dataloader-inter-document-masking": "honoured: the recipe's rule must have reset_attention_mask; "
+    "refused for packs",
     "--full-validation": "refused: give `valid=` and --eval-iters",
     "--multiple-validation-sets": "refused: train on one `valid=`; give a mixture",
-    "--data-path": "refused: name the data in the recipe, as --train-data-path, --data-args-path, "
-    "--per-split-data-args-path and --mock-data too",
+    "--data-path": "refused: name the data in the recipe, as --train-data-path, --valid-data-path, "
+    "--test-data-path, --data-args-path, --per-split-data-args-path and --mock-data too",
+    "--fim-data": "refused: give tokens in that form; its other options, such as --fim-rate, need it",
     "--sft": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`",
     "--perform-rl-step": "refused: see the page on reinforcement learning",
     "--phase-transition-iterations": "refused: put the phases in one recipe, with `Mixture.then`",
@@ -48,7 +54,13 @@ CONFIG_FIELDS: dict[str, str] = {
     "--split": "no effect on data: `MegatronGPT(split=)` has it",
     "--seed": "no effect on data: the recipe has its own",
     "--num-workers": "no effect on data: meshfeed reads on a thread",
+    "--exit-signal-handler-for-dataloader": "no effect on data: it is of a DataLoader's workers",
     "--data-cache-path": "no effect on data: `MegatronGPT(cache=)` has it",
+    "--mid-level-dataset-surplus": "no effect on data: `MegatronGPT(mid_level_dataset_surplus=)` has it",
+    "--per-dataset-sequences-path": "no effect on data: it is of Megatron's own datasets alone, as "
+    "--num-dataset-builder-threads, --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, "
+    "--no-mmap-bin-files and --object-storage-cache-path",
+    "--validation-set-names": "no effect on data: --multiple-validation-sets, which has them, is refused",
     "--create-attention-mask-in-dataloader": "no effect on data: models get no mask, since rows are causal",
 }
 """What becomes of Megatron-LM's arguments that concern data, under `DatasetsProvider`."""
@@ -63,12 +75,19 @@ _REFUSED = {
     "data_args_path": "name the data in the recipe",
     "per_split_data_args_path": "name the data in the recipe",
     "mock_data": "name the data in the recipe",
+    "fim_data": "give tokens in that form",
     "sft": "use mf.Documents or mf.Samples with a Packing",
     "perform_rl_step": "its data are not this provider's",
     "phase_transition_iterations": "put the phases in one recipe, by Mixture.then",
     "decrease_batch_size_if_needed": "the recipe's Batch says how large a step is",
 }
-_OF_RULE = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+_OF_RULE = {
+    "reset_position_ids": "reset_position_ids",
+    "reset_attention_mask": "reset_attention_mask",
+    "eod_mask_loss": "eod_mask_loss",
+    "dataloader_inter_document_masking": "reset_attention_mask",
+}
+"""Megatron's options of a row, and what a rule calls them."""
 
 
 class DatasetsProvider:
@@ -161,10 +180,9 @@ class DatasetsProvider:
         unused = args.skip_train if name == "train" else not args.eval_iters
         if recipe is None or unused:
             return [None] * (args.virtual_pipeline_model_parallel_size or 1)
-        rows, of_step = args.micro_batch_size, args.global_batch_size
+        rows, of_step = args.micro_batch_size, _batch_size(name, args)
         if name != "train":
             rows = getattr(args, "eval_micro_batch_size", None) or rows
-            of_step = getattr(args, "eval_global_batch_size", None) or of_step
         packed = rule_of(recipe).packed
         made = feed(
             recipe,
@@ -176,7 +194,8 @@ class DatasetsProvider:
         )
         made.load_state_dict(state_at(recipe, _first_step(name, recipe, args)))
         self._feeds.enter_context(made)
-        _check_end(name, made, wanted)
+        _check_shape(name, made, args, rows)
+        _check_end(name, made, args, wanted)
         iterators: Any
         if name == "train":
             iterators = data_iterators(made, args=args)
@@ -192,33 +211,57 @@ def _constant(count: int) -> Callable[[], int]:
 def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
     """Refuse Megatron's options of a row that its rule does not have."""
     rule = rule_of(recipe)
-    if rule.packed:
-        return
-    length = getattr(recipe.sequence, "length", None)
+    length = None if rule.packed else getattr(recipe.sequence, "length", None)
     if length is not None and length != args.seq_length:
         raise RecipeError(
             f"{name} has rows of {length} tokens, and seq_length is {args.seq_length}; make them equal"
         )
-    wanted = {option: bool(getattr(args, option, False)) for option in _OF_RULE}
-    wanted["reset_attention_mask"] |= bool(getattr(args, "dataloader_inter_document_masking", False))
-    for option, value in wanted.items():
-        if value and not getattr(recipe.sequence, option, False):
+    for option, of_rule in _OF_RULE.items():
+        if not getattr(args, option, False) or getattr(recipe.sequence, of_rule, False):
+            continue
+        if rule.packed:
             raise RecipeError(
-                f"{option} is set among Megatron's arguments, and {name} has {rule.summary()}; give the rule "
-                f"{option}=True"
+                f"{option} is set among Megatron's arguments, and has no effect on the packs of {name}, "
+                f"{rule.summary()}: the sequences of a pack are kept apart, each with positions from 0, and "
+                f"what bears loss is theirs; leave it out"
             )
+        raise RecipeError(
+            f"{option} is set among Megatron's arguments, and {name} has {rule.summary()}; give the rule "
+            f"{of_rule}=True"
+        )
+
+
+def _check_shape(name: str, made: Feed, args: Any, rows: int) -> None:
+    """Refuse packs of another shape than that in which Megatron's pipeline sends its activations."""
+    if (
+        made.packing is None
+        or made.layout.pp == 1
+        or getattr(args, "variable_seq_lengths", None) is not False
+    ):
+        return
+    length = made.packing.capacity * made.layout.cp
+    if (length, 1) != (args.seq_length, rows):
+        raise RecipeError(
+            f"{name} has packs of {length} tokens, and pipeline stages expect {rows} x {args.seq_length}, "
+            f"the micro batch size x seq_length; make them 1 x {length}, or set variable_seq_lengths"
+        )
 
 
 def _first_step(name: str, recipe: Recipe, args: Any) -> int:
     """The step that Megatron takes first. Raises StateError if its counts are not those of the recipe."""
     if name == "test" or (name == "valid" and args.skip_train):
         return 0
+    packed = rule_of(recipe).packed  # of its sequences, Megatron's samples say nothing
     if name == "train":
         step, consumed = args.iteration, args.consumed_train_samples
+        if packed:
+            return step
     else:
-        consumed = args.consumed_valid_samples
+        consumed, of_step = args.consumed_valid_samples, _batch_size(name, args)
+        if packed:
+            return _whole_steps(name, consumed, of_step)
         step = recipe.batch.step(consumed)
-    if recipe.batch.position(step) != consumed and not rule_of(recipe).packed:
+    if recipe.batch.position(step) != consumed:
         raise StateError(
             f"{name}: Megatron has taken {consumed} samples before step {step}, where the recipe has "
             f"{recipe.batch.position(step)}; make its Batch what the batch sizes were, with Batch.then where "
@@ -227,10 +270,33 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
     return step
 
 
-def _check_end(name: str, made: Feed, wanted: int | None) -> None:
-    """Refuse a recipe that ends before Megatron does."""
-    if wanted is not None and made.num_sequences is not None and made.num_sequences < wanted:
+def _whole_steps(name: str, consumed: int, of_step: int) -> int:
+    """The iterations in which Megatron has taken so many samples."""
+    if consumed % of_step:
+        raise StateError(
+            f"{name}: Megatron has taken {consumed} samples, which are no whole number of iterations of "
+            f"{of_step}; evaluate with the batch size that the checkpoint was made with"
+        )
+    return consumed // of_step
+
+
+def _batch_size(name: str, args: Any) -> int:
+    """What Megatron counts as the samples of an iteration."""
+    of_eval = None if name == "train" else getattr(args, "eval_global_batch_size", None)
+    return of_eval or args.global_batch_size
+
+
+def _check_end(name: str, made: Feed, args: Any, wanted: int | None) -> None:
+    """Refuse a recipe that ends before Megatron does. wanted: samples that Megatron counts."""
+    has, unit = made.num_sequences, "sequences"
+    if made.packing is not None:  # Megatron's samples are not its sequences, but their steps are iterations
+        has, unit = made.num_steps, "steps"
+        if name == "train":
+            wanted = args.train_iters  # Megatron has it of train_samples too, also where batches grow
+        elif wanted is not None:
+            wanted = wanted // _batch_size(name, args)
+    if wanted is not None and has is not None and has < wanted:
         raise RecipeError(
-            f"{name} ends after {made.num_sequences} sequences, and Megatron takes {wanted}; leave its "
-            f"epochs and steps without a limit, or train and evaluate for fewer iterations"
+            f"{name} ends after {has} {unit}, and Megatron takes {wanted}; leave its epochs and steps "
+            f"without a limit, or train and evaluate for fewer iterations"
         )
