@@ -31,7 +31,7 @@ def options_of(folder: Path) -> Iterator[str]:
     for path in (training / "arguments.py", *sorted((training / "config").glob("*_config.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-                named = (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+                named = (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
                 yield from (name for name in named if name.startswith("--"))
             elif isinstance(node, ast.ClassDef):
                 fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))

@@ -268,10 +268,10 @@ def test_arguments_that_do_not_fit_packs_are_refused(tmp_path: Path) -> None:
 
 def test_packs_have_the_shape_that_a_pipeline_sends() -> None:
     made: Any = SimpleNamespace(packing=PACKING, layout=mf.Layout(pp=2, cp=2))
-    pretrain._check_shape("train", made, pretrain_driver.arguments(seq_length=2048), 1)  # variable lengths
+    pretrain.check_shape("train", made, pretrain_driver.arguments(seq_length=2048), 1)  # variable lengths
     one_length = {"variable_seq_lengths": False}
-    pretrain._check_shape("train", made, pretrain_driver.arguments(seq_length=2048, **one_length), 1)
+    pretrain.check_shape("train", made, pretrain_driver.arguments(seq_length=2048, **one_length), 1)
     for length, rows in ((1024, 1), (2048, 2)):
         args = pretrain_driver.arguments(seq_length=length, **one_length)
         with pytest.raises(MeshfeedError, match="packs of 2048 tokens, and pipeline stages expect"):
-            pretrain._check_shape("train", made, args, rows)
+            pretrain.check_shape("train", made, args, rows)

@@ -194,7 +194,7 @@ class DatasetsProvider:
         )
         made.load_state_dict(state_at(recipe, _first_step(name, recipe, args)))
         self._feeds.enter_context(made)
-        _check_shape(name, made, args, rows)
+        check_shape(name, made, args, rows)
         _check_end(name, made, args, wanted)
         iterators: Any
         if name == "train":
@@ -231,7 +231,7 @@ def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
         )
 
 
-def _check_shape(name: str, made: Feed, args: Any, rows: int) -> None:
+def check_shape(name: str, made: Feed, args: Any, rows: int) -> None:
     """Refuse packs of another shape than that in which Megatron's pipeline sends its activations."""
     if (
         made.packing is None
