@@ -14,7 +14,6 @@ with mf.Feed(recipe, layout) as feed:
 import importlib
 import typing
 
-from meshfeed import forked as _forked  # noqa: F401
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -173,6 +172,8 @@ _ON_FIRST_USE = {
 
 _PACKAGES = {"deliver", "exchange", "feed", "files", "formats", "metrics", "sequence", "store"}
 """Packages that `import meshfeed` offers as attributes, imported on first use too."""
+
+importlib.import_module("meshfeed.forked")  # it must know of every fork from here on
 
 
 def __getattr__(name: str) -> typing.Any:
