@@ -118,6 +118,12 @@ class Ahead:
         return self._stepping.rule.num_bytes(self._stepping.recipe, portion)
 
 
+class _Taking(threading.local):
+    """Whether the current thread is in `get`, as a signal handler that interrupted it is."""
+
+    yes = False
+
+
 class Prefetcher(Generic[T]):
     """Runs an iterator on a thread, at most `depth` items ahead.
 
@@ -143,7 +149,7 @@ class Prefetcher(Generic[T]):
         self._stopped = False
         self._finished = False
         self._error: BaseException | None = None
-        self._taking = threading.local()  # yes: this thread is in `get`
+        self._taking = _Taking()
         self._thread = threading.Thread(target=self._run, name="meshfeed-prefetch", daemon=True)
 
     def start(self) -> None:
@@ -218,7 +224,7 @@ class Prefetcher(Generic[T]):
     @property
     def is_busy(self) -> bool:
         """Whether this is a signal handler that has interrupted `get`."""
-        return getattr(self._taking, "yes", False)
+        return self._taking.yes
 
     def _has_news(self) -> bool:
         return self._stopped or bool(self._queue) or self._finished or isinstance(self._error, PeerError)
@@ -254,7 +260,7 @@ class Inline(Generic[T]):
     def __init__(self, items: Iterator[T], clock: StageClock) -> None:
         self._items, self._clock = items, clock
         self._busy = threading.Lock()  # while an item is made
-        self._taking = threading.local()  # yes: this thread is in `get`
+        self._taking = _Taking()
         self._stopped = False
 
     def start(self) -> None:
@@ -292,7 +298,7 @@ class Inline(Generic[T]):
         False after `timeout_s`, and at once in a signal handler that has interrupted `get`.
         """
         until = time.monotonic() + timeout_s
-        if getattr(self._taking, "yes", False) or not self._busy.acquire(timeout=timeout_s):
+        if self._taking.yes or not self._busy.acquire(timeout=timeout_s):
             return False
         self._busy.release()
         ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)
