@@ -1,6 +1,6 @@
 """Storage clients: obstore against fsspec, ranges of one object over HTTP from one nginx.
 
-Both keep 16 requests in flight: obstore from threads, as a helper does,
+Both keep 16 requests in flight: obstore from threads, as a fetcher does,
 fsspec by `cat_ranges` of its HTTP file system (aiohttp). Blocks of 4 MiB, as the node's cache fetches them,
 and ranges of 64 KiB, as single documents are. Rates per second, and per second of CPU time in this process.
 Needs nginx.
@@ -67,7 +67,7 @@ def compare(
 
 
 def with_obstore(url: str) -> Callable[[Ranges], Sequence[Any]]:
-    """Single requests of threads, as a helper makes them."""
+    """Single requests of threads, as a fetcher makes them."""
     from obstore import get_range
     from obstore.store import from_url
 

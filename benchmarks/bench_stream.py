@@ -4,7 +4,7 @@
 (tokens, labels, position ids, loss mask: 28 bytes a token, which every contestant makes); from local files,
 and from one HTTP server (nginx, which the peers take for S3). Each contestant runs in a process of its own
 and reads one epoch, five times in turn; medians. Importing is not measured (see bench_import.py); opening the
-data set is. CPU time counts every process that a contestant starts, the helper that reads from storage among
+data set is. CPU time counts every process that a contestant starts, the fetcher that reads from storage among
 them.
 
 How the peers are tuned, after their own documentation: mosaicml-streaming with batch_size given to the
@@ -109,13 +109,13 @@ def read_all(name: str, folder: Path, endpoint: str | None) -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """CPU time of this process, of its ended children, and of the helper of its cache."""
+    """CPU time of this process, of its ended children, and of the fetcher of its cache."""
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     used = sum(each.ru_utime + each.ru_stime for each in own)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             command = stat.with_name("cmdline").read_text()
-            if "start_helper.py" in command and f"\0{os.getpid()}\0" in command:
+            if "fetcher/start.py" in command and f"\0{os.getpid()}\0" in command:
                 user, system = stat.read_text().rpartition(")")[2].split()[11:13]
                 used += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
         except OSError:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
-from meshfeed.files import local
+from meshfeed.files.local import file as local
 from meshfeed.order import permutation
 from meshfeed.plan import CostModel, fill, least_loaded, plan_step, swap
 from meshfeed.sequence import runs as runs_module

@@ -173,7 +173,7 @@ _ON_FIRST_USE = {
 _PACKAGES = {"deliver", "exchange", "feed", "files", "formats", "metrics", "sequence", "store"}
 """Packages that `import meshfeed` offers as attributes, imported on first use too."""
 
-importlib.import_module("meshfeed.forked")  # it must know of every fork from here on
+importlib.import_module("meshfeed.forks")  # it must know of every fork from here on
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from meshfeed.deliver.links import Links
-from meshfeed.files.forks import Private
+from meshfeed.forks import Private
 from services.needs import missing_thing
 
 
@@ -137,7 +137,7 @@ def test_a_closed_connection_names_the_member_at_its_other_end(family: int, addr
 
 WITHOUT_DESCRIPTORS = """
 import os, resource, socket
-from meshfeed.files.forks import Private, at_fork
+from meshfeed.forks import Private, at_fork
 class Other:
     told = False
     def forget_parent(self): self.told = True

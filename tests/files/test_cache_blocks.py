@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfeed.files.blocks import Blocks, CacheFolder
+from meshfeed.files.cache.blocks import Blocks, CacheFolder
 
 SIZE = 1000
 

@@ -24,10 +24,10 @@ import pytest
 import world
 from meshfeed.errors import CacheError, ChangedError, MissingError
 from meshfeed.files import Cache, Folder
-from meshfeed.files.ask import asker, retried
-from meshfeed.files.blocks import SUM_BYTES
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.fetcher.protocol import fetcher, retried
 from services.faults import Fault, Faults
 from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx
@@ -67,13 +67,13 @@ def read_some(file: CachedFile, rng: np.random.Generator, ahead: bool = False) -
         raise AssertionError("wrong bytes")
 
 
-def helper_pid() -> int:
+def fetcher_pid() -> int:
     """The process that reads from storage for this one."""
-    return retried(lambda: asker().ask("pid", what="a test"))
+    return retried(lambda: fetcher().ask("pid", what="a test"))
 
 
-def end_helper() -> None:
-    os.kill(helper_pid(), signal.SIGKILL)
+def end_fetcher() -> None:
+    os.kill(fetcher_pid(), signal.SIGKILL)
 
 
 def blocks_in(cache: Path) -> list[Path]:
@@ -181,7 +181,7 @@ def test_threads_share_a_file(server: Nginx, tmp_path: Path) -> None:
         assert list(pool.map(read, range(16))) == [None] * 16
 
 
-def test_a_forked_child_has_a_helper_of_its_own(server: Nginx, tmp_path: Path) -> None:
+def test_a_forked_child_has_a_fetcher_of_its_own(server: Nginx, tmp_path: Path) -> None:
     with file_of(server.url, tmp_path) as file:
         read_some(file, np.random.default_rng(4))
         child = os.fork()
@@ -241,12 +241,12 @@ def test_a_restart_reuses_what_is_valid_and_nothing_else(server: Nginx, tmp_path
     out = np.empty(SIZE, np.uint8)
     with file_of(server.url, tmp_path) as file:
         file.read_into(out, begins, sizes)
-        end_helper()
+        end_fetcher()
     before = server.fetched_bytes()
     with file_of(server.url, tmp_path) as file:
         file.read_into(out, begins, sizes)
         assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == 0
-        end_helper()
+        end_fetcher()
     assert server.fetched_bytes() == before
     (block,) = (path for path in blocks_in(tmp_path) if path.name == "5")
     with block.open("r+b") as stream:  # a disk that lies
@@ -282,7 +282,7 @@ def test_the_cache_of_an_earlier_meshfeed_is_removed(server: Nginx, tmp_path: Pa
     assert {path.name for path in own.iterdir()} == {"blocks", "jobs", "room", "limit", "kept"}
 
 
-def test_a_helper_leaves_when_its_reader_has(server: Nginx, tmp_path: Path) -> None:
+def test_a_fetcher_leaves_when_its_reader_has(server: Nginx, tmp_path: Path) -> None:
     ours, theirs = _context.Pipe(duplex=False)
     child = _context.Process(
         target=read_for_ever, args=(server.url, str(tmp_path), 1, 1 << 30, theirs), daemon=True
@@ -291,13 +291,13 @@ def test_a_helper_leaves_when_its_reader_has(server: Nginx, tmp_path: Path) -> N
     theirs.close()
     pid = ours.recv()
     forked = os.fork()
-    if forked == 0:  # keeps this test's own connections, which must not keep a helper
+    if forked == 0:  # keeps this test's own connections, which must not keep a fetcher
         time.sleep(3600)
         os._exit(0)
     child.kill()
     child.join(600)
     until = time.monotonic() + 600
-    while b"start_helper" in command_of(pid):
+    while b"fetcher/start" in command_of(pid):
         assert time.monotonic() < until
         time.sleep(0.1)
     os.kill(forked, signal.SIGKILL)
@@ -314,12 +314,12 @@ def read_for_ever(url: str, cache: str, seed: int, limit: int, pipe: Any) -> Non
     rng = np.random.default_rng(seed)
     with file_of(url, Path(cache), limit) as file:
         while True:
-            pipe.send(helper_pid())
+            pipe.send(fetcher_pid())
             read_some(file, rng, ahead=bool(rng.integers(2)))
 
 
 def test_deaths(server: Nginx, tmp_path: Path) -> None:
-    """SIGKILL to helpers and readers at random; what is published is right, and nobody reads wrong bytes."""
+    """SIGKILL to fetchers and readers at random; what is published is right, and nobody reads wrong bytes."""
     rng, limit, kills = random.Random(11), 24 * BLOCK, 0
 
     def started(seed: int) -> tuple[Any, Any]:
@@ -332,7 +332,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
         return child, ours
 
     def still_reads(reader: tuple[Any, Any], rounds: int) -> int:
-        """The last helper that it told of."""
+        """The last fetcher that it told of."""
         for _ in range(rounds):
             assert reader[1].poll(600), "a reader hangs"
             pid = reader[1].recv()  # EOFError where a reader met wrong bytes
@@ -344,7 +344,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
             at = rng.randrange(3)
             if rng.random() < 0.6:
                 pid = still_reads(readers[at], 1)
-                if b"start_helper" in command_of(pid):
+                if b"fetcher/start" in command_of(pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             else:
@@ -406,7 +406,7 @@ def test_too_small_a_cache_is_told_once(
     with file_of(server.url, tmp_path, 5 * BLOCK) as file:
         for _ in range(3):
             file.read_into(np.empty(SIZE, np.uint8), np.array([0]), np.array([SIZE]))
-        helper_pid()  # what it has told by now, has come
+        fetcher_pid()  # what it has told by now, has come
     (told,) = (each.getMessage() for each in caplog.records if "evicted" in each.getMessage())
     assert re.search(r"of \d+ bytes fetched, \d+ had been .* evicted; raise limit_bytes above 327680$", told)
 
@@ -437,7 +437,7 @@ def test_a_peek_is_served_where_no_block_has_room(server: Nginx, tmp_path: Path)
             DATA_BYTES[5:100_000].tobytes(),
             DATA_BYTES[7:9].tobytes(),
         ]
-        end_helper()
+        end_fetcher()
 
 
 def test_a_file_is_left_while_storage_does_not_answer(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_file_is_left_while_storage_does_not_answer(tmp_path: Path) -> None:
         storage.release()
         opening.join(600)
         assert not opening.is_alive()
-        end_helper()
+        end_fetcher()
 
 
 @pytest.mark.parametrize("size", ["1m", "100m,nr_inodes=20"])
@@ -479,7 +479,7 @@ def test_a_full_disk_holds_what_is_read_right_now(server: Nginx, tmp_path: Path,
             assert np.array_equal(out, DATA_BYTES)
         read_some_small(file)
         assert check_folder(disk) > 0
-        end_helper()
+        end_fetcher()
 
 
 def read_some_small(file: CachedFile) -> None:
@@ -620,7 +620,7 @@ def test_an_object_that_is_replaced_under_the_readers(tmp_path: Path) -> None:
             for file in (first, second):
                 with pytest.raises(ChangedError, match=r"data\.bin: bytes \d+\.\.\d+: it was replaced"):
                     file.read_into(out, np.array([40 * BLOCK]), np.array([100]))
-            end_helper()  # the next one finds the new version, which is not what this run opened
+            end_fetcher()  # the next one finds the new version, which is not what this run opened
             with pytest.raises(ChangedError, match=r"was .* when this run opened it"):
                 first.read_into(out, np.array([40 * BLOCK]), np.array([100]))
 

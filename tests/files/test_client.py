@@ -15,8 +15,8 @@ import pytest
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.files import url
-from meshfeed.files.client import Client
-from meshfeed.files.retries import Patience
+from meshfeed.files.remote.client import Client
+from meshfeed.files.remote.retries import Patience
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import ChangedError, MissingError, StoreError
-from meshfeed.files import LocalFile, local
-from meshfeed.files.mapping import mapped
+from meshfeed.files import LocalFile
+from meshfeed.files.local import file as local
+from meshfeed.files.local.mapping import mapped
 
 SIZE = 64
 MOST = 4

@@ -23,12 +23,12 @@ import torch
 import meshfeed as mf
 import quick
 from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
-from meshfeed.files import hub as hub_module
-from meshfeed.files import retries
-from meshfeed.files.hub import HubClient, hub_path
-from meshfeed.files.pinned import pinned
-from meshfeed.files.retries import Patience
-from meshfeed.files.writer import Writer
+from meshfeed.files.remote import hub as hub_module
+from meshfeed.files.remote import retries
+from meshfeed.files.remote.hub import HubClient, hub_path
+from meshfeed.files.remote.retries import Patience
+from meshfeed.files.remote.writer import Writer
+from meshfeed.files.revision import pinned
 from meshfeed.prepare.inputs import find_inputs
 from services.hub import Hub
 from soak import cases
@@ -125,7 +125,7 @@ def test_a_job_is_at_one_commit(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
 def test_requests_do_not_grow_with_clients_in_a_storm(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 helpers of one node, refused whatever they ask first; nobody asks before the time that the Hub names."""
+    """64 fetchers of one node, refused whatever they ask first; nobody asks before the time that the Hub names."""
     monkeypatch.setattr(hub_module, "REMEMBERED_S", 3600)
     storm = {"revision": cases(0, 3), "tree": cases(0, 2), "resolve": 1, "bytes": cases(1, 9)}
     hub.refuse = lambda kind, number: (429, {"Retry-After": "1"}) if number <= storm[kind] else None

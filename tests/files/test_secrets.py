@@ -14,8 +14,9 @@ import pytest
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import AccessError, MeshfeedError, StoreError
-from meshfeed.files import Cache, Folder, ask
+from meshfeed.files import Cache, Folder
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.fetcher import protocol
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare import Text, encode_part, prepare
 from services.faults import Fault, Faults
@@ -104,7 +105,7 @@ def test_no_output_of_a_failing_run_shows_a_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(ask, "_LOG_EVERY_S", 0.05)
+    monkeypatch.setattr(protocol, "_LOG_EVERY_S", 0.05)
     said: list[Any] = []
     with Faults(server.url) as faults:
         url, cache = f"{with_user(faults.url)}/c", Cache(tmp_path / "cache")

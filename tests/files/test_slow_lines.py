@@ -10,8 +10,8 @@ import pytest
 from demo.storage import Manners, SlowStorage
 
 from meshfeed.errors import UnavailableError
-from meshfeed.files.client import Client
-from meshfeed.files.retries import Patience
+from meshfeed.files.remote.client import Client
+from meshfeed.files.remote.retries import Patience
 from services.faults import Fault, Faults
 
 BLOCK = 4096

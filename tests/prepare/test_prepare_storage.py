@@ -21,9 +21,9 @@ from meshfeed.errors import (
     StoreError,
     UnavailableError,
 )
-from meshfeed.files.refusals import options_of_environment
-from meshfeed.files.retries import Patience
-from meshfeed.files.writer import Writer
+from meshfeed.files.remote.errors import options_of_environment
+from meshfeed.files.remote.retries import Patience
+from meshfeed.files.remote.writer import Writer
 from meshfeed.prepare import Text, prepare
 from meshfeed.prepare.storage import step_of
 from services.faults import NOTHING, Fault
@@ -57,7 +57,7 @@ def replaced(**values):
     """Attributes of the writer, for a while."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
-            patch.setattr(f"meshfeed.files.writer.{name}", value)
+            patch.setattr(f"meshfeed.files.remote.writer.{name}", value)
         yield
 
 

@@ -1,6 +1,6 @@
-"""Storage helpers that hedge nothing, for tests that count bytes: on a busy machine any request may be slow.
+"""Storage fetchers that hedge nothing, for tests that count bytes: on a busy machine any request may be slow.
 
-As a script, this is such a helper; see meshfeed/files/start_helper.py.
+As a script, this is such a fetcher; see meshfeed/files/fetcher/start.py.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 @contextlib.contextmanager
 def unhedged() -> Iterator[None]:
-    """This process has such a helper, begun here."""
-    from meshfeed.files import ask
+    """This process has such a fetcher, begun here."""
+    from meshfeed.files.fetcher import protocol
 
-    mine: Any = ask.asker.__self__
-    before = mine._asker, ask._SCRIPT
-    mine._asker, ask._SCRIPT = None, Path(__file__)
+    mine: Any = protocol.fetcher.__self__
+    before = mine._client, protocol._SCRIPT
+    mine._client, protocol._SCRIPT = None, Path(__file__)
     try:
         yield
     finally:
-        if mine._asker is not None:
-            mine._asker.close()
-        mine._asker, ask._SCRIPT = before
+        if mine._client is not None:
+            mine._client.close()
+        mine._client, protocol._SCRIPT = before
 
 
 if __name__ == "__main__":
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     package = ModuleType("meshfeed")  # imports no torch
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["meshfeed"] = package
-    from meshfeed.files.client import Client
+    from meshfeed.files.remote.client import Client
 
     Client._may_hedge = lambda self, num_bytes: False
-    runpy.run_path(f"{package.__path__[0]}/files/start_helper.py", run_name="__main__")
+    runpy.run_path(f"{package.__path__[0]}/files/fetcher/start.py", run_name="__main__")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import ChangedError, MissingError, StoreError
-from meshfeed.files import local
+from meshfeed.files.local import file as local
 from meshfeed.formats import jsonl, parquet
 from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs

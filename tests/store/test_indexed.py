@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from raw_index import write_raw
 
 from meshfeed.errors import StoreError
-from meshfeed.files import LocalFile, local
+from meshfeed.files import LocalFile
+from meshfeed.files.local import file as local
 from meshfeed.store import IndexedStore, IndexedWriter, best_dtype, open_store
 from meshfeed.store.node_index import NodeIndex
 from soak import cases

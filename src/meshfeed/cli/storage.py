@@ -15,8 +15,8 @@ import numpy as np
 import meshfeed as mf
 from meshfeed.cli.machine import Finding, Times
 from meshfeed.errors import MeshfeedError, MissingError
-from meshfeed.files.client import Client
-from meshfeed.files.retries import Patience, Stat
+from meshfeed.files.remote.client import Client
+from meshfeed.files.remote.retries import Patience, Stat
 from meshfeed.files.url import is_hub, is_remote, local_path, split, without_secrets
 from meshfeed.report.words import counted
 from meshfeed.store import IndexedWriter

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.files.forks import Private
+from meshfeed.forks import Private
 
 _HERE = Path("/proc/self/fd")
 

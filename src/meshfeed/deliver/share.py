@@ -27,8 +27,8 @@ from meshfeed.deliver.delivery import Delivery, EndOfStream
 from meshfeed.deliver.local import Listener, connect
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, PeerError
-from meshfeed.files.forks import Private
-from meshfeed.files.mapping import mapped
+from meshfeed.files.local.mapping import mapped
+from meshfeed.forks import Private
 from meshfeed.roles import Role
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.errors import DeliveryError
-from meshfeed.forked import of_parent
+from meshfeed.forks import of_parent
 
 T = TypeVar("T")
 

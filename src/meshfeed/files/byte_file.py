@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files.forks import at_fork
+from meshfeed.forks import at_fork
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

@@ -1,7 +1,7 @@
 """A remote object, read through the node's cache like a local file.
 
-The process's helper fetches and checks blocks; this process opens their files. A block that was evicted since
-is asked for again.
+The process's fetcher fetches and checks blocks; this process opens their files. A block that was evicted
+since is asked for again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import ChangedError
-from meshfeed.files.ask import Asker, LostError, asker, retried
-from meshfeed.files.blocks import num_blocks_of
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content
-from meshfeed.files.cache import Cache, cache_error
-from meshfeed.files.local import fill
-from meshfeed.files.objects import Address, Opened
+from meshfeed.files.cache.blocks import num_blocks_of
+from meshfeed.files.cache.cache import Cache, cache_error
+from meshfeed.files.fetcher.objects import Address, Opened
+from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
+from meshfeed.files.local.file import fill
 from meshfeed.files.url import is_hub, without_secrets
 
 _MARKED_S = 10.0
@@ -56,9 +56,9 @@ class CachedFile(ByteFile):
         self._known: Opened | None = None
 
     def forget_parent(self) -> None:
-        """In a forked child: the parent's helper and threads are not its own."""
+        """In a forked child: the parent's fetcher and threads are not its own."""
         super().forget_parent()
-        self._at: tuple[Asker, int, Opened] | None = None
+        self._at: tuple[FetcherClient, int, Opened] | None = None
         self._wished: Counter[int] = Counter()
 
     @property
@@ -231,15 +231,15 @@ class CachedFile(ByteFile):
         self.look_up(out, np.array([begin]), np.array([out.size]))
         return out.tobytes()
 
-    # -- the helper ---------------------------------------------------------------------------------------
+    # -- the fetcher ---------------------------------------------------------------------------------------
 
     @property
     def _opened(self) -> Opened:
         return self._known or retried(self._open)[2]
 
-    def _open(self) -> tuple[Asker, int, Opened]:
-        """(helper, the number by which it knows this object, the object)."""
-        one = asker()
+    def _open(self) -> tuple[FetcherClient, int, Opened]:
+        """(fetcher, the number by which it knows this object, the object)."""
+        one = fetcher()
         if (at := self._at) is not None and at[0] is one:
             return at
         cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
@@ -267,7 +267,7 @@ class CachedFile(ByteFile):
         return retried(ask)
 
     def _tell(self, request: str, *arguments: Any) -> None:
-        """Send a request that needs no answer. If the helper has died, a new one has nothing to release."""
+        """Send a request that needs no answer. If the fetcher has died, a new one has nothing to release."""
         with contextlib.suppress(LostError):
             at = self._open() if request == "wish" else self._at
             if at is not None:

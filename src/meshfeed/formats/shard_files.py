@@ -13,7 +13,7 @@ import numpy as np
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import ByteFile, FileStats
 from meshfeed.files.byte_file import Bytes
-from meshfeed.files.forks import at_fork
+from meshfeed.forks import at_fork
 from meshfeed.store.base import I64
 
 _ANNOUNCERS = 8

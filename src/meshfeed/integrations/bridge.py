@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import state_at
 from meshfeed.plan import Packing

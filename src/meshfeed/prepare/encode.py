@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshfeed.errors import PrepareError, StoreError
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.jsonl import place_of
 from meshfeed.prepare.encoding import Encoder, hash_of

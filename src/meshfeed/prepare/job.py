@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoding import Encoder, encoder_of, encoding_of
 from meshfeed.prepare.inputs import Input, version_of

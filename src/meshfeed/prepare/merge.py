@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.prepared import ERRORS
 from meshfeed.prepare.job import Job

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.files.durable import sync_directory
+from meshfeed.files.local.durable import sync_directory
 from meshfeed.files.url import is_remote
 from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
 from meshfeed.prepare.job import JOB, Request

@@ -26,8 +26,8 @@ from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import Cache, typed_errors
+from meshfeed.files.remote.writer import PIECE_BYTES
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
-from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.encoders import TRAINED

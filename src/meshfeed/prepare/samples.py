@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Folder
-from meshfeed.files.retries import GIVE_UP
+from meshfeed.files.remote.retries import GIVE_UP
 from meshfeed.files.url import is_http, is_remote, join, parent, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.prepare.beneath import read_beneath

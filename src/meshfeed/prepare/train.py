@@ -8,7 +8,7 @@ from typing import Any
 
 from meshfeed.errors import PrepareError
 from meshfeed.extras import install
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.prepare.encoders import END
 from meshfeed.prepare.job import Job
 from meshfeed.prepare.records import records

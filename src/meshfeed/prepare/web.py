@@ -23,7 +23,7 @@ from functools import lru_cache
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from meshfeed.errors import AccessError, MissingError, StoreError
-from meshfeed.files.retries import GIVE_UP, Patience, Retries
+from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries
 from meshfeed.files.url import credentials_of, is_http, without_secrets
 
 _MOST_REDIRECTS = 5

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.files.mapping import mapped
+from meshfeed.files.local.mapping import mapped
 
 _LEAST = 4096
 

@@ -1,6 +1,6 @@
 """Checksums of a Megatron store's blocks: made of what lies there, compared with it, and whose they are.
 
-The format is in `files.sums`. Blocks of remote files are compared as they come; see `files.objects`.
+The format is in `files.sums`. Blocks of remote files are compared as they come; see `files.fetcher.objects`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import LocalFile
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.files.sums import BIN, BLOCK_BYTES, IDX, SUFFIX, Summer, Sums, is_block_size
 from meshfeed.store.mismatch import damage, others_sums, wrong_block
 from meshfeed.store.node_index import are_of, checksums_beside, versions_of

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
-from meshfeed.files.durable import durable_file
+from meshfeed.files.local.durable import durable_file
 from meshfeed.parts import Parts
 from meshfeed.store.dataset import FORMAT, NAME, VERSION, WITH_PARTS
 from meshfeed.store.indexed_writer import IndexedWriter

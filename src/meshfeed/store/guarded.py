@@ -9,7 +9,7 @@ import numpy as np
 from meshfeed.errors import ChangedError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
-from meshfeed.files.local import Descriptor, fill
+from meshfeed.files.local.file import Descriptor, fill
 from meshfeed.files.sums import FileSums
 from meshfeed.store.base import runs
 from meshfeed.store.mismatch import wrong_block

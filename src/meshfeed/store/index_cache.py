@@ -29,8 +29,8 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
-from meshfeed.files.durable import sync_directory
-from meshfeed.files.lock import locked
+from meshfeed.files.local.durable import sync_directory
+from meshfeed.files.local.lock import locked
 
 Part = TypeVar("Part")
 

@@ -33,8 +33,8 @@ import numpy as np
 from meshfeed.errors import CacheError, ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache, LocalFile, Vector, typed_errors
 from meshfeed.files.byte_file import Bytes
-from meshfeed.files.lock import locked
-from meshfeed.files.mapping import mapped
+from meshfeed.files.local.lock import locked
+from meshfeed.files.local.mapping import mapped
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
 from meshfeed.store.index import fingerprint_of, read_header
 from meshfeed.store.mismatch import damage, others_sums, wrong_block

@@ -1,4 +1,4 @@
-"""An object in storage, as a helper knows it: its identity, and its bytes, verified as they arrive."""
+"""An object in storage, as a fetcher knows it: its identity, and its bytes, verified as they arrive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import ChecksumError, StoreError
-from meshfeed.files.blocks import Blocks, CacheFolder
 from meshfeed.files.byte_file import Content
-from meshfeed.files.client import Reader
+from meshfeed.files.cache.blocks import Blocks, CacheFolder
 from meshfeed.files.codec import check_hashes, decompress
-from meshfeed.files.hub import hub_path
-from meshfeed.files.refusals import options_of_environment
-from meshfeed.files.retries import Stat
+from meshfeed.files.remote.client import Reader
+from meshfeed.files.remote.errors import options_of_environment
+from meshfeed.files.remote.hub import hub_path
+from meshfeed.files.remote.retries import Stat
 from meshfeed.files.sums import ANEW, FileSums, Sums, parse
 from meshfeed.files.url import credentials_of, is_hub, is_remote, local_path, split, without_secrets
 
@@ -63,7 +63,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a reading process knows of an object. It stays the same whichever helper serves it.
+    """What a reading process knows of an object. It stays the same whichever fetcher serves it.
 
     Attributes:
         folder: of its blocks. Another version, or another way to check it, is in another folder.

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshfeed.errors import MissingError
-from meshfeed.files.ask import asker, retried
 from meshfeed.files.byte_file import ByteFile, Content
-from meshfeed.files.cache import Cache
+from meshfeed.files.cache.cache import Cache
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.local import LocalFile, typed_errors
-from meshfeed.files.objects import Address
+from meshfeed.files.fetcher.objects import Address
+from meshfeed.files.fetcher.protocol import fetcher, retried
+from meshfeed.files.local.file import LocalFile, typed_errors
 from meshfeed.files.url import is_remote, join, local_path, without_secrets
 
 
@@ -82,7 +82,7 @@ class Folder:
             return sorted(_below(Path(local_path(self.url))))
         address = Address.of(self.url, self.options)
         cache = (self.cache or Cache()).make()
-        found = retried(lambda: asker().ask("list", address, cache, what=address.url))
+        found = retried(lambda: fetcher().ask("list", address, cache, what=address.url))
         prefix = f"{address.path.rstrip('/')}/".lstrip("/")
         return [(name.removeprefix(prefix), size) for name, size in found]
 

@@ -1,6 +1,6 @@
-"""The storage client: stat, ranges and listing over obstore, asked as `retries` does.
+"""The storage client: stat, ranges and listing over obstore, asked as `retries` says.
 
-Used by the helper, and for writing (`writer`): obstore's runtime does not survive a fork.
+Used by the fetcher, and for writing (`writer`): obstore's runtime does not survive a fork.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from meshfeed.errors import ChangedError, StoreError
 from meshfeed.extras import install
-from meshfeed.files.hub import HubClient
-from meshfeed.files.local import typed_errors
-from meshfeed.files.refusals import REPLACED, reason, refuses_method
-from meshfeed.files.retries import GIVE_UP, Patience, Retries, Stat
+from meshfeed.files.local.file import typed_errors
+from meshfeed.files.remote.errors import REPLACED, reason, refuses_method
+from meshfeed.files.remote.hub import HubClient
+from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
 
 _log = logging.getLogger("meshfeed")

@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshfeed.files.lock import locked
+from meshfeed.files.local.lock import locked
 
 Piece = int | tuple[int, int]
 """A block, or the range [begin, end) of a peek."""
@@ -48,7 +48,7 @@ _PAUSE_S = 0.001
 class CacheFolder:
     """One user's part of a cache folder, as one process sees it. All methods may raise OSError.
 
-    Only `join` makes files besides blocks: a user may remove a temporary folder while a helper tidies up.
+    Only `join` makes files besides blocks: a user may remove a temporary folder while a fetcher tidies up.
 
     Attributes:
         path: of that part.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshfeed.errors import CacheError
-from meshfeed.files.lock import locked
-from meshfeed.files.own_folder import refuse_swappable
+from meshfeed.files.cache.owned_folder import refuse_swappable
+from meshfeed.files.local.lock import locked
 from meshfeed.files.url import without_secrets
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from meshfeed.errors import StoreError, UnavailableError
-from meshfeed.files.refusals import kind_of, reason
+from meshfeed.files.remote.errors import kind_of, reason
 from meshfeed.files.url import without_secrets
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""Script, started by path: `python start_helper.py DESCRIPTOR READER` becomes a helper; see `helper`.
+"""Script, started by path: `python start.py DESCRIPTOR READER` becomes a fetcher; see `process`.
 
-READER is only for whoever lists processes. The package's own `__init__` would import torch, which a helper
+READER is only for whoever lists processes. The package's own `__init__` would import torch, which a fetcher
 does not need; an empty module replaces it.
 """
 
@@ -18,8 +18,8 @@ if __name__ == "__main__":
         each for each in sys.path if Path(each).resolve() != here
     ]  # no module of ours replaces another's
     package = ModuleType("meshfeed")
-    package.__path__ = [str(here.parent)]
+    package.__path__ = [str(here.parents[1])]
     sys.modules["meshfeed"] = package
-    from meshfeed.files.helper import main
+    from meshfeed.files.fetcher.process import main
 
     main(int(sys.argv[1]))

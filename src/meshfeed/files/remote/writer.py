@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from meshfeed.errors import MissingError, StoreError, UnavailableError
-from meshfeed.files.client import Client, store_of
-from meshfeed.files.local import typed_errors
-from meshfeed.files.refusals import reason
-from meshfeed.files.retries import Patience, Stat
+from meshfeed.files.local.file import typed_errors
+from meshfeed.files.remote.client import Client, store_of
+from meshfeed.files.remote.errors import reason
+from meshfeed.files.remote.retries import Patience, Stat
 
 T = TypeVar("T")
 

@@ -6,10 +6,10 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 
-from meshfeed.files.ask import asker, retried
-from meshfeed.files.cache import Cache
-from meshfeed.files.hub import at_commit, hub_options, hub_path, is_commit
-from meshfeed.files.objects import Address
+from meshfeed.files.cache.cache import Cache
+from meshfeed.files.fetcher.objects import Address
+from meshfeed.files.fetcher.protocol import fetcher, retried
+from meshfeed.files.remote.hub import at_commit, hub_options, hub_path, is_commit
 from meshfeed.files.url import is_hub
 
 
@@ -24,7 +24,7 @@ def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
     address = Address.of(url, options)
 
     def ask() -> str:
-        return retried(lambda: asker().ask("commit", address, cache.make(), what=address.url))
+        return retried(lambda: fetcher().ask("commit", address, cache.make(), what=address.url))
 
     endpoint = hub_options(address.root, address.options).get("endpoint")
     digest = hashlib.blake2b(f"{endpoint} {address.root}".encode(), digest_size=16)

@@ -2,14 +2,21 @@
 
 Peers detect a dead rank by its closed connections. A trainer forks data workers and uploads. A child that
 kept the connections open would hide the death of its parent.
+
+`import meshfeed` imports this, so that it knows of every fork after it, also of one before the first feed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
+
+of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
+"""In a forked child: the rendezvous stores that it must leave alone: that of its parent's default group, and
+connections that its parent uses."""
 
 
 class Forks(Protocol):
@@ -73,3 +80,12 @@ def _file_of(descriptor: int) -> tuple[int, int]:
     """(device, inode) of an open file."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
+
+
+def _note_default_store() -> None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        of_parent.add(dist.distributed_c10d._get_default_store())
+
+
+os.register_at_fork(after_in_child=_note_default_store)

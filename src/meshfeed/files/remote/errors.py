@@ -147,12 +147,12 @@ ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
     ),
     "hf": ("HF_ENDPOINT", "HF_TOKEN"),
 }
-"""The usual environment variables of each cloud, by scheme. A rank sends their values to its helper with each
-request, so they may change while it runs."""
+"""The usual environment variables of each cloud, by scheme. A rank sends their values to its fetcher with
+each request, so they may change while it runs."""
 
 
 def without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a helper, without credentials: its reader sends them with each request."""
+    """The environment of a fetcher, without credentials: its reader sends them with each request."""
     return {
         name: value
         for name, value in environ.items()

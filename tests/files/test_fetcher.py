@@ -16,12 +16,13 @@ import pytest
 
 import world
 from meshfeed.errors import CacheError, StoreError
-from meshfeed.files import Cache, ask
-from meshfeed.files.blocks import SUM_BYTES
-from meshfeed.files.cache import cache_error
+from meshfeed.files import Cache
+from meshfeed.files.cache.blocks import SUM_BYTES
+from meshfeed.files.cache.cache import cache_error
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.lock import locked
-from meshfeed.files.refusals import options_of_environment, without_credentials
+from meshfeed.files.fetcher import protocol
+from meshfeed.files.local.lock import locked
+from meshfeed.files.remote.errors import options_of_environment, without_credentials
 from services.needs import immutable, needs, small_disk
 from services.nginx import Nginx
 
@@ -131,7 +132,7 @@ def test_a_smaller_limit_of_another_job_harms_nobody(server: Nginx, tmp_path: Pa
         ours.send("end")
         large.join(600)
         wait_until(lambda: held_after_a_read(small, tmp_path) <= 5 * BLOCK)  # once the other job is gone
-    os.kill(ask.retried(lambda: ask.asker().ask("pid", what="")), 9)
+    os.kill(protocol.retried(lambda: protocol.fetcher().ask("pid", what="")), 9)
     with file_of(server, tmp_path) as silent:
         assert held_after_a_read(silent, tmp_path) <= 5 * BLOCK  # what the folder was given last
 
@@ -153,7 +154,7 @@ def test_an_interrupted_reader_leaves_nothing_held(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(ask.Future, "result", interrupt)
+            patch.setattr(protocol.Future, "result", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 read(file, BLOCK, 12 * BLOCK)
         read(file, 20 * BLOCK, 12 * BLOCK)
@@ -227,32 +228,32 @@ def test_a_disk_that_is_full_before_the_first_block(server: Nginx, tmp_path: Pat
                 read(file, 0)
             (disk / "filler").unlink()
             read(file, 0, DATA.size)  # at once, on a disk that holds a quarter of it
-        os.kill(ask.retried(lambda: ask.asker().ask("pid", what="")), 9)
+        os.kill(protocol.retried(lambda: protocol.fetcher().ask("pid", what="")), 9)
 
 
-def test_a_helper_is_given_its_credentials_with_each_request() -> None:
+def test_a_fetcher_is_given_its_credentials_with_each_request() -> None:
     environ = {"AWS_ENDPOINT_URL": "http://a", "AZURE_STORAGE_TOKEN": "b", "PATH": "/bin", "HTTP_PROXY": "c"}
     assert without_credentials(environ) == {"PATH": "/bin", "HTTP_PROXY": "c"}
     assert options_of_environment("s3://bucket", environ) == {"aws_endpoint_url": "http://a"}
 
 
 def killed_starts(monkeypatch: pytest.MonkeyPatch, folder: Path, kills: int) -> Path:
-    """The next helpers of this process are killed while they start; the file counts them."""
+    """The next fetchers of this process are killed while they start; the file counts them."""
     count = folder / "starts"
     script = folder / "start.py"
     script.write_text(
         "import os, runpy, signal, sys\n"
         f"with open({str(count)!r}, 'a') as told: told.write('x')\n"
         f"if os.path.getsize({str(count)!r}) <= {kills}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"runpy.run_path({str(ask._SCRIPT)!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(protocol._SCRIPT)!r}, run_name='__main__')\n"
     )
-    mine: Any = ask.asker.__self__
-    monkeypatch.setattr(mine, "_asker", None)
-    monkeypatch.setattr(ask, "_SCRIPT", script)
+    mine: Any = protocol.fetcher.__self__
+    monkeypatch.setattr(mine, "_client", None)
+    monkeypatch.setattr(protocol, "_SCRIPT", script)
     return count
 
 
-def test_a_helper_that_is_killed_while_it_starts_is_started_again(
+def test_a_fetcher_that_is_killed_while_it_starts_is_started_again(
     server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = killed_starts(monkeypatch, tmp_path, 2)
@@ -261,14 +262,14 @@ def test_a_helper_that_is_killed_while_it_starts_is_started_again(
     assert count.read_text() == "xxx"
 
 
-def test_helpers_that_are_always_killed_are_given_up(
+def test_fetchers_that_are_always_killed_are_given_up(
     server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = killed_starts(monkeypatch, tmp_path, 1000)
-    monkeypatch.setattr(ask, "_MOST_HELPERS", 3)
+    monkeypatch.setattr(protocol, "_MOST_FETCHERS", 3)
     with (
         file_of(server, tmp_path / "cache") as file,
-        pytest.raises(StoreError, match="3 storage helpers in a row"),
+        pytest.raises(StoreError, match="3 storage fetchers in a row"),
     ):
         read(file, 0)
     assert count.read_text() == "xxx"

@@ -10,7 +10,7 @@ cache: the first to need an answer asks, under a lock, and the others read its f
     *.failed        when the Hub last failed to answer one of these, and how: those who waited raise it too
 
 So requests to the Hub grow with neither ranks nor blocks; blocks come from where the URL points. Used by the
-helper.
+fetcher.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from urllib.parse import quote, unquote, urlsplit
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.extras import install
-from meshfeed.files.durable import durable_file
-from meshfeed.files.lock import locked
-from meshfeed.files.refusals import REPLACED, reason
-from meshfeed.files.retries import GIVE_UP, Patience, Retries, Stat
+from meshfeed.files.local.durable import durable_file
+from meshfeed.files.local.lock import locked
+from meshfeed.files.remote.errors import REPLACED, reason
+from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import HUB
 
 ENDPOINT = "https://huggingface.co"

@@ -1,4 +1,4 @@
-"""The helper of a reading process: the only process that talks to storage, since obstore must not be forked.
+"""The fetcher of a reading process: the only process that talks to storage, since obstore must not be forked.
 
 It is a light process without torch. It ends with its reader: when the other end of its channel closes.
 """
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
-from meshfeed.files.blocks import CacheFolder, Piece
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache import cache_error
-from meshfeed.files.channel import Channel
-from meshfeed.files.client import Client, LocalReader, Reader
-from meshfeed.files.fetch import Fetcher
-from meshfeed.files.hub import HubClient
-from meshfeed.files.objects import Address, Opened, StoredObject, sums_at
-from meshfeed.files.retries import Stat
+from meshfeed.files.cache.blocks import CacheFolder, Piece
+from meshfeed.files.cache.cache import cache_error
+from meshfeed.files.fetcher.objects import Address, Opened, StoredObject, sums_at
+from meshfeed.files.fetcher.protocol import Channel
+from meshfeed.files.fetcher.schedule import Scheduler
+from meshfeed.files.remote.client import Client, LocalReader, Reader
+from meshfeed.files.remote.hub import HubClient
+from meshfeed.files.remote.retries import Stat
 from meshfeed.files.sums import Sums
 from meshfeed.files.url import is_hub
 
@@ -36,12 +36,12 @@ _ANSWERERS = 32
 _REMEMBERED_S = 30.0
 
 
-class Helper:
+class FetcherServer:
     """Answers one reading process. Its public methods answer requests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._fetcher = Fetcher()
+        self._scheduler = Scheduler()
         self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: one may be made anew
         self._objects: list[StoredObject] = []
         self._clients: dict[tuple[Any, ...], Client | HubClient] = {}
@@ -52,7 +52,7 @@ class Helper:
 
     def serve(self) -> None:
         """Handle messages until the reader is gone."""
-        self._fetcher.start()
+        self._scheduler.start()
         with contextlib.suppress(OSError, EOFError):
             while True:
                 number, request, arguments = self._channel.receive()
@@ -83,7 +83,7 @@ class Helper:
         except OSError as of_disk:
             error = cache_error(Path("the cache folder"), of_disk)
         except BaseException as unknown:  # sent to the reader, which would otherwise wait endlessly
-            error = StoreError(f"the storage helper failed: {type(unknown).__name__}: {unknown}")
+            error = StoreError(f"the storage fetcher failed: {type(unknown).__name__}: {unknown}")
         self._channel.send("error", number, error)
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Helper:
     def need(self, of: int, blocks: Sequence[int]) -> tuple[list[Piece], int]:
         """Wait for blocks: (those that are there now, bytes of the object fetched since the last answer)."""
         one = self._objects[of]
-        return self._fetcher.need(one, blocks), self._fetcher.told_bytes(one)
+        return self._scheduler.need(one, blocks), self._scheduler.told_bytes(one)
 
     def list(self, address: Address, cache: Path) -> list[tuple[str, int]]:
         """(path, size) of all objects below it, sorted."""
@@ -138,7 +138,7 @@ class Helper:
         found = {span: one.blocks.read(span) for span in spans if span[0] < span[1]}
         while missing := [span for span, data in found.items() if data is None]:
             try:
-                self._fetcher.need(one, missing)
+                self._scheduler.need(one, missing)
             except CacheError:  # a peek is served where there is no room to keep it
                 found |= {span: one.read(*span) for span in missing}
             else:
@@ -149,11 +149,11 @@ class Helper:
 
     def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
         """Announce blocks that will be needed."""
-        self._fetcher.wish(one, blocks)
+        self._scheduler.wish(one, blocks)
 
     def release(self, one: StoredObject, blocks: Sequence[int] | None) -> None:
         """Drop announcements: of blocks that were read, or of the whole object."""
-        self._fetcher.release(one, blocks)
+        self._scheduler.release(one, blocks)
         one.blocks.cache.trim()
 
     def look_again(self, one: StoredObject) -> None:
@@ -221,6 +221,6 @@ def main(descriptor: int) -> None:
     logger.addHandler(_ToReader(channel))
     logger.propagate = False
     try:
-        Helper(channel).serve()
+        FetcherServer(channel).serve()
     finally:
         os._exit(0)  # threads may wait for storage, or for a lock

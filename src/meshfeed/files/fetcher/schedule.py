@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
-from meshfeed.files.blocks import CacheFolder, Claim, Piece
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache import FULL, cache_error
-from meshfeed.files.objects import RANGE_BYTES, StoredObject
-from meshfeed.files.pace import Pace
+from meshfeed.files.cache.blocks import CacheFolder, Claim, Piece
+from meshfeed.files.cache.cache import FULL, cache_error
+from meshfeed.files.fetcher.objects import RANGE_BYTES, StoredObject
+from meshfeed.files.fetcher.pace import Pace
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class _Traffic:
             )
 
 
-class Fetcher:
+class Scheduler:
     """Fetches blocks into the cache with threads of its own, which end with the process."""
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""A reading process's side of its helper; one for all its files, started on first use."""
+"""How a reading process talks to its fetcher: pickled objects over a socket pair.
+
+A process has one fetcher for all its files, started on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -13,28 +17,60 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import StoreError
-from meshfeed.files.channel import Channel
-from meshfeed.files.forks import at_fork
-from meshfeed.files.refusals import without_credentials
+from meshfeed.files.remote.errors import without_credentials
+from meshfeed.forks import at_fork
 
 T = TypeVar("T")
 
 _LOG_EVERY_S = 10.0
-_MOST_HELPERS = 20
-_SCRIPT = Path(__file__).with_name("start_helper.py")
+_MOST_FETCHERS = 20
+_SCRIPT = Path(__file__).with_name("start.py")
 _log = logging.getLogger("meshfeed")
 
 
 class LostError(Exception):
-    """The helper has died, and with it what it knew of this process; send the request to the next one."""
+    """The fetcher has died, and with it what it knew of this process; send the request to the next one."""
 
 
-class Asker:
-    """Sends requests to a helper, from any thread, while it lives."""
+class Channel:
+    """One end. Any thread may send, and so may a destructor: a thread of its own does the waiting."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._connection = Connection(end.detach())
+        self._outgoing: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start to send."""
+        threading.Thread(target=self._send_all, name="meshfeed-send", daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Send a message after those before; it is lost if the other end is gone."""
+        self._outgoing.put(ForkingPickler.dumps(message))
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError or OSError once the other end is gone."""
+        return self._connection.recv()
+
+    def close(self) -> None:
+        """Close this end. Not while another thread receives."""
+        self._outgoing.put(None)
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._outgoing.get()) is not None:
+                self._connection.send_bytes(message)
+
+
+class FetcherClient:
+    """Sends requests to a fetcher, from any thread, while it lives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -49,7 +85,7 @@ class Asker:
         threading.Thread(target=self._receive_all, name="meshfeed-receive", daemon=True).start()
 
     def ask(self, request: str, *arguments: Any, what: str) -> Any:
-        """The answer to a request. what: for the log. Raises LostError, or the helper's error."""
+        """The answer to a request. what: for the log. Raises LostError, or the fetcher's error."""
         number, future = next(self._numbers), Future[Any]()
         with self._lock:
             if self.is_lost:
@@ -68,11 +104,11 @@ class Asker:
         self._channel.send(None, request, arguments)
 
     def close(self) -> None:
-        """Close this end, without a word to the helper."""
+        """Close this end, without a word to the fetcher."""
         self._channel.close()
 
     def _receive_all(self) -> None:
-        """The thread that receives, until the helper dies."""
+        """The thread that receives, until the fetcher dies."""
         try:
             while True:
                 self._handle(*self._channel.receive())
@@ -97,43 +133,44 @@ class Asker:
 
 
 class _Mine:
-    """This process's helper."""
+    """This process's fetcher."""
 
     def __init__(self) -> None:
-        self._asker: Asker | None = None
+        self._client: FetcherClient | None = None
         self.forget_parent()
         at_fork(self)
 
     def forget_parent(self) -> None:
-        """In a forked child: the helper is the parent's, and must notice its death."""
+        """In a forked child: the fetcher is the parent's, and must notice its death."""
         self._lock = threading.Lock()
-        if self._asker is not None:
-            self._asker.close()
-            self._asker = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
-    def asker(self) -> Asker:
+    def fetcher(self) -> FetcherClient:
         """This process's; a new one if there is none or if it has died. Raises LostError if that one dies."""
         with self._lock:
-            if self._asker is None or self._asker.is_lost:
-                self._asker = _started()
-            return self._asker
+            if self._client is None or self._client.is_lost:
+                self._client = _started()
+            return self._client
 
 
-asker = _Mine().asker
+fetcher = _Mine().fetcher
 
 
 def retried(ask: Callable[[], T]) -> T:
-    """Call `ask` again each time a helper dies. Raises its errors, except LostError."""
-    for _ in range(_MOST_HELPERS):
+    """Call `ask` again each time a fetcher dies. Raises its errors, except LostError."""
+    for _ in range(_MOST_FETCHERS):
         with contextlib.suppress(LostError):
             return ask()
     raise StoreError(
-        f"{_MOST_HELPERS} storage helpers in a row died; does something end them, such as a limit of memory?"
+        f"{_MOST_FETCHERS} storage fetchers in a row died; does something end them, such as a limit of "
+        f"memory?"
     )
 
 
-def _started() -> Asker:
-    """Start a helper. Raises LostError if it is killed meanwhile, StoreError if it cannot be started."""
+def _started() -> FetcherClient:
+    """Start a fetcher. Raises LostError if it is killed meanwhile, StoreError if it cannot be started."""
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(each for each in sys.path if each)
     try:
@@ -149,9 +186,9 @@ def _started() -> Asker:
         ours.close()
         if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
             raise LostError from error
-        raise StoreError(f"the storage helper cannot be started: {error}") from error
+        raise StoreError(f"the storage fetcher cannot be started: {error}") from error
     finally:
         theirs.close()
-    one = Asker(Channel(ours))
+    one = FetcherClient(Channel(ours))
     one.start()
     return one
