@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import meshfeed as mf
-from meshfeed.formats import tokenizer
 from meshfeed.sequence.multimodal import _summary
+from meshfeed.store import tokenizer
 from meshfeed.summary import code_of
 
 SOURCE = """

@@ -28,6 +28,14 @@ def registered(group: str) -> tuple[EntryPoint, ...]:
     return tuple(found)
 
 
+def named(group: str, name: str) -> Any:
+    """What an entry point of a group names. Raises OptionError if there is none, or it cannot be imported."""
+    points = {point.name: point for point in registered(group)}
+    if name not in points:
+        raise OptionError(f"{group}: nothing is registered as {name!r}; known: {', '.join(points)}")
+    return loaded(points[name])
+
+
 def loaded(point: EntryPoint) -> Any:
     """What an entry point names. Raises OptionError if it cannot be imported."""
     try:

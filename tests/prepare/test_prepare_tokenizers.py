@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import OptionError, PrepareError, StoreError
-from meshfeed.formats.tokenizer import tokenizer_file
 from meshfeed.formats.tokenizers import _PATTERNS
 from meshfeed.prepare import ChatEncoder, Chats, Local, Text, prepare
+from meshfeed.store.tokenizer import tokenizer_file
 
 TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]
 

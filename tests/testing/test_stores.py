@@ -172,3 +172,10 @@ def test_a_tokenizer_that_breaks_a_promise_is_found(
     monkeypatch.setattr(tokenizers.Bytes, name, value)
     with pytest.raises(AssertionError, match=says):
         assert_tokenizer("bytes", TEXTS)
+
+
+def test_the_former_place_of_the_base_class_warns() -> None:
+    from meshfeed.formats import tokenizer
+
+    with pytest.warns(DeprecationWarning, match="from meshfeed.store import Tokenizer"):
+        assert tokenizer.Tokenizer is mf.store.Tokenizer

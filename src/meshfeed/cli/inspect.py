@@ -37,7 +37,6 @@ from meshfeed.errors import (
 from meshfeed.files import Cache
 from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
-from meshfeed.formats.tokenizer import BYTES, tokenizer_file
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.report.lengths import Lengths
@@ -46,6 +45,7 @@ from meshfeed.sequence.named import parsed_call
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
 from meshfeed.store.checksums import is_of, write_checksums
 from meshfeed.store.node_index import checksums_beside
+from meshfeed.store.tokenizer import BYTES, tokenizer_file
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
@@ -315,7 +315,7 @@ def _part_rule(text: str) -> PartRule:
 
 
 def _decoder(tokenizer: str) -> Decode:
-    """How tokens are read as text. tokenizer: `formats.tokenizer.KNOWN`. Raises StoreError for another."""
+    """How tokens are read as text. tokenizer: `store.tokenizer.KNOWN`. Raises StoreError for another."""
     made = tokenizer_file(tokenizer).load()
     size = made.vocab_size + (tokenizer == BYTES)  # what ends a document there is no byte
 

@@ -19,7 +19,6 @@ from meshfeed.cli.command import OK, Console, print_json, say
 from meshfeed.cli.options import Command, argument, given, option, required
 from meshfeed.errors import PrepareError
 from meshfeed.formats.prepared import ERRORS
-from meshfeed.formats.tokenizer import KNOWN
 from meshfeed.parts import Kind
 from meshfeed.prepare import (
     Chats,
@@ -40,6 +39,7 @@ from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.records import RECORD_BYTES
 from meshfeed.prepare.samples import URL_TIMEOUT_S
 from meshfeed.report.words import counted
+from meshfeed.store.tokenizer import KNOWN
 
 _SUFFIXES = 8  # that are named of files that are not read
 

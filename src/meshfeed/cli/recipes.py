@@ -12,10 +12,10 @@ from typing import Any, get_args
 import meshfeed as mf
 from meshfeed.cli.options import option, refuse_given
 from meshfeed.errors import MeshfeedError
-from meshfeed.formats.tokenizer import KNOWN
 from meshfeed.sequence.named import rule_named
 from meshfeed.store import StreamStore, open_store
 from meshfeed.store.base import LabelsAre
+from meshfeed.store.tokenizer import KNOWN
 
 HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "

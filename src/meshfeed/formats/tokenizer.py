@@ -1,132 +1,17 @@
-"""Tokenizers by name: text -> tokens, whichever library encodes it, without special tokens."""
+"""The former place of `meshfeed.store.Tokenizer`; warns for one version."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, cast
-
-from meshfeed.columns import Array
-from meshfeed.errors import MissingError, StoreError
-from meshfeed.files import typed_errors
-from meshfeed.plugins import TOKENIZERS, loaded, registered
-from meshfeed.store.format import tokenizer_name
-from meshfeed.summary import code_of
-
-BYTES = "bytes"
-KNOWN = (
-    "'bytes'; the path of a tokenizers JSON file, of a transformers directory, of a sentencepiece .model, or "
-    "of NAME.ENCODING.tiktoken; or tiktoken:ENCODING"
-)
-TIKTOKEN = "tiktoken:"
+import importlib
+import warnings
+from typing import Any
 
 
-class Tokenizer(ABC):
-    """Text -> tokens. An entry point of the group `meshfeed.tokenizers` is made of a `TokenizerFile`.
-
-    Attributes:
-        vocab_size: one more than the greatest id.
-        end: the token that ends a document, if the tokenizer has one.
-    """
-
-    vocab_size: int
-    end: int | None = None
-
-    def __init__(self, file: TokenizerFile) -> None:
-        self.file = file
-
-    @abstractmethod
-    def encode(self, texts: Sequence[str]) -> list[Array]:
-        """The tokens of each text; whole numbers [n]. No text becomes a special token."""
-
-    @abstractmethod
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
-
-    @abstractmethod
-    def id_of(self, token: str) -> int | None:
-        """A token's id, including special ones; None for an unknown token."""
-
-
-@dataclass(frozen=True)
-class TokenizerFile:
-    """A tokenizer as it is named, and the bytes that make it; pickled, it takes them along.
-
-    Attributes:
-        name: as KNOWN says.
-        kind: the entry point that makes it, such as "bytes" or "sentencepiece".
-        content: of its file; empty if the name says all.
-        config: of tokenizer_config.json beside it, in a directory.
-    """
-
-    name: str
-    kind: str
-    content: bytes = b""
-    config: bytes = b""
-
-    @property
-    def digest(self) -> str:
-        """All that decides its tokens: its file, and the code of a class that is not meshfeed's."""
-        own = hashlib.blake2b(self.content, digest_size=16).hexdigest() if self.content else self.name
-        code = "" if self.kind == BYTES else code_of(_maker_of(self))
-        return f"{own} {code}" if code else own
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What tokenizer_config.json says. Raises StoreError."""
-        try:
-            found: Any = json.loads(self.config or b"{}")
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f"{self.name}: tokenizer_config.json: not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise StoreError(f"{self.name}: tokenizer_config.json: not a JSON object; copy it again")
-        return cast(dict[str, Any], found)
-
-    def load(self) -> Tokenizer:
-        """The tokenizer. Raises StoreError for a damaged one, or a package that is missing."""
-        return _loaded(self)
-
-
-def tokenizer_file(name: str) -> TokenizerFile:
-    """The tokenizer of a name, read but not made. Raises StoreError if there is none.
-
-    A name is text or a path; see `tokenizer_name` for what else users give.
-    """
-    name = tokenizer_name(name)
-    if name == BYTES:
-        return TokenizerFile(name, BYTES)
-    kind, colon, rest = name.partition(":")
-    if colon and kind in {point.name for point in registered(TOKENIZERS)}:
-        with typed_errors(rest):
-            return TokenizerFile(name, kind, Path(rest).read_bytes() if "/" in rest else b"")
-    with typed_errors(name):
-        path, config = Path(name), b""
-        if not path.exists():
-            raise MissingError(f"{name}: missing; give its path on this node; no hub is asked for names")
-        if path.is_dir():
-            told = path / "tokenizer_config.json"
-            config = told.read_bytes() if told.exists() else b""
-            inside = [path / "tokenizer.json", path / "tokenizer.model"]
-            there = [each for each in inside if each.exists()]
-            if not there:
-                raise StoreError(
-                    f"{name}: no tokenizer.json and no tokenizer.model in it; save a fast tokenizer there"
-                )
-            path = there[0]
-        kind = {".model": "sentencepiece", ".tiktoken": "tiktoken"}.get(path.suffix, "tokenizers")
-        return TokenizerFile(name, kind, path.read_bytes(), config)
-
-
-@lru_cache(maxsize=1)
-def _loaded(file: TokenizerFile) -> Tokenizer:
-    """Large vocabularies take seconds, and a process mostly has one."""
-    return _maker_of(file)(file)
-
-
-def _maker_of(file: TokenizerFile) -> Any:
-    return next(loaded(point) for point in registered(TOKENIZERS) if point.name == file.kind)
+def __getattr__(name: str) -> Any:
+    found = getattr(importlib.import_module("meshfeed.store.tokenizer"), name)
+    warnings.warn(
+        f"meshfeed.formats.tokenizer is now in meshfeed.store: from meshfeed.store import {name}",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return found

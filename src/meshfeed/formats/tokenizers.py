@@ -14,7 +14,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.formats.tokenizer import TIKTOKEN, Tokenizer, TokenizerFile
+from meshfeed.store.tokenizer import TIKTOKEN, Tokenizer, TokenizerFile
 
 
 class Bytes(Tokenizer):

@@ -12,10 +12,10 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
-from meshfeed.formats.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 from meshfeed.store.base import I64
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.loss_columns import LABELS
+from meshfeed.store.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """The default columns of token lists; the first that exists counts."""

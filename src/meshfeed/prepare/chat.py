@@ -18,12 +18,12 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
-from meshfeed.formats.tokenizer import TokenizerFile, tokenizer_file
 from meshfeed.formats.tokenizers import fast_tokenizer
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate, Conversations, Rendered
 from meshfeed.prepare.confined import Confined
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
+from meshfeed.store.tokenizer import TokenizerFile, tokenizer_file
 
 TrainOn = Literal["assistant", "last"]
 

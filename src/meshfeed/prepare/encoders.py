@@ -12,7 +12,6 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
-from meshfeed.formats.tokenizer import BYTES, Tokenizer
 from meshfeed.formats.tokens import Column, Where
 from meshfeed.prepare.chat import ChatEncoder, TrainOn
 from meshfeed.prepare.records import Columns
@@ -20,6 +19,7 @@ from meshfeed.prepare.samples import CHAT_KEYS
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
+from meshfeed.store.tokenizer import BYTES, Tokenizer
 
 TRAINED = "tokenizer.json"
 """What a tokenizer that was trained for a job is called."""
@@ -64,7 +64,7 @@ class Text:
     """Text, or lists of tokens.
 
     Attributes:
-        tokenizer: of text, as `formats.tokenizer.KNOWN` says; None where the column is lists of tokens.
+        tokenizer: of text, as `store.tokenizer.KNOWN` says; None where the column is lists of tokens.
         train_bpe: instead of a tokenizer: the size of the vocabulary of one to train on the inputs.
         column: of JSON lines and Parquet; None for "text", or, of token lists, "tokens" or "input_ids".
         eod: the token that ends each document, as text or number; True for the tokenizer's own.

@@ -10,6 +10,7 @@ from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
+from meshfeed.store.tokenizer import Tokenizer
 from meshfeed.store.views import Resampled, SameEveryEpoch
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Store",
     "StoreFormat",
     "StreamStore",
+    "Tokenizer",
     "best_dtype",
     "open_store",
 ]

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.formats.tokenizer import tokenizer_file
 from meshfeed.store import StreamStore
+from meshfeed.store.tokenizer import tokenizer_file
 from meshfeed.testing.difference import require
 from meshfeed.testing.elsewhere import elsewhere
 
