@@ -54,23 +54,25 @@ class Row:
 
 
 def _from(checkout: str, pattern: str, path: str = "", name: str = "", beside: str = "") -> Row:
-    return Row(name or checkout, (f"integrations/{pattern}",), checkout=checkout, path=path, beside=beside)
+    return Row(
+        name or checkout, (f"outer/integrations/{pattern}",), checkout=checkout, path=path, beside=beside
+    )
 
 
 MEGATRON = ("import megatron",)
-LIGHTNING = ("integrations/test_lightning_*.py", "integrations/test_loop_pages.py")
-TRANSFORMERS = ("integrations/test_transformers_*.py",)
-IMAGES = ("integrations/test_vlm_trainers.py",)
+LIGHTNING = ("outer/integrations/test_lightning_*.py", "outer/integrations/test_loop_pages.py")
+TRANSFORMERS = ("outer/integrations/test_transformers_*.py",)
+IMAGES = ("outer/integrations/test_vlm_trainers.py",)
 ROWS = (
     Row("megatron-core, pinned", MEGATRON, "megatron-core", path="pinned"),
     Row("megatron-core", MEGATRON, "megatron-core"),
-    Row("torchtitan", ("integrations/test_torchtitan_*.py",), "torchtitan"),
+    Row("torchtitan", ("outer/integrations/test_torchtitan_*.py",), "torchtitan"),
     Row("lightning", LIGHTNING + IMAGES, "lightning"),
     Row("transformers", TRANSFORMERS + IMAGES, "transformers"),
     Row("accelerate", TRANSFORMERS + IMAGES, "accelerate"),
-    Row("datasets", ("store/test_arrow.py",), "datasets"),
+    Row("datasets", ("outer/formats/test_arrow.py",), "datasets"),
     Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
-    Row("wandb and tensorboard", ("metrics/test_boards.py",), "wandb tensorboard"),
+    Row("wandb and tensorboard", ("outer/metrics/test_boards.py",), "wandb tensorboard"),
     _from("Megatron-LM", "test_megatron_*peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
     _from("Megatron-Bridge", "test_bridge*.py", path="src", beside="Megatron-LM"),

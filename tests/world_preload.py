@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis  # noqa: F401
 import megatron.core.utils  # noqa: F401
 
-sys.path.append(str(Path(__file__).parent / "integrations"))
+sys.path.append(str(Path(__file__).parent / "outer" / "integrations"))
 
 import megatron_world  # noqa: F401
 

@@ -215,7 +215,7 @@ def test_redirects_and_names_that_change_reach_nothing_private() -> None:
         f"{base}/to/s3://bucket/x": "something that is not a web address",
         f"{base}/to/" * 6 + f"{base}/a.png": "the server redirects endlessly",
     }
-    paths = json.dumps([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    paths = json.dumps([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     with nodes(1) as (node,):
         process = node.start(
             [sys.executable, "-c", IN_A_NAMESPACE, paths, json.dumps([*refused, *others])], {}

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "make" / "config_tables.py"
+SCRIPT = Path(__file__).parents[3] / "docs" / "make" / "config_tables.py"
 
 
 @pytest.fixture(scope="module")

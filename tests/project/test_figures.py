@@ -16,7 +16,7 @@ import quick
 from services.needs import needs
 from soak import SOAK
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py"))
 NGINX = {"bytes", "clients", "decoding", "stream"}
 SHORT = ["order", "roles"]  # no ranks, no services; a soak runs all

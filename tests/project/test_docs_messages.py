@@ -9,7 +9,7 @@ from pathlib import Path
 
 import meshfeed
 
-PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 SHARE = 0.4  # of a quoted line that one text of the source must spell out; the rest are its fields
 
 

@@ -182,7 +182,7 @@ def test_options_that_would_change_nothing_are_refused(
     assert says in err
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_images_have_a_load_of_their_own(

@@ -16,7 +16,7 @@ import world
 from meshfeed import plugins
 from meshfeed.sequence.named import rule_named
 
-PAGE = Path(__file__).parents[1] / "docs/extending.md"
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
 BLOCK = re.compile(r'```(?:python|toml)(?: title="([^"]+)")?\n(.*?)```', re.S)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from services.needs import missing_thing
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXAMPLES = {"train_gpt.py", "gpt.py", "parallel.py"} | {  # what `meshfeed demo` runs
     f"demo/{path.name}" for path in (ROOT / "examples" / "demo").iterdir() if path.suffix in (".py", ".html")

@@ -28,7 +28,7 @@ from services.needs import needs
 from services.nginx import Nginx
 from soak import cases
 
-sys.path.append(str(Path(__file__).parents[1] / "store"))
+sys.path.append(str(Path(__file__).parents[1] / "formats"))
 from save_with_datasets import TEXTS, TOKENS, saved
 
 BYTES = Text(tokenizer="bytes", eod="0")

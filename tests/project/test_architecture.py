@@ -99,7 +99,7 @@ def test_importing_the_package_does_no_work() -> None:
 
 
 def test_tests_have_names_of_their_own() -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     names = [path.name for path in here.rglob("test_*.py")]
     assert len(names) == len(set(names)), "without packages, pytest tells files apart by name alone"
     assert not list(here.rglob("__init__.py"))

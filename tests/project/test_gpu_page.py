@@ -12,7 +12,7 @@ import torch
 
 from soak import SOAK
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PIECES = ["widening", "graphs", "cp_split", "staging", "sharing", "calibration"]
 SHORT = PIECES[:2]  # no processes, no frameworks; a soak runs all
 CPU = torch.device("cpu")

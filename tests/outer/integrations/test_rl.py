@@ -19,7 +19,7 @@ from meshfeed.integrations import rl
 from meshfeed.plan import CostModel
 from soak import cases
 
-TRACES = Path(__file__).parents[2] / "benchmarks" / "data"
+TRACES = Path(__file__).parents[3] / "benchmarks" / "data"
 LENGTHS = st.lists(st.integers(0, 60), min_size=24, max_size=80)
 
 

@@ -1,7 +1,7 @@
 """Kill `meshfeed prepare` at random moments, go on, and compare with a run that was left alone.
 
-python tests/prepare/kills.py --kills 100 --workers 1 2 5
-unshare -n sh -c 'ip link set lo up; exec python tests/prepare/kills.py --engine ray --seconds 600 --workers 2'
+python tests/outer/prepare/kills.py --kills 100 --workers 1 2 5
+unshare -n sh -c 'ip link set lo up; exec python tests/outer/prepare/kills.py --engine ray --seconds 600 --workers 2'
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megatron_calls import on_this_cp_rank, takes
 from meshfeed.integrations import megatron
 from meshfeed.store import IndexedWriter
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
 import megatron_gpt as example  # noqa: F401
 
 EOD, SEED, LENGTH = 7, 1234, 32
@@ -87,7 +87,7 @@ def write_documents(path: Path, *, seed: int = 0, count: int = 120, vocab: int =
 
 def page_snippets(framework: str = "Megatron-core") -> list[str]:
     """What docs/frameworks.md shows for a framework, in its order."""
-    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "frameworks.md").read_text()
     (section,) = re.findall(rf"^## {framework}\n(.*?)(?=^## |\Z)", page, re.S | re.M)
     return re.findall(r"```python\n(.*?)```", section, re.S)
 

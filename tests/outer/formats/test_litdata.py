@@ -17,7 +17,6 @@ import torch
 
 import lit
 import meshfeed as mf
-from fuzz.fuzzing import damaged
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.codec import decompress
@@ -25,6 +24,7 @@ from meshfeed.formats.litdata import LitdataStore
 from meshfeed.formats.mds import MDSStore
 from meshfeed.store import IndexedWriter
 from meshfeed.testing import assert_store
+from outer.fuzz.fuzzing import damaged
 from services.needs import needs
 from services.nginx import Nginx
 from services.unhedged import unhedged

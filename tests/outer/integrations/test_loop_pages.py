@@ -16,7 +16,7 @@ import pytest
 import loops
 import quick
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs/frameworks_loops.md"
 
 

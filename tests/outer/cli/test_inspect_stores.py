@@ -19,7 +19,7 @@ import mosaic
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
 
-SAVED = Path(__file__).parents[1] / "store" / "saved_by_datasets"
+SAVED = Path(__file__).parents[1] / "formats" / "saved_by_datasets"
 TEXTS = ["one two three", "a", "three two one <b>two</b>", "two"]
 TOKENS = [list(text.encode()) for text in TEXTS]
 FORMATS = {

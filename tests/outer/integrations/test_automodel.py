@@ -30,7 +30,7 @@ from services.needs import checkout
 
 STEPS, WINDOW = 6, 32
 LENGTHS = (90, 95, 100, 105, 110, 113, 117, 120)  # any two fit into a pack of 256, no three
-PAGE = Path(__file__).parents[2] / "docs/frameworks_loops.md"
+PAGE = Path(__file__).parents[3] / "docs/frameworks_loops.md"
 FED = "meshfeed.integrations.automodel"
 ALONE = {"dp_rank": 0, "dp_world_size": 1}
 NEAT = {"packed_sequence_size": 256, "packing_strategy": "neat"}

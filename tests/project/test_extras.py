@@ -15,7 +15,7 @@ import meshfeed as mf
 from meshfeed import extras
 from meshfeed.integrations import loader
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".sh", ".html", ".js", ""}
 WRONG = re.compile(
     r"pip install[^\n]*[ '\"]meshfeed\b|['\"]meshfeed\[(?!remote,hub,mds,tables,prepare,vlm,telemetry,demo\])"

@@ -14,7 +14,7 @@ import frameworks
 import quick
 import world
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def test_one_place_skips() -> None:

@@ -17,7 +17,7 @@ import meshfeed as mf
 import quick
 from services.needs import needs, program_path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SNIPPET = re.compile(r'```(python|sh)(?: title="([^"]+)")?\n(.*?)```', re.S)
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raw_index import write_raw
 
 import meshfeed as mf
 import mosaic
 from meshfeed.errors import MeshfeedError, MissingError, OptionError, StoreError
 from meshfeed.store import IndexedWriter, index, open_store
+from raw_index import write_raw
 from soak import cases
 
 LAWS = settings(max_examples=cases(100, 6_000), deadline=None)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from meshfeed.cli.main import COMMANDS
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "make" / "cli.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "make" / "cli.py"
 
 
 def script() -> ModuleType:
