@@ -11,10 +11,20 @@ from soak import cases
 
 # Forks, since an import of torch costs seconds: each child ends as a script does, through the interpreter's end.
 SCRIPT = """
-import os, resource, sys
+import contextlib, datetime, os, resource, sys, time
 import torch
 import torch.distributed as dist
 import meshfeed as mf
+
+class SlowStore(dist.FileStore):  # a thread that sets a key stays inside torch for a while
+    def set(self, key, value):
+        with contextlib.suppress(dist.DistStoreError):
+            super().wait(["never set"], datetime.timedelta(seconds=0.2))
+        super().set(key, value)
+
+class LongEnd:  # a thread still inside torch returns while the interpreter ends
+    def __del__(self, sleep=time.sleep):
+        sleep(0.6)
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 path, folder, *deliveries = sys.argv[1:]
@@ -35,7 +45,7 @@ if rank is None:
     print(*codes)
     sys.exit()
 torch.set_num_threads(1)
-store = None if size == 1 else dist.FileStore(f"{folder}/{attempt}", size)
+store, end = None if size == 1 else SlowStore(f"{folder}/{attempt}", size), LongEnd()
 recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(4096), batch=mf.Batch(sequences=16), seed=attempt)
 feed = mf.Feed(recipe, mf.Layout(tp=size), rank, delivery=delivery, rendezvous=store, prefetch=4, timeout_s=600)
 for step in feed:

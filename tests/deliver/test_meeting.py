@@ -457,7 +457,7 @@ def test_the_threads_of_a_client_rest_when_a_process_ends(monkeypatch: pytest.Mo
     client._post(lambda store: slow.wait())
     del meeting, store
     threading.Timer(0.2, slow.set).start()
-    client._end()
+    client.rest()
     assert slow.is_set(), "what was asked of the store has ended"
     assert not listener.is_alive()
 

@@ -77,6 +77,7 @@ class StoreClient:
         """Start the thread that makes the calls; it ends with this object."""
         serve = threading.Thread(target=_serve, args=(self._calls,), name="meshfeed-store", daemon=True)
         serve.start()
+        _started.add(self)
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -149,7 +150,6 @@ class StoreClient:
         self._watchers.add(watcher)
         self._watched.set()
         if self._listener is None or not self._listener.is_alive():  # its connection may have been lost
-            atexit.register(self._end)
             self._listener = threading.Thread(target=self._listen, name="meshfeed-notices", daemon=True)
             self._listener.start()
 
@@ -194,13 +194,11 @@ class StoreClient:
                     if self._watchers or self._ending.is_set():
                         self._watched.set()
 
-    def _end(self) -> None:
+    def rest(self) -> None:
         """Let both threads come to rest before the interpreter exits.
 
         One that returns from a call on the store during the exit would abort the process.
         """
-        if self.process != os.getpid() or self._listener is None:
-            return
         self._ending.set()
         self._watched.set()
         if self._overdue is not None and not self._overdue.done():
@@ -208,13 +206,21 @@ class StoreClient:
         can_wake = self._store() is not None  # else nothing does, unless the last `unwatch` has
         last = self._post(self._wake_listener if can_wake else lambda store: None)
         wait([last], _END_S)
-        if can_wake or not self._watchers:
+        if self._listener is not None and (can_wake or not self._watchers):
             self._listener.join(_END_S)
 
 
 _WAKE_KEYS = "meshfeed/wake-keys"
 _clients: weakref.WeakKeyDictionary[Store, StoreClient] = weakref.WeakKeyDictionary()
 _clients_lock = threading.Lock()
+_started: weakref.WeakSet[StoreClient] = weakref.WeakSet()  # one whose store is gone may still listen
+
+
+@atexit.register  # at import, so that it runs after the feeds of the process have closed, which use the store
+def _end_all() -> None:
+    for client in list(_started):
+        if client.process == os.getpid():
+            client.rest()
 
 
 def default_store() -> Store | None:
