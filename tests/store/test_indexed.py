@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raw_index import write_raw
 
 from meshfeed.errors import StoreError
 from meshfeed.files import LocalFile
 from meshfeed.files.local import file as local
 from meshfeed.store import IndexedStore, IndexedWriter, best_dtype, open_store
 from meshfeed.store.node_index import NodeIndex
+from raw_index import write_raw
 from soak import cases
 
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
