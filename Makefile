@@ -38,10 +38,10 @@ soak: $(VENV)/.tested
 		--hypothesis-seed=$(SEED) $(TESTS) || { echo "to repeat it: make soak SEED=$(SEED)"; exit 1; }
 	@echo "passed: make soak SEED=$(SEED)"
 
-# whether the tests notice changes to the code; hours of one core; make mutate PACKAGES="plan sequence" for some
+# whether the tests notice changes to the code; make mutate PACKAGES="plan sequence" for some
 mutate: $(VENV)/.tested
-	$(INSTALL) cosmic-ray==8.7.0
-	$(BIN)/python tests/mutate.py $(PACKAGES)
+	$(INSTALL) cosmic-ray==8.7.0 coverage==7.17.4
+	nice $(BIN)/python tests/mutate.py $(PACKAGES)
 
 # The integration tests with the newest version of each framework, and with the checkouts in $(FRAMEWORK_SOURCES), in an
 # environment of its own: new versions of Megatron-core need Python >= 3.12. Writes the table in docs/frameworks.md.

@@ -1,46 +1,63 @@
-"""Change one thing in the pure core, run the tests beside it, and see whether they notice.
+"""Change one thing in the core, run the tests that reach it, and see whether they notice.
 
-    make mutate                                  # 60 mutants of each package, under a fixed seed; hours
+    make mutate                                  # 60 mutants of each package, under a fixed seed
     python tests/mutate.py plan --count 300 --seed 7
+    python tests/mutate.py plan --like two_costs.py:2     # only those of its lines 2, 20 to 29, 200 to 299
 
-Mutants are cosmic-ray's: other operators, numbers, comparisons, conditions, decorators. Each runs in a fork
-of this process, which has imported torch already, with the mutated module in place of the real one; no
-file is touched. What only changes an annotation is not counted. A survivor is either equivalent to the
-program, or a wrong program that no test notices: print it, read it, write the test.
+Mutants are cosmic-ray's: other operators, numbers, comparisons, conditions, decorators. First the package's tests run once
+under coverage, which says what test reaches what line and how long it takes. Then each mutant runs in a fork of this
+process, which has imported torch already, in a copy of the source: only the tests that reach it, the quickest first, until
+one fails. Where a test starts processes that cannot say what they reached, it counts as reaching every line.
+
+What only changes an annotation, or whether an argument may be given by name, is not counted. Nor is what
+same_programs.py lists. Any other survivor is a wrong program that no test notices: read it, write the test.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import gc
 import importlib
-import importlib.util
+import itertools
+import multiprocessing.util
 import os
+import pickle
 import random
+import resource
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
+import coverage
 import hypothesis
 import parso  # noqa: F401  (cosmic-ray imports parts of it in an order that fails without the whole)
 import pytest
-import torch.distributed  # noqa: F401  (once, before all forks)
+import torch
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
+import world
+from same_programs import SAME
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "meshfeed"
-
+AT_ONCE = 2
+MOST_MEMORY = 8 << 30
+"""Bytes that a mutant may map beyond what this process has."""
 SLOW = (
     "not no_source_is_ever and not another_process and not many_ranks and not every_small_rank_count "
-    "and not all_deliveries and not real_ranks and not no_life and not native_patches_are_qwens"
+    "and not all_deliveries and not no_life and not native_patches_are_qwens"
 )
 """Tests that take longer than all others together, and find nothing that these do not."""
 
@@ -51,7 +68,7 @@ def _in(folder: str, *names: str) -> list[str]:
 
 GOLDENS = ["tests/test_goldens.py"]
 MIXTURE = _in("order", "mixture", "mixture_units")
-# Without what imports Megatron. The quickest come first: one failure is enough.
+# The modules of each, and the tests beside them, without what imports Megatron.
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "order": (
         ["order/*.py"],
@@ -59,32 +76,19 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "plan": (
         ["plan/*.py"],
-        _in(
-            "plan",
-            "objective",
-            "packs",
-            "cost",
-            "best_fit",
-            "in_order",
-            "alignment",
-            "plan_step",
-            "quality",
-            "two_costs",
-            "encoders",
-            "encoder_routes",
-            "loads",
-            "split",
-            "counts",
-            "fixed_shapes",
-        ),
+        [
+            *_in("plan", "objective", "packs", "cost", "best_fit", "in_order", "alignment", "plan_step"),
+            *_in("plan", "quality", "two_costs", "encoders", "encoder_routes", "loads", "split", "counts"),
+            *_in("plan", "fixed_shapes"),
+        ],
     ),
     "sequence": (
         ["sequence/*.py", "parts/*.py"],
         [
             *_in("sequence", "multimodal_random", "compact", "columns", "documents", "windows", "samples"),
             *_in("sequence", "masked", "chat", "arena", "multimodal_rule", "encoder_balanced", "whisper"),
-            *_in("parts", "part_counts"),
             *_in("sequence", "multimodal_plans", "processors", "mrope"),
+            *_in("parts", "part_counts"),
         ],
     ),
     "stepping": (
@@ -96,44 +100,22 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "deliver": (
         ["deliver/*.py"],
-        _in(
-            "deliver",
-            "wire",
-            "protocols",
-            "links",
-            "store_client",
-            "compared",
-            "verify",
-            "deliveries",
-            "meeting",
-        ),
+        [
+            *_in("deliver", "wire", "protocols", "links", "store_client", "compared", "verify"),
+            *_in("deliver", "deliveries", "meeting"),
+        ],
     ),
     "exchange": (
         ["exchange/*.py"],
-        _in(
-            "exchange", "exchange_items", "exchange_routing", "exchange_nested", "exchange_source", "exchange"
-        ),
+        [
+            *_in("exchange", "exchange_items", "exchange_routing", "exchange_nested", "exchange_source"),
+            *_in("exchange", "exchange"),
+        ],
     ),
     "recipe": (
         ["recipe.py", "mixture.py", "summary.py", "state.py"],
         [*GOLDENS, "tests/test_recipe_state.py", *MIXTURE],
     ),
-}
-
-
-# Imported once, before all forks: they take longer than the tests that use them.
-ORACLES = {
-    "sequence": [
-        f"transformers.models.{name}"
-        for name in (
-            "qwen2_vl.modeling_qwen2_vl",
-            "qwen2_vl.image_processing_pil_qwen2_vl",
-            "qwen2_5_vl.modeling_qwen2_5_vl",
-            "qwen3_vl.modeling_qwen3_vl",
-            "clip.image_processing_pil_clip",
-            "whisper.feature_extraction_whisper",
-        )
-    ]
 }
 
 
@@ -147,10 +129,16 @@ class Mutant:
     line: int
 
     def source(self) -> str | None:
-        """The mutated file; None where the mutant is the same program but for annotations."""
+        """The mutated file; None where the mutant is plainly the same program."""
         text = self.path.read_text()
         made = mutate_code(text, get_operator(self.operator)(), self.occurrence)
-        return made if made is not None and _without_annotations(made) != _without_annotations(text) else None
+        return made if made is not None and _program(made) != _program(text) else None
+
+    def change(self, code: str) -> tuple[str, str, str]:
+        """The file, its first line that the mutant changes, and what the mutant has there."""
+        pairs = zip(self.path.read_text().splitlines(), code.splitlines())
+        before, after = next(pair for pair in pairs if pair[0] != pair[1])
+        return self.path.relative_to(SOURCE).as_posix(), before.strip(), after.strip()
 
     def __str__(self) -> str:
         return f"{self.path.relative_to(ROOT)}:{self.line} {self.operator.removeprefix('core/')}"
@@ -167,7 +155,8 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             yield Mutant(path, name, occurrence, line)
 
 
-def _without_annotations(text: str) -> str | None:
+def _program(text: str) -> str | None:
+    """The syntax tree without annotations, and without the kinds of the arguments."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -177,55 +166,201 @@ def _without_annotations(text: str) -> str | None:
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.FunctionDef):
             node.returns = None
+        elif isinstance(node, ast.arguments):
+            node.args, node.posonlyargs = [*node.posonlyargs, *node.args, *node.kwonlyargs], []
+            node.defaults, node.kwonlyargs, node.kw_defaults = (
+                [*node.defaults, *filter(None, node.kw_defaults)],
+                [],
+                [],
+            )
     return ast.dump(tree)
 
 
-class Mutated(SourceFileLoader):
-    """Gives one module other code; also finds it."""
+@dataclass
+class Reached:
+    """What the tests reach, from one run of them all."""
 
-    def __init__(self, mutant: Mutant, code: str) -> None:
-        parts = mutant.path.relative_to(SOURCE.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        super().__init__(name, str(mutant.path))
-        self.code = code
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each test: by the clock, and of the processor."""
+    tests: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    """By file and line; the empty name where an import reaches it."""
+    unseen: set[str] = field(default_factory=set)
+    """Tests that start processes whose lines nobody sees."""
+    imported: list[str] = field(default_factory=list)
+    """What the tests import from elsewhere."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return (
-            importlib.util.spec_from_file_location(name, self.path, loader=self)
-            if name == self.name
-            else None
+    def by(self, mutant: Mutant) -> list[str]:
+        """The tests that reach a mutant, quickest first; then those that may reach it unseen.
+
+        What only an import reaches changes whatever is defined there: then those that reach the smallest definition
+        around it that any test reaches.
+        """
+        file = mutant.path.relative_to(SOURCE).as_posix()
+        found: set[str] = set()
+        for first, last in _around(mutant.path.read_text(), mutant.line):
+            lines = range(first, last + 1)
+            found.update(*(self.tests.get((file, line), ()) for line in lines))
+            if found != {""}:
+                break
+        else:
+            found = set(self.seconds)
+        return sorted((found - {""}) | self.unseen, key=lambda test: (test not in found, self.seconds[test]))
+
+
+def _around(text: str, line: int) -> list[tuple[int, int]]:
+    """First and last line of the statement at a line (of a compound one its head), and of each definition around it."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    spans = [(_first(node), node.end_lineno or node.lineno, node) for node in nodes]
+    around = sorted(
+        (span for span in spans if span[0] <= line <= span[1]), key=lambda span: span[1] - span[0]
+    )
+    if not around:
+        return [(line, line)]
+    first, last, node = around[0]
+    body = getattr(node, "body", None)
+    head = (first, max(first, _first(body[0]) - 1) if body else last)
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [
+        head,
+        *(span[:2] for span in around if isinstance(span[2], definitions)),
+        (1, len(text.splitlines())),
+    ]
+
+
+def _first(node: ast.stmt) -> int:
+    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+
+
+class Recorder:
+    """A plugin of pytest: which test reaches which line, and how long it takes."""
+
+    def __init__(self, modules: Path, globs: Sequence[str]) -> None:
+        self.modules = modules
+        self.reached = Reached()
+        self.started = modules.parent / "started"
+        self.started.mkdir()
+        self.test = ""
+        include = [str(modules / glob) for glob in globs]
+        self.coverage = coverage.Coverage(data_file=None, config_file=False, include=include)
+        self.coverage.start()
+        sys.addaudithook(self._heard)
+        multiprocessing.util.register_after_fork(self, Recorder._in_a_child)
+
+    def _heard(self, event: str, _: object) -> None:
+        if event == "subprocess.Popen" and self.test:
+            self.reached.unseen.add(self.test)
+
+    def _in_a_child(self) -> None:
+        """Say that it began; and at its end, unless it is killed, what it reached."""
+        path = self.started / f"{os.getpid()}"
+        path.write_bytes(pickle.dumps(self.test))
+        self.coverage.erase()
+
+        def ends() -> None:
+            self.coverage.stop()
+            path.with_suffix(".lines").write_bytes(pickle.dumps(self._lines()))
+
+        multiprocessing.util.Finalize(None, ends, exitpriority=0)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        began, worked = time.monotonic(), time.process_time()
+        self.test = item.nodeid
+        result = yield
+        self.test = ""
+        self.reached.seconds[item.nodeid] = time.monotonic() - began, time.process_time() - worked
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        # another test of the file may have the fixture that this one made
+        self.coverage.switch_context(item.nodeid.partition("::")[0])
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        self.coverage.switch_context(item.nodeid)
+        return (yield)
+
+    def _lines(self) -> dict[tuple[str, int], list[str]]:
+        data = self.coverage.get_data()
+        return {
+            (Path(file).relative_to(self.modules).as_posix(), line): contexts
+            for file in data.measured_files()
+            for line, contexts in data.contexts_by_lineno(file).items()
+        }
+
+    def save(self, path: Path) -> None:
+        self.coverage.stop()
+        reached = self.reached
+        parts = [self._lines()]
+        for begun in self.started.glob("*[0-9]"):
+            if (lines := begun.with_suffix(".lines")).exists():
+                parts.append(pickle.loads(lines.read_bytes()))
+            else:
+                reached.unseen.add(pickle.loads(begun.read_bytes()))
+        reached.unseen &= {*reached.seconds}
+        of_file = defaultdict(set)
+        for test in reached.seconds:
+            of_file[test.partition("::")[0]].add(test)
+        for at, contexts in itertools.chain.from_iterable(part.items() for part in parts):
+            tests = reached.tests.setdefault(at, set())
+            for context in contexts:
+                tests |= of_file.get(context, {context})
+        files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+        ours = tuple(
+            f"{folder}{os.sep}" for folder in (ROOT / "src", ROOT / "tests", ROOT / "examples", self.modules)
+        )
+        reached.imported = [name for name, file in files.items() if file and not file.startswith(ours)]
+        path.write_bytes(pickle.dumps(reached))
+
+
+class Chosen:
+    """A plugin of pytest: runs these tests alone, in this order."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self.place = {test: at for at, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.place), key=lambda item: self.place[item.nodeid]
         )
 
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self.code, self.path, "exec", dont_inherit=True)
 
+def forked(job: Callable[[Path], int], seconds: float, log: Path | None = None) -> int:
+    """The process, a group of its own, that runs a job on a copy of the source; it exits with what the job returns.
 
-def outcome_of(mutant: Mutant | None, code: str, tests: list[str], timeout_s: float) -> str:
-    """What the tests say of it: it survives if all pass; a timeout counts as noticed, and is told.
-
-    mutant: None for the program as it is.
+    seconds: of processor time that each of its processes may take.
+    log: where it writes.
     """
     child = os.fork()
-    if not child:
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        os.nice(10)
+    if child:
+        return child
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        out = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_MEMORY, mapped + MOST_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         _draw_few()
-        if mutant is not None:
-            sys.meta_path.insert(0, Mutated(mutant, code))  # type: ignore[arg-type]
-        arguments = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", SLOW, *tests]
-        os._exit(int(pytest.main(arguments)))
-    deadline = time.monotonic() + timeout_s
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return "killed" if os.waitstatus_to_exitcode(status) else "SURVIVED"
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "timeout"
-        time.sleep(0.05)
+        torch.set_num_threads(1)  # no threads, which a fork would lose
+        world._context = multiprocessing.get_context("fork")  # ranks that have the mutant
+        with tempfile.TemporaryDirectory() as folder:
+            modules = Path(folder) / SOURCE.name
+            shutil.copytree(SOURCE, modules)
+            sys.path.insert(0, folder)
+            os.environ["PYTHONPATH"] = folder  # of other processes
+            code = job(modules)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _draw_few() -> None:
@@ -240,35 +375,137 @@ def _draw_few() -> None:
     hypothesis.settings.__init__ = few
 
 
+def _pytest(plugin: object, files: Sequence[str]) -> int:
+    arguments = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", SLOW, *files]
+    return int(pytest.main(arguments, plugins=[plugin])) % pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def record(globs: Sequence[str], tests: Sequence[str]) -> Reached:
+    """Run the tests on the program as it is. Exits where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        reached, log = Path(folder) / "reached", Path(folder) / "log"
+
+        def job(modules: Path) -> int:
+            recorder = Recorder(modules, globs)
+            code = _pytest(recorder, tests)
+            recorder.save(reached)
+            return code
+
+        _, status = os.waitpid(forked(job, 3600, log), 0)
+        if status:
+            sys.exit(f"the tests fail without a mutant:\n{log.read_text()[-4000:]}")
+        return pickle.loads(reached.read_bytes())
+
+
+def start(mutant: Mutant, code: str, tests: Sequence[str], seconds: float) -> int:
+    """The process that runs tests on a mutant; it exits with 0 if all pass."""
+
+    def job(modules: Path) -> int:
+        path = modules / mutant.path.relative_to(SOURCE)
+        path.write_text(code)
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
+        return _pytest(Chosen(tests), list(dict.fromkeys(test.partition("::")[0] for test in tests)))
+
+    return forked(job, seconds)
+
+
+@dataclass
+class Tally:
+    """The outcomes of a package's mutants."""
+
+    killed: int = 0
+    survived: int = 0
+    same: int = 0
+    """Listed as the same program, and not tried."""
+
+    def __str__(self) -> str:
+        tried = self.killed + self.survived
+        return f"{self.killed:4} of {tried:3} killed  {self.killed / max(1, tried):.2f}   {self.same:2} the same program"
+
+
+def outcomes(mutants: Iterator[tuple[Mutant, str]], reached: Reached) -> Iterator[tuple[str, Mutant, str]]:
+    """Each mutant and its code with what became of it, as it ends."""
+    running: dict[int, tuple[Mutant, str, float]] = {}
+    while True:
+        while len(running) < AT_ONCE and (made := next(mutants, None)):
+            mutant, code = made
+            if not (tests := reached.by(mutant)):
+                yield "UNREACHED", mutant, code
+                continue
+            by_clock, worked = (5 * sum(each) for each in zip(*(reached.seconds[test] for test in tests)))
+            child = start(mutant, code, tests, 20 + worked)
+            running[child] = mutant, code, time.monotonic() + 60 + by_clock
+        if not running:
+            return
+        for child, (mutant, code, deadline) in [*running.items()]:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            late = not ended and time.monotonic() > deadline
+            if not ended and not late:
+                continue
+            with contextlib.suppress(ProcessLookupError):  # what it leaves behind too
+                os.killpg(child, signal.SIGKILL)
+            if late:
+                os.waitpid(child, 0)
+            del running[child]
+            slow = late or (
+                os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+            )
+            yield "timeout" if slow else "killed" if status else "SURVIVED", mutant, code
+        time.sleep(0.02)
+
+
+def tally(globs: Sequence[str], tests: Sequence[str], count: int, seed: int, like: str) -> Tally:
+    result = Tally()
+    reached = record(globs, tests)
+    for name in reached.imported:  # once, before all forks
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    every = [mutant for glob in globs for path in sorted(SOURCE.glob(glob)) for mutant in mutants_of(path)]
+    random.Random(seed).shuffle(every)
+
+    def chosen() -> Iterator[tuple[Mutant, str]]:
+        tried = 0
+        for mutant in every:
+            if tried == count:
+                return
+            if like not in str(mutant) or (code := mutant.source()) is None:
+                continue
+            if mutant.change(code) in SAME:
+                result.same += 1
+                continue
+            tried += 1
+            yield mutant, code
+
+    for outcome, mutant, code in outcomes(chosen(), reached):
+        noticed = outcome in ("killed", "timeout")
+        result.killed += noticed
+        result.survived += not noticed
+        print(f"{outcome:9} {mutant}", flush=True)
+        if not noticed:
+            _, before, after = mutant.change(code)
+            print(f"    {before}\n    {after}", flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("packages", nargs="*", default=[*PACKAGES], choices=[*PACKAGES, []])
     parser.add_argument("--count", type=int, default=60, help="mutants of each package")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one mutant")
+    parser.add_argument("--like", default="", help="only mutants whose line of output has this text")
+    parser.add_argument("--tests", nargs="*", help="files to run instead of the package's")
     asked = parser.parse_args()
     os.chdir(ROOT)
-    for package in asked.packages:
-        globs, tests = PACKAGES[package]
-        for name in ORACLES.get(package, ()):
-            importlib.import_module(name)
-        if (unchanged := outcome_of(None, "", tests, 4 * asked.timeout)) != "SURVIVED":
-            sys.exit(f"{package}: its tests fail without a mutant ({unchanged}): {' '.join(tests)}")
-        paths = [path for each in globs for path in sorted(SOURCE.glob(each))]
-        every = [mutant for path in paths for mutant in mutants_of(path)]
-        random.Random(asked.seed).shuffle(every)
-        tried = killed = 0
-        for mutant in every:
-            if tried == asked.count:
-                break
-            code = mutant.source()
-            if code is None:
-                continue
-            tried += 1
-            outcome = outcome_of(mutant, code, tests, asked.timeout)
-            killed += outcome != "SURVIVED"
-            print(f"{outcome:8} {tried:3} {mutant}", flush=True)
-        print(f"{package}: {killed} of {tried} killed, of some {len(every)} mutants", flush=True)
+    tallies: dict[str, Tally] = {}
+    for name in asked.packages:
+        globs, tests = PACKAGES[name]
+        tallies[name] = tally(globs, asked.tests or tests, asked.count, asked.seed, asked.like)
+        print(f"{name:9} {tallies[name]}", flush=True)
+    if len(tallies) > 1:
+        print("\n".join(["", *(f"{name:9} {each}" for name, each in tallies.items())]))
 
 
 if __name__ == "__main__":
