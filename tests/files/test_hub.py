@@ -23,6 +23,7 @@ import torch
 import meshfeed as mf
 import quick
 from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
+from meshfeed.files.cache import once
 from meshfeed.files.remote import hub as hub_module
 from meshfeed.files.remote import retries
 from meshfeed.files.remote.hub import HubClient, hub_path
@@ -241,11 +242,11 @@ def test_processes_that_waited_for_a_failure_do_not_repeat_it(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.refuse = lambda kind, number: (503, {})
-    all_came, lock = threading.Barrier(8), hub_module.locked
+    all_came, lock = threading.Barrier(8), once.locked
 
-    def locked(path: Path) -> Any:
+    def locked(path: Path, mode: int) -> Any:
         all_came.wait()
-        return lock(path)
+        return lock(path, mode)
 
     def commit(_: int) -> str:
         with pytest.raises(UnavailableError, match=r"failed 2 times .* status 503") as failed:
@@ -253,7 +254,7 @@ def test_processes_that_waited_for_a_failure_do_not_repeat_it(
         return str(failed.value)
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(8) as pool:
-        patched.setattr(hub_module, "locked", locked)
+        patched.setattr(once, "locked", locked)
         assert len(set(pool.map(commit, range(8)))) == 1
     assert hub.asked == {"revision": 2}
     hub.refuse = lambda kind, number: None

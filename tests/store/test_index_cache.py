@@ -10,6 +10,7 @@ import pytest
 
 import world
 from meshfeed.errors import StoreError
+from meshfeed.files.cache import once
 from meshfeed.store import index_cache
 from meshfeed.store.index_cache import cached_arrays, key_of_parts
 
@@ -106,16 +107,16 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path, monkeypatch):
 
 def test_a_whole_entry_needs_no_right_to_write(tmp_path, monkeypatch):
     cached_arrays(tmp_path, KEY, lambda: ARRAYS)
-    monkeypatch.setattr(index_cache, "locked", never)
+    monkeypatch.setattr(once, "locked", never)
     assert_whole(cached_arrays(tmp_path, KEY, never))
 
 
 def test_a_full_disk_is_told_and_leaves_no_entry(tmp_path, monkeypatch):
-    def full(stream):
+    def full(path):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(index_cache, "_to_disk", full)
+        patch.setattr(once, "sync", full)
         with pytest.raises(StoreError, match="No space left on device; give cache="):
             cached_arrays(tmp_path, KEY, lambda: ARRAYS)
     assert not (tmp_path / KEY).exists()
@@ -151,8 +152,8 @@ def build_and_stop(rank, where, at):
 
     if at == "building":
         cached_arrays(f"{where}/cache", KEY, stop)
-    else:  # the first array is written, but not on the disk
-        index_cache._to_disk = stop
+    else:  # all is written, but not on the disk
+        once.sync = stop
         cached_arrays(f"{where}/cache", KEY, lambda: ARRAYS)
 
 

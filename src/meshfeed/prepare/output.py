@@ -12,7 +12,7 @@ from typing import Any
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.files.local.durable import sync_directory
+from meshfeed.files.local.durable import sync
 from meshfeed.files.url import is_remote
 from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
 from meshfeed.prepare.job import JOB, Request
@@ -181,7 +181,7 @@ class OnDisk(Output):
                     shutil.rmtree(self._old)
                 self._target.rename(self._old)
             (self.work / "out").rename(self._target)
-            sync_directory(self._target.parent)
+            sync(self._target.parent)
 
 
 def manifest_in(found: Any) -> dict[str, Any]:

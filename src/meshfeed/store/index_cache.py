@@ -1,10 +1,7 @@
 """Arrays that one process of a node builds and all map into memory.
 
-A folder holds an entry per key, the digest of all that its arrays depend on. Who builds holds a lock of the
-system's on a file beside the entry (flock), and the others sleep in the system until it is free: nobody
-talks to anybody, nothing times out, and a builder that is killed frees the lock by dying. An entry appears
-by one rename, complete and on the disk, so what a killed builder leaves is a `.part` folder that the next
-one throws away. Mapped pages are shared: what a node's memory holds does not grow with its processes.
+A folder holds an entry per key, the digest of all that its arrays depend on; see `once_per_node`. Mapped
+pages are shared: what a node's memory holds does not grow with its processes.
 
     <key>.lock      empty, for ever
     <key>.part/     being written
@@ -14,23 +11,21 @@ one throws away. Mapped pages are shared: what a node's memory holds does not gr
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
-from meshfeed.files.local.durable import sync_directory
-from meshfeed.files.local.lock import locked
+from meshfeed.errors import MeshfeedError, StoreError
+from meshfeed.files.cache.once import once_per_node
 
 Part = TypeVar("Part")
 
@@ -60,23 +55,16 @@ def cached_arrays(
     Raises StoreError for a folder that cannot be written, is full, or knows no locks.
     """
     entry = Path(folder) / key
-    found = _opened(entry)
-    if found is None:
-        with contextlib.ExitStack() as stack:
-            with _typed(entry):
-                entry.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(entry.with_name(f"{key}.lock"), 0o666))
-            found = _opened(entry)  # by who held the lock before
-            if found is None:
-                made = build()
-                with _typed(entry):
-                    _publish(entry, made)
-                found = _opened(entry)
-    if found is None:
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        return once_per_node(entry, _opened, lambda part: _write(part, build()), lock_mode=0o666)
+    except MeshfeedError:
+        raise
+    except OSError as error:
         raise StoreError(
-            f"{entry}: damaged as soon as it was written; check the disk, or choose another cache"
-        )
-    return found
+            f"{entry}: {error.strerror or error}; give cache= a folder that this process can write and lock, "
+            f"or cache=None to build in memory"
+        ) from error
 
 
 def built_in_parts(
@@ -116,30 +104,16 @@ def joined(arrays: Sequence[Mapping[str, Array]], name: str, dtype: Any = np.int
 # -- writing --------------------------------------------------------------------------------------------
 
 
-def _publish(entry: Path, arrays: Mapping[str, Array]) -> None:
-    part = entry.with_name(f"{entry.name}.part")
-    for leftover in (part, entry):  # of a killed builder, or damaged; who has it mapped keeps it
-        if leftover.exists():
-            shutil.rmtree(leftover)
+def _write(part: Path, arrays: Mapping[str, Array]) -> None:
     part.mkdir()
     manifest: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         path = part / f"{name}.npy"
         with path.open("wb") as stream:
             np.save(stream, array, allow_pickle=False)
-            _to_disk(stream)
         manifest[name] = _signs(path)
     with (part / _MANIFEST).open("w") as stream:
         json.dump(manifest, stream)
-        _to_disk(stream)
-    sync_directory(part)
-    part.rename(entry)
-    sync_directory(entry.parent)
-
-
-def _to_disk(stream: IO[Any]) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
 
 
 # -- reading --------------------------------------------------------------------------------------------
@@ -178,14 +152,3 @@ def _places(size: int) -> Iterator[int]:
         return
     last = size - _BLOCK_BYTES
     yield from (last * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS))
-
-
-@contextlib.contextmanager
-def _typed(path: Path) -> Generator[None, None, None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{path}: {error.strerror or error}; give cache= a folder that this process can write and lock, "
-            f"or cache=None to build in memory"
-        ) from error

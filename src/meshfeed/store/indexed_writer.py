@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import LocalFile, typed_errors
-from meshfeed.files.local.durable import sync_directory
+from meshfeed.files.local.durable import sync
 from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
 from meshfeed.store.checksums import refuse_block_bytes
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
@@ -251,7 +251,7 @@ class IndexedWriter:
                 data.unlink()
                 guard.unlink(missing_ok=True)
                 raise
-            sync_directory(data.parent)
+            sync(data.parent)
 
     def _sums(self, files: _Files) -> Sums | None:
         if files.summer is None or self.checksum_bytes is None:

@@ -33,7 +33,7 @@ import numpy as np
 from meshfeed.errors import CacheError, ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache, LocalFile, Vector, typed_errors
 from meshfeed.files.byte_file import Bytes
-from meshfeed.files.local.lock import locked
+from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.mapping import mapped
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
 from meshfeed.store.index import fingerprint_of, read_header
@@ -230,18 +230,16 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
     key = hashlib.blake2b(f"{_FORMAT} {_boot()} {versions}".encode(), digest_size=16).hexdigest()
     try:
         folder = cache.make() / "index"
-        entry = folder / key
-        found = _opened(entry)
-        if found is not None:
-            return found
         folder.mkdir(mode=0o700, exist_ok=True)
-        with locked(entry.with_name(f"{key[0]}.lock")):
-            found = _opened(entry)  # made by who held the lock before
-            if found is None:
-                _publish(entry, prefix, versions)
-                found = _mapped(entry)
-        _sweep(folder)
-        return found
+        entry = folder / key
+
+        def make(part: Path) -> None:
+            _sweep(folder)
+            _write(part, entry, prefix, versions)
+
+        # few locks for all copies, since lock files stay
+        lock = folder / f"{key[0]}.lock"
+        return once_per_node(entry, _opened, make, lock=lock, is_durable=False)
     except CacheError as error:
         reason = str(error)
     except StoreError:
@@ -252,19 +250,14 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
     return None
 
 
-def _publish(entry: Path, prefix: str, versions: list[Version | None]) -> None:
-    part = entry.with_name(f"{entry.name}.part")
-    try:
-        with open(part, "wb", opener=_private) as stream:
-            for piece in _pieces(prefix, versions):
-                stream.write(piece)
-        sums = _mapped(part).sums
-        if sums is not None:
-            with open(_seen_path(entry), "wb", opener=_private) as stream:
-                stream.write(bytes(sums.sums.size))  # no hole: a full disk is told here, not by a signal
-        part.replace(entry)
-    finally:
-        part.unlink(missing_ok=True)
+def _write(part: Path, entry: Path, prefix: str, versions: list[Version | None]) -> None:
+    with open(part, "wb", opener=_private) as stream:
+        for piece in _pieces(prefix, versions):
+            stream.write(piece)
+    sums = _mapped(part).sums
+    if sums is not None:
+        with open(_seen_path(entry), "wb", opener=_private) as stream:
+            stream.write(bytes(sums.sums.size))  # no hole: a full disk is told here, not by a signal
 
 
 def _private(path: str, flags: int) -> int:

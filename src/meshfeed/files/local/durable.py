@@ -26,7 +26,7 @@ def durable_file(path: Path, mode: int = 0o666) -> Generator[IO[bytes], None, No
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except OSError:
         with typed_errors(path):
             raise
@@ -34,9 +34,12 @@ def durable_file(path: Path, mode: int = 0o666) -> Generator[IO[bytes], None, No
         partial.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make renames last: a file's own fsync does not cover its name. Raises OSError."""
-    fd = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file's bytes on the disk, or a folder's names, which the fsync of its files does not cover.
+
+    Raises OSError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -31,8 +31,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.extras import install
+from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.durable import durable_file
-from meshfeed.files.local.lock import locked
 from meshfeed.files.remote.errors import REPLACED, reason
 from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import HUB
@@ -321,26 +321,22 @@ class HubClient(Retries):
     def _shared(
         self, kind: str, of: str, ask: Callable[[], Any], is_good: Callable[[Any], bool] = lambda said: True
     ) -> Any:
-        """What one process of the node has asked, as JSON; asked by this one if there is nothing good."""
-        path = self._file(kind, of)
-        said = _json_of(path)
-        if said is not None and is_good(said):
-            return said
-        came, failed = time.time(), path.with_suffix(".failed")
-        with locked(path.with_suffix(".lock")):
-            said = _json_of(path)  # by who held the lock before
-            if said is not None and is_good(said):
-                return said
+        """What the Hub has told one process of the node, as JSON; all that waited share a failure."""
+        came, path = time.time(), self._file(kind, of)
+        failed = path.with_suffix(".failed")
+
+        def make(part: Path) -> None:
             when, text = _json_of(failed) or (0, "")
-            if came < when <= time.time():
+            if came < when <= time.time():  # another process has failed while this one waited
                 raise UnavailableError(text)
             try:
                 said = ask()
             except UnavailableError as error:
                 _write_json(failed, [time.time(), str(error)])
                 raise
-            _write_json(path, said)
-        return said
+            _write_json(part, said)
+
+        return once_per_node(path, _json_of, make, is_good=is_good)
 
     def _file(self, kind: str, of: str) -> Path:
         self._folder.mkdir(mode=0o700, exist_ok=True)
