@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.store import IndexedWriter
+from meshfeed.store import IndexedStore, IndexedWriter
 from soak import cases
 
 
@@ -124,3 +124,31 @@ def rows_of(plan: Any, dp_cp_rank: int, m: mf.Microbatch) -> list[int]:
     last = plan.first_rank + plan.cp_size
     inside = (plan.first_rank <= dp_cp_rank) & (dp_cp_rank < last) & (plan.microbatch == m.index)
     return np.flatnonzero(inside).tolist()
+
+
+class Asked(IndexedStore):
+    """Notes what is asked of its index."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.asked: list[int] = []
+
+    def extents(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.append(documents.size)
+        return super().extents(documents)
+
+    def offsets(self, documents: np.ndarray) -> np.ndarray:
+        raise AssertionError("asked once more")
+
+
+@pytest.mark.parametrize("max_len", [None, 20])
+def test_a_step_looks_its_documents_up_once(
+    corpus: tuple[Path, list[np.ndarray]], max_len: int | None
+) -> None:
+    store = Asked(str(corpus[0]))
+    recipe = mf.Recipe(data=store, sequence=mf.Documents(max_len), batch=mf.Batch(sequences=12), steps=3)
+    with mf.Feed(recipe, packing=mf.Packing(capacity=200), prefetch=0) as feed:
+        for step in feed:
+            for microbatch in step.microbatches:
+                assert microbatch["tokens"].shape == microbatch["labels"].shape
+    assert store.asked == [12] * 3

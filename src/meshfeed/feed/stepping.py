@@ -48,7 +48,7 @@ class GlobalBatch:
 
     Attributes:
         step: from 0.
-        draws: the sequences, in order.
+        draws: the sequences, in order, with what the rule has looked up of them.
         lengths: tokens of each, before the plan splits or truncates it; int64 [n].
         plan: the rank of each sequence.
         tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
@@ -136,9 +136,10 @@ class Stepping:
 
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
-        draws = draws_of_step(self.recipe, step)
-        if not len(draws):
+        drawn = draws_of_step(self.recipe, step)
+        if not len(drawn):
             return None
+        draws = self.rule.look_up(self.recipe, drawn)
         whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)
         kept = np.flatnonzero(plan.microbatch >= 0)

@@ -149,6 +149,9 @@ class WithColumns(SequenceRule):
     def num_sequences(self, store: Store) -> int:
         return self.rule.num_sequences(store)
 
+    def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
+        return self.rule.look_up(recipe, draws)
+
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         return self.rule.lengths(recipe, draws)
 

@@ -6,23 +6,23 @@ followed by one more token if the document continues. All other fields are compu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, concatenated
+from meshfeed.order import Draws
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact, RunField
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan, lengths_of_plan, runs_of_plan
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of
+from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of
 from meshfeed.store import StreamStore
 
 _FIELDS = (
@@ -33,12 +33,19 @@ _FIELDS = (
 )
 
 
+def located(recipe: Recipe, draws: Draws) -> Located:
+    """Draws of documents, looked up in the index if they have not been."""
+    if isinstance(draws, Located):
+        return draws
+    begins, stored = np.zeros((2, len(draws)), np.int64)
+    for s, mine, of_source in draws.by_source():
+        begins[mine], stored[mine] = recipe.sources[s].extents(of_source.index)
+    return Located(draws.source, draws.epoch, draws.index, begins, stored)
+
+
 def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
     """Tokens of the document of each draw; int64 [n]."""
-    lengths = np.zeros(len(draws), np.int64)
-    for s, mine, of_source in draws.by_source():
-        lengths[mine] = recipe.sources[s].lengths(of_source.index)
-    return lengths
+    return located(recipe, draws).stored
 
 
 class DocumentRule(SequenceRule):
@@ -58,53 +65,47 @@ class DocumentRule(SequenceRule):
         """Exact bytes of the one column."""
         return int(self.held(recipe, portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
 
+    def look_up(self, recipe: Recipe, draws: Draws) -> Located:
+        """Where the documents lie in their stores."""
+        return located(recipe, draws)
+
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
         if not portions:
             return
-        held = [self.held(recipe, portion) for portion in portions]
-        before = accumulate((len(portion.draws) for portion in portions), initial=0)
-        whole = Slices(
-            np.concatenate([slices.sequence + np.int32(first) for slices, first in zip(held, before)]),
-            np.concatenate([slices.start for slices in held]),
-            np.concatenate([slices.stop for slices in held]),
-        )
-        draws = concatenated([portion.draws for portion in portions])
-        for store, _, starts, stops in self._reads(recipe, draws, whole):
-            store.will_need(starts, stops)
+        found = zip(*(self._ranges(recipe, portion) for portion in portions))
+        source, _, starts, stops = map(np.concatenate, found)
+        for s in np.unique(source).tolist():
+            mine = source == s
+            recipe.sources[s].will_need(starts[mine], stops[mine])
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held tokens of the documents, slice after slice."""
         held = self.held(recipe, portion)
         tokens = allocate((int(held.sizes.sum()),), dtype_of(recipe, portion.draws).name)
-        for store, slices, starts, stops in self._reads(recipe, portion.draws, held):
-            if len(recipe.sources) == 1:
-                store.read_stream(starts, stops, out=tokens)
-                break
-            size = stops - starts
-            runs = Runs(held.offsets[slices], np.cumsum(size) - size, size)
-            runs.copy(store.read_stream(starts, stops), tokens)
+        source, slices, starts, stops = self._ranges(recipe, portion)
+        if len(recipe.sources) == 1:
+            if slices.size:
+                recipe.sources[0].read_stream(starts, stops, out=tokens)
+            return {"tokens": tokens}
+        at, size = held.offsets[slices], stops - starts
+        for s in np.unique(source).tolist():
+            mine = np.flatnonzero(source == s)
+            runs = Runs(at[mine], np.cumsum(size[mine]) - size[mine], size[mine])
+            runs.copy(recipe.sources[s].read_stream(starts[mine], stops[mine]), tokens)
         return {"tokens": tokens}
 
     def held(self, recipe: Recipe, portion: Portion) -> Slices:
         """What the portion's group reads, as tokens of its draws; by default the held slices."""
         return portion.read()
 
-    def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
-        """Stream offset of the first token of each draw, all of one source; int64 [n]."""
-        return recipe.sources[source].offsets(draws.index)
-
-    def _reads(
-        self, recipe: Recipe, draws: Draws, held: Slices
-    ) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
-        """For each store: (store, its held slices that are not empty, their stream ranges)."""
-        source = draws.source[held.sequence]
-        for s in np.unique(draws.source).tolist():
-            slices = np.flatnonzero((source == s) & (held.sizes > 0))
-            if slices.size:
-                of, first = np.unique(held.sequence[slices], return_inverse=True)
-                begins = self._first_tokens(recipe, s, draws.take(of))[first]
-                yield recipe.sources[s], slices, begins + held.start[slices], begins + held.stop[slices]
+    def _ranges(self, recipe: Recipe, portion: Portion) -> tuple[npt.NDArray[np.int32], Longs, Longs, Longs]:
+        """The held slices that are not empty: source, number, and stream range of each; [m]."""
+        held, draws = self.held(recipe, portion), located(recipe, portion.draws)
+        some: Longs = np.flatnonzero(held.sizes)
+        of = held.sequence[some]
+        first = draws.begins[of]
+        return draws.source[of], some, first + held.start[some], first + held.stop[some]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Documents(DocumentRule, TokenRule):
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
-        first = recipe.sources[source].offsets(draws.index)
+        first = located(recipe, draws).begins
         begins = first + starts + ahead
         ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))
         return begins, np.maximum(ends, begins), np.arange(len(draws))

@@ -8,7 +8,7 @@ Only the stored tokens are sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import lru_cache
 from typing import Any, Literal, cast
@@ -24,7 +24,7 @@ from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths
-from meshfeed.sequence.runs import Longs, Portion, Runs, holding, runs_of
+from meshfeed.sequence.runs import Located, Longs, Portion, Runs, holding, runs_of
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, marks_of
@@ -146,6 +146,18 @@ class Masked(DocumentRule):
             raise RecipeError(f"Masked needs integer tokens; {store!r} holds {dtype.name}")
         return count
 
+    def look_up(self, recipe: Recipe, draws: Draws) -> Located:
+        """Where the part of each document that goes into its row lies."""
+        whole = super().look_up(recipe, draws)
+        if whole is draws or self.crop == "start":
+            return whole
+        spare = (whole.stored - self._room).clip(0)
+        skipped = np.zeros_like(spare)
+        for at in np.flatnonzero(spare).tolist():
+            place = int(draws.source[at]), int(draws.epoch[at]), int(draws.index[at])
+            skipped[at] = key_of(recipe.seed, *place, _CROP) % (int(spare[at]) + 1)
+        return replace(whole, begins=whole.begins + skipped, stored=whole.stored - skipped)
+
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each row without padding; int64 [n]."""
         return np.minimum(document_lengths(recipe, draws), self._room) + self._num_special
@@ -155,10 +167,10 @@ class Masked(DocumentRule):
         sizes = lengths - self._num_special
         candidates = sizes.copy()
         if self.special_tokens:
-            for s, mine, of_source in draws.by_source():
-                begin = self._first_tokens(recipe, s, of_source)
+            begins = self.look_up(recipe, draws).begins
+            for s, mine, _ in draws.by_source():
                 marks = _special_marks(recipe.sources[s], self.special_tokens)
-                candidates[mine] -= marks.count(begin, begin + sizes[mine])
+                candidates[mine] -= marks.count(begins[mine], begins[mine] + sizes[mine])
         return self.num_hidden(candidates)
 
     def num_hidden(self, sizes: Longs) -> Longs:
@@ -247,16 +259,6 @@ class Masked(DocumentRule):
         """The document tokens of the held slices."""
         return self._in_document(portion.held, portion)
 
-    def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
-        store = recipe.sources[source]
-        first = store.offsets(draws.index)
-        if self.crop == "random":
-            spare = (store.lengths(draws.index) - self._room).clip(0)
-            for at in np.flatnonzero(spare).tolist():
-                key = key_of(recipe.seed, source, int(draws.epoch[at]), int(draws.index[at]), _CROP)
-                first[at] += key % (int(spare[at]) + 1)
-        return first
-
     def _places(self, portion: Portion, width: int) -> Longs:
         """Offset of each own slice among the tokens of all rows of this rank; int64 [m]."""
         own, before = portion.own, portion.own.offsets
@@ -267,10 +269,10 @@ class Masked(DocumentRule):
     def _masks_of(self, recipe: Recipe, portion: Portion) -> list[Masks]:
         draws, sizes = portion.draws, portion.pack.lengths - self._num_special
         special: list[Longs | None] = [None] * len(draws)
-        for s, mine, of_source in draws.by_source() if self.special_tokens else ():
-            begin = self._first_tokens(recipe, s, of_source)
+        begins = self.look_up(recipe, draws).begins
+        for s, mine, _ in draws.by_source() if self.special_tokens else ():
             marks = _special_marks(recipe.sources[s], self.special_tokens)
-            for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):
+            for row, at, size in zip(mine.tolist(), begins[mine].tolist(), sizes[mine].tolist()):
                 special[row] = marks.places(at, at + size)
         rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist(), special)
         return [

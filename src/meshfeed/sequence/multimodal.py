@@ -30,7 +30,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.decoding import Bad, Decoder, PartPlace, blank_of
-from meshfeed.sequence.documents import DocumentRule, document_lengths
+from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.processor import (
     PartField,
@@ -339,7 +339,7 @@ class Multimodal(DocumentRule, TokenRule):
             ends = np.insert(at.clip(low, high), parts.starts[1:], ends)
             of = np.repeat(of, np.diff(parts.starts) + 1)
             ends = np.maximum(begins, ends)
-        at = recipe.sources[source].offsets(draws.index)[of]
+        at = located(recipe, draws).begins[of]
         return at + begins, at + ends, of
 
     def held(self, recipe: Recipe, portion: Portion) -> Slices:

@@ -71,6 +71,13 @@ class SequenceRule(Rule):
     def fields(self) -> tuple[Field, ...]:
         """Every field that `build` can make."""
 
+    def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
+        """The draws of a step, with what the rule will need of the index: see `Located`.
+
+        Looked up once. The other methods get these draws, or some of them.
+        """
+        return draws
+
     @abstractmethod
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each sequence, from the index alone; int64 [n]."""

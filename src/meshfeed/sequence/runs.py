@@ -42,6 +42,28 @@ _copy_runs = compiled(
 
 
 @dataclass(frozen=True, slots=True)
+class Located(Draws):
+    """Draws of documents, and where they lie.
+
+    Attributes:
+        begins: offset of the first token in the stream of the store, and of its columns; int64 [n].
+        stored: tokens that the store has of each from there on; int64 [n].
+    """
+
+    begins: Longs
+    stored: Longs
+
+    def between(self, start: int, stop: int) -> Located:
+        """The draws start..stop of this run."""
+        return self.take(np.arange(len(self))[start:stop])
+
+    def take(self, places: npt.NDArray[np.integer]) -> Located:
+        """The draws at some indices of this run."""
+        drawn = self.source[places], self.epoch[places], self.index[places]
+        return Located(*drawn, self.begins[places], self.stored[places])
+
+
+@dataclass(frozen=True, slots=True)
 class Runs:
     """Tokens start..start + size of what was read are tokens at..at + size of a field; int64 [n] each."""
 

@@ -139,6 +139,10 @@ class StreamStore(Store):
         """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
         return self.documents.offsets(self._existing(documents))
 
+    def extents(self, documents: I64) -> tuple[I64, I64]:
+        """`offsets` and `lengths` of documents, by one look-up; int64 [n] -> int64 [n] each."""
+        return self.documents.extents(self._existing(documents))
+
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """Stream offsets o of documents with start < o < stop, range after range, each once.
 
@@ -298,11 +302,16 @@ class LengthsIndex:
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n]."""
-        return self.starts[documents + 1] - self.starts[documents]
+        return self.extents(documents)[1]
 
     def offsets(self, documents: I64) -> I64:
         """Stream offset of each document's first token; int64 [n]."""
         return self.starts[documents]
+
+    def extents(self, documents: I64) -> tuple[I64, I64]:
+        """`offsets` and `lengths` of documents, by one look-up; int64 [n] each."""
+        begins, ends = np.split(self.starts[np.concatenate((documents, documents + 1))], 2)
+        return begins, ends - begins
 
     def document_starts(self, begins: I64, ends: I64) -> tuple[I64, I64]:
         """Offsets of documents strictly inside each range, int64 [total], and their counts, int64 [m].

@@ -175,6 +175,9 @@ class DatasetStore(HasColumns):
     def lengths(self, documents: I64) -> I64:
         return self.tokens.lengths(documents)
 
+    def extents(self, documents: I64) -> tuple[I64, I64]:
+        return self.tokens.extents(documents)
+
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         return self.tokens.document_starts(starts, stops)
 

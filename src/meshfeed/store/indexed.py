@@ -193,14 +193,17 @@ class IndexedStore(StreamStore):
         return LengthsIndex(self._entered())
 
     def lengths(self, documents: I64) -> I64:
-        documents = self._existing(documents)
-        index = self._entered()
         if self.is_stream:
-            lengths = self.documents.lengths(documents)
-        else:
-            lengths = _sums_between(
-                index, index.first_sequences_of(documents), index.first_sequences_of(documents + 1)
-            )
+            return self.extents(documents)[1]
+        documents, index = self._existing(documents), self._entered()
+        firsts, ends = (index.first_sequences_of(each) for each in (documents, documents + 1))
+        return self._ascending(documents, _sums_between(index, firsts, ends))
+
+    def extents(self, documents: I64) -> tuple[I64, I64]:
+        begins, lengths = super().extents(documents)
+        return begins, self._ascending(documents, lengths)
+
+    def _ascending(self, documents: I64, lengths: I64) -> I64:
         if (lengths < 0).any():
             at = documents[lengths.argmin()]
             raise StoreError(

@@ -104,6 +104,8 @@ class _Documents:
         for which in (every, every[::-1], every[:0]):
             _equal(store.lengths(which), self.lengths[which], f"lengths({which})")
             _equal(store.offsets(which), self.offsets[which], f"offsets({which})")
+            both = self.offsets[which], self.lengths[which]
+            _equal(store.extents(which), both, f"extents({which})")
         for column, beside in store.columns.items():
             with beside:
                 _equal(beside.lengths(every), self.lengths, f"lengths of column {column!r}")
