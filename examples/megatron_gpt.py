@@ -52,7 +52,7 @@ def train(args: argparse.Namespace) -> list[float]:
     stages = [stage_of(args, config, v) for v in range(args.vpp or 1)]
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=args.lr)
     losses: list[float] = []
-    with megatron.feed(recipe_of(args), config, loading=args.loading, **rows_of(args)) as feed:
+    with megatron.feed(recipe_of(args), config, readers=args.readers, **rows_of(args)) as feed:
         if args.resume:
             saved = torch.load(state)
             feed.load_state_dict(saved["feed"])
@@ -216,7 +216,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--vpp", type=int, help="virtual stages per rank")
-    parser.add_argument("--loading", default="shared", choices=["replicated", "broadcast", "shared"])
+    parser.add_argument("--readers", default="shared", choices=["replicated", "broadcast", "shared"])
     parser.add_argument("--capacity", type=int, help="pack documents into so many tokens a rank")
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=16, help="per step")

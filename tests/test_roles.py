@@ -243,7 +243,7 @@ def test_where_nothing_is_stored_nobody_reads(layout: mf.Layout) -> None:
     stages = mf.StageMap(pp=layout.pp)
     for delivery in ("direct", "broadcast", "share", "tree"):
         for fields in ((), FIELDS[2:]):
-            for role in assign_roles(layout, stages, fields, delivery, reads=()):  # type: ignore[arg-type]
+            for role in assign_roles(layout, stages, fields, delivery, readers=()):  # type: ignore[arg-type]
                 assert (role.reads, role.source, role.peers) == (False, None, ())
 
 

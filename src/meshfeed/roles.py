@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import LayoutError, RoleError
 from meshfeed.layout import Layout
+from meshfeed.renamed import renamed
 
 DeliveryName = Literal["direct", "broadcast", "share", "tree"]
 StageKind = Literal["first", "last", "mtp", "all"]
@@ -234,22 +235,23 @@ class Roles:
         return self._members_of_group[group]
 
 
+@renamed(reads="readers")
 def assign_roles(
     layout: Layout,
     stage_map: StageMap,
     fields: Sequence[Field],
     delivery: DeliveryName,
-    reads: Iterable[int] | None = None,
+    readers: Iterable[int] | None = None,
     *,
     shares_packs: bool = True,
 ) -> Roles:
     """Every rank's role under one delivery.
 
     direct: every rank that needs stored bytes reads its own. broadcast: one reader per tp group; with
-    `reads`, the smallest of tp, tp-cp, tp-pp, tp-cp-pp whose every group has a reader. share: one
+    `readers`, the smallest of tp, tp-cp, tp-pp, tp-cp-pp whose every group has a reader. share: one
     reader per node and data-parallel replica. tree: one reader per data-parallel replica, and a leader on
     each of the replica's other nodes.
-    reads: the only ranks that may open storage; None leaves the choice to meshfeed.
+    readers: the only ranks that may open storage; None leaves the choice to meshfeed.
     shares_packs: whether the cp ranks of a replica always work on one pack. If cp groups change from
     microbatch to microbatch, each cp rank counts as its own replica. Raises RoleError if a rank needs bytes
     that no allowed reader can send it.
@@ -261,12 +263,12 @@ def assign_roles(
     names = [tuple(f.name for f in of_stage) for of_stage in needed]
     needs = np.array([any(f.stored for f in of_stage) for of_stage in needed])[coords[:, 3]]
     allowed = np.ones(ranks.size, bool)
-    if reads is not None:
-        policy = np.unique(np.fromiter(reads, np.int64))
+    if readers is not None:
+        policy = np.unique(np.fromiter(readers, np.int64))
         layout.coords(policy)  # refuses ranks that do not exist
         allowed = np.isin(ranks, policy)
 
-    keys = _group_keys(layout, ranks, coords, delivery, reads is not None, shares_packs)
+    keys = _group_keys(layout, ranks, coords, delivery, readers is not None, shares_packs)
     group, reader = _group_readers(layout, ranks, keys, needs, allowed, delivery)
     member = needs.copy()
     member[reader[needs]] = True  # a reader outside the stages that need bytes joins as their source
@@ -328,7 +330,7 @@ def _group_readers(
     where = {"direct": "itself", "share": "its node and replica"}.get(delivery, "its replica")
     raise RoleError(
         f"rank {hungry} ({layout.coord(hungry)}) needs stored fields, but no rank of {where} may read "
-        f"under {delivery!r}; add one to `reads` or choose another delivery"
+        f"under {delivery!r}; add one to `readers` or choose another delivery"
     )
 
 
@@ -346,11 +348,12 @@ def _leaders(
     return ranks[order[first]][pair]
 
 
+@renamed(reads="readers")
 def choose_delivery(
     layout: Layout,
     stage_map: StageMap,
     fields: Sequence[Field],
-    reads: Iterable[int] | None = None,
+    readers: Iterable[int] | None = None,
     *,
     can_share: bool,
     decoded_is_larger: bool = False,
@@ -363,7 +366,7 @@ def choose_delivery(
     decoded_is_larger: whether readers decode to more bytes than they read. Then share across nodes too: each
         node reads the stored bytes, which is less traffic than to receive what another node has decoded.
     """
-    policy = None if reads is None else tuple(reads)
+    policy = None if readers is None else tuple(readers)
     split = layout.node(layout.groups("tp-cp"))
     if can_share and (decoded_is_larger or (split == split[:, :1]).all()):
         try:

@@ -59,11 +59,17 @@ def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     received = Path("/sys/class/net/eth0/statistics/rx_bytes")
     for delivery in ("auto", "broadcast", "share"):
-        reads = None if delivery == "share" else range(PER_NODE)
+        readers = None if delivery == "share" else range(PER_NODE)
         _together(store, f"before {delivery}", rank)
         before = int(received.read_text())
         feed = mf.Feed(
-            recipe_at(folder), LAYOUT, rank, delivery=delivery, reads=reads, rendezvous=store, timeout_s=600
+            recipe_at(folder),
+            LAYOUT,
+            rank,
+            delivery=delivery,
+            readers=readers,
+            rendezvous=store,
+            timeout_s=600,
         )
         try:
             with feed:

@@ -45,7 +45,7 @@ FEED: dict[str, list[dict[str, Any]]] = {
     "cp_split": [{"cp_split": "contiguous"}],
     "delivery": [{"delivery": "broadcast"}, {"delivery": "direct"}],
     "verify": [{"verify": True}],
-    "readers": [{"reads": range(RANKS)}],
+    "readers": [{"readers": range(RANKS)}],
     "version": [{"version": "0.0.1"}],
     "step": [{"step": 1}, {"step": 5}],
     "rank": [{"rank": 0}, {"rank": 3}],

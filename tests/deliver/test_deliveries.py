@@ -411,7 +411,7 @@ def own_readers(rank: int, path: str) -> list[str]:
         layout = parse(text, ranks_per_node=2 if delivery == "tree" else None)
         # those that are left out may stay away, so what they begin is known by name
         name = f"{text} {delivery} {sorted(readers)}"
-        options = {"delivery": delivery, "reads": readers, "pad_rows": True, "name": name}
+        options = {"delivery": delivery, "readers": readers, "pad_rows": True, "name": name}
         mine = mf.Feed(recipe, layout, rank, verify=True, timeout_s=600, **options)
         left_out = not mine.role.reads and mine.role.source is None
         if left_out and rank % 2:  # some that are left out call, some never do

@@ -84,7 +84,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({"length": 32}, {}),
     "batch": ({"sequences": 8}, {}),
     "micro_batch_size": ({}, {"micro_batch_size": 2}),
-    "readers": ({}, {"reads": (1,)}),
+    "readers": ({}, {"readers": (1,)}),
     "stage_map": ({}, {"stage_map": mf.StageMap(pp=1, vpp=2)}),
 }
 
@@ -143,7 +143,7 @@ def cut_file(rank: int, path: str, delivery: str, layout: str, prefetch: int) ->
     store, readers = default_store(), {"direct": range(4), "share": [0], "broadcast": [0]}[delivery]
     recipe = recipe_of(path, length=32, sequences=4)
     feed = mf.Feed(
-        recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, prefetch=prefetch, reads=readers
+        recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, prefetch=prefetch, readers=readers
     )
     steps = iter(feed)
     for _ in range(2):
@@ -310,7 +310,7 @@ def exchange_without_memfd(rank: int) -> list[str]:
     told: list[str] = []
     for delivery in ("share", "auto"):
         exchange = mf.Exchange(
-            items, mf.Layout.parse("tp2"), packing=mf.Packing(capacity=8), owners=[0], delivery=delivery, timeout_s=60
+            items, mf.Layout.parse("tp2"), packing=mf.Packing(capacity=8), readers=[0], delivery=delivery, timeout_s=60
         )  # fmt: skip
         with exchange:
             try:

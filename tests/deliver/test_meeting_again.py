@@ -111,7 +111,7 @@ def interleaved(rank: int, path: str) -> list[str]:
         steps, checks = iter(training), iter(checking)
         take(steps, 2), take(checks, 1)
         told.append(ending(source(path, "share", seed=2 + (rank == 2))))
-        told.append(ending(source(path, "exchange", owners=[0, 2, 3])))  # rank 1 has one too
+        told.append(ending(source(path, "exchange", readers=[0, 2, 3])))  # rank 1 has one too
         take(steps, 2)
         told.append(ending(source(path, "share", seed=2), 3))
         told.append(ending(source(path, "exchange", seed=1 + rank)))

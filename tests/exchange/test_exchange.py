@@ -78,7 +78,7 @@ def owners(rank: int, path: Path) -> dict[Any, Any]:
             layout,
             packing=packing_of(policy),
             keys=DOCUMENT_KEYS,
-            owners=owners,
+            readers=owners,
             delivery=delivery,
             timeout_s=600,
         ) as exchange:

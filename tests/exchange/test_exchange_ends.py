@@ -213,7 +213,7 @@ def failing(rank: int, layout: mf.Layout, what: str, owned: bool, prefetch: int)
     mine = items() if not owned or rank in owners else None
     steps = 0
     # owners broadcast, or share
-    options = {"owners": owners, "delivery": "auto" if prefetch else "broadcast"} if owned else {}
+    options = {"readers": owners, "delivery": "auto" if prefetch else "broadcast"} if owned else {}
     with exchange_of(rank, layout, mine, prefetch=prefetch, **options) as exchange:
         try:
             for step in exchange:
@@ -297,7 +297,7 @@ def leaving(rank: int, prefetch: int) -> str:
     """Rank 1 leaves after two steps, the others want more. It has an iterator, or is served by rank 0."""
     layout, options = mf.Layout(dp=4), dict[str, Any]()
     if prefetch:
-        layout, options = mf.Layout(tp=2, dp=2), {"owners": [0, 2], "delivery": "broadcast"}
+        layout, options = mf.Layout(tp=2, dp=2), {"readers": [0, 2], "delivery": "broadcast"}
     mine = None if prefetch and rank % 2 else Numbered(rank, 9)
     with exchange_of(rank, layout, mine, prefetch=prefetch, **options) as exchange:
         num_steps = 0
@@ -338,7 +338,7 @@ def ownerless(rank: int) -> list[str]:
     told: list[str] = []
     for iterator, options in (
         (None, {}),
-        (iter([]), {"owners": [1 - rank]}),
+        (iter([]), {"readers": [1 - rank]}),
         (iter([]), {"delivery": "share"}),
     ):
         layout = mf.Layout(tp=2) if "delivery" in options else mf.Layout(dp=2)
@@ -356,4 +356,4 @@ def test_somebody_must_own_an_iterator() -> None:
     for none, foreign, *served in world.run(ownerless, 2):
         assert all("would get its items from rank 0 by 'share'" in told for told in served)
         assert "none of ranks (0, 1)" in none
-        assert "has an iterator, but owners=" in foreign
+        assert "has an iterator, but readers=" in foreign

@@ -303,7 +303,7 @@ def staged(rank: int, layout: mf.Layout) -> list[set[str]]:
     for given in (None, owners):
         mine = [rows] if given is None or rank in owners else None
         with mf.Exchange(
-            mine, layout, packing=mf.Packing(capacity=16), owners=given, stage_map=stages, timeout_s=600
+            mine, layout, packing=mf.Packing(capacity=16), readers=given, stage_map=stages, timeout_s=600
         ) as exchange:
             names.append({name for step in iter_all(exchange) for m in step for name in m})
     return names

@@ -46,7 +46,7 @@ def uninvited(rank: int) -> Any:
     """Rank 1 gets its items from rank 0, and has an iterator; ranks 2 and 3 have nothing to do with them."""
     mine = rows() if rank in (0, 1, 2) else None
     layout = mf.Layout(tp=2, dp=2)
-    options: dict[str, Any] = {"owners": [0, 2], "delivery": "broadcast", "timeout_s": TIMEOUT_S}
+    options: dict[str, Any] = {"readers": [0, 2], "delivery": "broadcast", "timeout_s": TIMEOUT_S}
     return ended(mf.Exchange(mine, layout, packing=PACKING, **options))
 
 
@@ -88,7 +88,7 @@ def unbuilt(rank: int) -> Any:
 @pytest.mark.parametrize(
     ("how", "size", "kind", "text"),
     [
-        (uninvited, 4, "RoleError", r"rank 1 has an iterator, but owners=\[0, 2\]"),
+        (uninvited, 4, "RoleError", r"rank 1 has an iterator, but readers=\[0, 2\]"),
         (misplaced, 2, "LayoutError", "rank 1 of torch.distributed was given rank=5"),
         (without_device, 2, "OptionError", "device='cuda:99'"),
         (not_iterable, 2, "RecipeError", r"rank 1: .*generator is a function.*pass what it returns"),
@@ -209,5 +209,5 @@ def test_a_job_of_several_processes_needs_a_layout(monkeypatch: pytest.MonkeyPat
 def test_owners_that_do_not_serve_all_are_told_of_as_owners(delivery: Any) -> None:
     layout = mf.Layout.parse("dp2", ranks_per_node=1)
     with pytest.raises(mf.RoleError) as refused:
-        _ = mf.Exchange([], layout, 0, packing=PACKING, owners=[0], delivery=delivery).roles
-    assert "owners=[0]" in (text := str(refused.value)) and "reads" not in text and "tree" not in text
+        _ = mf.Exchange([], layout, 0, packing=PACKING, readers=[0], delivery=delivery).roles
+    assert "readers=[0]" in (text := str(refused.value)) and "reads" not in text and "tree" not in text

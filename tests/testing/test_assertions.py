@@ -316,7 +316,7 @@ def test_streams_that_change_with_a_kill_are_caught(corpus: Path, monkeypatch: p
 def test_roles_other_than_expected_are_caught() -> None:
     assert_roles("tp2-cp2-dp2", readers=[0, 4], delivery="share")
     assert_roles("tp2-pp2", receives={0: ["tokens", "position_ids"]}, delivery="direct")
-    assert_roles("tp2-dp2", reads=[1, 3], readers=[1, 3], delivery="broadcast")
+    assert_roles("tp2-dp2", may_read=[1, 3], readers=[1, 3], delivery="broadcast")
     with pytest.raises(AssertionError, match="rank 4 opens storage under 'share'"):
         assert_roles("tp2-cp2-dp2", readers=[0])
     with pytest.raises(AssertionError, match="rank 1 does not open storage"):
@@ -324,4 +324,4 @@ def test_roles_other_than_expected_are_caught() -> None:
     with pytest.raises(AssertionError, match="rank 1 receives"):
         assert_roles("pp3", receives={1: ["tokens"]})
     with pytest.raises(mf.RoleError, match="rank 2"):
-        assert_roles("tp2-dp2", reads=[0], delivery="broadcast")
+        assert_roles("tp2-dp2", may_read=[0], delivery="broadcast")

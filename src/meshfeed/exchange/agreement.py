@@ -80,6 +80,6 @@ def _refuse_different(step: int, here: Summary, there: Summary) -> None:
                 f"rank {ours[0]} and rank {theirs[0]} have data-parallel rank {dp_rank}, but their "
                 f"iterators gave different items at step {step}: {ours[1]} of {ours[2]} tokens, and "
                 f"{theirs[1]} of {theirs[2]}; give both the same items in the same order, or name only one "
-                f"in owners",
+                f"in readers",
                 (ours[0], theirs[0]),
             )

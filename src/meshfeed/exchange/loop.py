@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Unpack, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import torch
+from torch.distributed.distributed_c10d import Store
 
 from meshfeed.columns import Columns
 from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, levels_of, make_delivery
@@ -26,14 +28,15 @@ from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
 from meshfeed.feed.device import Placer
-from meshfeed.feed.options import Options, SharedKeywords, check_counts
+from meshfeed.feed.options import Options, check_counts
 from meshfeed.feed.run import Item, Made, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, StageClock
-from meshfeed.plan import Packing, StepPlan
-from meshfeed.roles import DeliveryName, Field, Role, Roles
+from meshfeed.metrics import Meter, RunStart, Sink, StageClock
+from meshfeed.plan import CpSplit, Packing, StepPlan
+from meshfeed.renamed import renamed
+from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 
 Uneven = Literal["drain", "drop", "error"]
 """drain: continue with smaller steps until all iterators are exhausted.
@@ -41,10 +44,10 @@ drop: end at the first step that an iterator cannot fill; `left_over` counts the
 error: iterators that end in different steps are an error."""
 
 
-class Exchange(StepSource[ExchangeDelivery]):
+class Exchange(StepSource[ExchangeDelivery, Options]):
     """Microbatches from iterators of the data-parallel ranks, whose lengths are known only after reading.
 
-    Every rank makes an Exchange with equal arguments, except its iterator. In each step, each owner of an
+    Every rank makes an Exchange with equal arguments, except its iterator. In each step, each rank with an
     iterator pulls its items. All ranks learn the lengths, plan, and send each item to the ranks of the plan.
     The same items in the same order make the same microbatches as a `Feed`.
 
@@ -60,16 +63,16 @@ class Exchange(StepSource[ExchangeDelivery]):
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         packing: how items become microbatches.
         keys: what items hold.
-        pulls: elements of its iterator, items or lists, that each owner pulls for a step.
+        pulls: elements of its iterator, items or lists, that each reader pulls for a step.
         uneven: what to do when iterators end at different steps; see `Uneven`.
-        owners: the ranks that have an iterator, such as tp rank 0 of the first and last stage. The other
-            ranks, and owners that another one can serve, get their items by `delivery`. None: each rank
+        readers: the ranks that have an iterator, such as tp rank 0 of the first and last stage. The other
+            ranks, and readers that another one can serve, get their items by `delivery`. None: each rank
             that needs items has its own iterator, and nothing is delivered.
-        delivery: "broadcast", "share", "tree" or "auto"; without owners, "direct".
-        name: distinguishes exchanges with equal arguments, so that ranks which begin them in different orders
-            are refused.
+        delivery: "broadcast", "share", "tree" or "auto"; without readers, "direct".
         prefetch: microbatches made ahead by a thread, which then pulls from the iterator; 0 pulls on the
             caller's thread when a step is requested.
+        name: distinguishes exchanges with equal arguments, so that ranks which begin them in different orders
+            are refused.
 
     The other arguments are those of a `Feed`.
 
@@ -85,6 +88,7 @@ class Exchange(StepSource[ExchangeDelivery]):
     PeerError for a lost rank or ranks whose items differ, VerifyError by `verify`.
     """
 
+    @renamed(owners="readers")
     def __init__(
         self,
         iterator: Iterable[Any] | None,
@@ -95,15 +99,24 @@ class Exchange(StepSource[ExchangeDelivery]):
         keys: Keys | None = None,
         pulls: int = 1,
         uneven: Uneven = "drain",
-        owners: Iterable[int] | None = None,
-        **options: Unpack[SharedKeywords],
+        readers: Iterable[int] | None = None,
+        delivery: DeliveryName | Literal["auto"] = "auto",
+        device: str | torch.device = "cpu",
+        stage_map: StageMap | None = None,
+        cp_split: CpSplit = "zigzag",
+        prefetch: int = 0,
+        verify: bool = False,
+        timeout_s: float = 1800.0,
+        rendezvous: Store | None = None,
+        wait_for_all: bool = False,
+        metrics: Sink | Sequence[Sink] | None = None,
+        name: str = "",
     ) -> None:
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
         check_counts(1, pulls=pulls)
         if uneven not in get_args(Uneven):
             raise OptionError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")
-        given = Options.of("Exchange", {**options, "packing": packing, "reads": owners})
-        super().__init__(layout, rank, given)
+        super().__init__(layout, rank, Options.of(locals()))
         self._packing: Packing = packing
         self._keys, self._pulls, self._uneven = keys or Keys(), pulls, uneven
         self.left_over: dict[int, int] = {}
@@ -114,16 +127,16 @@ class Exchange(StepSource[ExchangeDelivery]):
 
     @cached_property
     def roles(self) -> Roles:
-        """Every rank's role. Raises RoleError if the owners cannot serve all ranks."""
+        """Every rank's role. Raises RoleError if the readers cannot serve all ranks."""
         try:
             return super().roles
         except RoleError as unserved:
             if self._readers is None:
                 raise
             raise RoleError(
-                f"owners={sorted(self._readers)} do not serve all ranks: an owner delivers only to its own "
+                f"readers={sorted(self._readers)} do not serve all ranks: a reader delivers only to its own "
                 f"data-parallel rank (under 'share' on its node, under 'dynamic_cp' to its cp rank); name an "
-                f"owner for each, whose iterator may be None, or give every rank its own and owners=None"
+                f"reader for each, whose iterator may be None, or give every rank its own and readers=None"
             ) from unserved
 
     @cached_property
@@ -131,13 +144,14 @@ class Exchange(StepSource[ExchangeDelivery]):
         """This rank's role. Raises RoleError if it has an iterator that is not used."""
         if self._puller.owns and self._readers is not None and self.rank not in self._readers:
             raise RoleError(
-                f"rank {self.rank} has an iterator, but owners={sorted(self._readers)}; name it, or pass None"
+                f"rank {self.rank} has an iterator, but readers={sorted(self._readers)}; name it there, or "
+                f"pass None"
             )
         role = super().role
         if self._puller.owns and self._readers is None and not role.reads:
             raise RoleError(
                 f"rank {self.rank} has an iterator, but would get its items from rank {role.source} by "
-                f"{self.delivery!r}; list the ranks that have one in `owners`, or pass None here"
+                f"{self.delivery!r}; list the ranks that have one in `readers`, or pass None here"
             )
         return role
 

@@ -94,7 +94,7 @@ class Membership:
         if not any(owns):
             raise RoleError(
                 f"none of ranks {self.ranks}, which exchange items, has an iterator; pass one to at least "
-                f"one of them, or name the ranks that have one as `owners`"
+                f"one of them, or name the ranks that have one as `readers`"
             )
         held: list[list[int]] = [[] for _ in range(1 + max(map(self.dp_rank, range(len(self.ranks)))))]
         for member, own in enumerate(owns):

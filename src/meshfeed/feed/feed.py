@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Unpack
+from typing import Any, Literal
+
+import torch
+from torch.distributed.distributed_c10d import Store
 
 from meshfeed.deliver import (
     Delivery,
@@ -25,23 +28,24 @@ from meshfeed.deliver import (
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
-from meshfeed.feed.options import FeedKeywords, FeedOptions
+from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, StageClock
+from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import num_positions, num_steps
-from meshfeed.plan import CpSplit
+from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
-from meshfeed.roles import Field, StageMap
+from meshfeed.renamed import renamed
+from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
 
 
-class Feed(StepSource[Delivery]):
+class Feed(StepSource[Delivery, FeedOptions]):
     """One rank's view of the training stream.
 
     The constructor only stores its arguments. Entering (`with`, or the first iteration) opens what this
@@ -52,30 +56,30 @@ class Feed(StepSource[Delivery]):
         recipe: what to train on; equal on every rank.
         layout: the arrangement of the ranks; None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
-        delivery: "direct", "broadcast", "share", "tree", or by default "auto" (see `roles.choose_delivery`).
-        device: of the tensors; default "cpu".
+        delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
+        device: of the tensors.
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
-        reads: ranks that may open storage; None leaves the choice to meshfeed.
-        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length;
-            default 1.
+        readers: ranks that may open storage; None leaves the choice to meshfeed.
+        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length; None
+            for 1, and with a packing, which decides it.
         pad_rows: fill microbatches with dummy rows, which have no tokens and bear no loss, if the sequences
             of a step are not a multiple of micro_batch_size x dp. A mean over rows is wrong then: divide by
             `step.valid_tokens`. `Samples` has no dummy rows: some ranks get fewer rows, or none. Without it
             such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
-        cp_split: how context parallelism splits a sequence, "zigzag" (the default) or "contiguous", or a pack
-            as a whole, "pack_zigzag" or "pack_contiguous".
-        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones; default 2. 0
-            reads on request, except one ahead if pipeline stages share a reader, since a stage may ask for a
+        cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous", or a pack as a whole,
+            "pack_zigzag" or "pack_contiguous".
+        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones. 0 reads on
+            request, except one ahead if pipeline stages share a reader, since a stage may ask for a
             microbatch only after another has trained on it.
         read_ahead_bytes: bytes of later steps to announce to remote storage, in addition to the one step that
-            is always announced; per reader. Default 256 MiB.
+            is always announced; per reader.
         vocab_size: the model's. StoreError for a token that is not below it: when the feed is entered, if the
             index of a store holds its largest token (JSONL, Parquet, text), else when the token is read.
-            Default None: not checked.
+            None for no check.
         verify: compare digests across replicas at the end of every step.
-        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for; default 1800.
+        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
         wait_for_all: begin a loop only when all ranks of the layout have, within `timeout_s`. Otherwise a
@@ -92,29 +96,45 @@ class Feed(StepSource[Delivery]):
     fed, PeerError if a peer is missing or dies, StoreError from storage.
     """
 
+    @renamed(reads="readers")
     def __init__(
         self,
         recipe: Recipe,
         layout: Layout | None = None,
         rank: int | None = None,
-        **options: Unpack[FeedKeywords],
+        *,
+        delivery: DeliveryName | Literal["auto"] = "auto",
+        device: str | torch.device = "cpu",
+        stage_map: StageMap | None = None,
+        readers: Iterable[int] | None = None,
+        micro_batch_size: int | None = None,
+        pad_rows: bool = False,
+        packing: Packing | None = None,
+        cp_split: CpSplit = "zigzag",
+        prefetch: int = 2,
+        read_ahead_bytes: int = 256 << 20,
+        vocab_size: int | None = None,
+        verify: bool = False,
+        timeout_s: float = 1800.0,
+        rendezvous: Store | None = None,
+        wait_for_all: bool = False,
+        metrics: Sink | Sequence[Sink] | None = None,
+        name: str = "",
     ) -> None:
         _check_recipe(recipe)
-        given = FeedOptions.of("Feed", options)
-        super().__init__(layout, rank, given)
-        self.recipe, self.packing = recipe, given.packing
-        self.micro_batch_size = given.micro_batch_size or 1
-        self._pads_rows, self._read_ahead_bytes = given.pad_rows, given.read_ahead_bytes
-        self._vocab_size, self._checks_tokens = given.vocab_size, False
+        super().__init__(layout, rank, FeedOptions.of(locals()))
+        self.recipe, self.packing = recipe, packing
+        self.micro_batch_size = micro_batch_size or 1
+        self._checks_tokens = False
         self._left_out = frozenset[int]()
         self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
             micro_batch_size=self.micro_batch_size,
-            packing=given.packing,
+            packing=packing,
             vpp=self.stage_map.vpp,
-            cp_split=given.cp_split,
+            cp_split=cp_split,
         )
         self._rule, self._host = self._stepping.rule, OnHost()
         self._resources = contextlib.ExitStack()
@@ -164,16 +184,16 @@ class Feed(StepSource[Delivery]):
             for store in self.recipe.sources:
                 stack.enter_context(store)
             self._digests = self.recipe.data_digests()
-            if self._vocab_size is not None:
+            if (vocab_size := self._options.vocab_size) is not None:
                 if "tokens" not in {each.name for each in self._rule.fields if each.stored}:
                     raise OptionError(
-                        f"vocab_size={self._vocab_size}: {self._rule.summary()} has no field 'tokens' to "
-                        f"check; leave it out"
+                        f"vocab_size={vocab_size}: {self._rule.summary()} has no field 'tokens' to check; "
+                        f"leave it out"
                     )
-                self._checks_tokens = check_stores(self.recipe.sources, self._vocab_size)
+                self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
             self._rule = stack.enter_context(self._rule.opened(self.recipe))
             self._stepping = self._stepping.with_rule(self._rule)
-            if not self._pads_rows:
+            if not self._options.pad_rows:
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()
 
@@ -264,7 +284,7 @@ class Feed(StepSource[Delivery]):
             "verify_data": self.recipe.verify_data,
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
-            "pad_rows": str(self._pads_rows),
+            "pad_rows": str(self._options.pad_rows),
             "left out": str(sorted(self._left_out)),
             "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
@@ -313,7 +333,7 @@ class Feed(StepSource[Delivery]):
             start,
             clock,
             reads=self.role.reads,
-            budget_bytes=self._read_ahead_bytes,
+            budget_bytes=self._options.read_ahead_bytes,
             left_out=self._left_out,
         )
         is_sent = not isinstance(delivery, Direct)
@@ -349,9 +369,9 @@ class Feed(StepSource[Delivery]):
     def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:
             columns = self._rule.load(self.recipe, portion, self._host.allocate)
-            if self._vocab_size is not None and self._checks_tokens:
+            if self._options.vocab_size is not None and self._checks_tokens:
                 sources = [self.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
-                check_tokens(columns.get("tokens"), self._vocab_size, sources)
+                check_tokens(columns.get("tokens"), self._options.vocab_size, sources)
             return columns
         except Exception as error:
             self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)

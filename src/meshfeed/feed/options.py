@@ -1,11 +1,11 @@
-"""The options of a Feed or an Exchange: their keyword arguments, checked in one place."""
+"""The options of a Feed or an Exchange: their keyword arguments, checked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, TypedDict, cast, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -16,12 +16,18 @@ from meshfeed.plan import CpSplit, Packing
 from meshfeed.roles import DeliveryName, StageMap
 
 
-class SharedKeywords(TypedDict, total=False):
-    """Keyword arguments that Feed and Exchange share."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What Feed and Exchange share. `Feed` says what each one means, and each has its default there.
+
+    Raises OptionError or RoleError for a wrong value.
+    """
 
     delivery: DeliveryName | Literal["auto"]
     device: str | torch.device
     stage_map: StageMap | None
+    readers: Iterable[int] | None
+    packing: Packing | None
     cp_split: CpSplit
     prefetch: int
     verify: bool
@@ -31,46 +37,10 @@ class SharedKeywords(TypedDict, total=False):
     metrics: Sink | Sequence[Sink] | None
     name: str
 
-
-class FeedKeywords(SharedKeywords, total=False):
-    """Keyword arguments of a Feed."""
-
-    reads: Iterable[int] | None
-    micro_batch_size: int | None
-    pad_rows: bool
-    packing: Packing | None
-    read_ahead_bytes: int
-    vocab_size: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What Feed and Exchange share, and their run uses; see `Feed`. Raises OptionError for a wrong value.
-
-    reads: the ranks that may read, or own an iterator; None for no restriction.
-    """
-
-    delivery: DeliveryName | Literal["auto"] = "auto"
-    device: str | torch.device = "cpu"
-    stage_map: StageMap | None = None
-    reads: Iterable[int] | None = None
-    packing: Packing | None = None
-    cp_split: CpSplit = "zigzag"
-    prefetch: int = 0
-    verify: bool = False
-    timeout_s: float = 1800.0
-    rendezvous: Store | None = None
-    wait_for_all: bool = False
-    metrics: Sink | Sequence[Sink] | None = None
-    name: str = ""
-
     @classmethod
-    def of(cls, owner: str, given: Mapping[str, Any]) -> Self:
-        """The options in keyword arguments. Raises TypeError, as a call does, for an unknown one."""
-        for name in given:
-            if name not in cls.__dataclass_fields__:
-                raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
-        return cls(**given)
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Those among the arguments of a constructor, which are its `locals()`."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.name), str):
@@ -94,11 +64,10 @@ class Options:
 class FeedOptions(Options):
     """The options of a Feed."""
 
-    prefetch: int = 2
-    micro_batch_size: int | None = None
-    pad_rows: bool = False
-    read_ahead_bytes: int = 256 << 20
-    vocab_size: int | None = None
+    micro_batch_size: int | None
+    pad_rows: bool
+    read_ahead_bytes: int
+    vocab_size: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()

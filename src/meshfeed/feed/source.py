@@ -39,9 +39,10 @@ from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_ro
 from meshfeed.sequence.packed import RUN_FIELDS
 
 D = TypeVar("D", bound=Delivery)
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-class StepSource(abc.ABC, Generic[D]):
+class StepSource(abc.ABC, Generic[D, OptionsT]):
     """One rank's view of a stream of steps. The constructor only stores its arguments; `iter` acquires.
 
     Only `iter` waits for other ranks to join. So all ranks call it at the same point of the program, never
@@ -55,10 +56,10 @@ class StepSource(abc.ABC, Generic[D]):
         options: see `Options`.
     """
 
-    def __init__(self, layout: Layout | None, rank: int | None, options: Options) -> None:
+    def __init__(self, layout: Layout | None, rank: int | None, options: OptionsT) -> None:
         check_layout(layout)
         self._given_layout, self._given_rank, self._options = layout, rank, options
-        self._readers = None if options.reads is None else frozenset(options.reads)
+        self._readers = None if options.readers is None else frozenset(options.readers)
         self._recorder = Recorder(options.metrics, self._about)
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
@@ -399,7 +400,7 @@ class StepSource(abc.ABC, Generic[D]):
             failures.fail(error, self._next_step)
 
 
-def _close_at_exit(source: weakref.ref[StepSource[Any]], process: int) -> None:
+def _close_at_exit(source: weakref.ref[StepSource[Any, Any]], process: int) -> None:
     left = source()
     if left is not None and process == os.getpid():  # in a fork, the parent closes it
         with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
 """Megatron-Bridge: a dataset config for its `pretrain`, which is also its callback, and a forward step.
 
-    config.dataset = data = bridge.DatasetConfig(recipe=recipe, loading="shared")
+    config.dataset = data = bridge.DatasetConfig(recipe=recipe, readers="shared")
     pretrain(config, bridge.forward_step, callbacks=[data])
 
 A checkpoint's step determines where the data resumes, under any layout. So a checkpoint needs no state of the
@@ -25,6 +25,7 @@ from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import state_at
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
+from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 from meshfeed.state import State
 
@@ -59,7 +60,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "checkpoint.save": "honoured: meshfeed.json says which recipe a checkpoint was trained with",
     "dataset.num_workers": "refused: meshfeed reads on a thread; decoding has `Multimodal(workers=)`",
     "dataset.persistent_workers": "refused: as dataset.num_workers",
-    "dataset.data_sharding": "refused: `loading=` says who reads",
+    "dataset.data_sharding": "refused: `readers=` says who reads",
     "dataset.pin_memory": "refused: batches are on their device already",
     "dataset.drop_last": "refused: use `Batch(last=)`",
     "dataset.trust_remote_code": "refused: meshfeed runs no code of a data set",
@@ -137,7 +138,7 @@ class DatasetConfig(_Provider, _Callback):
     Attributes:
         recipe: to train on.
         valid, test: to evaluate on; None for no evaluation.
-        loading: who reads; see `megatron.Loading`.
+        readers: who reads; see `megatron.Readers`.
         packing: of packed sequences. `microbatches` makes each step have as many as Bridge takes.
         verify: as for a Feed.
     """
@@ -145,7 +146,7 @@ class DatasetConfig(_Provider, _Callback):
     recipe: Recipe
     valid: Recipe | None = None
     test: Recipe | None = None
-    loading: megatron.Loading = "shared"
+    readers: megatron.Readers = "shared"
     packing: Packing | None = None
     verify: bool = False
     dataloader_type: Literal["external"] = "external"
@@ -157,7 +158,7 @@ class DatasetConfig(_Provider, _Callback):
         """For the run_config.yaml of a checkpoint: plain values, with the recipe's summary."""
         recipes = {name: getattr(self, name) for name in ("recipe", "valid", "test")}
         told = {name: None if recipe is None else recipe.summary() for name, recipe in recipes.items()}
-        return {"dataloader_type": "external", "loading": self.loading, "packing": repr(self.packing), **told}
+        return {"dataloader_type": "external", "readers": self.readers, "packing": repr(self.packing), **told}
 
     def build_datasets(self, context: Any) -> tuple[Any, Any, Any]:
         """The iterators of training, validation and test, one or a list of one per virtual stage; or None.
@@ -204,7 +205,7 @@ class DatasetConfig(_Provider, _Callback):
         feed = megatron.feed(
             recipe,
             self._model_config,
-            loading=self.loading,
+            readers=self.readers,
             groups=groups,
             verify=self.verify,
             vocab_size=self._state.cfg.model.vocab_size,
@@ -272,6 +273,9 @@ class DatasetConfig(_Provider, _Callback):
     def on_test_end(self, context: Any) -> None:
         """Close the test data."""
         self._streams["test"].close()
+
+
+DatasetConfig.__init__ = renamed(loading="readers")(DatasetConfig.__init__)
 
 
 def get_batch(

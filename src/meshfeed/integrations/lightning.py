@@ -20,13 +20,13 @@ from typing import Any
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
-from meshfeed.feed.options import FeedOptions
 from meshfeed.integrations.loader import (
     BatchOf,
     EvalLoader,
     Settings,
     TrainLoader,
     at_step_start,
+    check_feed_options,
     check_state,
     framework,
     num_microbatches,
@@ -103,7 +103,7 @@ class DataModule(_Base):
         **feed_options: Any,
     ) -> None:
         super().__init__()
-        FeedOptions.of("DataModule", feed_options)  # now, not when the Trainer first asks for a loader
+        check_feed_options("DataModule()", feed_options)  # now, not when the Trainer first asks for a loader
         self._recipes = {"train": train, "validate": validate, "test": test, "predict": predict}
         self._layout, self._batch_of, self._steps_per_epoch = layout, batch_of, steps_per_epoch
         self._feed_options = feed_options

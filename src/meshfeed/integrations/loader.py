@@ -7,6 +7,7 @@ both fetched and trained microbatches, and its state follows the trained ones.
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.extras import install, untested
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
@@ -74,6 +76,16 @@ def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) ->
     told = [f"{name}={changed[name]!r} ({note})" for name, note in notes.items() if note]
     if told:
         raise RecipeError(f"these would have no effect on a mf.Recipe; leave them out: {', '.join(told)}")
+
+
+def check_feed_options(owner: str, given: Mapping[str, Any]) -> None:
+    """Raises what a `Feed` raises for keyword arguments, before there is a recipe. owner: what got them."""
+    try:
+        call = inspect.signature(Feed).bind(None, None, None, **given)
+    except TypeError as error:
+        raise TypeError(f"{owner} {error}") from None
+    call.apply_defaults()
+    FeedOptions.of(call.arguments)
 
 
 def _default_of(field: Field[Any]) -> Any:

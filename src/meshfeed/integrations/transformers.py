@@ -22,7 +22,6 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.feed.options import FeedOptions
 from meshfeed.integrations.loader import (
     IGNORED,
     EvalLoader,
@@ -30,6 +29,7 @@ from meshfeed.integrations.loader import (
     TrainLoader,
     changed_options,
     check_encoder,
+    check_feed_options,
     framework,
     masked_labels,
     pads_rows,
@@ -201,7 +201,7 @@ class FeedTrainer(_Base):
         self._train_loader: TrainLoader | None = None
         self._skips_none: _SkipsNone | None = None
         self._evaluating = False  # on a recipe
-        FeedOptions.of("feed_options", self._feed_options)
+        check_feed_options("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
         for name, chosen in self._evaluation_sets().items():

@@ -16,6 +16,7 @@ from meshfeed.layout import Layout
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
+from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap, assign_roles
 from meshfeed.sequence import Windows, rule_of
 from meshfeed.simulation import SimulatedStep, simulate
@@ -166,19 +167,20 @@ def _run(feed: Feed, steps: int) -> tuple[list[Any], list[dict[str, Any]]]:
     return seen, states
 
 
+@renamed(reads="may_read")
 def assert_roles(
     layout: Layout | str,
     *,
     fields: Sequence[Field] | None = None,
     stage_map: StageMap | None = None,
     delivery: DeliveryName = "share",
-    reads: Iterable[int] | None = None,
+    may_read: Iterable[int] | None = None,
     readers: Iterable[int] | None = None,
     receives: Mapping[int, Iterable[str]] | None = None,
 ) -> None:
     """The roles of a layout are what you take them for.
 
-    fields: of the sequence rule; those of `Windows` by default. reads: the trainer's own policy, as for
+    fields: of the sequence rule; those of `Windows` by default. may_read: `readers` of a
     `Feed`. readers: the ranks that you expect to open storage. receives: rank -> names of the fields that you
     expect it to be handed.
     Raises AssertionError naming the first rank that is other than expected; RoleError where nobody can feed
@@ -187,7 +189,7 @@ def assert_roles(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     stages = stage_map or StageMap(pp=layout.pp)
     declared = Windows(1).fields if fields is None else tuple(fields)
-    roles = assign_roles(layout, stages, declared, delivery, reads)
+    roles = assign_roles(layout, stages, declared, delivery, may_read)
     expected = None if readers is None else set(readers)
     reading = {role.rank for role in roles if role.reads}
     if expected is not None and expected != reading:

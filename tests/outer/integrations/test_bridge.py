@@ -46,7 +46,7 @@ def packs(folder: Path, loading: Any) -> dict[str, Any]:
         "packing": mf.Packing(
             capacity=64, policy="balanced", microbatches=2, fixed_shapes=True, max_sequences=7
         ),
-        "loading": loading,
+        "readers": loading,
     }
 
 
@@ -64,7 +64,7 @@ def trains(rank: int, folder: Path) -> dict[str, Any]:
         told["shared"] = page(folder), opened
     with bw.Opened(folder / "corpus.bin") as opened:
         data = bridge.DatasetConfig(
-            recipe=recipe(folder), valid=recipe(folder, "valid"), loading="broadcast", verify=True
+            recipe=recipe(folder), valid=recipe(folder, "valid"), readers="broadcast", verify=True
         )
         told["broadcast"] = bw.train(bw.Job(folder), data, bridge.forward_step, data), opened
     for loading in ("shared", "replicated"):
@@ -213,7 +213,7 @@ def pipelines(rank: int, folder: Path) -> list[dict[int, float]]:
         ({"tp": 1, "pp": 4}, {"iterations_to_skip": [2, 3]}),
     ):
         job = bw.Job(folder, **shape)
-        data = bridge.DatasetConfig(recipe=recipe(folder), loading="shared", verify=True)
+        data = bridge.DatasetConfig(recipe=recipe(folder), readers="shared", verify=True)
         told.append(bw.train(job, job.own_data, bw.own_step, **train).train)
         told.append(bw.train(job, data, bridge.forward_step, data, **train).train)
     return told
@@ -233,6 +233,8 @@ def options_of_no_effect(rank: int, folder: Path) -> list[str]:
     from meshfeed.integrations import bridge
 
     bw.no_gpu()
+    with pytest.warns(DeprecationWarning, match="loading= is called readers="):
+        assert bridge.DatasetConfig(recipe=recipe(folder), loading="broadcast").readers == "broadcast"
     told = []
     for dataset, train in (({"num_workers": 0}, {}), ({}, {"decrease_batch_size_if_needed": True})):
         data = bridge.DatasetConfig(recipe=recipe(folder), **dataset)

@@ -99,7 +99,7 @@ def batch_of_rows(corpus: Path, model: Any, pp: int, vp_stage: int) -> Any:
     )
     case = Case(pp=pp, vpp=config.virtual_pipeline_model_parallel_size)
     recipe = mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(4), batch=mf.Batch(sequences=8))
-    with initialized(case), megatron.feed(recipe, config, loading="broadcast", micro_batch_size=1) as feed:
+    with initialized(case), megatron.feed(recipe, config, readers="broadcast", micro_batch_size=1) as feed:
         stages = megatron.data_iterators(feed)
         batches = [
             bridge.get_batch(stage, None) for stage in (stages if isinstance(stages, list) else [stages])

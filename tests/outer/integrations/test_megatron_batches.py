@@ -81,24 +81,24 @@ def check_readers(case: Case, recipe: mf.Recipe) -> None:
     """broadcast is Megatron's own rule: tp rank 0 of every stage that needs data, MTP stages included."""
     kinds = [any(stage_kinds(case, v)) for v in range(case.vpp or 1)]
     leads = parallel_state.get_tensor_model_parallel_rank() == 0
-    reads = [megatron.is_reader(v, config=case.config, loading="broadcast") for v in range(case.vpp or 1)]
+    reads = [megatron.is_reader(v, config=case.config, readers="broadcast") for v in range(case.vpp or 1)]
     assert reads == [kind and leads for kind in kinds]
     assert megatron.is_reader(config=case.config) == any(reads)
-    assert megatron.is_reader(config=case.config, loading="replicated") == any(kinds)
+    assert megatron.is_reader(config=case.config, readers="replicated") == any(kinds)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     assert megatron.is_reader(config=case.config, groups=groups) == any(reads)
     for loading in LOADINGS:
         told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, megatron.is_reader(config=case.config, loading=loading))
-        wanted = megatron.readers(case.config, loading=loading)
+        dist.all_gather_object(told, megatron.is_reader(config=case.config, readers=loading))
+        wanted = megatron.readers(case.config, readers=loading)
         assert tuple(rank for rank, reads in enumerate(told) if reads) == wanted
     assert len(wanted) == parallel_state.get_data_parallel_world_size()  # shared, on one node
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LOCAL_WORLD_SIZE", "4")
         with megatron.feed(recipe, case.config, device="cpu", micro_batch_size=MBS) as feed:
-            assert feed.role.reads == megatron.is_reader(config=case.config, loading="shared")
+            assert feed.role.reads == megatron.is_reader(config=case.config, readers="shared")
             assert {r.rank for r in feed.roles if r.reads} == {
-                *megatron.readers(case.config, loading="shared")
+                *megatron.readers(case.config, readers="shared")
             }
 
 
@@ -112,9 +112,9 @@ def check_batches(case: Case, path: Path, dataset: Any, loading: Any) -> None:
     """Every microbatch of every virtual stage: ours, and what Megatron's own path gives."""
     recipe = gpt_recipe(path, STEPS * SEQUENCES, SEQUENCES)
     with megatron.feed(
-        recipe, case.config, loading=loading, micro_batch_size=MBS, device="cpu", timeout_s=600
+        recipe, case.config, readers=loading, micro_batch_size=MBS, device="cpu", timeout_s=600
     ) as feed:
-        assert feed.role.reads == megatron.is_reader(config=case.config, loading=loading)
+        assert feed.role.reads == megatron.is_reader(config=case.config, readers=loading)
         iterators = iterators_of(feed)
         for step in range(STEPS):
             for full in samples_of_step(dataset, step, SEQUENCES, MBS):
@@ -164,7 +164,7 @@ def groups_job(rank: int, path: Path) -> list[str]:
     recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(8), batch=mf.Batch(sequences=8))
     (step,) = mf.simulate(recipe, layout, 1, ranks=[rank], micro_batch_size=2)
     for loading in LOADINGS:
-        with megatron.feed(recipe, config, loading=loading, groups=groups, micro_batch_size=2) as feed:
+        with megatron.feed(recipe, config, readers=loading, groups=groups, micro_batch_size=2) as feed:
             iterator = megatron.data_iterators(feed)
             for wanted in step.microbatches:
                 batch = megatron.get_batch(iterator)

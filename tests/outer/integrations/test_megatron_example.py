@@ -50,7 +50,7 @@ def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
     runs: list[tuple[str, list[str]]] = []
     for name, layout in WAYS.items():
         runs.append((str(tmp_path / name), [*layout, "--steps", "6"]))
-        runs.append((str(tmp_path / f"{name}-resumed"), [*layout, "--steps", "3", "--loading", "broadcast"]))
+        runs.append((str(tmp_path / f"{name}-resumed"), [*layout, "--steps", "3", "--readers", "broadcast"]))
         runs.append((str(tmp_path / f"{name}-resumed"), [*layout, "--steps", "3", "--resume"]))
     run(job, 4, runs, tmp_path / "corpus")
     for name in WAYS:

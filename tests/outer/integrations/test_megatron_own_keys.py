@@ -52,7 +52,7 @@ def batches(wrapped: megatron.Wrapped) -> Iterator[dict[str, Any]]:
 def own_keys_job(rank: int) -> dict[int, tuple[list[int], list[int]]]:
     """token -> its position ids and mask, as this rank got them."""
     case, seen = Case(cp=2), {}
-    with initialized(case), megatron.SequencePacking(loading="replicated", timeout_s=60) as wrap:
+    with initialized(case), megatron.SequencePacking(readers="replicated", timeout_s=60) as wrap:
         own = samples_of(parallel_state.get_data_parallel_rank())
         for batch in batches(wrap(iter([own]), config_of(case), 1)):
             images = [v for v in batch.get("visual_inputs", ()) if v is not None]

@@ -92,7 +92,7 @@ def check_packed(case: Case, path: Path, policy: Any, loading: Any) -> list[Any]
     recipe = recipe_of(path)
     seen: list[Any] = []
     with megatron.feed(
-        recipe, case.config, loading=loading, packing=packing_of(policy), device="cpu", timeout_s=600
+        recipe, case.config, readers=loading, packing=packing_of(policy), device="cpu", timeout_s=600
     ) as feed:
         iterators, coord = iterators_of(feed), feed.layout.coord(feed.rank)
         for _ in range(STEPS):
@@ -235,7 +235,7 @@ def images_job(rank: int) -> list[Any]:
             dataset = Renamed()
             recipe = samples_recipe(dataset, *fields, packed=True, lengths=dataset.lengths())
             with megatron.feed(
-                recipe, loading=loading, packing=packing_of("balanced"), device="cpu", timeout_s=600
+                recipe, readers=loading, packing=packing_of("balanced"), device="cpu", timeout_s=600
             ) as feed:
                 batch = megatron.get_batch(megatron.data_iterators(feed))
             params = batch.pop("packed_seq_params")

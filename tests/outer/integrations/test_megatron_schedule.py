@@ -113,7 +113,7 @@ def equal_job(rank: int, path: Path) -> list[bool]:
             layout = mf.Layout.from_megatron()
             bare = case is CASES[-1][0]
             config = SimpleNamespace(**BARE) if bare else config
-            reads = megatron.is_reader(config=config, loading=loading)
+            reads = megatron.is_reader(config=config, readers=loading)
             own = given_by(path, layout.coord(rank).dp, layout.dp, pulls=3) if reads else None
             if bare and not reads and layout.coord(rank).tp == 0:
                 own = untouched()
@@ -122,7 +122,7 @@ def equal_job(rank: int, path: Path) -> list[bool]:
                 iterator = [iterator] * case.vpp
             packing = megatron.packing_of(config, layout)
             with (
-                megatron.SequencePacking(loading=loading, timeout_s=120) as wrap,
+                megatron.SequencePacking(readers=loading, timeout_s=120) as wrap,
                 megatron.feed(recipe_of(path), config, packing=packing, device="cpu", timeout_s=120) as feed,
             ):
                 planned = megatron.data_iterators(feed)
@@ -267,8 +267,8 @@ def images_job(rank: int) -> list[Any]:
         samples = [sample_of(np.full(5, 10 * dp_rank + n), uid=f"{dp_rank}/{n}") for n in range(2)]
         samples[1]["image"] = torch.full((3, 2 + dp_rank), 10 * dp_rank)
         for loading in ("replicated", "broadcast", "shared"):
-            reads = megatron.is_reader(config=config, loading=loading)
-            with megatron.SequencePacking(loading=loading, timeout_s=120) as wrap:
+            reads = megatron.is_reader(config=config, readers=loading)
+            with megatron.SequencePacking(readers=loading, timeout_s=120) as wrap:
                 iterator, count, _, _ = wrap(iter([samples]) if reads else None, config, 1)
                 batches = [megatron.get_batch(iterator) for _ in range(count)]
             got.append(

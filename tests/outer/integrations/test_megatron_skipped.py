@@ -58,10 +58,10 @@ def in_turn(iterator: Any) -> dict[str, Any]:
 
 
 WAYS = [
-    ([1], 0, {"loading": "shared"}),
-    ([3, 4, 5], 0, {"loading": "broadcast", "verify": True}),
-    ([1, 2, 9], 0, {"loading": "replicated", "prefetch": 0}),
-    ([5, 6, 8], 4, {"loading": "broadcast"}),  # after a checkpoint, the first two at once
+    ([1], 0, {"readers": "shared"}),
+    ([3, 4, 5], 0, {"readers": "broadcast", "verify": True}),
+    ([1, 2, 9], 0, {"readers": "replicated", "prefetch": 0}),
+    ([5, 6, 8], 4, {"readers": "broadcast"}),  # after a checkpoint, the first two at once
 ]
 
 

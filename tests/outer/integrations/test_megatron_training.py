@@ -150,10 +150,10 @@ def page_losses(case: Case, loading: str, options: str, snippet: str) -> list[fl
     first, second, *_ = page_snippets()
     if snippet == "pretrain":  # the definitions of the first, and then the second
         first = first.partition("\n\nwith ")[0] + "\n" + second
-        first = first.replace("valid=valid)", f"loading={loading!r}, device='cpu')")
+        first = first.replace("valid=valid)", f"readers={loading!r}, device='cpu')")
     else:
-        first = first.replace('loading="shared"', f"loading={loading!r}")
-    assert f"loading={loading!r}" in first
+        first = first.replace('readers="shared"', f"readers={loading!r}")
+    assert f"readers={loading!r}" in first
     text = first.replace("micro_batch_size=2", f"{options}micro_batch_size=2")
     exec(compile(text, "frameworks.md", "exec"), names)
     return trainer.losses

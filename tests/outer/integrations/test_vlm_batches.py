@@ -19,7 +19,7 @@ from meshfeed.integrations.megatron.samples import AXES_FIRST, sequences_of, wit
 from soak import cases
 from vlm import Size, VisualInputs, nested, same, tensor
 
-LOADINGS: tuple[megatron.Loading, ...] = ("replicated", "broadcast", "shared")
+LOADINGS: tuple[megatron.Readers, ...] = ("replicated", "broadcast", "shared")
 KEYS = Keys(
     mf.Field(name="tokens", dtype="int64", stages=("first",), split=True),
     mf.Field(name="labels", dtype="int64", stages=("last",), split=True),
@@ -85,7 +85,7 @@ def config_of(case: Case, capacity: int) -> SimpleNamespace:
     return config
 
 
-def packed(case: Case, loading: megatron.Loading) -> list[int]:
+def packed(case: Case, loading: megatron.Readers) -> list[int]:
     """What SequencePacking and get_batch give to this rank; every sample is checked where it arrives."""
     first = 1 + 4 * NUM_ELEMENTS * parallel_state.get_data_parallel_rank()
     given = [sample for at in (1, 1 + 4 * NUM_ELEMENTS) for _, own in elements(at) for sample in own]
@@ -93,10 +93,10 @@ def packed(case: Case, loading: megatron.Loading) -> list[int]:
     is_first = parallel_state.is_pipeline_first_stage()
     own = (
         (element for element, _ in elements(first))
-        if megatron.is_reader(config=config, loading=loading)
+        if megatron.is_reader(config=config, readers=loading)
         else None
     )
-    with megatron.SequencePacking(loading=loading, keys=KEYS, timeout_s=600) as wrap:
+    with megatron.SequencePacking(readers=loading, keys=KEYS, timeout_s=600) as wrap:
         iterator, count, *_ = wrap(own, config, NUM_ELEMENTS)
         for _ in range(count):
             batch = megatron.get_batch(iterator)

@@ -27,7 +27,7 @@ DOCUMENTS: list[Document] = [
     [*range(30, 42), (40, 120), 6],
 ]
 VISION = ("pixel_values", "image_grid_thw", "image_cu_seqlens")
-CASES: tuple[tuple[Case, megatron.Loading], ...] = ((Case(tp=2, pp=2), "shared"), (Case(pp=4), "broadcast"))
+CASES: tuple[tuple[Case, megatron.Readers], ...] = ((Case(tp=2, pp=2), "shared"), (Case(pp=4), "broadcast"))
 
 
 def batches(rank: int, folder: Path) -> list[list[tuple[int, list[dict[str, Any]]]]]:
@@ -39,7 +39,7 @@ def batches(rank: int, folder: Path) -> list[list[tuple[int, list[dict[str, Any]
         with (
             initialized(case),
             megatron.feed(
-                recipe, case.config, loading=loading, packing=mf.Packing(capacity=64), verify=True
+                recipe, case.config, readers=loading, packing=mf.Packing(capacity=64), verify=True
             ) as feed,
         ):
             (iterator,) = iterators_of(feed)

@@ -2,7 +2,7 @@
 
 from meshfeed.integrations import megatron
 
-feed = megatron.feed(recipe, config, loading="shared", micro_batch_size=2)
+feed = megatron.feed(recipe, config, readers="shared", micro_batch_size=2)
 iterators = megatron.data_iterators(feed)  # in forward_step: megatron.get_batch(data_iterator)
 
 Megatron-core is imported by the functions that need it, and needs no change.
@@ -16,14 +16,14 @@ from meshfeed.integrations.megatron.iterations import begin, data_iterators
 from meshfeed.integrations.megatron.mock import mock_lengths
 from meshfeed.integrations.megatron.pretrain import DatasetsProvider
 from meshfeed.integrations.megatron.schedule import SequencePacking, Wrapped
-from meshfeed.integrations.megatron.stages import Loading, is_reader, readers, stage_map
+from meshfeed.integrations.megatron.stages import Readers, is_reader, readers, stage_map
 
 __all__ = [
     "MODEL_KEYS",
     "SCHEDULERS",
     "DatasetsProvider",
     "HybridCPDataLoaderWrapper",
-    "Loading",
+    "Readers",
     "SequencePacking",
     "StageIterator",
     "Wrapped",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,17 +11,19 @@ from meshfeed.feed import Feed
 from meshfeed.integrations.loader import check_encoder
 from meshfeed.integrations.megatron.batches import check_documents
 from meshfeed.integrations.megatron.config import options_of
-from meshfeed.integrations.megatron.stages import Loading, delivery_of, device_of, layout_of, stages_of
+from meshfeed.integrations.megatron.stages import Readers, delivery_of, device_of, layout_of, stages_of
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
+from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 
 
+@renamed(loading="readers")
 def feed(
     recipe: Recipe,
     config: Any = None,
     *,
-    loading: Loading = "shared",
+    readers: Readers | Iterable[int] = "shared",
     groups: Any = None,
     device: str | torch.device | None = None,
     packing: Packing | None = None,
@@ -30,7 +33,8 @@ def feed(
     """The Feed of this rank of a Megatron job.
 
     config: Megatron's TransformerConfig or arguments; what it says of data is honoured or refused, see
-    `config.CONFIG_FIELDS`. None for a plain pipeline. loading: who reads. groups: a ProcessGroupCollection;
+    `config.CONFIG_FIELDS`. None for a plain pipeline. readers: who reads, see `Readers`, or the
+    ranks that may. groups: a ProcessGroupCollection;
     None takes those of parallel_state. device: None takes this process's GPU if there is one. packing: as for
     a Feed, completed by the config; None takes that of a config with a sequence_packing_scheduler. cp_split:
     None takes the config's. options: all others of a Feed, such as micro_batch_size.
@@ -40,10 +44,12 @@ def feed(
     layout = layout_of(groups)
     if config is not None:
         packing, cp_split = options_of(config, rule_of(recipe), layout, packing, cp_split)
+    by_name = isinstance(readers, str)
     made = Feed(
         recipe,
         layout,
-        delivery=delivery_of(loading),
+        delivery=delivery_of(readers) if by_name else "auto",
+        readers=None if by_name else readers,
         stage_map=stages_of(config, layout),
         device=device_of(device),
         packing=packing,

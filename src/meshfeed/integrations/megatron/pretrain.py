@@ -12,9 +12,10 @@ from meshfeed.integrations.loader import framework, state_at
 from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, unfollowed_iterators
-from meshfeed.integrations.megatron.stages import Loading
+from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
+from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 
 CONFIG_FIELDS: dict[str, str] = {
@@ -105,25 +106,26 @@ class DatasetsProvider:
         train: what to train on.
         valid: what to evaluate on; None only with --eval-iters 0.
         test: what to test on; None for no test.
-        loading: who reads; see `Loading`.
+        readers: who reads; see `Readers`.
         packing: of packed sequences; `microbatches=` makes each step have as many as Megatron takes.
         options: all others of `megatron.feed`, such as device and verify.
     """
 
     is_distributed = True  # every rank has iterators, which `pretrain` then passes on
 
+    @renamed(loading="readers")
     def __init__(
         self,
         *,
         train: Recipe,
         valid: Recipe | None = None,
         test: Recipe | None = None,
-        loading: Loading = "shared",
+        readers: Readers = "shared",
         packing: Packing | None = None,
         **options: Any,
     ) -> None:
         self._recipes = {"train": train, "valid": valid, "test": test}
-        self._loading: Loading = loading
+        self._readers: Readers = readers
         self._packing, self._options = packing, options
         self._feeds = ExitStack()
         self._iterators: list[list[StageIterator | None]] | None = None
@@ -187,7 +189,7 @@ class DatasetsProvider:
         made = feed(
             recipe,
             args,
-            loading=self._loading,
+            readers=self._readers,
             name=name,
             **({"packing": self._packing} if packed else {"micro_batch_size": rows}),
             **self._options,

@@ -23,7 +23,7 @@ from meshfeed.integrations.megatron.config import (
 from meshfeed.integrations.megatron.iterations import begin, data_iterators
 from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
-    Loading,
+    Readers,
     core,
     delivery_of,
     device_of,
@@ -34,6 +34,7 @@ from meshfeed.integrations.megatron.stages import (
 )
 from meshfeed.plan import Align, StepPlan
 from meshfeed.plan.policy import room_of, shape_of
+from meshfeed.renamed import renamed
 from meshfeed.roles import Role
 
 _BEGINS = "(begins)"  # marks the first sample of a pack to keep
@@ -111,7 +112,7 @@ class SequencePacking:
     any other rank raises RoleError. The config needs only what Megatron's `wrap_data_iterator` reads.
 
     Args:
-        loading: the value that `is_reader` got when the datasets were built.
+        readers: the value that `is_reader` got when the datasets were built.
         keys: what samples hold; None for tokens, labels and loss_mask, all else unsplit. Declare other keys
             with one entry per token here, split.
         device: of the packs; None takes this process's GPU if there is one.
@@ -120,16 +121,17 @@ class SequencePacking:
         timeout_s: how long to wait for other ranks.
     """
 
+    @renamed(loading="readers")
     def __init__(
         self,
         *,
-        loading: Loading = "broadcast",
+        readers: Readers = "broadcast",
         keys: Keys | None = None,
         device: str | torch.device | None = None,
         align: Align | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._loading: Loading = loading
+        self._readers: Readers = readers
         self._align = align
         self._keys, self._device, self._timeout_s = _with_own(keys or Keys()), device, timeout_s
         self._turn = _Turn(self._keys)
@@ -180,16 +182,16 @@ class SequencePacking:
 
     def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any, has_one: bool) -> _Scheduled:
         layout, stages, packing, keeps = key
-        owners, rank = readers(config, loading=self._loading, groups=groups), dist.get_rank()
-        ignores = rank not in owners and layout.coord(rank).tp == 0
+        reading, rank = readers(config, readers=self._readers, groups=groups), dist.get_rank()
+        ignores = rank not in reading and layout.coord(rank).tp == 0
         pulls = has_one and not ignores
         made = _Scheduled(
             self._turn if pulls else None,
             layout,
             packing=packing,
             keys=self._keys,
-            owners=owners,
-            delivery=delivery_of(self._loading),
+            readers=reading,
+            delivery=delivery_of(self._readers),
             stage_map=stages,
             cp_split=cp_split_of(config, packed=True),
             device=device_of(self._device),
@@ -201,7 +203,7 @@ class SequencePacking:
 
 
 class _Scheduled(Exchange):
-    """The exchange of a SequencePacking; its owners are Megatron's readers.
+    """The exchange of a SequencePacking; its readers are Megatron's.
 
     keeps: see KEEPING. pulls: whether this rank had an iterator when it was made. ignores: whether this rank
     is tp rank 0 of a stage whose data another rank reads, so that an iterator on it has no use.
@@ -257,7 +259,7 @@ class _Scheduled(Exchange):
         if self._puller.owns and self.rank not in readers:
             raise RoleError(
                 f"rank {self.rank} has a data iterator, but is_reader() is True on ranks {readers} alone; "
-                f"build datasets where it is (is_dataset_built_on_rank=megatron.is_reader, with the loading= "
+                f"build datasets where it is (is_dataset_built_on_rank=megatron.is_reader, with the readers= "
                 f"of this SequencePacking), and give None elsewhere"
             )
         return super().role

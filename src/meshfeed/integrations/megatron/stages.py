@@ -12,10 +12,13 @@ from meshfeed.errors import RoleError
 from meshfeed.feed.launch import this_layout
 from meshfeed.integrations.loader import framework
 from meshfeed.layout import Layout
+from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
 
-Loading = Literal["replicated", "broadcast", "shared"]
-"""replicated: every rank that needs data reads its own.
+Readers = Literal["replicated", "broadcast", "shared"]
+"""Who reads.
+
+replicated: every rank that needs data reads its own.
 broadcast: tp rank 0 of each stage that needs data reads for its tp group.
 shared: one rank of each node and replica reads for all its ranks there, if they can share memory."""
 
@@ -36,11 +39,11 @@ def core(name: str) -> Any:
     return framework(f"megatron.core.{name}", "megatron")
 
 
-def delivery_of(loading: Loading) -> DeliveryName | Literal["auto"]:
-    """The delivery for a way of loading. Raises RoleError for another name."""
-    if loading not in get_args(Loading):
-        raise RoleError(f"loading={loading!r}: choose one of {', '.join(get_args(Loading))}")
-    return _DELIVERY[loading]
+def delivery_of(readers: Readers) -> DeliveryName | Literal["auto"]:
+    """The delivery from these readers. Raises RoleError for another name."""
+    if readers not in get_args(Readers):
+        raise RoleError(f"readers={readers!r}: choose one of {', '.join(get_args(Readers))}")
+    return _DELIVERY[readers]
 
 
 def layout_of(groups: Any = None) -> Layout:
@@ -97,11 +100,12 @@ def scheduler_of(config: Any) -> str | None:
     return None if given is None else str(getattr(given, "value", given))
 
 
+@renamed(loading="readers")
 def is_reader(
     vp_stage: Any = None,
     *,
     config: Any = None,
-    loading: Loading = "broadcast",
+    readers: Readers = "broadcast",
     groups: Any = None,
     is_packed_sequence: bool = False,
 ) -> bool:
@@ -109,7 +113,7 @@ def is_reader(
 
     vp_stage: a virtual stage; None for any of this rank's. A ProcessGroupCollection in its place is `groups`,
     as Megatron-Bridge calls it. config: of MTP layers and virtual stages; see `stage_map`. groups: a
-    ProcessGroupCollection; None takes those of parallel_state. Bind config and loading with
+    ProcessGroupCollection; None takes those of parallel_state. Bind config and readers with
     functools.partial, since Megatron does not give them. is_packed_sequence: as Megatron-LM gives it: then
     every stage reads, for the lengths. So it is under "replicated" with a sequence_packing_scheduler.
     Raises LayoutError and RoleError if these do not fit together.
@@ -123,7 +127,7 @@ def is_reader(
         )
     layout = layout_of(groups)
     stages, rank = stages_of(config, layout), dist.get_rank()
-    reads = _roles(layout, stages, loading, config, all_stages=is_packed_sequence)[rank].reads
+    reads = _roles(layout, stages, readers, config, all_stages=is_packed_sequence)[rank].reads
     if vp_stage is None:
         return reads
     if not 0 <= vp_stage < stages.vpp:
@@ -132,17 +136,18 @@ def is_reader(
     return reads and bool(needs)
 
 
-def readers(config: Any = None, *, loading: Loading = "broadcast", groups: Any = None) -> tuple[int, ...]:
+@renamed(loading="readers")
+def readers(config: Any = None, *, readers: Readers = "broadcast", groups: Any = None) -> tuple[int, ...]:
     """All ranks whose `is_reader` is True, ascending: those that have an iterator."""
     layout = layout_of(groups)
-    roles = _roles(layout, stages_of(config, layout), loading, config)
+    roles = _roles(layout, stages_of(config, layout), readers, config)
     return tuple(roles.ranks[roles.reads].tolist())
 
 
 def _roles(
-    layout: Layout, stages: StageMap, loading: Loading, config: Any, *, all_stages: bool = False
+    layout: Layout, stages: StageMap, readers: Readers, config: Any, *, all_stages: bool = False
 ) -> Roles:
-    delivery, fields = delivery_of(loading), _STORED
+    delivery, fields = delivery_of(readers), _STORED
     scheduler = scheduler_of(config)
     if all_stages or (delivery == "direct" and scheduler is not None):
         fields = (*_STORED, _LENGTHS)
