@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import meshfeed.files.cache.blocks
 from meshfeed.files.cache.blocks import Blocks, CacheFolder
 
 SIZE = 1000
@@ -79,6 +80,27 @@ def test_what_is_needed_at_one_time_stays(blocks: Blocks) -> None:
     assert held(blocks) == list(range(8))
     blocks.cache.trim()
     assert len(held(blocks)) <= 6
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_block_published_during_a_count_is_counted(
+    blocks: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    claim = blocks.claim(3, wait=True)
+    assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
+    look = meshfeed.files.cache.blocks._removed_if_free
+
+    def looking(part: Path) -> bool:
+        if when == "before":
+            claim.publish(memoryview(bytes(SIZE)))
+        is_gone = look(part)
+        if when == "after":
+            claim.publish(memoryview(bytes(SIZE)))
+        return is_gone
+
+    monkeypatch.setattr("meshfeed.files.cache.blocks._removed_if_free", looking)
+    (tmp_path / "room").write_text("")
+    assert blocks.cache.held_bytes() == SIZE and held(blocks) == [3]
 
 
 def test_one_process_at_a_time_may_fetch_a_block(blocks: Blocks, tmp_path: Path) -> None:

@@ -203,35 +203,36 @@ class CacheFolder:
 
     def _evict(self, target_bytes: int, keep: Collection[Path], *, over_pins: bool) -> int:
         """Remove blocks until at most that many bytes are held; returns the bytes held then."""
-        held, found = 0, list[tuple[int, Path, int]]()
-        for file, status in self._files():
-            if file.suffix == _PART:
-                if _removed_if_free(file):  # whoever fetched it has died
+        held, found = 0, dict[Path, os.stat_result]()
+        for file in self._files():
+            if file.suffix == _PART and not _removed_if_free(file):  # else whoever fetched it has died
+                with contextlib.suppress(FileNotFoundError):
+                    held += _counted(file.stat())
                     continue
-            else:
-                found.append((status.st_mtime_ns, file, _counted(status)))
-            held += _counted(status)
-        for _, file, size in sorted(found):
+            block = file.with_suffix("")  # which a part may have become just now
+            with contextlib.suppress(FileNotFoundError):
+                found[block] = block.stat()
+        held += sum(map(_counted, found.values()))
+        for block in sorted(found, key=lambda block: (found[block].st_mtime_ns, block)):
             if held <= target_bytes:
                 break
-            if file not in keep and (over_pins or not _is_locked(file)):
-                with contextlib.suppress(FileNotFoundError), file.open("r+b") as stream:
-                    file.unlink()
+            if block not in keep and (over_pins or not _is_locked(block)):
+                with contextlib.suppress(FileNotFoundError), block.open("r+b") as stream:
+                    block.unlink()
                     if over_pins:  # a pin is an open file, which would keep the disk space
                         stream.truncate(0)
-                held -= size
+                held -= _counted(found[block])
         self._count(held)
         return held
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(self) -> Iterator[Path]:
         with os.scandir(self._blocks) as objects:
             for each in objects:
                 is_empty = True
                 with contextlib.suppress(OSError), os.scandir(each.path) as files:
                     for file in files:
                         is_empty = False
-                        with contextlib.suppress(FileNotFoundError):
-                            yield Path(file.path), file.stat()
+                        yield Path(file.path)
                 if is_empty:
                     with contextlib.suppress(OSError):  # a block has just come
                         Path(each.path).rmdir()
