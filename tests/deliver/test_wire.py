@@ -115,7 +115,7 @@ def test_foreign_bytes_are_no_message(foreign: bytes) -> None:
 
 
 def test_only_a_child_unpickles_and_only_what_its_parent_sends() -> None:
-    parent_and_child = {"confined.py", "render.py"}  # a chat template, in a process of its own
+    parent_and_child = {"chat_process.py", "render.py"}  # a chat template, in a process of its own
     forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     calls = {"broadcast_object_list", "all_gather_object", "eval", "exec"}
     for path in Path(mf.__file__).parent.rglob("*.py"):

@@ -30,7 +30,7 @@ from meshfeed.files.remote.hub import HubClient, hub_path
 from meshfeed.files.remote.retries import Patience
 from meshfeed.files.remote.writer import Writer
 from meshfeed.files.revision import pinned
-from meshfeed.prepare.inputs import find_inputs
+from meshfeed.prepare.inputs.files import find_inputs
 from services.hub import Hub
 from soak import cases
 

@@ -33,11 +33,11 @@ from meshfeed.prepare import (
     Text,
     prepare,
 )
-from meshfeed.prepare.encoders import DTYPES
-from meshfeed.prepare.headers import MOST_PIXELS
-from meshfeed.prepare.inputs import KINDS
-from meshfeed.prepare.records import RECORD_BYTES
-from meshfeed.prepare.samples import URL_TIMEOUT_S
+from meshfeed.prepare.encoding.part_headers import MOST_PIXELS
+from meshfeed.prepare.encoding.text import DTYPES
+from meshfeed.prepare.inputs.files import KINDS
+from meshfeed.prepare.inputs.records import RECORD_BYTES
+from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S
 from meshfeed.report.words import counted
 from meshfeed.store.tokenizer import KNOWN
 

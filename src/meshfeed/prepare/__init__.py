@@ -1,18 +1,25 @@
 """Text -> token store: files are cut into parts, the parts encoded anywhere, and joined in order.
 
-`prepare` is the straight line; `encode_part` is what an `Engine` runs, knowing a folder and a number.
-`ChatEncoder` makes tokens and a loss mask of conversations, `Conversion` one format of tokens of another.
+Read `prepare` first, then the packages in the order of the data:
+
+    inputs     paths and URLs -> files, cut into parts -> records
+    encoding   records -> tokens: text, chats, images and audio
+    job        the folder of a job: its parts, each encoded once, merged in order, published
+    engines    what starts the tasks that encode parts
+
+`convert` writes a token store of any other store; it needs none of these.
 """
 
-from meshfeed.prepare.chat import ChatEncoder
 from meshfeed.prepare.convert import Conversion
-from meshfeed.prepare.encode import encode_part
-from meshfeed.prepare.encoders import Chats, Text
-from meshfeed.prepare.encoding import Encoder, Encoding
-from meshfeed.prepare.engine import Engine, Local
-from meshfeed.prepare.multimodal import Multimodal
-from meshfeed.prepare.on_ray import OnRay
-from meshfeed.prepare.on_slurm import OnSlurm
+from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
+from meshfeed.prepare.encoding.encodings import Encoder, Encoding
+from meshfeed.prepare.encoding.multimodal import Multimodal
+from meshfeed.prepare.encoding.text import Text
+from meshfeed.prepare.engines.local import Local
+from meshfeed.prepare.engines.on_ray import OnRay
+from meshfeed.prepare.engines.on_slurm import OnSlurm
+from meshfeed.prepare.engines.tasks import Engine
+from meshfeed.prepare.job.encode_part import encode_part
 from meshfeed.prepare.prepare import Prepared, Progress, prepare
 
 __all__ = [

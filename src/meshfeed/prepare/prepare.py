@@ -29,21 +29,22 @@ from meshfeed.files import Cache, typed_errors
 from meshfeed.files.remote.writer import PIECE_BYTES
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.formats.prepared import FORMAT, MANIFEST
-from meshfeed.prepare.encode import refuse_malformed
-from meshfeed.prepare.encoders import TRAINED
-from meshfeed.prepare.encoding import Encoding
-from meshfeed.prepare.engine import Engine, Local
-from meshfeed.prepare.folder import clear, forget_unbegun, held
-from meshfeed.prepare.inputs import KINDS, MULTIMODAL_KINDS, cut, find_inputs
-from meshfeed.prepare.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
-from meshfeed.prepare.merge import merge
-from meshfeed.prepare.multimodal import Multimodal
-from meshfeed.prepare.output import OnDisk, Output
-from meshfeed.prepare.part_file import Malformed, PartSummary, part_path, summary_of_part
-from meshfeed.prepare.records import RECORD_BYTES, encodings_of
-from meshfeed.prepare.samples import URL_TIMEOUT_S, Samples
-from meshfeed.prepare.storage import InStorage
-from meshfeed.prepare.train import train_bpe
+from meshfeed.prepare.encoding.encodings import Encoding
+from meshfeed.prepare.encoding.multimodal import Multimodal
+from meshfeed.prepare.encoding.text import TRAINED
+from meshfeed.prepare.engines.local import Local
+from meshfeed.prepare.engines.tasks import Engine
+from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
+from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
+from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, Samples
+from meshfeed.prepare.job.encode_part import refuse_malformed
+from meshfeed.prepare.job.folder import clear, forget_unbegun, held
+from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
+from meshfeed.prepare.job.merge import merge
+from meshfeed.prepare.job.output import OnDisk, Output
+from meshfeed.prepare.job.part_file import Malformed, PartSummary, part_path, summary_of_part
+from meshfeed.prepare.job.storage_output import InStorage
+from meshfeed.prepare.job.train_bpe import train_bpe
 
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare import confined
-from meshfeed.prepare.chat import ChatEncoder
+from meshfeed.prepare.encoding import chat_process
+from meshfeed.prepare.encoding.chat import ChatEncoder
 from soak import only_soak, some
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -47,7 +47,7 @@ def made(folder: Path, template: str) -> ChatEncoder:
 @some(2)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_takes_too_much_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(confined, "CPU_S", 1)
+    monkeypatch.setattr(chat_process, "CPU_S", 1)
     bomb, said = BOMBS[name]
     # A conversation sets it off, so the next one is encoded.
     encoder = made(tmp_path, f"{{% if messages[0].content == 'x' %}}{bomb}{{% endif %}}{SOUND}")
@@ -69,7 +69,7 @@ def test_the_memory_of_the_run_itself_stays_small(tmp_path):
     text = (
         "import json, sys, resource\n"
         "from meshfeed.errors import StoreError\n"
-        "from meshfeed.prepare.chat import ChatEncoder\n"
+        "from meshfeed.prepare.encoding.chat import ChatEncoder\n"
         f"encoder, talk = ChatEncoder({str(tmp_path / 'tokenizer.json')!r}, {str(tmp_path / 't.jinja')!r}), "
         f"json.loads({json.dumps(TALK)!r})\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import meshfeed as mf
 from meshfeed.errors import StoreError
-from meshfeed.prepare.chat import ChatEncoder
+from meshfeed.prepare.encoding.chat import ChatEncoder
 from soak import cases, some
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]

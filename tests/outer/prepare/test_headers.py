@@ -10,7 +10,7 @@ from media import bomb, flac, picture, turned, wav
 from PIL import Image, ImageOps, features
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.headers import Size, size_of
+from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
 
 

@@ -28,7 +28,8 @@ WAIT_S = 600
 RUN = """
 import sys, time
 from meshfeed.errors import MeshfeedError
-from meshfeed.prepare import OnRay, OnSlurm, Text, on_slurm, prepare
+from meshfeed.prepare import OnRay, OnSlurm, Text, prepare
+from meshfeed.prepare.engines import on_slurm
 engine, corpus, out, *more = sys.argv[1:]
 engines = {"ray": OnRay(2), "slurm": OnSlurm(2, ["--hold"] if "hold" in more else [])}
 on_slurm._LAG_S = 1.0
@@ -48,7 +49,7 @@ if "workers die" not in more:
 DYING = """
 import os, ray, signal
 from pathlib import Path
-from meshfeed.prepare import on_ray
+from meshfeed.prepare.engines import on_ray
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
          object_store_memory=80 << 20, _node_ip_address="127.0.0.1")
 run_task = on_ray._run_task

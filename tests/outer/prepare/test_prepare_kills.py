@@ -8,8 +8,9 @@ import pytest
 from kills import dies_at, run
 from texts import Here, jsonl, left_behind, texts, tree
 
-from meshfeed.prepare import Text, engine, prepare
-from meshfeed.prepare.engine import encoded, prepare_tasks, run_task
+from meshfeed.prepare import Text, prepare
+from meshfeed.prepare.engines import tasks as module
+from meshfeed.prepare.engines.tasks import encoded, prepare_tasks, run_task
 from soak import SOAK, cases, only_soak
 
 
@@ -81,7 +82,7 @@ class Restarted:
         while True:
             tasks = prepare_tasks(folder, parts)
             run = functools.partial(run_task, tasks, 0)
-            killed = dies_at_line(self.kills + 1, engine.__file__, run)
+            killed = dies_at_line(self.kills + 1, module.__file__, run)
             run()
             done = list(encoded(tasks, parts, lambda: (0, "ended without it"), 0))
             if not killed:

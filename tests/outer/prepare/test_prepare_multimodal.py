@@ -23,7 +23,7 @@ from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, PrepareError, StoreError
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
-from meshfeed.prepare.samples import Samples
+from meshfeed.prepare.inputs.samples import Samples
 from meshfeed.store import MultimodalStore
 from services.needs import needs
 from services.nginx import Nginx

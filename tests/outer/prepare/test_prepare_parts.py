@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from texts import tree
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.inputs import Input, cut
-from meshfeed.prepare.merge import bases_of, first_of_each, set_apart
+from meshfeed.prepare.inputs.files import Input, cut
+from meshfeed.prepare.job.merge import bases_of, first_of_each, set_apart
 from meshfeed.store import DatasetWriter, IndexedWriter
 from soak import cases
 

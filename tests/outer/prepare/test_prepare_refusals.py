@@ -348,7 +348,7 @@ def test_a_worker_that_dies_is_named_with_its_part(tmp_path, monkeypatch, how, s
     entry = tmp_path / "entry.py"
     entry.write_text(f"import os, signal; {how}")
     with monkeypatch.context() as patched:
-        patched.setattr("meshfeed.prepare.engine.BARE", entry)
+        patched.setattr("meshfeed.prepare.without_torch.__file__", str(entry))
         with pytest.raises(PrepareError, match=f"part 0: the worker that encoded it {said}.*--resume"):
             prepare([path], tmp_path / "out", BYTES, engine=Local(1))
     prepare([path], tmp_path / "out", BYTES, engine=Local(1), resume=True)

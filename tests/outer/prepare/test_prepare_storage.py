@@ -25,7 +25,7 @@ from meshfeed.files.remote.errors import options_of_environment
 from meshfeed.files.remote.retries import Patience
 from meshfeed.files.remote.writer import Writer
 from meshfeed.prepare import Text, prepare
-from meshfeed.prepare.storage import step_of
+from meshfeed.prepare.job.storage_output import step_of
 from services.faults import NOTHING, Fault
 from soak import some
 

@@ -23,7 +23,7 @@ import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.prepare import Multimodal, Text, prepare
-from meshfeed.prepare.json_list import elements
+from meshfeed.prepare.inputs.json_list import elements
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases

@@ -21,8 +21,8 @@ from texts import Here
 from meshfeed.cli.main import main
 from meshfeed.errors import StoreError
 from meshfeed.prepare import Multimodal, Text, prepare
-from meshfeed.prepare.samples import fetch_from
-from meshfeed.prepare.web import Web, is_public
+from meshfeed.prepare.inputs.samples import fetch_from
+from meshfeed.prepare.inputs.web import Web, is_public
 from services.needs import needs, needs_root
 from services.nodes import nodes
 
@@ -162,7 +162,7 @@ sys.path[:0] = json.loads(sys.argv[1])
 for address in ("8.8.4.4", "169.254.169.254"):
     subprocess.run(["ip", "addr", "add", f"{address}/32", "dev", "lo"], check=True)
 from test_prepare_urls import PNG, Server, served
-from meshfeed.prepare.samples import fetch_from
+from meshfeed.prepare.inputs.samples import fetch_from
 from meshfeed.cli.main import main
 from meshfeed.errors import StoreError
 
@@ -383,7 +383,7 @@ def test_a_certificate_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(StoreError, match="certificate is not trusted"):
             web().read(f"https://localhost:{port}/a.png", MOST)
         trusted = ssl.create_default_context(cafile=str(certificate))
-        monkeypatch.setattr("meshfeed.prepare.web._tls", lambda: trusted)
+        monkeypatch.setattr("meshfeed.prepare.inputs.web._tls", lambda: trusted)
         assert web().read(f"https://localhost:{port}/a.png", MOST) == PNG
         with pytest.raises(StoreError, match="certificate is not trusted"):
             web().read(f"https://127.0.0.1:{port}/a.png", MOST)
@@ -515,7 +515,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_read_is_not_followed(
             (inside / "sub").symlink_to(outside)
         return found
 
-    monkeypatch.setattr("meshfeed.prepare.beneath.os.path.realpath", then_swapped)
+    monkeypatch.setattr("meshfeed.prepare.inputs.within_folder.os.path.realpath", then_swapped)
     with pytest.raises(StoreError):
         fetch_from(str(inside), MOST, 5.0)("sub/a.png")
 

@@ -27,9 +27,9 @@ from meshfeed.files import Folder
 from meshfeed.files.remote.retries import GIVE_UP
 from meshfeed.files.url import is_http, is_remote, join, parent, without_secrets
 from meshfeed.formats.documents import read_bytes
-from meshfeed.prepare.beneath import read_beneath
-from meshfeed.prepare.chat_template import with_role
-from meshfeed.prepare.web import Web
+from meshfeed.prepare.inputs.sharegpt import with_role
+from meshfeed.prepare.inputs.web import Web
+from meshfeed.prepare.inputs.within_folder import read_beneath
 
 URL_TIMEOUT_S = 60.0
 """For the bytes of a part that a URL names, unless the user says otherwise."""

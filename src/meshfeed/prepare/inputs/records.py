@@ -18,11 +18,11 @@ from meshfeed.files.url import parent, without_secrets
 from meshfeed.formats.documents import Span, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
-from meshfeed.prepare.arrow_rows import batches_in, rows_of
-from meshfeed.prepare.inputs import Input, mds_of, pieces_of
-from meshfeed.prepare.json_list import elements
-from meshfeed.prepare.samples import Sample, Samples, fetch_from, too_large
-from meshfeed.prepare.webdataset import grouped, sample_of
+from meshfeed.prepare.inputs.arrow import batches_in, rows_of
+from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
+from meshfeed.prepare.inputs.json_list import elements
+from meshfeed.prepare.inputs.samples import Sample, Samples, fetch_from, too_large
+from meshfeed.prepare.inputs.webdataset import grouped, sample_of
 
 HERE = "here"
 """What errors call a record until it is known which line it is in."""

@@ -1,9 +1,9 @@
 """A job: inputs, their parts, and how to encode them, in a folder that every worker reads.
 
 job.json    written last: what was asked (`Request`), and the limits
-spans.npy   which spans of which inputs make up which part; see `inputs.cut`
+spans.npy   which spans of which inputs make up which part; see `inputs.files.cut`
 parts/      the parts that are encoded; see `part_file`
-tasks/      who encodes what; see `tasks`
+tasks/      who encodes what; see `engines.tasks`
 out/        the output, while it is merged and until it is published
 meshfeed-prepare.lock   held by the process that runs the job; marks the folder as this tool's own
 """
@@ -23,12 +23,12 @@ from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
-from meshfeed.prepare.encoding import Encoder, encoder_of, encoding_of
-from meshfeed.prepare.inputs import Input, version_of
-from meshfeed.prepare.part_file import VERSION as PART_VERSION
-from meshfeed.prepare.part_file import write_array
-from meshfeed.prepare.records import UTF8, Reading
-from meshfeed.prepare.samples import URL_TIMEOUT_S
+from meshfeed.prepare.encoding.encodings import Encoder, encoder_of, encoding_of
+from meshfeed.prepare.inputs.files import Input, version_of
+from meshfeed.prepare.inputs.records import UTF8, Reading
+from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S
+from meshfeed.prepare.job.part_file import VERSION as PART_VERSION
+from meshfeed.prepare.job.part_file import write_array
 
 I64 = npt.NDArray[np.int64]
 

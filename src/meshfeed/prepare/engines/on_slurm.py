@@ -18,7 +18,8 @@ from pathlib import Path
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.prepare.engine import BARE, ONE_THREAD, encoded, prepare_tasks, run_task
+from meshfeed.prepare.engines.tasks import ONE_THREAD, encoded, prepare_tasks, run_task
+from meshfeed.prepare.without_torch import command
 
 _LOOK_S = 1.0
 _LAG_S = 60.0  # a shared file system may show late what a task has written
@@ -48,17 +49,17 @@ class OnSlurm:
         logs = folder / "slurm"
         with typed_errors(logs):
             logs.mkdir(exist_ok=True)
-        command = [
+        submit = [
             *("sbatch", "--wait", "--quiet", f"--job-name={name}"),
             f"--array=0-{min(self.num_workers, len(parts)) - 1}",
             *("--ntasks=1", "--cpus-per-task=1", "--requeue", f"--output={logs}/%a.log"),
             *self.options,
-            *("--wrap", shlex.join(["exec", sys.executable, str(BARE), __name__, str(tasks)])),
+            *("--wrap", shlex.join(["exec", *command(__name__, str(tasks))])),
         ]
         env = os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}  # imports what we do
         try:
             job = subprocess.Popen(
-                command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, text=True
+                submit, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, text=True
             )
         except FileNotFoundError as missing:
             raise PrepareError(

@@ -12,8 +12,8 @@ from pathlib import Path
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.formats.prepared import MARKER
-from meshfeed.prepare.job import JOB
-from meshfeed.prepare.output import Output, some
+from meshfeed.prepare.job.job import JOB
+from meshfeed.prepare.job.output import Output, some
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tasks", "tokenizer", "uploads")
 _UNBEGUN = {JOB, "spans.npy", "parts", "tasks", MARKER}

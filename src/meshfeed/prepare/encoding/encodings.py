@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import PrepareError
-from meshfeed.prepare.chat import ChatEncoder
-from meshfeed.prepare.encoders import TRAINED, Chats, Text, TextEncoder
-from meshfeed.prepare.multimodal import Multimodal, MultimodalEncoder
-from meshfeed.prepare.samples import Sample
+from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
+from meshfeed.prepare.encoding.multimodal import Multimodal, MultimodalEncoder
+from meshfeed.prepare.encoding.text import TRAINED, Text, TextEncoder
+from meshfeed.prepare.inputs.samples import Sample
 
 Encoding = Text | Chats | Multimodal
 """How records become tokens, before anything is loaded."""

@@ -15,7 +15,7 @@ from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import sync
 from meshfeed.files.url import is_remote
 from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
-from meshfeed.prepare.job import JOB, Request
+from meshfeed.prepare.job.job import JOB, Request
 
 OnBytes = Callable[[int, int], None]
 """Is called with bytes: that are there so far, and in the end."""

@@ -1,4 +1,4 @@
-"""Engines start tasks that encode parts: `Local` on this machine, others elsewhere.
+"""The tasks of a run: they claim parts, one at a time, and encode them. Engines start them.
 
 A run and its tasks meet in the job's folder, so that tasks may run anywhere that sees it.
 
@@ -12,29 +12,21 @@ An engine starts `run_task(tasks, task)` for some tasks, with the folder of its 
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from meshfeed import errors
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.prepare.encode import encode
-from meshfeed.prepare.job import load_job, read_json, write_json
+from meshfeed.prepare.job.encode_part import encode
+from meshfeed.prepare.job.job import load_job, read_json, write_json
 
-BARE = Path(__file__).with_name("bare.py")
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Environment of each task: processes share nothing, so many of one thread encode more than few of many."""
-_LOOK_S = 0.02
 
 
 class Engine(Protocol):
@@ -48,61 +40,6 @@ class Engine(Protocol):
         died.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """Processes of this machine. num_workers: how many at most."""
-
-    num_workers: int
-
-    def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise PrepareError(f"{self.num_workers} workers; at least one is needed")
-
-    def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
-        tasks = prepare_tasks(folder, parts)
-        workers: list[subprocess.Popen[bytes]] = []
-        try:
-            for task in range(min(self.num_workers, len(parts))):
-                command = [sys.executable, str(BARE), __name__, str(tasks), str(task)]
-                env = os.environ | ONE_THREAD
-                workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=env))
-            yield from encoded(tasks, parts, lambda: _end(workers), _LOOK_S)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.communicate()
-
-
-def _end(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str] | None:
-    statuses = [worker.poll() for worker in workers]
-    for task, status in enumerate(statuses):
-        if status == -signal.SIGKILL:
-            how = "was killed, perhaps out of memory; continue with --resume and fewer --workers"
-        elif status and status < 0:
-            how = f"died of {signal.Signals(-status).name}; continue with --resume"
-        elif status:
-            how = f"ended with status {status}, see above; continue with --resume"
-        else:
-            continue
-        return task, f"the worker that encoded it {how}"
-    return None if None in statuses else (0, "every worker ended without it; continue with --resume")
-
-
-def main(tasks: str, task: str) -> None:
-    """A worker. It ends at once when its run does, even when that is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run that gets it ends us
-    threading.Thread(target=_end_with_run, daemon=True).start()
-    run_task(Path(tasks), int(task))
-
-
-def _end_with_run() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-# -- the tasks of a run -------------------------------------------------------------------------------------
 
 
 def prepare_tasks(folder: Path, parts: Sequence[int]) -> Path:

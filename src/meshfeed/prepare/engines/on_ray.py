@@ -13,7 +13,7 @@ from typing import Any
 
 from meshfeed.errors import PrepareError
 from meshfeed.extras import install
-from meshfeed.prepare.engine import ONE_THREAD, encoded, prepare_tasks, run_task
+from meshfeed.prepare.engines.tasks import ONE_THREAD, encoded, prepare_tasks, run_task
 
 _STORE_BYTES = 80 << 20  # nothing goes through Ray's object store; this is the least it accepts
 _REACH_S, _LOOK_S = 30.0, 0.1

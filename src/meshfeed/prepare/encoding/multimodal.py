@@ -17,12 +17,20 @@ from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.tokens import Column, Where
 from meshfeed.parts import KINDS, Kind, Parts
-from meshfeed.prepare.chat import ChatEncoder
-from meshfeed.prepare.encoders import Chats, Text, TextEncoder, absolute
-from meshfeed.prepare.headers import MOST_PIXELS, Size, size_of
-from meshfeed.prepare.part_file import PART_DTYPES
-from meshfeed.prepare.samples import Part, Sample, Samples
+from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
+from meshfeed.prepare.encoding.part_headers import MOST_PIXELS, Size, size_of
+from meshfeed.prepare.encoding.text import Text, TextEncoder, absolute
+from meshfeed.prepare.inputs.samples import Part, Sample, Samples
 from meshfeed.store.part_files import rows_of
+
+PART_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "num_parts": np.dtype(np.int64),
+    "part_bytes": np.dtype(np.int64),
+    "part_sizes": np.dtype(np.float64),
+    "parts": np.dtype(np.uint8),
+}
+"""Further columns of documents with parts: parts of each, bytes of each part, their sizes as
+`store.part_files` has them, and all bytes back to back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +132,7 @@ class MultimodalEncoder:
 
     @property
     def beside(self) -> Mapping[str, np.dtype[Any]]:
-        """Of what else a document has; see `part_file`."""
+        """Of what else a document has; see PART_DTYPES."""
         return PART_DTYPES
 
     @property
@@ -220,7 +228,7 @@ class MultimodalEncoder:
 
 
 def _columns_of(parts: Sequence[Part], sizes: Sequence[Size], at: Array) -> dict[str, Array]:
-    """The columns of `part_file.PART_DTYPES` of one document."""
+    """The columns of PART_DTYPES of one document."""
     num_bytes = np.array([len(each.data) for each in parts], np.int64)
     found = Parts(
         kind=np.array([KINDS.index(each.kind) for each in sizes], np.int64),

@@ -1,10 +1,9 @@
-"""Values of a column -> columns of tokens: the one place where preparing text and chats differ."""
+"""Text, or lists of tokens -> documents of one column."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +12,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.formats.tokens import Column, Where
-from meshfeed.prepare.chat import ChatEncoder, TrainOn
-from meshfeed.prepare.records import Columns
-from meshfeed.prepare.samples import CHAT_KEYS
+from meshfeed.prepare.inputs.records import Columns
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
@@ -132,58 +129,6 @@ class Text:
                     f"a wider --dtype, or auto"
                 )
         return TextEncoder(column, {"tokens": dtype}, digest, end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chats:
-    """Conversations: tokens and a loss mask, by a tokenizer's chat template; see `chat.ChatEncoder`.
-
-    Attributes:
-        tokenizer: a transformers directory, or a tokenizers JSON file with a template.
-        template: a file to use instead of the tokenizer's own template.
-        train_on: "assistant" for all its messages, "last" for the last one.
-        date: for templates that ask for today's; None lets them do without, or refuses them.
-        column: of JSON lines and tables; None for the first of CHAT_KEYS that is there. "tools" is beside it.
-        dtype: see Text.
-    """
-
-    tokenizer: str
-    template: str | None = None
-    train_on: TrainOn = "assistant"
-    date: datetime.date | None = None
-    column: str | None = None
-    dtype: str = "auto"
-    train_bpe: None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokenizer", tokenizer_name(self.tokenizer))
-
-    @property
-    def columns(self) -> Columns:
-        """What to take of a record."""
-        names = CHAT_KEYS if self.column is None else (self.column,)
-        return Columns(names, beside=("tools",), called="messages")
-
-    def request(self) -> dict[str, Any]:
-        return {
-            "kind": "chat",
-            "column": self.column,
-            "tokenizer": absolute(self.tokenizer),
-            "template": absolute(self.template),
-            "train_on": self.train_on,
-            "date": None if self.date is None else self.date.isoformat(),
-            "dtype": self.dtype,
-            "digest": self.encoder().digest,
-        }
-
-    def encoder(self, trained: Path | None = None) -> ChatEncoder:
-        """What makes the tokens and the mask. Raises StoreError."""
-        dtype = None if self.dtype == "auto" else self.dtype
-        encoder = ChatEncoder(
-            self.tokenizer, self.template, train_on=self.train_on, dtype=dtype, date=self.date
-        )
-        encoder.check()
-        return encoder
 
 
 def absolute(name: str | None) -> str | None:

@@ -21,7 +21,7 @@ from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
-from meshfeed.prepare.samples import PART_KEYS, Sample, Samples, refs_in, too_large
+from meshfeed.prepare.inputs.samples import PART_KEYS, Sample, Samples, refs_in, too_large
 
 _IMAGES = "jpg jpeg jpe jfif png apng webp gif bmp tif tiff ppm pgm pbm pnm avif"
 _OTHER_IMAGES = "heic heif jxl jp2 j2k jpx ico svg psd tga exr dng"

@@ -22,8 +22,8 @@ from meshfeed.formats.mds import MDSStore
 from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
-from meshfeed.prepare.arrow_rows import batches_in
-from meshfeed.prepare.json_list import elements, is_list_of_records
+from meshfeed.prepare.inputs.arrow import batches_in
+from meshfeed.prepare.inputs.json_list import elements, is_list_of_records
 from meshfeed.store.format import Place
 
 I64 = npt.NDArray[np.int64]

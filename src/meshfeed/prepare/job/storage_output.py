@@ -25,8 +25,8 @@ from meshfeed.files.remote.errors import options_of_environment
 from meshfeed.files.remote.writer import Writer
 from meshfeed.files.url import split, without_secrets
 from meshfeed.formats.prepared import FORMAT, MANIFEST
-from meshfeed.prepare.job import read_json, write_json
-from meshfeed.prepare.output import FOREIGN, OPENS, OnBytes, Output, manifest_in, step_of
+from meshfeed.prepare.job.job import read_json, write_json
+from meshfeed.prepare.job.output import FOREIGN, OPENS, OnBytes, Output, manifest_in, step_of
 
 _NOTES = "uploads.json"
 

@@ -1,13 +1,19 @@
-"""Started by path: `python bare.py MODULE WORDS...` calls `main(*WORDS)` of a module of this package.
+"""Runs a module of this package in a process without torch: `python without_torch.py MODULE WORDS...`.
 
-Empty packages stand in for meshfeed's own, whose `__init__` would import torch: encoding has no use for it,
-and it does not fit under a limit on memory.
+It calls `main(*WORDS)` of the module. Empty packages stand in for meshfeed's own, whose `__init__` would
+import torch: encoding has no use for it, and it does not fit under a limit on memory.
 """
 
 import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+
+
+def command(module: str, *words: str) -> list[str]:
+    """The command line that calls `main(*words)` of a module."""
+    return [sys.executable, __file__, module, *words]
+
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its modules are not top-level ones

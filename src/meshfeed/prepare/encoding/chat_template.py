@@ -1,7 +1,7 @@
 """Conversations -> their text by a chat template, and what of it the assistant says.
 
 Templates are what tokenizers bring along: jinja2, sandboxed, in the dialect that transformers gives them.
-There are no arrays and no tokens: a process of its own runs this; see `confined`.
+There are no arrays and no tokens: a process of its own runs this; see `chat_process`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
+from meshfeed.prepare.inputs.sharegpt import with_role
 
 Message = Mapping[str, Any]
 Tools = list[Any] | None
@@ -312,32 +313,6 @@ def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
     if not isinstance(tools, list | None):
         raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
     return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None
-
-
-_ROLE_OF_SPEAKER = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "system": "system",
-}
-"""What ShareGPT calls who speaks -> role."""
-
-
-def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Message k with role and content, where it has ShareGPT's from and value.
-
-    Raises StoreError for a speaker that none of its sets has: a wrong role would bear no loss, or all.
-    """
-    found = dict(message)
-    if found.get("role") is not None or found.get("from") is None:
-        return found
-    speaker = found.pop("from")
-    if not isinstance(speaker, str) or speaker not in _ROLE_OF_SPEAKER:
-        raise StoreError(
-            f"message {k}: from {speaker!r} is not one of {', '.join(_ROLE_OF_SPEAKER)}; write role and "
-            f"content as the chat template knows them"
-        )
-    return found | {"role": _ROLE_OF_SPEAKER[speaker], "content": found.pop("value", None)}
 
 
 def _message(k: int, given: Any) -> Message:

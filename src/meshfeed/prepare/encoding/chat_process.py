@@ -20,11 +20,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import IO, Any, cast
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.chat_template import Conversations, Rendered
+from meshfeed.prepare.encoding.chat_template import Conversations, Rendered
+from meshfeed.prepare.without_torch import command
 
 MEMORY_BYTES = 1 << 30
 """Of the process, its Python included."""
@@ -35,8 +35,6 @@ try:
     import resource
 except ImportError:  # not on every system
     resource = None
-
-_BARE = Path(__file__).with_name("bare.py")
 
 
 class Confined:
@@ -74,8 +72,7 @@ class _Process:
 
     def __init__(self, conversations: Conversations) -> None:
         self._owner, self._where = os.getpid(), conversations.path
-        command = [sys.executable, str(_BARE), __name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command(__name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._owner, self._process)
         self.ask(pickle.dumps((conversations, MEMORY_BYTES, CPU_S)))
 

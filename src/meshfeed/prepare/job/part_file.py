@@ -29,15 +29,6 @@ U64 = npt.NDArray[np.uint64]
 VERSION = 2
 """Of part files; a job goes on only with its own."""
 
-PART_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "num_parts": np.dtype(np.int64),
-    "part_bytes": np.dtype(np.int64),
-    "part_sizes": np.dtype(np.float64),
-    "parts": np.dtype(np.uint8),
-}
-"""Further columns of documents with parts: parts of each, bytes of each part, their sizes as
-`store.part_files` has them, and all bytes back to back."""
-
 _MAGIC = b"MFPART\0\2"
 _TAIL = struct.Struct("<Q8s")
 
@@ -86,7 +77,8 @@ class Block:
     Attributes:
         lengths: tokens of each; int64 [n].
         hashes: 128 bits of each; uint64 [n, 2], or [0, 2] where nobody wants them.
-        columns: name -> the values of all documents, back to back; of tokens, and of parts as PART_DTYPES.
+        columns: name -> the values of all documents, back to back; of tokens, and of images and
+            audio as `encoding.multimodal.PART_DTYPES`.
     """
 
     lengths: I64

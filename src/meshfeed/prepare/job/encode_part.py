@@ -14,10 +14,17 @@ from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.jsonl import place_of
-from meshfeed.prepare.encoding import Encoder, hash_of
-from meshfeed.prepare.job import Job, load_job
-from meshfeed.prepare.part_file import Block, Malformed, PartSummary, part_path, write_block, write_summary
-from meshfeed.prepare.records import HERE, Record, reason_of, records
+from meshfeed.prepare.encoding.encodings import Encoder, hash_of
+from meshfeed.prepare.inputs.records import HERE, Record, reason_of, records
+from meshfeed.prepare.job.job import Job, load_job
+from meshfeed.prepare.job.part_file import (
+    Block,
+    Malformed,
+    PartSummary,
+    part_path,
+    write_block,
+    write_summary,
+)
 
 _RECORDS_TOGETHER, _BYTES_TOGETHER = 512, 1 << 18
 _SHOWN = 5

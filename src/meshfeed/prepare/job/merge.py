@@ -14,9 +14,9 @@ import numpy.typing as npt
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.prepared import ERRORS
-from meshfeed.prepare.job import Job
-from meshfeed.prepare.part_file import (
-    PART_DTYPES,
+from meshfeed.prepare.encoding.multimodal import PART_DTYPES
+from meshfeed.prepare.job.job import Job
+from meshfeed.prepare.job.part_file import (
     Block,
     Malformed,
     PartSummary,

@@ -1,0 +1,1 @@
+"""Records -> tokens: text, chats, and samples with images and audio."""

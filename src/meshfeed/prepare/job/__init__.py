@@ -1,0 +1,1 @@
+"""A job in its folder: cut into parts, each encoded once, merged in order and published."""
