@@ -23,7 +23,8 @@ from measure import Row, in_turn, ratio
 
 import meshfeed as mf
 from meshfeed.order import Interleaving, draws_between
-from meshfeed.order.stream import forget, stream_of
+from meshfeed.order.schedule import interleaving_of
+from meshfeed.order.stream import Stream
 from meshfeed.store import IndexedWriter
 
 BATCH, FAR, SOURCES = 256, 10**12, 10_000
@@ -62,17 +63,20 @@ def recipe_of(sources: int) -> mf.Recipe:
     return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(sequences=BATCH))
 
 
+def draw_anew(recipe: mf.Recipe, start: int) -> None:
+    """The draws of a step, as a job that has just resumed there works them out."""
+    interleaving_of.cache_clear()
+    stream = Stream(recipe)
+    source, epoch, place = stream.places(start, start + BATCH)
+    stream.indices(source, epoch, place)
+
+
 def positions(short: bool) -> Iterator[Row]:
     """Position 10**12 against position 0."""
     for sources in (1, 10) if short else (1, 10, 1000):
         recipe = recipe_of(sources)
-
-        def draw(start: int, recipe: mf.Recipe = recipe) -> None:
-            forget()
-            stream_of(recipe)
-            draws_between(recipe, start, start + BATCH)
-
-        seconds = in_turn({"0": lambda: draw(0), "far": lambda: draw(FAR)}, rounds=1 if short else 15)
+        draws = {"0": partial(draw_anew, recipe, 0), "far": partial(draw_anew, recipe, FAR)}
+        seconds = in_turn(draws, rounds=1 if short else 15)
         yield Row(
             name=f"{BATCH} draws at position 10¹², {named(sources)}",
             against="at position 0",
@@ -88,17 +92,13 @@ def blocks(short: bool) -> Iterator[Row]:
     for name, plain in recipes.items():
         recipe = replace(plain, shuffle="blocks")
 
-        def resume(start: int, recipe: mf.Recipe = recipe) -> None:
-            forget()
-            draws_between(recipe, start, start + BATCH)
-
-        def draw(recipe: mf.Recipe) -> None:
-            draws_between(recipe, FAR, FAR + BATCH)
-
-        cold = in_turn({"0": partial(resume, 0), "far": partial(resume, FAR)}, rounds=1 if short else 15)
-        warm = in_turn(
-            {"blocks": partial(draw, recipe), "global": partial(draw, plain)}, rounds=1 if short else 25
-        )
+        draws = {"0": partial(draw_anew, recipe, 0), "far": partial(draw_anew, recipe, FAR)}
+        cold = in_turn(draws, rounds=1 if short else 15)
+        under_way = {
+            "blocks": partial(draws_between, recipe, FAR, FAR + BATCH),
+            "global": partial(draws_between, plain, FAR, FAR + BATCH),
+        }
+        warm = in_turn(under_way, rounds=1 if short else 25)
         yield Row(
             name=f"{BATCH} draws at position 10¹², shuffled by blocks, {name}",
             against="at position 0",

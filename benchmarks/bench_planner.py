@@ -33,7 +33,7 @@ import numpy.typing as npt
 from measure import Row
 
 from least_microbatches import microbatch_bound
-from meshfeed.plan import CostModel, Packing, best_fit, plan_step
+from meshfeed.plan import CostModel, Packing, plan_step
 from meshfeed.plan.policy import room_of
 
 Lengths = npt.NDArray[np.int64]
@@ -478,63 +478,6 @@ def ratios(
         yield Row(name=f"plans that fail, {name}, {what}", value=failed, unit="%", aim=None if at else 0)
 
 
-# -- documents into packs of one length ----------------------------------------------------------------
-
-
-def segment_tree_best_fit(lengths: list[int], capacity: int) -> int:
-    """Best-fit-decreasing document by document: a tree over free space finds the tightest. Returns the bins.
-
-    Node i has children 2 i and 2 i + 1 and is true where a bin below it has that space free.
-    """
-    leaves = 1 << capacity.bit_length()
-    tree = bytearray(2 * leaves)
-    bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]
-    num_bins = 0
-    for length in sorted(lengths, reverse=True):
-        at = leaves + length
-        if not tree[at]:  # up until a subtree to the right has one
-            while at > 1 and (at & 1 or not tree[at + 1]):
-                at >>= 1
-            at = at + 1 if at > 1 else 0
-        if at:
-            while at < leaves:
-                at = 2 * at if tree[2 * at] else 2 * at + 1
-            space = at - leaves
-            chosen = bins_with[space].pop()
-            if not bins_with[space]:
-                while at and (at >= leaves or not (tree[2 * at] or tree[2 * at + 1])):
-                    tree[at] = 0
-                    at >>= 1
-        else:
-            chosen, space = num_bins, capacity
-            num_bins += 1
-        space -= length
-        if space:
-            bins_with[space].append(chosen)
-            at = leaves + space
-            while at and not tree[at]:
-                tree[at] = 1
-                at >>= 1
-    return num_bins
-
-
-def pack_documents(n: int) -> Iterator[Row]:
-    """Documents with their ids."""
-    capacity = 8192
-    lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 1, n), 1, capacity).astype(np.int64)
-    start = time.perf_counter()
-    bins, num_bins = best_fit(lengths, capacity)
-    spent = time.perf_counter() - start
-    assert np.bincount(bins, weights=lengths).max() <= capacity
-    start = time.perf_counter()
-    peer_bins = segment_tree_best_fit(lengths.tolist(), capacity)
-    peer_spent = time.perf_counter() - start
-    what, peer = "best fit of 1,000,000 documents", "document by document, with a tree"
-    yield Row(name=f"speed, {what}", against=peer, value=peer_spent / spent)
-    yield Row(name=f"packs, {what}", against=peer, value=num_bins / peer_bins)
-    yield Row(name=f"waste, {what}", value=100 * float(1 - lengths.sum() / (num_bins * capacity)), unit="%")
-
-
 def measured(short: bool) -> Iterator[Row]:
     """All of it."""
     names = ("longtail", "short") if short else ("equal", "longtail", "mixed", "short", "source_files")
@@ -543,7 +486,6 @@ def measured(short: bool) -> Iterator[Row]:
     yield from elsewhere(OTHER_SIZES[:1] if short else OTHER_SIZES)
     yield from constant_shapes(traces, *SIZES[0 if short else 1])
     yield from beside_newest(traces, short=short)
-    yield from pack_documents(10_000 if short else 1_000_000)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "plan": (
         ["plan/*.py"],
         [
-            *_in("plan", "objective", "packs", "cost", "best_fit", "in_order", "alignment", "plan_step"),
+            *_in("plan", "objective", "packs", "cost", "in_order", "alignment", "plan_step"),
             *_in("plan", "quality", "two_costs", "encoders", "encoder_routes", "loads", "split", "counts"),
             *_in("plan", "fixed_shapes"),
         ],

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
-from meshfeed.order.schedule import end_of, interleaving_of, segments_of, sizes_of, whole_end
+from meshfeed.order.schedule import end_of, segments_of, sizes_of, whole_end
 from meshfeed.recipe import Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
@@ -222,12 +222,6 @@ def stream_of(recipe: Recipe) -> Stream:
         ref = weakref.ref(recipe, lambda _: _streams.pop(key, None))
         found = _streams[key] = ref, Stream(recipe)
     return found[1]
-
-
-def forget() -> None:
-    """Clear the caches; for benchmarks that measure a cold start."""
-    _streams.clear()
-    interleaving_of.cache_clear()
 
 
 def _number_of(name: str) -> int:

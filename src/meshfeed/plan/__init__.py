@@ -3,13 +3,11 @@
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
 `oversize`, `step` (the front door), `assign` (stream order), `balance` with `forecast`, `fill` and
 `least_loaded` (equal work), `two_costs` with `swap` and `encoders` (encoders, too), `encoder_routes` (where
-their output goes), `account` and `loads` (how good it is), `split` (context parallelism), `best_fit`
-(documents into fixed lengths).
+their output goes), `account` and `loads` (how good it is), `split` (context parallelism).
 """
 
 from meshfeed.plan.account import Account, account_of, flops
 from meshfeed.plan.assign import plan_fixed
-from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel, ModelShape
 from meshfeed.plan.encoder_routes import EncoderRoute, encoder_routes
 from meshfeed.plan.encoders import EncoderPlan, plan_encoder
@@ -35,7 +33,6 @@ __all__ = [
     "Slices",
     "StepPlan",
     "account_of",
-    "best_fit",
     "cp_groups",
     "encoder_routes",
     "flops",
