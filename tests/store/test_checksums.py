@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from raw_index import write_raw
 
 import meshfeed as mf
 import mosaic
@@ -21,6 +20,7 @@ from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
 from meshfeed.store.node_index import NodeIndex, checksums_beside
+from raw_index import write_raw
 from services.faults import Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx

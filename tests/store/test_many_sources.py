@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from raw_index import write_raw
 
 import meshfeed as mf
 from meshfeed.store import IndexedStore
+from raw_index import write_raw
 from soak import cases, only_soak
 
 NUM_SOURCES = cases(600, 3_000)
