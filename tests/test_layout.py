@@ -18,6 +18,8 @@ import meshfeed as mf
 from meshfeed.layout import DIMS
 from soak import cases
 
+ROWS = mf.Recipe(data=mf.Lengths([64]), sequence=mf.Windows(4), batch=8)
+
 sizes = st.integers(1, 4)
 orders = st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join)
 exact = settings(max_examples=cases(60), deadline=None)
@@ -180,6 +182,10 @@ def test_a_real_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> N
             try:
                 real = DeviceMesh("cpu", ranks, mesh_dim_names=names)
                 layout = mf.Layout.from_device_mesh(real, ranks_per_node=4)
+                feed, exchange = mf.Feed(ROWS, real), mf.Exchange([], real, packing=mf.Packing(capacity=8))
+                for source in (feed, exchange):
+                    assert (source.layout, source.rank) == (mf.Layout.from_device_mesh(real), rank)
+                    assert source.stage_map.pp == layout.pp
                 place = dict(zip(names, real.get_coordinate()))
                 tp_ranks = dist.get_process_group_ranks(real.get_group("tp")) if "tp" in names else [rank]
             finally:

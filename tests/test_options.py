@@ -14,7 +14,6 @@ import pytest
 
 import meshfeed as mf
 from meshfeed.feed.options import FeedOptions, Options
-from meshfeed.integrations import megatron
 
 KINDS: dict[type, type[Options]] = {mf.Feed: FeedOptions, mf.Exchange: Options}
 PACKING = mf.Packing(capacity=16)
@@ -92,12 +91,6 @@ READERS_OF: dict[str, tuple[str, Any, Callable[..., Any]]] = {
         [1],
         lambda **given: mf.roles.choose_delivery(LAYOUT, mf.StageMap(), FIELDS, can_share=True, **given),
     ),
-    "SequencePacking": ("loading", "shared", lambda **given: megatron.SequencePacking(**given)._readers),
-    "DatasetsProvider": (
-        "loading",
-        "replicated",
-        lambda **given: megatron.DatasetsProvider(train=RECIPE, **given)._readers,
-    ),
 }
 
 
@@ -111,10 +104,3 @@ def test_readers_still_have_their_old_name(old: str, value: Any, made: Callable[
     assert [each.filename for each in warned] == [__file__], "the line that has the old name"
     with pytest.raises(TypeError, match=f"{old}= is the old name of readers="):
         made(**{old: value}, readers=value)
-
-
-@pytest.mark.parametrize("function", [megatron.feed, megatron.is_reader, megatron.readers])
-def test_so_do_those_of_megatrons_functions(function: Any) -> None:
-    assert "readers" in inspect.signature(function).parameters
-    with pytest.warns(DeprecationWarning, match="loading= is called readers="), pytest.raises(TypeError):
-        function(loading="shared", no_such_option=1)

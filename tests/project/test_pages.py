@@ -201,6 +201,28 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {"tokens", "labels", "loss_mask"} <= set(microbatch)
 
 
+def test_pages_name_each_public_name_and_no_other() -> None:
+    """Beside the reference, which is made from the code, and the changelog, which is history."""
+    pages = {path: path.read_text() for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
+    code = re.compile(r"```.*?```|`[^`]+`", re.S)
+    shown = {
+        path.name: {name for block in code.findall(text) for name in re.findall(r"[\w.]+", block)}
+        for path, text in pages.items()
+    }
+    elsewhere = set[str]().union(*(names for page, names in shown.items() if page != "api.md"))
+    words = elsewhere | {name.removeprefix("mf.") for name in elsewhere}
+    assert [name for name in mf.__all__ if name not in words] == []
+    for page, names in shown.items():
+        for name in sorted(name for name in names if name.startswith("mf.")):
+            found: Any = mf
+            for part in name.rstrip(".").split(".")[1:]:
+                assert hasattr(found, part), f"{page} names {name}"
+                found = getattr(found, part)
+    reference = set(re.findall(r"^::: meshfeed\.(\w+)$", pages[DOCS / "api.md"], re.M))
+    errors = {name for name in mf.__all__ if name.endswith("Error")}
+    assert reference - {"errors"} == {*mf.__all__} - errors, "the reference has errors as a module"
+
+
 def test_pictures_are_what_the_functions_say() -> None:
     drawing: dict[str, Any] = {"__name__": "pictures", "__file__": str(DOCS / "make" / "pictures.py")}
     exec((DOCS / "make" / "pictures.py").read_text(), drawing)

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.columns import Columns
@@ -59,7 +60,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         iterator: an iterable of items (see `Keys`) or of lists of items; None for a rank without one. If
             several ranks of one data-parallel rank have one, they must give the same items; lengths and
             some of the numbers are compared every step.
-        layout: None for one process.
+        layout: the arrangement of the ranks, or a torch DeviceMesh; None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         packing: how items become microbatches.
         keys: what items hold.
@@ -92,7 +93,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
     def __init__(
         self,
         iterator: Iterable[Any] | None,
-        layout: Layout | None = None,
+        layout: Layout | DeviceMesh | None = None,
         rank: int | None = None,
         *,
         packing: Packing,

@@ -14,6 +14,7 @@ from os import PathLike
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.deliver import (
@@ -54,7 +55,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     Args:
         recipe: what to train on; equal on every rank.
-        layout: the arrangement of the ranks; None for one process.
+        layout: the arrangement of the ranks, or a torch DeviceMesh, which `Layout.from_device_mesh` reads;
+            None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
         device: of the tensors.
@@ -100,7 +102,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def __init__(
         self,
         recipe: Recipe,
-        layout: Layout | None = None,
+        layout: Layout | DeviceMesh | None = None,
         rank: int | None = None,
         *,
         delivery: DeliveryName | Literal["auto"] = "auto",
@@ -130,7 +132,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
         self._stepping = Stepping(
             recipe=recipe,
-            layout=layout or Layout(),
+            layout=self._given_layout or Layout(),
             micro_batch_size=self.micro_batch_size,
             packing=packing,
             vpp=self.stage_map.vpp,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshfeed.errors import LayoutError
 from meshfeed.layout import Layout
@@ -58,11 +58,14 @@ def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
     return layout
 
 
-def check_layout(layout: Any) -> None:
-    """Raises LayoutError for anything but a Layout or None."""
-    if layout is not None and not isinstance(layout, Layout):
-        hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
-        raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
+def given_layout(layout: Layout | DeviceMesh | None) -> Layout | None:
+    """The layout that a user gave, as itself or as a DeviceMesh. Raises LayoutError for anything else."""
+    if layout is None or isinstance(layout, Layout):
+        return layout
+    if isinstance(layout, DeviceMesh):
+        return Layout.from_device_mesh(layout)
+    hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
+    raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
 
 
 def check_rank(given: int | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
 from meshfeed.deliver import (
@@ -29,7 +30,7 @@ from meshfeed.errors import DeliveryError, LayoutError, StateError
 from meshfeed.extras import version_of
 from meshfeed.feed.batch import Step
 from meshfeed.feed.device import Placer, placer_of
-from meshfeed.feed.launch import check_layout, check_rank, num_processes, this_layout, this_rank
+from meshfeed.feed.launch import check_rank, given_layout, num_processes, this_layout, this_rank
 from meshfeed.feed.options import Options
 from meshfeed.feed.run import Item, Run, VirtualStage, views_of
 from meshfeed.feed.stepping import cp_groups_of
@@ -51,14 +52,13 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     A subclass defines the fields, what all ranks must agree on, and how an item is made.
 
     Args:
-        layout: the arrangement of the ranks; None for one process.
+        layout: the arrangement of the ranks, also as a DeviceMesh; None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         options: see `Options`.
     """
 
-    def __init__(self, layout: Layout | None, rank: int | None, options: OptionsT) -> None:
-        check_layout(layout)
-        self._given_layout, self._given_rank, self._options = layout, rank, options
+    def __init__(self, layout: Layout | DeviceMesh | None, rank: int | None, options: OptionsT) -> None:
+        self._given_layout, self._given_rank, self._options = given_layout(layout), rank, options
         self._readers = None if options.readers is None else frozenset(options.readers)
         self._recorder = Recorder(options.metrics, self._about)
         self._entered = self._entered_by_loop = False
@@ -68,7 +68,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         # Held while a run is made or ended, never while it waits for peers: another thread may end it then.
         self._changing = threading.RLock()
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self), os.getpid())
-        self.stage_map = options.stage_map or StageMap(pp=1 if layout is None else layout.pp)
+        self.stage_map = options.stage_map or StageMap(pp=(self._given_layout or Layout()).pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
 
     # -- what a subclass defines ----------------------------------------------------------------------

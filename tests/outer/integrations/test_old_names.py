@@ -1,0 +1,33 @@
+"""Old names of Megatron's arguments, which warn for one version."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from meshfeed.integrations import megatron
+
+RECIPE = mf.Recipe(data=mf.Lengths(np.ones(8, int)), sequence=mf.Documents(), batch=1)
+SAYS = "loading= is called readers= now"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [megatron.SequencePacking, lambda **given: megatron.DatasetsProvider(train=RECIPE, **given)],
+)
+def test_loading_is_called_readers(made: Callable[..., Any]) -> None:
+    with pytest.warns(DeprecationWarning, match=SAYS) as warned:
+        assert made(loading="replicated")._readers == made(readers="replicated")._readers == "replicated"
+    assert [each.filename for each in warned] == [__file__], "the line that has the old name"
+
+
+@pytest.mark.parametrize("function", [megatron.feed, megatron.is_reader, megatron.readers])
+def test_so_it_is_of_functions(function: Any) -> None:
+    assert "readers" in inspect.signature(function).parameters
+    with pytest.warns(DeprecationWarning, match=SAYS), pytest.raises(TypeError):
+        function(loading="shared", no_such_option=1)
