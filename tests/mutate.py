@@ -101,7 +101,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "deliver": (
         ["deliver/*.py"],
         [
-            *_in("deliver", "wire", "protocols", "links", "store_client", "compared", "verify"),
+            *_in("deliver", "wire", "protocols", "links", "rendezvous", "compared", "verify"),
             *_in("deliver", "deliveries", "meeting"),
         ],
     ),

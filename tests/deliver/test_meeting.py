@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfeed as mf
-import meshfeed.deliver.store_client
+import meshfeed.deliver.rendezvous
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.failure import Failures
 from meshfeed.deliver.meeting import Meeting, _what_differs, ranks_in_words, ranks_of_words
-from meshfeed.deliver.store_client import StoreClient
+from meshfeed.deliver.rendezvous import Rendezvous
 from observe import simulated, take
 from soak import some
 
@@ -412,13 +412,13 @@ def test_peers_hear_of_any_error_that_keeps_a_rank_from_joining(corpus: str) -> 
 def test_a_loop_leaves_no_key_for_every_rank(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of 16,384 ranks validates a thousand times, and its store keeps all that is said in it."""
     said: set[str] = set()
-    say = StoreClient.say
+    say = Rendezvous.say
 
-    def noted(client: StoreClient, key: str, text: str, within_s: float) -> str:
+    def noted(one: Rendezvous, key: str, text: str, within_s: float, num_speakers: int | None = None) -> str:
         said.add(key)
-        return say(client, key, text, within_s)
+        return say(one, key, text, within_s, num_speakers)
 
-    monkeypatch.setattr(StoreClient, "say", noted)
+    monkeypatch.setattr(Rendezvous, "say", noted)
     store, sizes = dist.HashStore(), []
     for _ in range(3):
         for rank in range(4):
@@ -431,9 +431,9 @@ def test_a_loop_leaves_no_key_for_every_rank(corpus: str, monkeypatch: pytest.Mo
 def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.deliver.store_client._POLL_EVERY_S", 0.01)
+    monkeypatch.setattr("meshfeed.deliver.rendezvous._POLL_EVERY_S", 0.01)
     meeting, free = Meeting(dist.FileStore(str(tmp_path / "store"), -1), 0, 60), threading.Event()
-    client = meeting.client
+    client = meeting.rendezvous
     slow = threading.Thread(target=client.call, args=(lambda store: free.wait(), 60))
     with Failures(meeting, 0, lambda: None):
         slow.start()
@@ -450,7 +450,7 @@ def test_the_threads_of_a_client_rest_when_a_process_ends(monkeypatch: pytest.Mo
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, None, False)
     meeting, slow = Meeting(store, 0, 60), threading.Event()
-    client = meeting.client
+    client = meeting.rendezvous
     with Failures(meeting, 0, lambda: None):
         listener = client._listener
         assert listener is not None
@@ -469,18 +469,18 @@ class Broken:
 
 def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     store, heard = dist.HashStore(), threading.Event()
-    whole = meshfeed.deliver.store_client._clone
-    monkeypatch.setattr("meshfeed.deliver.store_client._clone", lambda store: Broken())
+    whole = meshfeed.deliver.rendezvous._clone
+    monkeypatch.setattr("meshfeed.deliver.rendezvous._clone", lambda store: Broken())
     meeting = Meeting(store, 0, 60)
     with Failures(meeting, 0, lambda: None):
-        listener = meeting.client._listener
+        listener = meeting.rendezvous._listener
         assert listener is not None
         listener.join()
-    monkeypatch.setattr("meshfeed.deliver.store_client._clone", whole)
+    monkeypatch.setattr("meshfeed.deliver.rendezvous._clone", whole)
     meeting = Meeting(store, 0, 60)
     with Failures(meeting, 0, heard.set):
         error = ErrorRecord("StoreError", "gone").encode(4096).decode()
-        assert meeting.client.add_notice(json.dumps([meeting.prefix, 0, error]), 60)
+        assert meeting.rendezvous.add_notice(json.dumps([meeting.prefix, 0, error]), 60)
         assert heard.wait(60)
 
 
@@ -538,7 +538,7 @@ def test_ranks_in_words_and_back(ranks: set[int]) -> None:
 def test_a_store_that_does_not_answer_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("meshfeed.deliver.store_client._LOG_AFTER_S", 0.05)
+    monkeypatch.setattr("meshfeed.deliver.rendezvous._LOG_AFTER_S", 0.05)
     meeting, free = Meeting(dist.HashStore(), 0, 60), threading.Event()
 
     def slow(store: Any) -> str:

@@ -6,8 +6,8 @@ from meshfeed.deliver.error_codec import ErrorRecord, ranks_in_words
 from meshfeed.deliver.failure import Failures
 from meshfeed.deliver.group import Group
 from meshfeed.deliver.meeting import Meeting
+from meshfeed.deliver.rendezvous import default_store
 from meshfeed.deliver.share import can_share
-from meshfeed.deliver.store_client import default_store
 from meshfeed.deliver.verify import Digester, Digests, Verifier
 
 __all__ = [

@@ -49,14 +49,14 @@ class Failures:
             self._process, start = os.getpid(), meeting.start
             meeting.on_error = lambda error: self._publish(error, start)
             self._find_run(meeting)
-            meeting.client.watch(self)
+            meeting.rendezvous.watch(self)
             self.on_notice()  # for notices that arrived between the two calls
         return self
 
     def __exit__(self, *_: object) -> None:
         self._own = None  # its traceback would keep its frames' objects alive
         if self._meeting is not None and self._is_open:
-            self._meeting.client.unwatch(self)
+            self._meeting.rendezvous.unwatch(self)
 
     def record(self, error: Exception) -> None:
         """Record this rank's own error. Call before notifying peers: they receive its text alone."""
@@ -125,7 +125,7 @@ class Failures:
             if not self._meeting.is_member():
                 return None
             while self._notice(look=True)[0] > ends:
-                if self._meeting.client.add_notice(text, self._patience_s):
+                if self._meeting.rendezvous.add_notice(text, self._patience_s):
                     break
         except DeliveryError as lost:
             error.add_note(f"rank {self._rank} could not report this error to the other ranks: {lost}")
@@ -153,8 +153,8 @@ class Failures:
             return math.inf, None
         if look:
             with contextlib.suppress(DeliveryError):
-                meeting.client.read_notices(self._patience_s)
-        texts = list(meeting.client.notices.values())
+                meeting.rendezvous.read_notices(self._patience_s)
+        texts = list(meeting.rendezvous.notices.values())
         own = [(step, error) for run, step, error in map(json.loads, texts) if run == self._prefix]
         if not own:
             return math.inf, None

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.deliver.error_codec import ranks_in_words, ranks_of_words
 from meshfeed.deliver.group import Group
-from meshfeed.deliver.store_client import FAILURES, StoreClient, client_of, within
+from meshfeed.deliver.rendezvous import FAILURES, Rendezvous, first_text, rendezvous_of, within
 from meshfeed.errors import DeliveryError, PeerError, StateError
 
 T = TypeVar("T")
@@ -79,26 +79,26 @@ class Meeting:
     cancelled: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     @property
-    def client(self) -> StoreClient:
-        """This process's client of the store."""
-        return client_of(self.store)
+    def rendezvous(self) -> Rendezvous:
+        """This process's side of the store."""
+        return rendezvous_of(self.store)
 
     def call(self, operation: Callable[[Any], T]) -> T:
         """Run an operation on the store within `timeout_s`. Raises DeliveryError."""
-        return self.client.call(operation, self.timeout_s)
+        return self.rendezvous.call(operation, self.timeout_s)
 
-    def say(self, key: str, text: str) -> str:
-        """Write a text under a key unless a rank of this run already has. Returns the first text written.
+    def say(self, key: str, text: str, num_speakers: int | None = None) -> str:
+        """Write a text under a key unless a rank of this run already has; see `Rendezvous.say`.
 
-        Raises DeliveryError.
+        Returns the first text written. Raises DeliveryError.
         """
-        return self.client.say(f"{self.prefix}/{key}", text, self.timeout_s)
+        return self.rendezvous.say(f"{self.prefix}/{key}", text, self.timeout_s, num_speakers)
 
     @property
     def prefix(self) -> str:
         """This run's key prefix: equal on all ranks of the job, different from other runs. Does not wait."""
         if not self._prefix:
-            self._space = self.client.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
+            self._space = self.rendezvous.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
             of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
             self._prefix = f"meshfeed/{of}/{next(_numbers[self._space, self.name])}"
         return self._prefix
@@ -182,7 +182,7 @@ class Meeting:
         key, process = f"{self.prefix.rpartition('/')[0]}/rank/{self.rank}", _identity(os.getpid())
         claim = (process, self._space, self.name, self.rank)
         if claim not in _claimed:
-            if self.client.say(key, process, self.timeout_s) != process:
+            if self.rendezvous.say(key, process, self.timeout_s) != process:
                 return False
             _claimed.add(claim)
         return True
@@ -274,13 +274,13 @@ class Meeting:
             if store.check([key]):
                 return store.get(key).decode()
             here = {int(rank) for rank in store.get(f"{prefix}/here").split()}
-            return store.compare_set(key, "", ranks_in_words(sorted(set(peers) - here)) or "-").decode()
+            return first_text(store, key, ranks_in_words(sorted(set(peers) - here)) or "-")
 
         return ranks_of_words(self.call(ask).strip("-"))
 
     def _decide(self, prefix: str, all_arrived: bool) -> bool:
         """Whether the meeting takes place. The first value written decides for all members."""
-        return self.client.say(f"{prefix}/go", str(all_arrived), self.timeout_s) == str(True)
+        return self.rendezvous.say(f"{prefix}/go", str(all_arrived), self.timeout_s) == str(True)
 
 
 @functools.cache

@@ -38,17 +38,9 @@ def check_agreement(
     if meeting is None or num_speakers < 2 or rank not in membership.speakers:
         return
     here = _summary_of(gathered, reports, membership)
-    text, key = json.dumps(here, separators=(",", ":")), f"{meeting.prefix}/agreement/{step}"
-
-    def say(store: Any) -> str:
-        first = store.compare_set(key, "", text).decode()
-        if first != text and store.add(f"{key}/compared", 1) == num_speakers - 1:
-            store.delete_key(key)
-            store.delete_key(f"{key}/compared")
-        return first
-
+    text = json.dumps(here, separators=(",", ":"))
     try:
-        first = meeting.call(say)
+        first = meeting.say(f"agreement/{step}", text, num_speakers)
     except DeliveryError:  # the rank that hosts the store has ended; this run continues
         return
     _refuse_different(step, here, json.loads(first))

@@ -1,4 +1,4 @@
-"""The client of a rendezvous store: whatever the store is, and whenever garbage is collected."""
+"""A process's side of a rendezvous store: whatever the store is, and whenever garbage is collected."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from meshfeed.deliver import ErrorRecord, Failures, Meeting
+from meshfeed.deliver.rendezvous import rendezvous_of
 
 PUBLIC = (
     "set",
@@ -50,10 +51,20 @@ def test_notices_are_heard_through_a_store_written_in_python() -> None:
         assert heard.wait(120)
 
 
+def test_the_first_text_counts_and_the_last_speaker_deletes_it() -> None:
+    store = dist.HashStore()
+    one = rendezvous_of(store)
+    assert [one.say("kept", text, 60) for text in "abc"] == ["a"] * 3
+    assert [one.say("key", text, 60, num_speakers=3) for text in "ab"] == ["a"] * 2
+    assert store.check(["key"])
+    assert one.say("key", "c", 60, num_speakers=3) == "a"
+    assert store.num_keys() == 1 and store.get("kept") == b"a"
+
+
 COLLECTING = """
 import gc, os
 import torch.distributed as dist
-from meshfeed.deliver import Failures, Meeting, store_client
+from meshfeed.deliver import Failures, Meeting, rendezvous
 old, new = dist.HashStore(), dist.HashStore()
 def run():
     with Failures(Meeting(old, 0, 5), 0, lambda: None):
@@ -64,18 +75,18 @@ kept = Kept()
 kept.itself, kept.run = kept, run()  # as an error's traceback keeps the loop that it ended
 next(kept.run)
 del kept
-started = store_client.StoreClient.start
-def collecting(client):  # as at any allocation
+started = rendezvous.Rendezvous.start
+def collecting(one):  # as at any allocation
     gc.collect()
-    started(client)
-store_client.StoreClient.start = collecting
-store_client.client_of(new)
+    started(one)
+rendezvous.Rendezvous.start = collecting
+rendezvous.rendezvous_of(new)
 print("done", flush=True)
 os._exit(0)
 """
 
 
-def test_garbage_may_be_collected_while_a_client_is_made() -> None:
+def test_garbage_may_be_collected_while_one_is_made() -> None:
     done: Any = subprocess.run(
         [sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=600
     )

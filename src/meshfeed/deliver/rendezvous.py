@@ -1,4 +1,4 @@
-"""One process's client of a torch.distributed rendezvous store, with a timeout on every call.
+"""A job's rendezvous through a torch.distributed store: the first text that a rank says under a key counts.
 
 If the host of a store is stopped or unreachable, a call on it never returns. So calls run on a thread that
 may be abandoned. Another thread waits on its own connection until a *notice* arrives. There is one such
@@ -52,11 +52,11 @@ class Watcher(Protocol):
         ...
 
 
-class StoreClient:
-    """One process's client of a store. Create it with `client_of`.
+class Rendezvous:
+    """One process's side of a store, with a timeout on every call. Create it with `rendezvous_of`.
 
     Attributes:
-        process: its pid; a forked child needs another client.
+        process: its pid; a forked child needs another one.
         notices: those read so far, by number.
     """
 
@@ -115,9 +115,23 @@ class StoreClient:
             ) from error
         return future.result()
 
-    def say(self, key: str, text: str, within_s: float) -> str:
-        """Write a text under a key unless a rank already has. Returns the first text written."""
-        return self.call(lambda store: store.compare_set(key, "", text).decode(), within_s)
+    def say(self, key: str, text: str, within_s: float, num_speakers: int | None = None) -> str:
+        """Write a text under a key unless a rank already has. Returns the first text written.
+
+        num_speakers: the ranks that say something here, each its own text; the last one deletes the key. None
+        keeps it. Raises DeliveryError as `call` does.
+        """
+
+        def say(store: Any) -> str:
+            first = first_text(store, key, text)
+            if num_speakers is None or first == text:
+                return first
+            if store.add(f"{key}/heard", 1) == num_speakers - 1:
+                store.delete_key(key)
+                store.delete_key(f"{key}/heard")
+            return first
+
+        return self.call(say, within_s)
 
     def _post(self, operation: Callable[[Any], Any]) -> Future[Any]:
         future = Future[Any]()
@@ -136,7 +150,7 @@ class StoreClient:
 
         def add(store: Any) -> bool:
             self._read(store)
-            won: bool = store.compare_set(_notice(len(self.notices)), "", text).decode() == text
+            won = first_text(store, _notice(len(self.notices)), text) == text
             if won:
                 keys = store.get(_WAKE_KEYS).decode().split() if store.check([_WAKE_KEYS]) else []
                 store.multi_set(keys, ["1"] * len(keys))
@@ -210,10 +224,15 @@ class StoreClient:
             self._listener.join(_END_S)
 
 
+def first_text(store: Any, key: str, text: str) -> str:
+    """Write a text under a key unless there is one. Returns the first one written."""
+    return store.compare_set(key, "", text).decode()
+
+
 _WAKE_KEYS = "meshfeed/wake-keys"
-_clients: weakref.WeakKeyDictionary[Store, StoreClient] = weakref.WeakKeyDictionary()
-_clients_lock = threading.Lock()
-_started: weakref.WeakSet[StoreClient] = weakref.WeakSet()  # one whose store is gone may still listen
+_all: weakref.WeakKeyDictionary[Store, Rendezvous] = weakref.WeakKeyDictionary()
+_all_lock = threading.Lock()
+_started: weakref.WeakSet[Rendezvous] = weakref.WeakSet()  # one whose store is gone may still listen
 
 
 @atexit.register  # at import, so that it runs after the feeds of the process have closed, which use the store
@@ -232,31 +251,31 @@ def default_store() -> Store | None:
 
 def _after_fork() -> None:
     """In a forked child: note the stores whose one connection it and its parent would write to."""
-    global _clients_lock
-    _clients_lock = threading.Lock()
-    of_parent.update(store for store in _clients if not isinstance(_base(store), _WITHOUT_CONNECTION))
+    global _all_lock
+    _all_lock = threading.Lock()
+    of_parent.update(store for store in _all if not isinstance(_base(store), _WITHOUT_CONNECTION))
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def client_of(store: Store) -> StoreClient:
-    """The one client that this process has for a store. Raises DeliveryError for its parent's."""
+def rendezvous_of(store: Store) -> Rendezvous:
+    """This process's side of a store. Raises DeliveryError for its parent's store."""
     if store in of_parent:
         raise DeliveryError(
             f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is "
             f"not a rank of that job; iterate the feed in the parent, or pass this process its own store "
             f"(rendezvous=)"
         )
-    client = _clients.get(store)  # without the lock: garbage collection under it may get here again
-    if client is None or client.process != os.getpid():
-        with _clients_lock:
-            client = _clients.get(store)
-            if client is None or client.process != os.getpid():
-                client = StoreClient(store)
-                client.start()
-                _clients[store] = client
-    return client
+    one = _all.get(store)  # without the lock: garbage collection under it may get here again
+    if one is None or one.process != os.getpid():
+        with _all_lock:
+            one = _all.get(store)
+            if one is None or one.process != os.getpid():
+                one = Rendezvous(store)
+                one.start()
+                _all[store] = one
+    return one
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
