@@ -31,7 +31,7 @@ types: $(VENV)/.tested
 unit: $(VENV)/.tested
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# the long form of every law, with examples that are new each time; SEED=N repeats a run
+# the long form of every law, with examples that are new each time; about an hour on two idle cores; SEED=N repeats it
 soak: $(VENV)/.tested
 	@echo "make soak SEED=$(SEED)"
 	MESHFEED_SOAK=1 MESHFEED_SEED=$(SEED) $(BIN)/python -m pytest $(PARALLEL) --timeout=7200 \

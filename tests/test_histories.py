@@ -132,7 +132,7 @@ def test_lives(folder: Path) -> None:
     dice = random.Random(7)
     tokens: dict[tuple[str, int, int], list[int]] = {}
     kills = defaultdict(int)
-    lives = cases(30, 1_000)
+    lives = cases(30)
     for _ in range(lives):
         life = life_of(dice)
         final = recipe_of(folder, life, STEPS)
@@ -198,7 +198,7 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
 
 
 @some(1)
-@pytest.mark.parametrize("seed", range(cases(2, 100)))
+@pytest.mark.parametrize("seed", range(cases(2)))
 def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> None:
     """Jobs that really died, as in test_resume."""
     dice = random.Random(1000 + seed + SEED)

@@ -204,7 +204,7 @@ def expected_roles(
     return None
 
 
-@settings(max_examples=cases(100, 6_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(jobs(), DELIVERIES, st.data())
 def test_roles_are_what_plain_loops_make_them(
     case: tuple[mf.Layout, mf.StageMap], delivery: str, data: st.DataObject

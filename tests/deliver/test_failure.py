@@ -329,7 +329,7 @@ def test_a_feed_that_is_never_closed_keeps_no_process_alive(corpus: str) -> None
 ERRORS = [kind for kind in vars(mf).values() if isinstance(kind, type) and issubclass(kind, mf.MeshfeedError)]
 
 
-@settings(max_examples=cases(100, 4_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.sampled_from(ERRORS), st.text(max_size=300), st.lists(st.integers(0, 2**40), max_size=5))
 def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[int]) -> None:
     blame = issubclass(kind, mf.PeerError | mf.VerifyError)
@@ -383,7 +383,7 @@ def test_all_ranks_of_a_large_job_are_named() -> None:
     assert len(scattered) <= 4096 and ErrorRecord.decode(scattered).text == "late"
 
 
-@settings(max_examples=cases(100, 6_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.text(max_size=3_000), st.integers(200, 900))
 def test_a_long_text_loses_its_end(text: str, room: int) -> None:
     encoded = ErrorRecord.of(mf.StoreError(text)).encode(room)
@@ -392,7 +392,7 @@ def test_a_long_text_loses_its_end(text: str, room: int) -> None:
     assert visible(text).encode(errors="replace").decode().startswith(told)
 
 
-@settings(max_examples=cases(100, 6_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     st.one_of(st.binary(max_size=80), st.tuples(st.text(), st.text()).map(lambda pair: repr(pair).encode()))
 )

@@ -50,7 +50,7 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
 
 
-@settings(max_examples=cases(100, 6_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(columns=COLUMNS, spare=st.integers(0, 100))
 def test_what_goes_in_comes_out(columns: dict[str, Any], spare: int) -> None:
     message = wire.encode(columns)
@@ -107,7 +107,7 @@ def test_an_endless_error_still_fits_the_room_that_receivers_leave() -> None:
     wire.decode_error(sent(message))  # a letter cut in two does not matter
 
 
-@settings(max_examples=cases(100, 6_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(foreign=st.binary(min_size=24, max_size=200))
 def test_foreign_bytes_are_no_message(foreign: bytes) -> None:
     with pytest.raises(mf.DeliveryError):

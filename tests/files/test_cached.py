@@ -348,7 +348,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
 
     readers = [started(seed) for seed in range(3)]
     try:
-        while kills < cases(4, 100):
+        while kills < cases(4, 40):
             at = rng.randrange(3)
             if rng.random() < 0.6:
                 pid = still_reads(readers[at], 1)

@@ -19,7 +19,7 @@ from meshfeed.order.permutation import subkeys
 from meshfeed.recipe import Rule
 from soak import cases
 
-laws = settings(max_examples=cases(80, 5_000), deadline=None)
+laws = settings(max_examples=cases(80), deadline=None)
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,11 @@ def test_every_pack_has_the_shape_of_its_cp_size(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_long_runs_have_one_set_of_shapes(name: str) -> None:
-    """The geometry of 10,000 steps of each trace in a soak, of a few here."""
+    """The geometry of 2,000 steps of each trace in a soak, of a few here."""
     trace, rng = np.loadtxt(TRACES / f"{name}.txt", dtype=np.int64), np.random.default_rng(SEED)
     packing = packing_of("dynamic_cp", 32, capacity=16_384, cp_sizes=(1, 2, 4, 8))
     shapes: dict[int, set[tuple[int, int | None]]] = {}
-    for _ in range(cases(3, 10_000)):
+    for _ in range(cases(3, 2_000)):
         lengths = rng.choice(trace, 96)
         plan = plan_step(lengths, packing, dp=8)
         check_plan(plan, plan.lengths, packing, dp=8, cp=1)

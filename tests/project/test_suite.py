@@ -28,7 +28,7 @@ def test_one_place_skips() -> None:
 
 @pytest.mark.parametrize(("soak", "drawn"), [("0", 1), ("1", 2)])
 def test_a_soak_draws_what_its_seed_says(tmp_path: Path, soak: str, drawn: int) -> None:
-    """`make test` draws the same examples under every seed; a soak draws others, and twenty times as many."""
+    """`make test` draws the same examples under every seed; a soak draws others, and ten times as many."""
     (tmp_path / "test_it.py").write_text(
         "from hypothesis import given, settings, strategies\n"
         "from soak import cases\n"
@@ -59,7 +59,7 @@ def test_a_soak_draws_what_its_seed_says(tmp_path: Path, soak: str, drawn: int) 
         )
         said.setdefault(seed, set()).update(line for line in done.stdout.splitlines() if "SEEN" in line)
     assert len(said["1"] | said["2"]) == drawn, said
-    assert f"SEEN {60 if soak == '1' else 3} " in next(iter(said["1"]))
+    assert f"SEEN {30 if soak == '1' else 3} " in next(iter(said["1"]))
 
 
 def test_every_package_of_the_table_is_upgraded(

@@ -754,7 +754,7 @@ def test_no_life_of_a_job_loses_repeats_or_changes_a_part(folder: Path, tmp_path
             for sequence, part, arrays in expected_parts(recipe, draws, "image"):
                 who = (step, *(int(column[sequence]) for column in columns), part)
                 alone[who] = arrays["pixel_values"].tobytes()
-    for life in range(cases(3, 200)):
+    for life in range(cases(3, 100)):
         rng = np.random.default_rng((SEED, life))
         state, lived = None, Ledger()
         while state is None or state["step"] < STEPS:

@@ -76,7 +76,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.n
     return path, made
 
 
-@settings(max_examples=cases(100, 4_000), deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     length=st.integers(1, 40),
     options=st.sets(st.sampled_from(OPTIONS)),

@@ -52,7 +52,7 @@ def written(folder, samples, seed=0):
     return texts, parts, data
 
 
-@settings(max_examples=cases(12, 300), deadline=None)
+@settings(max_examples=cases(12), deadline=None)
 @given(SAMPLES, st.data())
 def test_parts_come_back_as_they_were_written(tmp_path_factory, samples, draw):
     folder = tmp_path_factory.mktemp("m") / "d"

@@ -156,7 +156,7 @@ def test_where_documents_went_is_where_ranks_held_them(
 ) -> None:
     case = CASES[name]
     layout, ledger = mf.Layout.parse(case.layout), held_by_ranks(name, folder)
-    chosen = random_documents(cases(50, 1_000), seed=len(name))
+    chosen = random_documents(cases(50, 200), seed=len(name))
     words = [word for source, document in chosen for word in ("--document", f"{source}:{document}")]
     told: dict[tuple[str, int], dict[int, tuple[set[int], set[int]]]] = defaultdict(dict)
     epochs: set[int] = set()

@@ -232,7 +232,7 @@ def test_the_least_dtype_that_holds_all_tokens(tmp_path: Path, most: int, dtype:
         assert store.read(1, 0, 2).tolist() == [0, most]
 
 
-@settings(max_examples=cases(10, 600), deadline=None)
+@settings(max_examples=cases(10), deadline=None)
 @given(
     lines=st.lists(
         st.sampled_from([b"", b" ", b'{"tokens": [1]}', b'{"tokens": []}', b'{"tokens":[1,2,3,4]}'])

@@ -69,7 +69,7 @@ class Loop:
             most -= 1
 
 
-@settings(max_examples=cases(30, 1_200), deadline=None)
+@settings(max_examples=cases(30), deadline=None)
 @given(
     lives=st.lists(
         st.tuples(

@@ -127,7 +127,7 @@ def test_an_image_may_be_larger_if_the_user_says_so():
         size_of(picture(2, 3), 5)
 
 
-@settings(max_examples=cases(40, 2_000), deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 @given(st.sampled_from(FORMS), st.floats(0, 1), st.binary(max_size=4), st.floats(0, 1))
 def test_a_cut_or_damaged_image_has_a_size_or_is_refused(form, share, bad, where):
     """Never another error, and of a cut one never another size."""

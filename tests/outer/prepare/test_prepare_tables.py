@@ -62,7 +62,7 @@ def cut(raw: bytes, size: int) -> Iterable[bytes]:
     return (raw[at : at + size] for at in range(0, len(raw), size))
 
 
-@settings(max_examples=cases(60, 3_000), deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.lists(JSON, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]), st.data())
 def test_a_list_is_its_elements_however_its_bytes_come(
     values: list[Any], size: int, indent: int | None, data: st.DataObject
