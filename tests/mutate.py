@@ -83,7 +83,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "sequence": (
-        ["sequence/*.py", "parts/*.py"],
+        ["sequence/*.py", "sequence/multimodal/*.py", "parts/*.py"],
         [
             *_in("sequence", "multimodal_random", "compact", "columns", "documents", "windows", "samples"),
             *_in("sequence", "masked", "chat", "arena", "multimodal_rule", "encoder_balanced", "whisper"),

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import meshfeed as mf
-from meshfeed.sequence.multimodal import _summary
+from meshfeed.sequence.multimodal.rule import _summary
 from meshfeed.store import tokenizer
 from meshfeed.summary import code_of
 

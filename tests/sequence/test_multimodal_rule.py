@@ -442,7 +442,7 @@ def counted(path: Path, steps: int, **options: Any) -> list[tuple[int, int]]:
 def test_the_job_stops_where_more_than_a_share_of_the_parts_is_bad(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.sequence.multimodal._FEWEST", 30)
+    monkeypatch.setattr("meshfeed.sequence.multimodal.decode._FEWEST", 30)
     write_pictures(tmp_path / "store", bad=(1, 4, 9, 16, 25, 36))
     whole, ends = counted(tmp_path / "store", 12, max_bad_share=1), set[int]()
     for share in sorted({bad / max(parts, 30) for parts, bad in whole[::2]}):

@@ -1,0 +1,113 @@
+"""Columns and the index -> the fields of a pack: of its text, of its parts, and of their exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import cast
+
+import numpy as np
+
+from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.parts import Kind
+from meshfeed.plan import Slices
+from meshfeed.roles import Field
+from meshfeed.sequence.multimodal.decode import IS_BAD
+from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack
+from meshfeed.sequence.multimodal.index import PartsOfDraws
+from meshfeed.sequence.processor import Processor, patches_of
+from meshfeed.sequence.runs import Longs, Portion, runs_of
+
+MROPE = Field(name="mrope_position_ids", dtype="int64", split=True, stored=False)
+"""Computed from the index alone, so that every stage has it; see `Multimodal`."""
+
+Values = dict[str, tuple[Array, int]]
+"""Field -> what it has at every token of the whole documents, and how far ahead it looks."""
+
+
+def text_values(
+    among: PartsOfDraws, portion: Portion, columns: Columns | None, names: Sequence[str], dropped: Longs
+) -> Values:
+    """The named fields that have a value for each token. dropped: parts whose documents bear no loss."""
+    made: Values = {}
+    whole, tokens = among.whole, None if columns is None else np.asarray(columns["tokens"])
+    if {"labels", "loss_mask"} & set(names):
+        bears = np.ones(whole.repeats.size, np.bool_)
+        bears[whole.placeholders] = False
+        if dropped.size:
+            bears &= ~np.isin(np.arange(whole.text.size), whole.parts.sample[dropped]).repeat(whole.text)
+        bears = bears.repeat(whole.repeats)
+        made["loss_mask"] = bears, 1
+        if tokens is not None:
+            made["labels"] = np.where(bears, tokens.repeat(whole.repeats), 0), 1
+    if tokens is not None and "tokens" in names:
+        made["tokens"] = tokens.repeat(whole.repeats), 0
+    mine = parts_of_pack(among, portion)
+    for kind in among.processors:
+        if f"{kind}_index" in names:
+            made[f"{kind}_index"] = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)]), 0
+    return made
+
+
+def mrope_values(among: PartsOfDraws, starts: Longs) -> Longs:
+    """The positions of all tokens of the whole documents, 0 in time at the first one of each piece."""
+    positions, lengths = among.mrope(), among.whole.lengths
+    if starts.any():
+        positions -= positions[np.cumsum(lengths) - lengths + starts, 0].repeat(lengths)[:, None]
+    return positions
+
+
+def text_fields(
+    fields: Sequence[Field], values: Values, portion: Portion, names: Sequence[str], allocate: Allocate
+) -> Arrays:
+    """The named fields of this rank's tokens."""
+    arrays, (own, at) = Arrays(), portion.own_tokens
+    held = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
+    for field in fields:
+        if field.name not in values or field.name not in names:
+            continue
+        column, ahead = values[field.name]
+        out = arrays[field.name] = allocate((1, portion.num_tokens, *column.shape[1:]), field.dtype)
+        out[:] = field.pad
+        runs_of(own, held, at, ahead=ahead).copy(column.T, out[0].T)
+        if field is MROPE:  # the dummy counts from 0, as in position_ids
+            tail = portion.tail_tokens
+            tail.copy(np.arange((tail.start + tail.size).max(initial=0)), out[0].T)
+    return arrays
+
+
+def part_fields(
+    processors: Mapping[Kind, Processor],
+    chosen: Chosen,
+    columns: Columns | None,
+    names: Sequence[str],
+    allocate: Allocate,
+) -> Arrays:
+    """The named fields of the parts that this rank encodes."""
+    arrays: Arrays = {}
+    for kind, processor in processors.items():
+        of_kind = chosen.parts.of_kind(kind)
+        is_own = chosen.is_own[of_kind]
+        if f"{kind}_cu_seqlens" in names:
+            places = chosen.places[of_kind[is_own]]
+            sequences, patches = chosen.among.ask(patches_of, processor.rule, places)
+            ends = np.cumsum(patches.repeat(sequences))
+            arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
+        for each in processor.fields:
+            if each.name in names and columns is not None:
+                values = cast(Sequence[Array], columns.get(each.name, ()))
+                arrays[each.name] = each.joined(list(compress(values, is_own)), allocate)
+    if "bad_parts" in names and columns is not None:
+        bad = np.flatnonzero((np.asarray(columns[IS_BAD]) > 0) & chosen.is_own)
+        arrays["bad_parts"] = np.stack(chosen.in_documents(bad), axis=1)
+    return arrays
+
+
+def route_fields(shared: Shared, microbatch: int, names: Sequence[str]) -> Arrays:
+    """The named fields of the exchange of encoder outputs."""
+    return {
+        f"{kind}_{name}": array.copy()
+        for kind, routes in shared.routes.items()
+        for name, array in routes[microbatch].arrays.items()
+        if f"{kind}_{name}" in names
+    }

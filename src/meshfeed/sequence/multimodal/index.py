@@ -1,0 +1,124 @@
+"""What the index says of the parts of documents, and what a rule's processors say of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.order import Draws
+from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts
+from meshfeed.recipe import Recipe
+from meshfeed.sequence.documents import document_lengths
+from meshfeed.sequence.processor import PartField, Processor, grid_of, named, rows_of, tokens_of, work_of
+from meshfeed.sequence.runs import Longs
+from meshfeed.store import StreamStore
+from meshfeed.store.kept import kept_by_store
+
+W = TypeVar("W", PartRule, Processor)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class PartsOfDraws:
+    """The parts of the documents of some draws.
+
+    Attributes:
+        processors: of the rule, by kind.
+        recipe, draws: of which documents.
+        parts: of all of them, in the order of the draws.
+    """
+
+    processors: Mapping[Kind, Processor]
+    recipe: Recipe
+    draws: Draws
+    parts: Parts
+
+    @classmethod
+    def of(cls, processors: Mapping[Kind, Processor], recipe: Recipe, draws: Draws) -> PartsOfDraws:
+        """Looked up in the index."""
+        found = [
+            (mine, _parts_at(recipe.sources[s], of.index.tobytes())) for s, mine, of in draws.by_source()
+        ]
+        if len(found) < 2:
+            parts = found[0][1] if found else Parts.none(0)
+        else:
+            parts = Parts.merged(len(draws), found)
+        return cls(processors, recipe, draws, parts)
+
+    def by_kind(self) -> Iterator[tuple[Kind, Longs]]:
+        """(kind, places of its parts), for each kind that there is. RecipeError without a processor."""
+        for kind in KINDS:
+            mine = self.parts.of_kind(kind)
+            if mine.size and kind not in self.processors:
+                where, _ = self._place(int(mine[0]))
+                raise RecipeError(f"{where} has {kind}; give Multimodal({kind}=...) a processor")
+            if mine.size:
+                yield kind, mine
+
+    def ask(self, ask: Callable[[W, Parts], R], who: W, places: Longs) -> R:
+        """What a rule or processor says of some parts. Raises for the first that it fails at, by name."""
+        try:
+            return ask(who, self.parts.take(places))
+        except Exception as error:
+            for place in places.tolist():
+                try:
+                    ask(who, self.parts.only(place))
+                except Exception as alone:
+                    raise named(alone, who, self._told(place)) from alone
+            where = self._told(int(places[0])) if places.size else str(self.recipe.sources[0])
+            raise named(error, who, f"{where} and {places.size - 1} more") from error
+
+    def _place(self, part: int) -> tuple[str, int]:
+        """A part's store and document in words, and its number in it."""
+        sample = int(self.parts.sample[part])
+        store = self.recipe.sources[int(self.draws.source[sample])]
+        number = part - int(self.parts.starts[sample])
+        return f"{store}: document {self.draws.index[sample]}", number
+
+    def _told(self, part: int) -> str:
+        return "{}, part {}".format(*self._place(part))
+
+    @cached_property
+    def whole(self) -> Expansion:
+        """Where the parts of each document lie among its tokens."""
+        tokens = np.zeros(len(self.parts), np.int64)
+        for kind, mine in self.by_kind():
+            tokens[mine] = self.ask(tokens_of, self.processors[kind].rule, mine)
+        return Expansion(self.parts, tokens, document_lengths(self.recipe, self.draws))
+
+    def work(self) -> npt.NDArray[np.float64]:
+        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]."""
+        work = {kind: np.zeros(len(self.parts)) for kind in self.processors}
+        for kind, mine in self.by_kind():
+            work[kind][mine] = self.ask(work_of, self.processors[kind].rule, mine)
+        sums = [self.parts.per_sample(each) for each in work.values()]
+        return np.stack(sums) if sums else np.zeros((0, len(self.draws)))
+
+    def mrope(self) -> Longs:
+        """The positions of all tokens of the documents; see `Expansion.mrope`."""
+        rows, columns = np.zeros((2, len(self.parts)), np.int64)
+        for kind, mine in self.by_kind():
+            rows[mine], columns[mine] = self.ask(grid_of, self.processors[kind].rule, mine)
+        return self.whole.mrope(rows, columns)
+
+    def decoded_bytes(self, kind: Kind, places: Longs, fields: Sequence[PartField]) -> int:
+        """Bytes of some fields of parts of one kind, decoded."""
+        rows = self.ask(rows_of, self.processors[kind], places)
+        return sum(int(rows[each.name].sum()) * each.row_bytes for each in fields)
+
+
+@kept_by_store(most=64)
+def _parts_at(store: StreamStore, documents: bytes) -> Parts:
+    """The parts of documents, the bytes of int64 [n]; kept, as a step asks for the same ones again."""
+    return store.parts(np.frombuffer(documents, np.int64))
+
+
+def labels_of(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:
+    """The labels of ranges of tokens, as ranges; the last token of a document has none."""
+    return starts + 1, np.minimum(starts + 1 + lengths, whole.lengths)

@@ -1,0 +1,385 @@
+"""Multimodal: documents with images, audio and video, packed side by side like `Documents`.
+
+The stored text has one placeholder for each part. The plan, the geometry and every field of the text follow
+from the index. What is sent is the text as stored, and the decoded parts for those stages that need them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import field as dataclass_field
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Allocate, Arrays, Columns
+from meshfeed.errors import RecipeError
+from meshfeed.order import Draws, draws_of_step
+from meshfeed.parts import Expansion, Kind, Parts, check_rules
+from meshfeed.plan import EncoderPlan, Slices, StepPlan
+from meshfeed.plan.encoder_routes import ROUTE
+from meshfeed.plan.encoders import Encoder
+from meshfeed.recipe import Recipe
+from meshfeed.roles import Field
+from meshfeed.sequence.decode_costs import DecodeCosts
+from meshfeed.sequence.decoding import Decoder, PartPlace
+from meshfeed.sequence.documents import DocumentRule, document_lengths, located
+from meshfeed.sequence.multimodal.build import (
+    MROPE,
+    mrope_values,
+    part_fields,
+    route_fields,
+    text_fields,
+    text_values,
+)
+from meshfeed.sequence.multimodal.decode import IS_BAD, OnBad, part_columns
+from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack, plans_of
+from meshfeed.sequence.multimodal.index import PartsOfDraws, labels_of
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.processor import Processor, check_processor
+from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.runs import Longs, Portion, WholeStep
+from meshfeed.summary import code_of
+
+Positions = Literal["tokens", "mrope"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class Multimodal(DocumentRule, TokenRule):
+    """A sequence is a document, each placeholder repeated as often as its part has tokens; packed.
+
+    Needs a `Packing`. Lengths, labels and loss are those of `Documents` over the repeated text, except that
+    no token of a part is a label that bears loss. A store without parts is text, in a mixture too.
+
+    Attributes:
+        image, audio, video: what is made of parts of each kind; None refuses documents that have some.
+        on_bad: a part that cannot be decoded stops the job ("error"), becomes zeros ("blank"), or becomes
+            zeros in a document that bears no loss ("drop"; not with oversize="split"). The plan is made
+            before, so that `valid_tokens` still counts its tokens. "Zeros" are what `Processor.blank` gives.
+            Only errors that say so are of a part: see `Processor.__call__`. Others always stop the job.
+        max_bad_share: under "blank" and "drop", the job stops once a rank has decoded more than this share of
+            bad parts since its feed began, of at least 1,000: by default with the 11th of the first 1,000.
+            1 for no limit. Not part of the fingerprint, since no part changes by it: a job that it has
+            stopped can resume with a larger one.
+        positions: "mrope" gives mrope_position_ids too; every rule must tell the grid of its parts.
+        encoder: the ranks that hold a pack encode its parts ("with sample"), or all dp and cp ranks share the
+            parts of a microbatch ("balanced"): see `exchange_encoded`. Not part of the fingerprint.
+        workers: processes that decode ahead, on each rank that reads; 0 decodes when a pack is read.
+        timeout_s: how long a worker may take for one part.
+
+    Fields, beside those of `Documents`, for each kind that has a processor, in the order of the pack:
+
+    - the processor's fields, [rows of all parts that have a token in the pack, ...]; on every cp rank all.
+    - image_index int32 [1, t]: which of the encoder's outputs, of all these parts, a token is; -1 for none.
+    - image_cu_seqlens int32 [n + 1], for the first stage: where the sequences that the encoder attends
+      within begin in its patches, then their end.
+    - mrope_position_ids int64 [1, t, 3], under positions="mrope": positions in time, height and width of a
+      multimodal rope; see `Expansion.mrope`. They restart at 0 in each document, and in each piece of one
+      that the packing splits.
+    - bad_parts int64 [k, 2], unless on_bad is "error": parts that are not what was stored, each as its
+      sequence in the pack and its number in that document.
+
+    With encoder="balanced", all these but image_index are of the parts that this rank encodes, which may be
+    of any pack, in the order of the global batch; a bad part's sequence is its place there. Parts are encoded
+    on the first stage, so processors make fields for this one alone. In addition:
+
+    - image_send_rows, image_send_counts, image_receive_counts, image_receive_rows int64, for the first stage:
+      the arrays of `EncoderRoute` for the ranks of `Feed.encoder_ranks`.
+
+    A pack without parts has these arrays with no row. Raises RecipeError for other arguments.
+    """
+
+    _: KW_ONLY
+    image: Processor | None = None
+    audio: Processor | None = None
+    video: Processor | None = None
+    on_bad: OnBad = "error"
+    positions: Positions = "tokens"
+    max_bad_share: float = dataclass_field(default=0.01, repr=False)
+    encoder: Encoder = dataclass_field(default="with sample", repr=False)
+    workers: int = dataclass_field(default=0, repr=False)
+    timeout_s: float = dataclass_field(default=600.0, repr=False)
+    decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for kind, processor in self.processors.items():
+            check_processor(f"Multimodal({kind}=...)", processor)
+        check_rules({kind: processor.rule for kind, processor in self.processors.items()})
+        if self.on_bad not in get_args(OnBad):
+            raise RecipeError(f"Multimodal(on_bad={self.on_bad!r}): choose {', '.join(get_args(OnBad))}")
+        if self.positions not in get_args(Positions):
+            raise RecipeError(
+                f"Multimodal(positions={self.positions!r}): choose {', '.join(get_args(Positions))}"
+            )
+        if self.encoder not in get_args(Encoder):
+            raise RecipeError(f"Multimodal(encoder={self.encoder!r}): choose {', '.join(get_args(Encoder))}")
+        if self.encoder == "balanced":
+            self._check_sharing()
+        if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
+            raise RecipeError(
+                f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
+            )
+        if not 0 <= self.max_bad_share <= 1:
+            raise RecipeError(f"Multimodal(max_bad_share={self.max_bad_share!r}): from 0 to 1")
+        for kind, processor in self.processors.items():
+            for each in (processor, processor.rule):
+                if _ADDRESS.search(told := each.summary()):
+                    raise RecipeError(
+                        f"Multimodal({kind}=...): {type(each).__name__} must tell its options in its repr, "
+                        f"which is part of the fingerprint; {told} differs from process to process: make it "
+                        f"a frozen dataclass of options with such a repr"
+                    )
+            if self.positions == "mrope" and processor.rule.grid(Parts.none(0)) is None:
+                raise RecipeError(
+                    f"Multimodal(positions='mrope', {kind}=...): {type(processor.rule).__name__} does not "
+                    f"tell the rows and columns of a part's tokens; give its `grid`, or leave positions out"
+                )
+        names = [each.name for each in self.fields]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RecipeError(
+                f"Multimodal: several fields are called {', '.join(twice)}; rename the processor's"
+            )
+
+    def _check_sharing(self) -> None:
+        if self.on_bad == "drop":
+            raise RecipeError(
+                "Multimodal(encoder='balanced', on_bad='drop'): the rank that has a document's loss does not "
+                "decode its parts; choose on_bad='blank', or encoder='with sample'"
+            )
+        for processor in self.processors.values():
+            for each in processor.fields:
+                if each.stages != ("first",):
+                    raise RecipeError(
+                        f"Multimodal(encoder='balanced'): {each.name} of {type(processor).__name__} is for "
+                        f"the stages {', '.join(each.stages)}, and parts are encoded on the first; leave its "
+                        f"stages out, or choose encoder='with sample'"
+                    )
+
+    @property
+    def processors(self) -> Mapping[Kind, Processor]:
+        """Those given, by kind."""
+        given: dict[Kind, Processor | None] = {"image": self.image, "audio": self.audio, "video": self.video}
+        return {kind: processor for kind, processor in given.items() if processor is not None}
+
+    def summary(self) -> str:
+        """The processors, their rules and options, in one line."""
+        told = [f"{kind}={_summary(each)}" for kind, each in self.processors.items()]
+        told.append(f"on_bad={self.on_bad!r}")
+        if self.positions != "tokens":
+            told.append(f"positions={self.positions!r}")
+        return f"Multimodal({', '.join(told)})"
+
+    @property
+    def takes_parts(self) -> bool:
+        return True
+
+    @property
+    def may_split(self) -> bool:
+        """Not under "drop": a piece does not know of a part that is decoded for another."""
+        return self.on_bad != "drop"
+
+    @property
+    def decode_costs(self) -> DecodeCosts | None:
+        return None if self.decoder is None else self.decoder.costs
+
+    @property
+    def sees_step(self) -> bool:
+        """A rank may encode the parts of any pack."""
+        return self.encoder == "balanced"
+
+    @property
+    def packed(self) -> bool:
+        """Documents differ in length, so they are packed."""
+        return True
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """All fields of a pack; see the class."""
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> tuple[Field, ...]:
+        drops = self.on_bad == "drop"
+        made = [
+            Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
+            Field(name="labels", dtype="int64", stages=("last",), split=True),
+            Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=drops),
+        ]
+        for kind, processor in self.processors.items():
+            for each in processor.fields:
+                made.append(Field(name=each.name, dtype=each.dtype, stages=each.stages))
+            made.append(Field(name=f"{kind}_index", dtype="int32", split=True, pad=-1, stored=False))
+            made.append(Field(name=f"{kind}_cu_seqlens", dtype="int32", stages=("first",), stored=False))
+            for name in ROUTE if self.encoder == "balanced" else ():
+                made.append(Field(name=f"{kind}_{name}", dtype="int64", stages=("first",), stored=False))
+        if self.positions == "mrope":
+            made.append(MROPE)
+        if self.on_bad != "error":
+            made.append(
+                Field(name="bad_parts", dtype="int64", stages=("first", "last") if drops else ("first",))
+            )
+        return (*made, *PLAN_FIELDS)
+
+    # -- what the index says ----------------------------------------------------------------------------
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each document, every placeholder repeated; int64 [n]."""
+        return self.expansion(recipe, draws).lengths
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        """Tokens of each row whose label exists and is text; int64 [n]."""
+        whole = self.expansion(recipe, draws)
+        first, stop = labels_of(whole, starts, lengths)
+        return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
+
+    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
+        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]. None if all ranks
+        share the parts."""
+        return None if self.encoder == "balanced" else self._among(recipe, draws).work()
+
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
+        """The plan of each kind's encoder, of a kind without parts in the step too."""
+        return plans_of(self._among(recipe, draws), plan, self.encoder)
+
+    def stream_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """Ranges of the text as stored; with ahead=1, without the placeholders."""
+        whole = self.expansion(recipe, draws)
+        first, stop = labels_of(whole, starts, lengths) if ahead else (starts, starts + lengths)
+        begins = whole.in_text(first)
+        ends = np.where(stop > first, whole.in_text(stop - 1) + 1, begins)
+        of = np.arange(len(draws))
+        if ahead:  # text before and after each placeholder: 0..9, at 4 -> 0..4, 5..9
+            at, parts = whole.parts.at, whole.parts
+            low, high = begins[parts.sample], ends[parts.sample]
+            begins = np.insert((at + 1).clip(low, high), parts.starts[:-1], begins)
+            ends = np.insert(at.clip(low, high), parts.starts[1:], ends)
+            of = np.repeat(of, np.diff(parts.starts) + 1)
+            ends = np.maximum(begins, ends)
+        at = located(recipe, draws).begins[of]
+        return at + begins, at + ends, of
+
+    def held(self, recipe: Recipe, portion: Portion) -> Slices:
+        """The whole text of each document, as stored."""
+        text = document_lengths(recipe, portion.draws)
+        return Slices(np.arange(text.size, dtype=np.int32), np.zeros_like(text), text)
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Exact bytes of all columns, from the index."""
+        count, chosen = super().num_bytes(recipe, portion), self._decoded(recipe, portion)
+        for kind, mine in chosen.by_kind():
+            wanted = [each for each in self.processors[kind].fields if _needs(portion, each.name)]
+            count += chosen.among.decoded_bytes(kind, chosen.places[mine], wanted)
+        return count + (chosen.places.size if self.on_bad != "error" else 0)
+
+    def decoded_is_larger(self, recipe: Recipe) -> bool:
+        """Whether the parts of the first step have more bytes decoded than stored."""
+        among, decoded = self._among(recipe, draws_of_step(recipe, 0)), 0
+        for kind, mine in among.by_kind():
+            decoded += among.decoded_bytes(kind, mine, self.processors[kind].fields)
+        return decoded > int(among.parts.num_bytes.sum())
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
+        """The rule with its worker processes; they start with the first part that is announced."""
+        with Decoder(recipe, self.processors, self.workers, self.timeout_s) as decoder:
+            yield replace(self, decoder=decoder)
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Announce the text to the stores, and the parts to them and to the workers."""
+        super().announce(recipe, portions)
+        places: list[PartPlace] = []
+        for portion in portions:
+            places += self._decoded(recipe, portion).listed()
+        for source in sorted({at.source for at in places}):
+            mine = {(at.index, at.part) for at in places if at.source == source}
+            documents, numbers = np.array(sorted(mine), np.int64).T
+            recipe.sources[source].will_need_parts(documents, numbers)
+        if self.decoder is not None:
+            self.decoder.announce(places)
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """The text of the documents, and their parts, decoded."""
+        columns = dict(super().load(recipe, portion, allocate))
+        decoder = self.decoder or Decoder(recipe, self.processors, 0, self.timeout_s)
+        share = self.max_bad_share if decoder is self.decoder else None  # `simulate` is no run
+        chosen = self._decoded(recipe, portion)
+        return columns | part_columns(chosen, decoder, portion.needs, self.on_bad, share)
+
+    # -- building ---------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> list[Arrays]:
+        """The named fields of the one pack; see the class."""
+        among, dropped = self._whole(recipe, portion), np.zeros(0, np.int64)
+        if self.on_bad == "drop" and columns and IS_BAD in columns:
+            dropped = self._decoded(recipe, portion).places[np.asarray(columns[IS_BAD]) > 0]
+        values = text_values(among, portion, columns, names, dropped)
+        if self.positions == "mrope" and MROPE.name in names:
+            values[MROPE.name] = mrope_values(among, portion.starts), 0
+        arrays = text_fields(self.fields, values, portion, names, allocate)
+        arrays |= part_fields(self.processors, self._chosen(recipe, portion), columns, names, allocate)
+        if portion.step is not None:
+            arrays |= route_fields(self._shared(recipe, portion.step), portion.microbatches.start, names)
+        return [arrays | fields_of_plan(portion, names, allocate)]
+
+    # -- the parts of a pack ----------------------------------------------------------------------------
+
+    def expansion(self, recipe: Recipe, draws: Draws) -> Expansion:
+        """Where the parts of each document lie among its tokens."""
+        return self._among(recipe, draws).whole
+
+    def _among(self, recipe: Recipe, draws: Draws) -> PartsOfDraws:
+        return PartsOfDraws.of(self.processors, recipe, draws)
+
+    def _whole(self, recipe: Recipe, portion: Portion) -> PartsOfDraws:
+        """Those of the portion's documents."""
+        return portion.once(recipe, lambda: self._among(recipe, portion.draws))
+
+    def _chosen(self, recipe: Recipe, portion: Portion) -> Chosen:
+        """The parts that the ranks of the portion's reader encode: of the pack, or of the step."""
+        if portion.step is not None:
+            return self._shared(recipe, portion.step).chosen(portion.step, portion.microbatches.start)
+        among = self._whole(recipe, portion)
+        places = parts_of_pack(among, portion)
+        return Chosen(among, places, np.ones(places.size, np.bool_))
+
+    def _shared(self, recipe: Recipe, step: WholeStep) -> Shared:
+        """Which rank encodes which parts of a step; made once."""
+        return step.once(recipe, lambda: Shared.of(self._among(recipe, step.draws), step))
+
+    def _decoded(self, recipe: Recipe, portion: Portion) -> Chosen:
+        """Those of `_chosen` that the portion's reader decodes: all or none."""
+        made = {each.name for processor in self.processors.values() for each in processor.fields}
+        made.add("bad_parts")
+        if portion.needs is None or self.on_bad == "drop" or not made.isdisjoint(portion.needs):
+            return self._chosen(recipe, portion)
+        none = np.zeros(0, np.int64)
+        return Chosen(self._whole(recipe, portion), none, none > 0)
+
+
+def _summary(processor: Processor) -> str:
+    """With its rule, which need not be a field of it."""
+    own, rule = processor.summary(), processor.rule.summary()
+    code = [text for each in (processor, processor.rule) if (text := code_of(type(each)))]
+    return " ".join([own if rule in own else f"{own} by {rule}", *(f"({text})" for text in code)])
+
+
+def _needs(portion: Portion, name: str) -> bool:
+    return portion.needs is None or name in portion.needs
