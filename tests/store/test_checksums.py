@@ -19,7 +19,8 @@ from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
-from meshfeed.store.node_index import NodeIndex, checksums_beside
+from meshfeed.store.checksums import checksums_beside
+from meshfeed.store.node_index import NodeIndex
 from raw_index import write_raw
 from services.faults import Fault, Faults
 from services.needs import needs
@@ -57,7 +58,7 @@ def verify(prefix: Path) -> None:
 def is_guarded(prefix: Path) -> bool:
     store = mf.open(prefix)
     sums = checksums_beside(store.path)
-    return sums is not None and checksums.is_of(sums, store)
+    return sums is not None and checksums.is_of(sums, store.path, store.fingerprint)
 
 
 def run(*words: Any) -> int:

@@ -43,8 +43,7 @@ from meshfeed.report.lengths import Lengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
 from meshfeed.sequence.named import parsed_call
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
-from meshfeed.store.checksums import is_of, write_checksums
-from meshfeed.store.node_index import checksums_beside
+from meshfeed.store.checksums import checksums_beside, is_of, write_checksums
 from meshfeed.store.tokenizer import BYTES, tokenizer_file
 
 _LOOKED_AT_WHOLE = 1 << 20
@@ -346,7 +345,7 @@ def _checksums(store: IndexedStore) -> str:
     sums = checksums_beside(store.path)
     if sums is None:
         return "none"
-    return "yes" if is_of(sums, store) else "of another store"
+    return "yes" if is_of(sums, store.path, store.fingerprint) else "of another store"
 
 
 def _text_of(document: int, texts: Sequence[str], between: str) -> dict[str, Any]:

@@ -1,33 +1,59 @@
-"""Checksums of a Megatron store's blocks: made of what lies there, compared with it, and whose they are.
+"""Checksums of the blocks of a .bin/.idx pair: written, matched with their pair, and compared with it.
 
-The format is in `files.sums`. Blocks of remote files are compared as they come; see `files.fetcher.objects`.
+`files.sums` is the format of PREFIX.sums. What is read is compared as it comes: of remote files by
+`files.fetcher.objects`, of a .bin on this machine by `GuardedFile`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
-from meshfeed.files import LocalFile
+from meshfeed.files import LocalFile, typed_errors
 from meshfeed.files.local.durable import durable_file
-from meshfeed.files.sums import BIN, BLOCK_BYTES, IDX, SUFFIX, Summer, Sums, is_block_size
-from meshfeed.store.mismatch import damage, others_sums, wrong_block
-from meshfeed.store.node_index import are_of, checksums_beside, versions_of
+from meshfeed.files.local.version import Version, version_of
+from meshfeed.files.sums import ANEW, BIN, BLOCK_BYTES, IDX, SUFFIX, Summer, Sums, is_block_size, parse
+from meshfeed.store.index import ends_of_idx, sampled_of_bin
 
 if TYPE_CHECKING:
     from meshfeed.store.indexed import IndexedStore
 
 _READ_BYTES = 1 << 26  # whole blocks, whatever their size
 _LOOKS = 3
+_FEW = 3
+
+WrongAt = Callable[[int, int, int], ChecksumError | None]
+"""(which file, range) -> the error of a block that the range touches; None if all of them are right."""
 
 
-def is_of(sums: Sums, store: IndexedStore) -> bool:
-    """Whether checksums are of a store on this machine, by its sizes and its fingerprint."""
-    return are_of(sums, store.path, store.fingerprint)
+def checksums_beside(prefix: str) -> Sums | None:
+    """What `prefix`.sums says, on this machine; None where there is none. Raises StoreError."""
+    path = Path(prefix + SUFFIX)
+    with typed_errors(path):
+        if not path.exists():
+            return None
+        return parse(str(path), path.read_bytes())
+
+
+def checksums_of(prefix: str, fingerprint: str) -> Sums | None:
+    """The checksums of a pair on this machine with that fingerprint; None where there are none.
+
+    Raises StoreError for those of other files; ChecksumError if the pair is damaged, or they are.
+    """
+    sums = checksums_beside(prefix)
+    if sums is not None and not is_of(sums, prefix, fingerprint):
+        raise _refused_here(prefix, sums)
+    return sums
+
+
+def is_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
+    """Whether checksums are of the files of a prefix, which has such a fingerprint."""
+    sizes = [LocalFile(f"{prefix}{suffix}").size_bytes for suffix in (".bin", ".idx")]
+    return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
 
 
 def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
@@ -38,15 +64,19 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
     refuse_block_bytes(store.path, block_bytes)
     if store.wants_ahead:
         raise StoreError(f"{store.path}: is remote; write its checksums where it was made, and copy them")
+
+    def versions() -> list[Version]:
+        return [version_of(f"{store.path}{suffix}") for suffix in (".bin", ".idx")]
+
     files = (LocalFile(each.url) for each in reversed(store.files))
     fresh = type(store)(store.path, *files)  # which has not looked at anything yet, and compares nothing
-    before = versions_of(store.path)[:2]
+    before = versions()
     summers = Summer(block_bytes), Summer(block_bytes)
     for number, _, piece, done in _pieces(fresh):
         summers[number].update(piece)
         yield done
     sums = Sums(fresh.fingerprint, (summers[0].sums(), summers[1].sums()))
-    if versions_of(store.path)[:2] != before:
+    if versions() != before:
         raise ChangedError(f"{store.path}: was written while its checksums were made; make them again")
     with durable_file(Path(store.path + SUFFIX)) as stream:
         stream.write(sums.encode())
@@ -71,7 +101,7 @@ def compare(store: IndexedStore) -> Iterator[float]:
         yield from (done for *_, done in _pieces(store))
         return
     if [each.size_bytes for each in sums.files] != [each.size_bytes for each in store.files]:
-        raise others_sums(store.path, "files of other sizes")
+        raise _others_sums(store.path, "files of other sizes")
     wrong: list[tuple[str, int, int]] = []
     for number, begin, piece, done in _pieces(store):
         url = store.files[number].url
@@ -84,7 +114,7 @@ def compare(store: IndexedStore) -> Iterator[float]:
     if wrong and (is_same_pair or sums.fingerprint == store.fingerprint):
         raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
     if sums.fingerprint != store.fingerprint:
-        raise others_sums(store.path, "another store")
+        raise _others_sums(store.path, "another store")
 
 
 def refuse_others(store: IndexedStore) -> IndexedStore:
@@ -111,10 +141,43 @@ def refuse_others(store: IndexedStore) -> IndexedStore:
             if type(error) is not StoreError:
                 raise  # storage fails, which another look does not change
             found = f"none ({error})"
-    raise _refused(store, f"fingerprint {guard}, the files have {found}")
+    raise _refused_afar(store, f"fingerprint {guard}, the files have {found}")
 
 
-def _refused(store: IndexedStore, what: str) -> StoreError:
+def refuse_block_bytes(path: str, block_bytes: int) -> None:
+    """Raises StoreError for a size that checksums cannot be of."""
+    if not is_block_size(block_bytes):
+        raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
+
+
+def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
+    """The error for bytes of a file that differ from its .sums."""
+    return ChecksumError(
+        f"{url}: bytes {low}..{high} do not match its .sums{more}; the file is damaged: copy it again",
+        path=url,
+        range=(low, high),
+    )
+
+
+def _refused_here(prefix: str, sums: Sums) -> StoreError:
+    """The error for a pair on this machine that is not the one of its .sums: damage, or other files."""
+    files = LocalFile(f"{prefix}.bin"), LocalFile(f"{prefix}.idx")
+    others = _others_sums(prefix, "other files than lie beside it")
+    if [each.size_bytes for each in files] != [each.size_bytes for each in sums.files]:
+        return others
+
+    def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
+        unit, size = sums.files[number].block_bytes, sums.files[number].size_bytes
+        low, high = begin // unit * unit, min(-(-end // unit) * unit, size)
+        (data,) = files[number].peek([(low, high)])
+        wrong = sums.files[number].wrong(memoryview(data), low)
+        return wrong_block(files[number].url, *wrong[0]) if wrong else None
+
+    found = _damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
+    return found if isinstance(found, ChecksumError) else others
+
+
+def _refused_afar(store: IndexedStore, what: str) -> StoreError:
     """The error for a remote pair that is not the one of its .sums."""
     files = store.files
 
@@ -126,9 +189,9 @@ def _refused(store: IndexedStore, what: str) -> StoreError:
             return error
         return None
 
-    reason = damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
+    reason = _damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
     if reason is False:
-        return others_sums(store.path, what)
+        return _others_sums(store.path, what)
     if reason is True:
         return ChecksumError(
             f"{store.path}: short ranges of .bin or .idx come wrong {_LOOKS} times, whole blocks come right; "
@@ -137,10 +200,33 @@ def _refused(store: IndexedStore, what: str) -> StoreError:
     return reason
 
 
-def refuse_block_bytes(path: str, block_bytes: int) -> None:
-    """Raises StoreError for a size that checksums cannot be of."""
-    if not is_block_size(block_bytes):
-        raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
+def _others_sums(prefix: str, what: str) -> StoreError:
+    """The error for a .sums that was made for other files than lie beside it."""
+    return StoreError(
+        f"{prefix}{SUFFIX}: made for {what}; copy the files again, or, if they are newer than it, {ANEW}",
+        path=prefix + SUFFIX,
+    )
+
+
+def _damage(sizes: tuple[int, int], wrong_at: WrongAt) -> ChecksumError | bool:
+    """Why a pair has another fingerprint than its .sums, by the blocks that the fingerprint is made of.
+
+    sizes: of .bin and .idx. The error of a block, if others of the .bin are right. Otherwise whether the .bin
+    is right: False means that it is another one.
+    """
+    first, *others, last = sampled_of_bin(sizes[BIN])
+    wrong, is_right = None, False
+    for tried, (begin, end) in enumerate([first, last, *others], 1):
+        error = wrong_at(BIN, begin, end)
+        wrong, is_right = wrong or error, is_right or error is None
+        if wrong is not None and is_right:
+            return wrong
+        if tried == _FEW and not is_right:
+            return False
+    if not is_right:
+        return False
+    found = (wrong_at(IDX, begin, end) for begin, end in ends_of_idx(sizes[IDX]))
+    return next((error for error in found if error is not None), True)
 
 
 def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]:

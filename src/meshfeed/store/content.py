@@ -17,18 +17,15 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
-from meshfeed.files import ByteFile, Cache, typed_errors
+from meshfeed.files import ByteFile, Cache
+from meshfeed.files.local.version import Version, settle, version_of
 from meshfeed.files.sums import BLOCK_BYTES, Sums
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
-from meshfeed.store.node_index import settle
 
 _VERSION = 1
 _PIECE_BYTES = 16 * BLOCK_BYTES
 _PART_PIECES = 64  # 1 GiB: what a killed process repeats at most
 _THREADS = 8
-
-Version = tuple[int, int, int, int, int]
-"""Device, inode, size, modification and change time in ns of a file."""
 
 
 class _Piece(NamedTuple):
@@ -120,13 +117,11 @@ def _sums(file: ByteFile, piece: _Piece) -> Array:
 def _versions(files: Sequence[ByteFile]) -> list[Version]:
     found: list[Version] = []
     for file in files:
-        with typed_errors(file.url):
-            told = os.stat(file.url)  # noqa: PTH116 - a third of Path.stat's time
-        if told.st_size != file.size_bytes:
+        found.append(version_of(file.url))
+        size = found[-1][2]
+        if size != file.size_bytes:
             raise ChangedError(
-                f"{file.url}: {told.st_size} bytes, {file.size_bytes} when it was opened; open the "
-                f"store again",
+                f"{file.url}: {size} bytes, {file.size_bytes} when it was opened; open the store again",
                 path=file.url,
             )
-        found.append((told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns))
     return found

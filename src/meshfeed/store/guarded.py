@@ -10,10 +10,11 @@ from meshfeed.errors import ChangedError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
 from meshfeed.files.local.file import Descriptor, fill
+from meshfeed.files.local.version import settle
 from meshfeed.files.sums import FileSums
 from meshfeed.store.base import runs
-from meshfeed.store.mismatch import wrong_block
-from meshfeed.store.node_index import NodeIndex, settle
+from meshfeed.store.checksums import wrong_block
+from meshfeed.store.node_index import NodeIndex
 
 _LOOKS = 3
 

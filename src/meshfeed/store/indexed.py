@@ -17,12 +17,12 @@ from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX, Sums, parse
 from meshfeed.files.url import join
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places, runs
-from meshfeed.store.checksums import compare, is_guarded, refuse_others
+from meshfeed.store.checksums import checksums_of, compare, is_guarded, refuse_others
 from meshfeed.store.content import digest_of_files, digest_of_sums
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
-from meshfeed.store.node_index import NodeIndex, are_of, checksums_beside, refused
+from meshfeed.store.node_index import NodeIndex
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -128,10 +128,7 @@ class IndexedStore(StreamStore):
     def _sums(self) -> Sums | None:
         """The checksums that guard its reads, if any. Raises StoreError for those of another store."""
         if isinstance(self._idx, NodeIndex):
-            sums = checksums_beside(self._idx.prefix)
-            if sums is not None and not are_of(sums, self._idx.prefix, self.fingerprint):
-                raise refused(self._idx.prefix, sums)
-            return sums
+            return checksums_of(self._idx.prefix, self.fingerprint)
         file = self._data.sums if isinstance(self._data, CachedFile) else None
         return None if file is None else parse(file.url, file.peek([(0, file.size_bytes)])[0])
 

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,29 +29,24 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.errors import CacheError, ChangedError, ChecksumError, StoreError
-from meshfeed.files import Cache, LocalFile, Vector, typed_errors
+from meshfeed.errors import CacheError, ChangedError, MissingError, StoreError
+from meshfeed.files import Cache, LocalFile, Vector
 from meshfeed.files.byte_file import Bytes
 from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.mapping import mapped
-from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
+from meshfeed.files.local.version import Version, settle, version_of
+from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
+from meshfeed.store.checksums import checksums_of, wrong_block
 from meshfeed.store.index import fingerprint_of, read_header
-from meshfeed.store.mismatch import damage, others_sums, wrong_block
 
-_SUFFIXES = (".idx", ".bin", SUFFIX)
 _FACTS = struct.Struct("<I")
 _FORMAT = 1  # of a copy; another one has another name
 _MOST_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
-_CLOCK_REALTIME_COARSE = 5  # Linux's, which stamps files
-_COARSE_TICK_NS = 2_000_000_000
 _SWEEP_EVERY_S = 600.0
 _UNUSED_S = 86_400.0
 _NAME_SIZE = 32
 _log = logging.getLogger("meshfeed")
-
-Version = tuple[int, int, int, int, int]
-"""Device, inode, size, modification and change time in ns of a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,16 +137,12 @@ class NodeIndex(LocalFile):
         if copy is not None and copy.facts["guard"] != "refused":
             sums = copy.sums
             return None if sums is None else (sums, _seen(copy.entry, sums.sums.size))
-        sums = checksums_beside(self.prefix)
-        if sums is None:
-            return None
-        if not are_of(sums, self.prefix, self.fingerprint):
-            raise refused(self.prefix, sums)
-        return sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8)
+        sums = checksums_of(self.prefix, self.fingerprint)
+        return None if sums is None else (sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8))
 
     def _copy(self, *, look: bool = False) -> _Copy | None:
         if not self._is_looked_at or look:
-            versions = versions_of(self.prefix)
+            versions = _versions_of(self.prefix)
             pair = [each[:4] for each in versions[:2] if each is not None]
             if self._pair not in ([], pair) or pair[0][2] != self.size_bytes:
                 raise ChangedError(
@@ -165,55 +155,13 @@ class NodeIndex(LocalFile):
         return self._held
 
 
-def checksums_beside(prefix: str) -> Sums | None:
-    """What `prefix`.sums says, on this machine; None where there is none. Raises StoreError."""
-    path = Path(prefix + SUFFIX)
-    with typed_errors(path):
-        if not path.exists():
-            return None
-        return parse(str(path), path.read_bytes())
-
-
-def are_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
-    """Whether checksums are of the files of a prefix, which has such a fingerprint."""
-    sizes = [LocalFile(f"{prefix}{suffix}").size_bytes for suffix in (".bin", ".idx")]
-    return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
-
-
-def refused(prefix: str, sums: Sums) -> StoreError:
-    """The error for a pair on this machine that is not the one of its .sums: damage, or other files."""
-    files = LocalFile(f"{prefix}.bin"), LocalFile(f"{prefix}.idx")
-    others = others_sums(prefix, "other files than lie beside it")
-    if [each.size_bytes for each in files] != [each.size_bytes for each in sums.files]:
-        return others
-
-    def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
-        unit, size = sums.files[number].block_bytes, sums.files[number].size_bytes
-        low, high = begin // unit * unit, min(-(-end // unit) * unit, size)
-        (data,) = files[number].peek([(low, high)])
-        wrong = sums.files[number].wrong(memoryview(data), low)
-        return wrong_block(files[number].url, *wrong[0]) if wrong else None
-
-    found = damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
-    return found if isinstance(found, ChecksumError) else others
-
-
-def versions_of(prefix: str) -> list[Version | None]:
+def _versions_of(prefix: str) -> list[Version | None]:
     """Of the .idx, the .bin and, where there is one, the .sums. Raises StoreError."""
-    found: list[Version | None] = []
-    for suffix in _SUFFIXES:
-        path = prefix + suffix
-        with typed_errors(path):
-            try:
-                told = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
-            except FileNotFoundError:
-                if suffix != SUFFIX:
-                    raise
-                found.append(None)
-                continue
-        if stat.S_ISDIR(told.st_mode):
-            raise StoreError(f"{path}: is a directory, not a file")
-        found.append((told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns))
+    found: list[Version | None] = [version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin")]
+    try:
+        found.append(version_of(f"{prefix}{SUFFIX}"))
+    except MissingError:
+        found.append(None)
     return found
 
 
@@ -268,15 +216,11 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
     """The bytes of a copy, made of the files themselves. Raises StoreError."""
     settle(max(each[4] for each in versions if each is not None))
     idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)
-    sums, guard = None, "none"
     try:
-        sums = checksums_beside(prefix)
-        if sums is not None:
-            guard = "good" if are_of(sums, prefix, fingerprint) else "refused"
+        sums = checksums_of(prefix, fingerprint)
+        guard = "none" if sums is None else "good"
     except StoreError:
-        guard = "refused"
-    if guard != "good":
-        sums = None
+        sums, guard = None, "refused"
     for begin in range(0, idx.size_bytes, _PIECE_BYTES):
         (piece,) = idx.peek([(begin, min(begin + _PIECE_BYTES, idx.size_bytes))])
         for low, high in [] if sums is None else sums.files[IDX].wrong(memoryview(piece), begin):
@@ -288,26 +232,11 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
         yield sums.files[BIN].sums.astype("<u4").tobytes()
     text = json.dumps(facts).encode()
     yield text + _FACTS.pack(len(text))
-    if versions_of(prefix) != versions:
+    if _versions_of(prefix) != versions:
         raise ChangedError(
             f"{prefix}: .idx or .bin were written or replaced while they were opened; open the store again "
             f"once they are whole"
         )
-
-
-def settle(newest: int) -> None:
-    """Wait until another change of files would show in their times, which tick every few milliseconds.
-
-    newest: of their times, in ns. Never waits for longer than a tick: a file server's clock may be ahead.
-    """
-    tick = 20_000_000
-    with suppress(OSError):
-        tick = 2 * int(time.clock_getres(_CLOCK_REALTIME_COARSE) * 1e9)
-    if newest % 1_000_000_000 == 0:  # some file systems count seconds
-        tick = _COARSE_TICK_NS
-    rest = newest + tick - time.time_ns()
-    if 0 < rest <= tick:
-        time.sleep(rest / 1e9)
 
 
 def _sweep(folder: Path) -> None:

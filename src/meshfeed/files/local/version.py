@@ -1,0 +1,41 @@
+"""Versions of files on this machine: who wrote to one, or replaced it, gave it another version."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import suppress
+
+from meshfeed.errors import StoreError
+from meshfeed.files.local.file import typed_errors
+
+Version = tuple[int, int, int, int, int]
+"""Device, inode, size, modification and change time in ns of a file."""
+
+_CLOCK_REALTIME_COARSE = 5  # Linux's, which stamps files
+_COARSE_TICK_NS = 2_000_000_000
+
+
+def version_of(path: str) -> Version:
+    """The version of a file. Raises StoreError; MissingError where there is none."""
+    with typed_errors(path):
+        told = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
+    if stat.S_ISDIR(told.st_mode):
+        raise StoreError(f"{path}: is a directory, not a file")
+    return told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns
+
+
+def settle(newest: int) -> None:
+    """Wait until another change of files would show in their times, which tick every few milliseconds.
+
+    newest: of their times, in ns. Never waits for longer than a tick: a file server's clock may be ahead.
+    """
+    tick = 20_000_000
+    with suppress(OSError):
+        tick = 2 * int(time.clock_getres(_CLOCK_REALTIME_COARSE) * 1e9)
+    if newest % 1_000_000_000 == 0:  # some file systems count seconds
+        tick = _COARSE_TICK_NS
+    rest = newest + tick - time.time_ns()
+    if 0 < rest <= tick:
+        time.sleep(rest / 1e9)
