@@ -18,7 +18,7 @@ from meshfeed.integrations import loader
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".sh", ".html", ".js", ""}
 WRONG = re.compile(
-    r"pip install[^\n]*[ '\"]meshfeed\b|['\"]meshfeed\[(?!remote,hub,mds,tables,prepare,vlm,telemetry,demo\])"
+    r"pip install[^\n]*[ '\"]meshfeed\b|['\"]meshfeed\[(?!remote,hub,mds,tables,prepare,vlm,audio,telemetry,demo\])"
 )
 
 

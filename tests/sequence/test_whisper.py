@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import struct
+import sys
 import wave
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import soundfile
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
+from meshfeed.extras import install
 from meshfeed.parts import KINDS, Parts, WhisperAudio
+from meshfeed.parts.sound import decoded_audio
 from meshfeed.sequence import PartSize, WhisperFeatures
 from meshfeed.sequence.decoding import Bad, Task, made_of
-from meshfeed.sequence.whisper import heard_in, resampled
+from meshfeed.sequence.whisper import resampled
 from soak import SEED, cases
 
 SHORT = WhisperAudio(seconds=3)
@@ -149,23 +153,25 @@ def stored_as(sound: np.ndarray, coding: int, bits: int) -> np.ndarray:
 def test_samples_of_each_coding_are_the_same_sound(extensible: bool, coding: int, bits: int) -> None:
     sound = noise(5_000) / 2
     data = coded(stored_as(sound, coding, bits), coding, bits, extensible=extensible)
-    heard = heard_in(data, PartSize(0, 0, 5_000, 16e3), 9)
+    heard = decoded_audio(data, 5_000, 16e3, 9 * 16_000)
     assert np.abs(heard - sound).max() < (0.01 if bits == 8 else 1e-6)
 
 
 @pytest.mark.parametrize(
     ("data", "length", "rate", "said"),
     [
-        (b"", 9, 16_000, "not WAV audio; convert it"),
-        (wav(noise(9))[:40], 9, 16_000, "not WAV audio"),
+        (b"", 9, 16_000, "not WAV, FLAC, MP3 or Ogg audio; convert it to FLAC"),
+        (wav(noise(9))[:40], 9, 16_000, "WAV audio that cannot be decoded"),
+        (b"fLaC" + bytes(99), 9, 16_000, "FLAC audio that cannot be decoded"),
+        (wav(noise(9)), 8, 16_000, "9 samples at 16000 Hz, and the index says 8 at 16000 Hz"),
         (wav(noise(9))[:-2], 9, 16_000, "8 samples at 16000 Hz, and the index says 9 at 16000 Hz"),
         (wav(noise(9)), 9, 8_000, "9 samples at 16000 Hz, and the index says 9 at 8000 Hz"),
         (wav(noise(9), 800_000), 9, 800_000, "audio at 800000 Hz; resample it to 768000 Hz or less"),
         (
-            coded(np.zeros(9, "u1"), 7, 8),
+            coded(np.zeros(9, "u1"), 99, 8),
             9,
             16_000,
-            "coding 7, 8 bits, 1 bytes for 1 channels; write it as linear PCM",
+            "WAV audio that cannot be decoded",
         ),
         (coded(np.full(9, np.nan, "<f4"), 3, 32), 9, 16_000, "samples that are not finite"),
     ],
@@ -178,10 +184,31 @@ def test_what_is_no_such_sound_is_broken(data: bytes, length: int, rate: int, sa
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"WhisperFeatures\(mels=0\): a whole number from 1"):
         WhisperFeatures(mels=0)
-    # nor does it become zeros under on_bad="blank": no part of it could be decoded
-    task = Task("audio", b"fLaC" + bytes(99), PartSize(0, 0, 9, 16e3), (0, 0, 0), {}, 1, 0.0)
+
+
+def test_without_soundfile_no_part_becomes_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under on_bad="blank" neither: no part of it could be decoded."""
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    task = Task("audio", wav(noise(9)), PartSize(0, 0, 9, 16e3), (0, 0, 0), {}, 1, 0.0)
     bad = made_of({"audio": WhisperFeatures()}, task)
-    assert isinstance(bad, Bad) and not bad.is_broken and "FLAC audio, which" in bad.why
+    assert isinstance(bad, Bad) and not bad.is_broken
+    assert "reading audio needs soundfile: " in bad.why and install("audio") in bad.why
+
+
+@pytest.mark.parametrize(
+    ("form", "subtype", "near"),
+    [("FLAC", "PCM_16", 1e-4), ("MP3", None, 0.02), ("OGG", "VORBIS", 0.02), ("OGG", "OPUS", 0.1)],
+)
+def test_each_format_is_the_same_sound(form: str, subtype: str | None, near: float) -> None:
+    seconds = np.arange(40_000) / 16_000
+    tone = 0.5 * np.sin(2 * np.pi * 440 * seconds) * np.hanning(seconds.size)
+    out = io.BytesIO()
+    soundfile.write(out, np.stack([tone, tone / 2], axis=1), 16_000, format=form, subtype=subtype)
+    heard = decoded_audio(out.getvalue(), 40_000, 16e3, 48_000)
+    assert heard.shape == tone.shape and np.abs(heard - 0.75 * tone).max() < near
+    assert np.array_equal(decoded_audio(out.getvalue(), 40_000, 16e3, 999), heard[:999])
+    arrays = made(WhisperFeatures(SHORT), out.getvalue(), 40_000)
+    assert arrays["feature_attention_mask"].sum() == 250
 
 
 def test_audio_that_is_too_long_is_cut_or_refused_by_name(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import PartError, RecipeError
+from meshfeed.errors import PartError
 from meshfeed.parts import Parts, WhisperAudio
 from meshfeed.parts.rule import check_counts
-from meshfeed.parts.wav import is_wav, wav_header, wav_samples
+from meshfeed.parts.sound import Sound, decoded_audio
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
-
-Sound = npt.NDArray[np.float64]
 
 _HIGHEST_HZ = 8000.0
 _MOST_HZ = 768_000
@@ -26,7 +24,7 @@ _MOST_HZ = 768_000
 
 @dataclass(frozen=True)
 class WhisperFeatures(Processor):
-    """The log-mel spectrum of WAV audio, with the values of Whisper's feature extractor.
+    """The log-mel spectrum of WAV, FLAC, MP3 or Ogg audio, with the values of Whisper's feature extractor.
 
     Channels are averaged. Audio of another rate than the rule's is resampled by its Fourier transform.
 
@@ -67,7 +65,8 @@ class WhisperFeatures(Processor):
         """The spectrum of one part; nothing is drawn."""
         rule = self.rule
         sound = np.zeros(rule.seconds * rule.sample_rate)
-        heard = resampled(heard_in(data, size, rule.seconds + 1), size.rate, rule.sample_rate)[: sound.size]
+        stored = decoded_audio(data, size.length, size.rate, (rule.seconds + 1) * int(size.rate))
+        heard = resampled(stored, size.rate, rule.sample_rate)[: sound.size]
         sound[: heard.size] = heard.astype(np.float32)  # the extractor takes no finer samples
         spectrum = log_mel(sound, rule.sample_rate, rule.frame_rate, self.window, self.mels)
         return {"input_features": spectrum[None], "feature_attention_mask": self._mask(size)}
@@ -83,24 +82,6 @@ class WhisperFeatures(Processor):
     def _mask(self, size: PartSize) -> Array:
         frames = self.rule.frames_of(np.array([size.length]), np.array([size.rate]))
         return (np.arange(self.rule.seconds * self.rule.frame_rate) < frames[:, None]).astype(np.int32)
-
-
-def heard_in(data: bytes, size: PartSize, seconds: int) -> Sound:
-    """The first seconds of WAV audio, from -1 to 1, the mean of its channels; float64 [samples].
-
-    Raises RecipeError for FLAC, and PartError for other bytes or another size than the index says.
-    """
-    if data[:4] == b"fLaC":
-        raise RecipeError("FLAC audio, which WhisperFeatures does not decode; convert it to WAV")
-    header = wav_header(data) if is_wav(data) else None
-    if header is None:
-        raise PartError("not WAV audio; convert it to WAV")
-    if (header.length, header.rate) != (size.length, size.rate):
-        raise PartError(
-            f"{header.length} samples at {header.rate} Hz, and the index says {size.length} at "
-            f"{size.rate:.0f} Hz"
-        )
-    return wav_samples(data, header, seconds * header.rate).mean(axis=1)
 
 
 def resampled(sound: Sound, rate: float, new_rate: int) -> Sound:

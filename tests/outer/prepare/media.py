@@ -8,8 +8,10 @@ import tarfile
 import wave
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -49,11 +51,16 @@ def wav(length: int, rate: int = 16_000, channels: int = 2) -> bytes:
     return out.getvalue()
 
 
+def sound(form: str, length: int, rate: int = 44_100, channels: int = 1, **how: Any) -> bytes:
+    """Noise that libsndfile has written. form: FLAC, MP3, or OGG of the subtype that `how` names."""
+    samples = np.random.default_rng(length).normal(scale=0.1, size=(length, channels))
+    out = io.BytesIO()
+    soundfile.write(out, samples.astype(np.float32), rate, format=form, **how)
+    return out.getvalue()
+
+
 def flac(length: int, rate: int = 44_100) -> bytes:
-    """A FLAC header; nobody decodes what follows."""
-    packed = (rate << 44) | (1 << 41) | (15 << 36) | length
-    info = struct.pack(">HH", 4096, 4096) + bytes(6) + packed.to_bytes(8, "big") + bytes(16)
-    return b"fLaC" + b"\x80" + len(info).to_bytes(3, "big") + info + bytes(9)
+    return sound("FLAC", length, rate)
 
 
 def tar(path: Path, files: list[tuple[str, bytes]]) -> Path:

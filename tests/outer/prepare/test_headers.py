@@ -3,13 +3,16 @@
 import contextlib
 import io
 
+import numpy as np
 import pytest
+import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from media import bomb, flac, picture, turned, wav
+from media import bomb, flac, picture, sound, turned, wav
 from PIL import Image, ImageOps, features
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import PartError, StoreError
+from meshfeed.parts.sound import decoded_audio
 from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
 
@@ -67,6 +70,62 @@ def test_audio_is_as_long_as_its_header_says():
     assert size_of(bytes(streamed)).length == 100
 
 
+COMPRESSED = {
+    "mp3": {"form": "MP3"},
+    "mp3 of variable bit rate": {"form": "MP3", "bitrate_mode": "VARIABLE", "compression_level": 0.5},
+    "vorbis": {"form": "OGG", "subtype": "VORBIS"},
+    "opus": {"form": "OGG", "subtype": "OPUS", "rate": 48_000},
+}
+
+
+@pytest.mark.parametrize("how", COMPRESSED.values(), ids=COMPRESSED)
+def test_compressed_audio_is_as_long_as_what_is_decoded(how):
+    for length, channels in ((3_001, 1), (100_000, 2)):
+        data = sound(length=length, channels=channels, **how)
+        size = size_of(data)
+        assert size == Size("audio", 0, 0, length, float(how.get("rate", 44_100)))
+        assert decoded_audio(data, size.length, size.rate, 1 << 20).size == length
+        if how["form"] == "MP3":  # text and pictures may stand around it
+            tagged = b"ID3\x04\0\0\0\0\0\x0a" + bytes(10) + data + b"TAG" + bytes(125)
+            assert size_of(tagged) == size
+
+
+def test_mp3_without_its_header_is_counted_or_refused():
+    """The header of LAME is the first frame of the file. No sample is left out without a word."""
+    for mode, is_counted in (("CONSTANT", True), ("VARIABLE", False)):
+        # noise, then silence: by its first frames, the rest is fewer
+        samples = np.random.default_rng(0).normal(scale=0.2, size=100_000) * (np.arange(100_000) < 30_000)
+        out = io.BytesIO()
+        soundfile.write(out, samples, 44_100, format="MP3", bitrate_mode=mode, compression_level=0.5)
+        whole = out.getvalue()
+        headless = whole[whole.index(whole[:2], 4) :]
+        if is_counted:
+            size = size_of(headless)
+            assert size.length >= 100_000 and size.length % 1_152 == 0
+            assert decoded_audio(headless, size.length, size.rate, 1 << 20).size == size.length
+        else:
+            with pytest.raises(StoreError, match=r"only the beginning can be decoded.*convert it to FLAC"):
+                size_of(headless)
+        with pytest.raises(StoreError, match="joined of several"):
+            size_of(whole + whole)
+        cut = whole[: len(whole) // 2]
+        size = size_of(cut)
+        assert 0 < size.length < 100_000
+        assert decoded_audio(cut, size.length, size.rate, 1 << 20).size == size.length
+
+
+@settings(max_examples=cases(40, 2_000), deadline=None)
+@given(st.sampled_from(["WAV", "FLAC", *COMPRESSED]), st.floats(0, 1), st.binary(max_size=4), st.floats(0, 1))
+def test_cut_or_damaged_audio_has_a_size_or_is_refused(form, share, bad, where):
+    """Never another error; and whoever decodes it gets exactly that many samples, or a PartError."""
+    data = sound(length=5_000, **COMPRESSED[form]) if form in COMPRESSED else sound(form, 5_000)
+    at = int(where * len(data))
+    for each in (data[: int(share * len(data))], data[:at] + bad + data[at + len(bad) :]):
+        with contextlib.suppress(StoreError, PartError):
+            size = size_of(each)
+            assert decoded_audio(each, size.length, size.rate, 1 << 20).size == size.length
+
+
 def boxes(*brands):
     """The beginning of a file of ISO boxes: the major brand, and what it is compatible with."""
     box = b"ftyp" + brands[0] + bytes(4) + b"".join(brands)
@@ -77,13 +136,14 @@ def boxes(*brands):
     ("data", "said"),
     [
         (b"", "empty"),
-        (b"<!DOCTYPE html><html>", r"not an image, WAV or FLAC: 21 bytes \(a web page\); fetch it again"),
+        (b"<!DOCTYPE html><html>", r"not an image or audio: 21 bytes \(a web page\); fetch it again"),
         (bomb(30_000, 30_000), "900000000 pixels"),
         (bomb(10_000, 10_000), "10000 pixels wide x 10000 high, more than --max-pixels 89478485"),
         (bomb(0, 7), "header|not an image"),
-        (b"ID3\x04" + bytes(99), "MP3 audio, whose size prepare cannot read; convert it"),
-        (b"\xff\xfb" + bytes(99), "MP3 audio"),
-        (b"OggS" + bytes(99), "Ogg audio"),
+        (b"ID3\x04" + bytes(99), "MP3 audio that cannot be decoded"),
+        (b"\xff\xfb" + bytes(99), "MP3 audio that cannot be decoded"),
+        (b"OggS" + bytes(99), "Ogg audio that cannot be decoded"),
+        (2 * sound("OGG", 999), "Ogg audio of several streams"),
         (bytes(4) + b"ftypisom" + bytes(99), "MP4 video, whose size prepare cannot read; give its frames"),
         (boxes(b"heic", b"mif1"), "a HEIC image, whose size prepare cannot read; convert it to JPEG"),
         (boxes(b"mif1", b"heic"), "a HEIC image"),
@@ -94,9 +154,10 @@ def boxes(*brands):
         (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99), "a JPEG 2000 image"),
         (b"\x1aE\xdf\xa3" + bytes(99), "Matroska or WebM video"),
         (b"RIFF" + bytes(4) + b"AVI " + bytes(99), "AVI video"),
-        (wav(5)[:30], "the file ends before them"),
-        (flac(5)[:30], "header is cut off"),
-        (flac(0), "audio of 0 samples"),
+        (wav(5)[:30], "WAV audio that cannot be decoded: .*data"),
+        (flac(5)[:30], "FLAC audio that cannot be decoded"),
+        (wav(0), "audio of 0 samples"),
+        (flac(9)[:21] + b"\xf0" + bytes(4) + flac(9)[26:], "audio of 0 samples"),  # of a length not known
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image"),  # a program, to Pillow
     ],
 )
@@ -117,7 +178,7 @@ def test_a_pillow_without_a_format_says_so(monkeypatch):
             patch.delitem(Image.OPEN, form.upper())
             with pytest.raises(StoreError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
                 size_of(data)
-            with pytest.raises(StoreError, match="not an image, WAV or FLAC"):
+            with pytest.raises(StoreError, match="not an image or audio"):
                 size_of(b"<html>")
 
 

@@ -266,7 +266,7 @@ def test_no_error_repeats_what_a_server_said(
     errors = (tmp_path / "out/errors.jsonl").read_text()
     told = [json.loads(line)["error"] for line in errors.splitlines()]
     wanted = (
-        "not an image, WAV or FLAC: 11 bytes",
+        "not an image or audio: 11 bytes",
         "status 404",
         "status 403",
         "status 500",

@@ -1,4 +1,4 @@
-"""The kind and size of a part, from the header of its bytes: nothing is decoded.
+"""The kind and size of a part, from the header of its bytes. Only MP3 is decoded, to count its samples.
 
 What the bytes are decides, not what the file is called. An animated picture counts as its first frame.
 """
@@ -12,18 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import PartError, StoreError
 from meshfeed.parts import Kind
 from meshfeed.parts.opened import brands_of, opened_image
+from meshfeed.parts.sound import audio_format, audio_size
 from meshfeed.parts.types import in_pixels
-from meshfeed.parts.wav import is_wav, wav_header
 
 MOST_PIXELS = 89_478_485
 """Of an image, unless the user says otherwise: where Pillow begins to warn of a decompression bomb."""
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
-_STREAMINFO_SIZE = 34
 _PAGE = re.compile(rb"\s*<(?:!doctype\s+)?html", re.IGNORECASE)
 
 
@@ -46,16 +45,14 @@ class Size:
 
 
 def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
-    """The size of an image, or of WAV or FLAC audio.
+    """The size of an image, or of WAV, FLAC, MP3 or Ogg audio.
 
     max_pixels: height times width, at most. Raises StoreError that says what the bytes are instead.
     """
     if not data:
         raise StoreError("empty; fetch it again, or leave its sample out")
-    if is_wav(data):
-        return _size_of_wav(data)
-    if data[:4] == b"fLaC":
-        return _size_of_flac(data)
+    if audio_format(data) is not None:
+        return _size_of_audio(data)
     other = _other(data)
     if other is not None:
         what, cure = other
@@ -68,10 +65,6 @@ def _other(data: bytes) -> tuple[str, str] | None:
     brand = data[8:12]
     if data[4:8] == b"ftyp":
         return _other_of_iso(data)
-    if data[:3] == b"ID3" or (data[0] == 0xFF and len(data) > 1 and data[1] & 0xE6 == 0xE2):  # layer III
-        return "MP3 audio", _NO_AUDIO
-    if data[:4] == b"OggS":
-        return "Ogg audio", _NO_AUDIO
     if data[:4] == b"\x1aE\xdf\xa3":
         return "Matroska or WebM video", _NO_VIDEO
     if data[:4] == b"RIFF" and brand == b"AVI ":
@@ -134,7 +127,7 @@ def _refusal(error: Exception, data: bytes) -> str:
         return f"{error}; leave it out, or store it smaller"
     if isinstance(error, UnidentifiedImageError):
         what = " (a web page)" if _PAGE.match(data) else ""
-        return f"not an image, WAV or FLAC: {len(data)} bytes{what}; fetch it again, or leave its sample out"
+        return f"not an image or audio: {len(data)} bytes{what}; fetch it again, or leave its sample out"
     # Pillow's message may repeat bytes, and whoever named a URL must not learn what its server said.
     return f"its header is broken ({type(error).__name__}); fetch it again"
 
@@ -165,22 +158,11 @@ def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
 # -- audio ------------------------------------------------------------------------------------------------
 
 
-def _size_of_wav(data: bytes) -> Size:
-    header = wav_header(data)
-    if header is None:
-        raise StoreError("WAV audio without its samples: the file ends before them; fetch it again")
-    return _audio(header.length, header.rate if header.frame_bytes else 0)
-
-
-def _size_of_flac(data: bytes) -> Size:
-    """Xiph's STREAMINFO, the first block: rate in 20 bits, channels in 3, depth in 5, samples in 36."""
-    if len(data) < 8 + _STREAMINFO_SIZE or data[4] & 0x7F:
-        raise StoreError("FLAC audio whose header is cut off; fetch it again")
-    packed = int.from_bytes(data[18:26], "big")
-    return _audio(packed & ((1 << 36) - 1), packed >> 44)
-
-
-def _audio(length: int, rate: int) -> Size:
+def _size_of_audio(data: bytes) -> Size:
+    try:
+        length, rate = audio_size(data)
+    except (ImportError, PartError) as error:
+        raise StoreError(str(error)) from error
     if length < 1 or rate < 1:
         raise StoreError(f"audio of {length} samples at {rate} Hz; write it again, with its length known")
     return Size("audio", 0, 0, length, float(rate))
