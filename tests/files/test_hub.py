@@ -26,7 +26,8 @@ from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableEr
 from meshfeed.files.cache import once
 from meshfeed.files.remote import hub as hub_module
 from meshfeed.files.remote import retries
-from meshfeed.files.remote.hub import HubClient, hub_path
+from meshfeed.files.remote.hub import HubClient
+from meshfeed.files.remote.hub_url import hub_path
 from meshfeed.files.remote.retries import Patience
 from meshfeed.files.remote.writer import Writer
 from meshfeed.files.revision import pinned

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from meshfeed.files.cache.cache import Cache
 from meshfeed.files.fetcher.objects import Address
 from meshfeed.files.fetcher.protocol import fetcher, retried
-from meshfeed.files.remote.hub import at_commit, hub_options, hub_path, is_commit
+from meshfeed.files.remote.hub_url import at_commit, hub_options, hub_path, is_commit
 from meshfeed.files.url import is_hub
 
 

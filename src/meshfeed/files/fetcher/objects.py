@@ -17,7 +17,7 @@ from meshfeed.files.cache.blocks import Blocks, CacheFolder
 from meshfeed.files.codec import check_hashes, decompress
 from meshfeed.files.remote.client import Reader
 from meshfeed.files.remote.errors import options_of_environment
-from meshfeed.files.remote.hub import hub_path
+from meshfeed.files.remote.hub_url import hub_path
 from meshfeed.files.remote.retries import Stat
 from meshfeed.files.sums import ANEW, FileSums, Sums, parse
 from meshfeed.files.url import credentials_of, is_hub, is_remote, local_path, split, without_secrets

@@ -1,4 +1,5 @@
-"""Remote storage: one client (client, and writer for what writes) and its manners (retries, errors).
+"""Remote storage: one client (client, and writer), how it asks (retries), what errors mean (errors).
 
-hub reads from the Hugging Face Hub. obstore does not survive a fork, so a reader leaves this to its fetcher.
+hub reads datasets of the Hugging Face Hub, whose URLs hub_url takes apart. obstore does not survive a fork,
+so a reading process leaves all this to its fetcher.
 """

@@ -77,23 +77,17 @@ class Client(Retries):
             return b""
         import obstore
 
-        where = f"{self._name(path)}: bytes {begin}..{end}"
         # A weak tag never matches (RFC 9110, 13.1.1); it is compared with the answer's.
         condition = {} if tag.startswith((_MODIFIED, _SIZE, "W/")) else {"if_match": tag}
 
-        def get() -> Any:
+        def get(where: str) -> Any:
             options: Any = {"range": (begin, end), **condition}
             answer = obstore.get(self._store, path, options=options)
             if not _is_version(answer.meta, tag):
                 raise ChangedError(f"{where}: {REPLACED}")
-            body = answer.bytes()
-            if len(body) != end - begin:
-                raise ConnectionError(f"received {len(body)} of {end - begin} bytes")
-            with self._lock:
-                self.counts.bytes_fetched += len(body)
-            return body
+            return answer.bytes()
 
-        return self._retry(lambda: self._hedged(get, end - begin), path, where)
+        return self._read(get, path, begin, end)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """(path, size) of all objects below a prefix, sorted."""

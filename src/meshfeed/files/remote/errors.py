@@ -1,4 +1,9 @@
-"""Classifies the errors of storage services."""
+"""Classifies the errors of storage services.
+
+obstore has a class for a missing object, a failed precondition and a lack of permission. Everything else is
+one class, and only its text holds the status and the code of the service's answer: so they are found there. A
+status alone does not do: 400 is an expired token or another region, 404 a missing bucket or upload.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from meshfeed.files.url import without_secrets
 REPLACED = (
     "it was replaced after this run opened it; restore the old one, or start a new run with the new one"
 )
+# by name: obstore need not be installed
 _KINDS: Mapping[str, type[StoreError]] = {
     "NotFoundError": MissingError,
     "FileNotFoundError": MissingError,

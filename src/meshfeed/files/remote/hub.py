@@ -9,8 +9,9 @@ cache: the first to need an answer asks, under a lock, and the others read its f
     pause-KEY       its modification time: no request before it
     *.failed        when the Hub last failed to answer one of these, and how: those who waited raise it too
 
-So requests to the Hub grow with neither ranks nor blocks; blocks come from where the URL points. Used by the
-fetcher.
+So requests to the Hub grow with neither ranks nor blocks; blocks come from where the URL points. They are not
+read by obstore: it would need a client, with connections of its own, for each signed URL, and its errors do
+not say how long the server asks to wait. Used by the fetcher.
 """
 
 from __future__ import annotations
@@ -20,80 +21,27 @@ import importlib
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import quote, unquote, urlsplit
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.extras import install
 from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.remote.errors import REPLACED, reason
-from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
-from meshfeed.files.url import HUB
+from meshfeed.files.remote.hub_url import hub_options, hub_path, is_commit
+from meshfeed.files.remote.retries import Patience, Retries, Stat
 
 ENDPOINT = "https://huggingface.co"
 REMEMBERED_S = 30.0
 """How long the commit of a branch is believed, for a process that starts."""
-_ROOT = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.S)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _MOST_PAUSE_S = 600.0
 _PAGE = 1000  # files in a page of the Hub's listing
-
-
-class HubPath(NamedTuple):
-    """The parts of a URL.
-
-    Attributes:
-        repo: owner/name.
-        revision: branch, tag or commit; "main" if the URL names none.
-        path: in the repository.
-    """
-
-    repo: str
-    revision: str
-    path: str
-
-    @property
-    def root(self) -> str:
-        """The URL of the repository at the revision."""
-        return f"{HUB}{self.repo}@{quote(self.revision, safe='')}"
-
-
-def hub_path(url: str) -> HubPath:
-    """The parts of a URL. Raises StoreError for one that names no dataset."""
-    found = _ROOT.fullmatch(url)
-    if found is None:
-        raise StoreError(f"{url}: names no dataset; write hf://datasets/OWNER/NAME@REVISION/PATH")
-    return HubPath(found[1], unquote(found[2] or "main"), found[3] or "")
-
-
-def at_commit(url: str, commit: str) -> str:
-    """The same URL at a commit."""
-    repo, _, path = hub_path(url)
-    return f"{HUB}{repo}@{commit}/{path}".rstrip("/")
-
-
-def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit, which never changes."""
-    return _COMMIT.fullmatch(revision) is not None
-
-
-def hub_options(root: str, options: Mapping[str, str]) -> dict[str, str]:
-    """`endpoint` and `token`, in any case, with or without HF_ before. Raises StoreError for others."""
-    lower = {name.lower().removeprefix("hf_"): value for name, value in options.items() if name != GIVE_UP}
-    unknown = sorted(lower.keys() - {"endpoint", "token"})
-    if unknown:
-        raise StoreError(
-            f"{root}: unknown options {unknown}; the Hub has endpoint and token; a revision is written in "
-            f"the URL, as in hf://datasets/OWNER/NAME@REVISION/PATH"
-        )
-    return lower
 
 
 class HubError(Exception):
@@ -170,20 +118,17 @@ class HubClient(Retries):
         """Exactly the bytes [begin, end) of the file with the hash `tag`, as a buffer."""
         if begin == end:
             return b""
-        where = f"{self._name(path)}: bytes {begin}..{end}"
         if self.stat(path).tag != tag:
-            raise ChangedError(f"{where}: {REPLACED}")
+            raise ChangedError(f"{self._name(path)}: bytes {begin}..{end}: {REPLACED}")
 
-        def get(url: str) -> Any:
-            return self._retry(
-                lambda: self._hedged(lambda: self._range(url, begin, end), end - begin), path, where
-            )
+        def at(url: str) -> Any:
+            return self._read(lambda where: self._range(url, begin, end), path, begin, end)
 
         url = self._url(path, tag)
         try:
-            return get(url)
+            return at(url)
         except (AccessError, MissingError):
-            return get(self._url(path, tag, expired=url))
+            return at(self._url(path, tag, expired=url))
 
     # -- the Hub ------------------------------------------------------------------------------------------
 
@@ -262,12 +207,7 @@ class HubClient(Retries):
             if not sent.startswith(f"bytes {begin}-{end - 1}/"):
                 raise ConnectionError(f"asked for bytes {begin}-{end - 1}, received {sent}")
         body = answer.content
-        with self._lock:
-            self.counts.bytes_fetched += len(body)
-        body = body[begin:end] if answer.status_code == 200 else body  # a server that ignores Range
-        if len(body) != end - begin:
-            raise ConnectionError(f"received {len(body)} of {end - begin} bytes")
-        return body
+        return body[begin:end] if answer.status_code == 200 else body  # a server that ignores Range
 
     def _wrong(self, response: Any, text: str) -> HubError:
         """The error of an answer; if it asks to wait, all processes of the node will."""

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from meshfeed.errors import StoreError, UnavailableError
 from meshfeed.files.remote.errors import kind_of, reason
@@ -158,6 +158,23 @@ class Retries:
     def close(self) -> None:
         """Start no more requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, get: Callable[[str], Any], path: str, begin: int, end: int) -> Any:
+        """Exactly the bytes [begin, end) that `get` gives, as a buffer; hedged and retried.
+
+        get: asks once; it is given the words for the place in an error.
+        """
+        where = f"{self._name(path)}: bytes {begin}..{end}"
+
+        def whole() -> Any:
+            body = get(where)
+            if len(body) != end - begin:
+                raise ConnectionError(f"received {len(body)} of {end - begin} bytes")
+            with self._lock:
+                self.counts.bytes_fetched += len(body)
+            return body
+
+        return self._retry(lambda: self._hedged(whole, end - begin), path, where)
 
     def _retry(self, ask: Callable[[], T], path: str, where: str) -> T:
         """Ask until there is an answer, a permanent error, or no time left."""
