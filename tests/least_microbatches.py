@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshfeed.plan import Packing
-from meshfeed.plan.policy import Room
+from meshfeed.plan.problem import Room
 from meshfeed.plan.types import LongArray
 
 

@@ -21,7 +21,7 @@ from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files.local import file as local
 from meshfeed.order import permutation
-from meshfeed.plan import CostModel, fill, least_loaded, plan_step, swap
+from meshfeed.plan import CostModel, place, plan_step, reach, swap
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
 from services.needs import needs_compiled
@@ -161,8 +161,8 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
     compiled = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "_swap", None)
-        patch.setattr(fill, "_complete", None)
-        patch.setattr(least_loaded, "_place", None)
+        patch.setattr(reach, "_complete", None)
+        patch.setattr(place, "_place", None)
         plain = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     for name in ("microbatch", "first_rank", "cp_size"):
         assert np.array_equal(getattr(compiled, name), getattr(plain, name)), (name, packing)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planning import check_packs, check_plan
 
 from meshfeed.plan import Align, Packing, plan_step
-from meshfeed.plan.policy import room_of
+from meshfeed.plan.problem import room_of
 from soak import cases
 
 CALM = settings(

@@ -29,7 +29,7 @@ from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
-from meshfeed.plan.policy import room_of
+from meshfeed.plan.problem import room_of
 from meshfeed.plan.types import exact_sum
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of

@@ -1,17 +1,19 @@
 """Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure.
 
-Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
-`oversize`, `step` (the front door), `assign` (stream order), `balance` with `forecast`, `fill` and
-`least_loaded` (equal work), `two_costs` with `swap` and `encoders` (encoders, too), `encoder_routes` (where
-their output goes), `account` and `loads` (how good it is), `split` (context parallelism).
+Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups` (the cp
+groups there are), `step` (the front door). Then along the line: `problem` (the rows and the room of a step),
+`choose` with `forecast` (how many microbatches), `fill` by `reach` and `place` (which sequences share a
+group), `placement` (on which ranks). Beside it: `in_order`; `two_costs` with `swap` (even for encoders, too),
+`encoders` and `encoder_routes` (who encodes what, and who gets it); `account` and `loads` (how good a plan
+is); `split` (context parallelism).
 """
 
 from meshfeed.plan.account import Account, account_of, flops
-from meshfeed.plan.assign import plan_fixed
 from meshfeed.plan.cost import CostModel, ModelShape
 from meshfeed.plan.encoder_routes import EncoderRoute, encoder_routes
 from meshfeed.plan.encoders import EncoderPlan, plan_encoder
 from meshfeed.plan.groups import cp_groups
+from meshfeed.plan.in_order import plan_fixed
 from meshfeed.plan.loads import Load, loads_of
 from meshfeed.plan.policy import Packing
 from meshfeed.plan.split import CpSplit, Slices, slices_of

@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 
 from meshfeed.plan.account import least_pile
-from meshfeed.plan.least_loaded import Sequences
 from meshfeed.plan.policy import Packing
+from meshfeed.plan.problem import Sequences
 from meshfeed.plan.types import FloatArray
 
 MORE_COUNTS = 8

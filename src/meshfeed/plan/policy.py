@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal, get_args
-
-import numpy as np
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.groups import check_sizes, cp_sizes
-from meshfeed.plan.split import CpSplit, check_split
 from meshfeed.plan.types import Align, PackShape, is_count
 
 Policy = Literal["in_order", "balanced", "dynamic_cp"]
@@ -131,41 +127,6 @@ def asked_microbatches(packing: Packing) -> int:
     return 0 if packing.microbatches in (None, "fewest") else int(packing.microbatches)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What the ranks of one microbatch can hold.
-
-    Attributes:
-        num_ranks: dp_cp ranks.
-        sizes: cp group sizes, ascending; see `groups.check_sizes`.
-        limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
-            down to what alignment lets a pack have.
-        align: padding multiples.
-        max_sequences: sequences that a group of any size can hold.
-    """
-
-    num_ranks: int
-    sizes: tuple[int, ...]
-    limits: tuple[int, ...]
-    align: Align
-    max_sequences: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that some group can hold."""
-        return max(self.limits)
-
-    @property
-    def most_tokens(self) -> int:
-        """Padded tokens that a microbatch can hold, on the widest groups."""
-        return self.limits[-1] * (self.num_ranks // self.sizes[-1])
-
-    @property
-    def most_sequences(self) -> int:
-        """Sequences that a microbatch can hold, on the narrowest groups."""
-        return self.max_sequences * (self.num_ranks // self.sizes[0])
-
-
 def sizes_of(packing: Packing, num_ranks: int) -> tuple[int, ...]:
     """The cp group sizes that dynamic_cp may use; see `Packing.cp_sizes`.
 
@@ -174,33 +135,6 @@ def sizes_of(packing: Packing, num_ranks: int) -> tuple[int, ...]:
     if packing.cp_sizes is not None:
         return check_sizes(packing.cp_sizes, num_ranks)
     return cp_sizes(num_ranks, powers=packing.cost.ring_tokens > 0)
-
-
-def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
-    """The room that a packing leaves on dp x cp ranks, which split packs so.
-
-    Raises PlanError for cp_sizes that do not nest, an unknown split, or a capacity below the alignment.
-    """
-    check_split(split)
-    sizes: tuple[int, ...] = (cp,)
-    if packing.policy == "dynamic_cp":
-        sizes = sizes_of(packing, dp * cp)
-    align = replace(packing.align, in_runs=True) if split == "pack_contiguous" else packing.align
-    limits = tuple(align.limit(packing.capacity, np.array(sizes, np.int32)).tolist())
-    if min(limits) == 0:
-        size = sizes[limits.index(0)]
-        multiple = int(align.pack_multiple(size))
-        raise PlanError(
-            f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
-            f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
-        )
-    return Room(
-        num_ranks=dp * cp,
-        sizes=sizes,
-        limits=limits,
-        align=align,
-        max_sequences=int(packing.max_sequences or np.iinfo(np.int32).max),
-    )
 
 
 def shape_of(packing: Packing) -> PackShape | None:

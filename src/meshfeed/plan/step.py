@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.plan.assign import in_order
-from meshfeed.plan.balance import balance
-from meshfeed.plan.oversize import rows_of
-from meshfeed.plan.policy import Packing, asked_microbatches, room_of, shape_of
+from meshfeed.plan.choose import choose
+from meshfeed.plan.in_order import in_order
+from meshfeed.plan.policy import Packing, shape_of
+from meshfeed.plan.problem import room_of, rows_of
 from meshfeed.plan.split import CpSplit
 from meshfeed.plan.swap import MOST_COSTS
 from meshfeed.plan.two_costs import even_out
@@ -49,37 +49,31 @@ def plan_step(
         raise PlanError(
             f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is a whole number from 1 on"
         )
+    quantum = quantum or packing.quantum or (pp if vpp > 1 else 1)
     room = room_of(packing, dp=dp, cp=cp, split=cp_split)
-    multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     whole = _whole(lengths)
     works = None if encoder_work is None else _works(encoder_work, whole.size)
     rows = rows_of(whole, longest=room.longest, policy=packing.oversize)
     kept = rows.lengths[rows.kept]
-    num_microbatches = -(-asked_microbatches(packing) // multiple) * multiple
-    microbatch = np.full(rows.lengths.size, -1, np.int32)
-    first_rank = np.zeros(rows.lengths.size, np.int32)
-    cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
-    if kept.size and packing.policy == "in_order":
-        padded = room.align.padded(kept, cp)
-        pack, num_packs = in_order(
-            padded, limit=room.limits[0], max_sequences=room.max_sequences, multiple=dp * multiple
-        )
-        microbatch[rows.kept], first_rank[rows.kept] = pack // dp, pack % dp * cp
-        num_microbatches = max(num_microbatches, -(-num_packs // (dp * multiple)) * multiple)
-    elif kept.size:
-        placed = balance(kept, packing, room, quantum=multiple, bubble_share=(pp - 1) / vpp)
+    if packing.policy == "in_order" or not kept.size:
+        placed = in_order(kept, packing, room, quantum=quantum)
+    else:
+        placed = choose(kept, packing, room, quantum=quantum, bubble_share=(pp - 1) / vpp)
         if works is not None:
             # a piece of a sequence has a piece of its parts
             of = rows.sequence[rows.kept]
             placed = even_out(placed, kept, works[:, of] * (kept / whole[of]), packing, room)
-        microbatch[rows.kept], first_rank[rows.kept] = placed.microbatch, placed.first_rank
-        cp_size[rows.kept], num_microbatches = placed.cp_size, placed.num_microbatches
+    microbatch = np.full(rows.lengths.size, -1, np.int32)
+    first_rank = np.zeros(rows.lengths.size, np.int32)
+    cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
+    microbatch[rows.kept], first_rank[rows.kept] = placed.microbatch, placed.first_rank
+    cp_size[rows.kept] = placed.cp_size
     return StepPlan(
         lengths=rows.lengths,
         microbatch=microbatch,
         first_rank=first_rank,
         cp_size=cp_size,
-        num_microbatches=num_microbatches,
+        num_microbatches=placed.num_microbatches,
         num_ranks=room.num_ranks,
         idle_cp_size=room.sizes[0],
         align=room.align,

@@ -1,9 +1,9 @@
 """Packs that are even for encoders as well as for the language model.
 
-The packs of `balance` are equal for the language model. The work of an encoder follows the sizes of images
+The packs of `choose` are equal for the language model. The work of an encoder follows the sizes of images
 and the seconds of audio and video, so packs of equal tokens differ in it.
 
-*Start.* The packs of `balance`; or, where encoders are far from even, the same groups of ranks filled again:
+*Start.* The packs of `choose`; or, where encoders are far from even, the same groups of ranks filled again:
 each sequence goes to the group with the least of the cost that is its largest, the encoders' sequences first.
 
 *Target.* What a rank should do in each microbatch. The ranks of a microbatch wait for each other, but two
@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshfeed.plan.balance import Placement
-from meshfeed.plan.least_loaded import Sequences, place
-from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan.place import place
+from meshfeed.plan.placement import Placement
+from meshfeed.plan.policy import Packing
+from meshfeed.plan.problem import Room, Sequences
 from meshfeed.plan.swap import WORTH, Contents, swap
 from meshfeed.plan.types import FloatArray, LongArray
 
@@ -51,7 +52,7 @@ def even_out(
 
     The largest of all costs over their means, weighed, becomes smaller.
 
-    lengths: as given to `balance`; int64 [n], n >= 1.
+    lengths: as given to `choose`; int64 [n], n >= 1.
     encoder_work: of each encoder on each sequence; float64 [num_encoders, n], num_encoders < MOST_COSTS.
     """
     encoder_work = encoder_work[encoder_work.any(axis=1)]

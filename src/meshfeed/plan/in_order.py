@@ -1,9 +1,12 @@
-"""Sequences -> (microbatch, cp group), in stream order."""
+"""Plans in stream order: nothing is balanced."""
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
+from meshfeed.plan.placement import Placement
+from meshfeed.plan.policy import Packing, asked_microbatches
+from meshfeed.plan.problem import Room
 from meshfeed.plan.types import Align, LongArray, StepPlan
 
 
@@ -44,7 +47,29 @@ def plan_fixed(
     )
 
 
-def in_order(padded: LongArray, *, limit: int, max_sequences: int, multiple: int) -> tuple[LongArray, int]:
+def in_order(lengths: LongArray, packing: Packing, room: Room, *, quantum: int) -> Placement:
+    """`next_fit` on cp groups of the layout's size.
+
+    lengths: each from 1 to room.longest; int64 [n], n >= 0. quantum: the number of microbatches is a multiple
+    of it.
+    """
+    cp, per_microbatch = room.sizes[0], room.num_ranks // room.sizes[0]
+    pack, num_packs = next_fit(
+        room.align.padded(lengths, cp),
+        limit=room.limits[0],
+        max_sequences=room.max_sequences,
+        multiple=per_microbatch * quantum,
+    )
+    needed = max(asked_microbatches(packing), -(-num_packs // per_microbatch))
+    return Placement(
+        microbatch=(pack // per_microbatch).astype(np.int32),
+        first_rank=(pack % per_microbatch * cp).astype(np.int32),
+        cp_size=np.full(lengths.size, cp, np.int32),
+        num_microbatches=-(-needed // quantum) * quantum,
+    )
+
+
+def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int) -> tuple[LongArray, int]:
     """Next-fit packs in stream order, then packs split from the tail until there are a multiple of
     `multiple`.
 

@@ -1,4 +1,4 @@
-"""Equal work on every rank, in the number of microbatches with the shortest step.
+"""How many microbatches: equal work on every rank, in the number of them with the shortest step.
 
 What a number of microbatches would take is predicted without filling it; see `forecast`. The prediction is
 nearly always met, so mostly one number is filled.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from meshfeed.plan.account import step_time
-from meshfeed.plan.fill import fill_step
+from meshfeed.plan.fill import deal, fill_step
 from meshfeed.plan.forecast import Forecast
-from meshfeed.plan.least_loaded import FilledMicrobatch, Sequences, deal, narrowest_holding
-from meshfeed.plan.policy import Packing, Room, asked_microbatches
-from meshfeed.plan.types import FloatArray, IntArray, LongArray
+from meshfeed.plan.placement import Placement, placement_of
+from meshfeed.plan.policy import Packing, asked_microbatches
+from meshfeed.plan.problem import Room, Sequences, narrowest_holding
+from meshfeed.plan.types import LongArray
 
 MOST_MISSES = 1
 """How many numbers in a row that do not shorten a step end the search, without a bubble or ring_tokens."""
@@ -26,24 +26,7 @@ WHERE_DEALT = 4
 """How many numbers are tried where one had to be dealt out: after each that leaves sequences, 1/4 more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the sequences of a step go.
-
-    Attributes:
-        microbatch, first_rank, cp_size: as in `StepPlan`; int32 [n].
-        num_microbatches: some of the last ones may be empty.
-        step_time: see `account.step_time`.
-    """
-
-    microbatch: IntArray
-    first_rank: IntArray
-    cp_size: IntArray
-    num_microbatches: int
-    step_time: float
-
-
-def balance(
+def choose(
     lengths: LongArray, packing: Packing, room: Room, *, quantum: int, bubble_share: float
 ) -> Placement:
     """Fill as many microbatches as the packing asks for, or as many as make the step shortest.
@@ -66,11 +49,12 @@ def balance(
     most_misses = math.inf if unsure else MOST_MISSES
     candidates = Candidates(Forecast(sequences, packing, bubble_share), quantum, packing.tolerance)
     candidates.begin(fewest_microbatches(sequences, packing, quantum), alone=not chooses)
-    best, misses, dealt = None, 0, False
-    while best is None or not (misses >= most_misses or candidates.are_ruled_out(best.step_time)):
+    best: tuple[float, Placement] | None = None
+    misses, dealt = 0, False
+    while best is None or not (misses >= most_misses or candidates.are_ruled_out(best[0])):
         count = candidates.take(first=best is None)
         filled = fill_step(sequences, count, packing.tolerance)
-        left = filled[-1].left
+        left = filled.left
         if left.size:
             # what is left would fill so many more, if it were packed well
             tokens = int(sequences.lengths[left].sum())
@@ -78,7 +62,7 @@ def balance(
             if best is None and room.max_sequences < lengths.size:
                 # wide groups are few packs
                 filled = deal(sequences, count)
-                dealt = not any(one.left.size for one in filled)
+                dealt = not filled.left.size
             if dealt:
                 more, most_misses = max(more, count // 4), WHERE_DEALT
                 chooses |= asked_microbatches(packing) > 0 and not packing.fixed_shapes
@@ -86,13 +70,16 @@ def balance(
             if best is not None or not dealt:
                 misses += best is not None
                 continue
-        placement = placement_of(filled, order, count, packing, room, bubble_share)
+        placement, loads = placement_of(
+            filled, count, room.num_ranks, order, exchange=packing.objective == "step"
+        )
         if not chooses:
             return placement
         misses += 1
-        if best is None or placement.step_time < best.step_time:
-            best, misses = placement, misses if dealt else 0
-    return best
+        taken = step_time(loads, packing, bubble_share)
+        if best is None or taken < best[0]:
+            best, misses = (taken, placement), misses if dealt else 0
+    return best[1]
 
 
 class Candidates:
@@ -187,60 +174,3 @@ def ranks_taken(sequences: Sequences, members: LongArray) -> int:
         return 0
     sizes = np.array(room.sizes)[narrowest_holding(room, sequences.padded[:, members])]
     return int(sizes.sum()) // room.max_sequences
-
-
-def placement_of(
-    filled: list[FilledMicrobatch],
-    order: LongArray,
-    count: int,
-    packing: Packing,
-    room: Room,
-    bubble_share: float,
-) -> Placement:
-    """Ranks for the groups of filled microbatches. order: the sequence that each of their members is."""
-    microbatch, first_rank, cp_size = np.zeros((3, order.size), np.int32)
-    loads = np.zeros((count, room.num_ranks))
-    for m, (one, first) in enumerate(
-        zip(filled, first_ranks_of(filled, room, exchange=packing.objective == "step"))
-    ):
-        members = order[one.members]
-        microbatch[members] = m
-        first_rank[members] = first[one.group]
-        cp_size[members] = one.group_sizes[one.group]
-        loads[m] = loads_by_rank(one, first, room.num_ranks)
-    return Placement(microbatch, first_rank, cp_size, count, step_time(loads, packing, bubble_share))
-
-
-def loads_by_rank(filled: FilledMicrobatch, first_rank: LongArray, num_ranks: int) -> FloatArray:
-    """Work of each rank in a microbatch; float64 [num_ranks]."""
-    loads = np.zeros(num_ranks)
-    for first, size, load in zip(first_rank.tolist(), filled.group_sizes.tolist(), filled.loads.tolist()):
-        loads[first : first + size] = load
-    return loads
-
-
-def first_ranks_of(filled: list[FilledMicrobatch], room: Room, *, exchange: bool) -> list[LongArray]:
-    """The first rank of every group of every microbatch; int64 [num_groups] each.
-
-    Groups stand side by side, the widest first. exchange: groups of one size change places so that what ranks
-    do in all microbatches together is even: the heaviest group goes where least was done so far.
-    """
-    done = np.zeros(room.num_ranks)
-    first_ranks: list[LongArray] = []
-    for microbatch in filled:
-        sizes = microbatch.group_sizes
-        first = np.cumsum(sizes) - sizes
-        if exchange:
-            free = np.ones(room.num_ranks, bool)
-            for size in np.unique(sizes)[::-1].tolist():
-                own = np.flatnonzero(sizes == size)
-                end = room.num_ranks // size * size
-                open_ranges = np.flatnonzero(free[:end].reshape(-1, size).all(axis=1))
-                so_far = done[:end].reshape(-1, size).max(axis=1)[open_ranges]
-                least_done = open_ranges[np.argsort(so_far, kind="stable")[: own.size]]
-                heaviest = own[np.argsort(-microbatch.loads[own], kind="stable")]
-                first[heaviest] = least_done * size
-                free[:end].reshape(-1, size)[least_done] = False
-            done += loads_by_rank(microbatch, first, room.num_ranks)
-        first_ranks.append(first)
-    return first_ranks

@@ -1,0 +1,169 @@
+"""What a step has to place: rows of a batch, the room of its ranks, and what each sequence costs there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshfeed.errors import PlanError
+from meshfeed.plan.cost import CostModel
+from meshfeed.plan.policy import Oversize, Packing, sizes_of
+from meshfeed.plan.split import CpSplit, check_split
+from meshfeed.plan.types import Align, FloatArray, IntArray, LongArray
+
+EXACT = 1 + 1e-9
+"""Room for rounding where loads that should be equal are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a step plans: sequences, or pieces of them, in stream order.
+
+    Attributes:
+        lengths: tokens of each row; int64 [n].
+        kept: rows that some pack must hold: those with a token that are not dropped; bool [n].
+        sequence: the sequence of the batch that a row is of; int32 [n].
+        start: the row's first token in that sequence; int64 [n].
+        oversize: sequences that were too long; int32 [k].
+    """
+
+    lengths: LongArray
+    kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    sequence: IntArray
+    start: LongArray
+    oversize: IntArray
+
+
+def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
+    """Deal with sequences of more than `longest` tokens.
+
+    truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as will
+    fit: 25 tokens with longest = 10 -> 9 + 8 + 8.
+    Raises PlanError under "error" where there is one, and for a negative length.
+    """
+    if lengths.size and lengths.min() < 0:
+        raise PlanError(f"sequence {int(lengths.argmin())}: {lengths.min()} tokens; a length is 0 or more")
+    too_long = np.flatnonzero(lengths > longest).astype(np.int32)
+    if too_long.size and policy == "error":
+        first = int(too_long[0])
+        raise PlanError(
+            f"sequence {first} of the batch: {lengths[first]} tokens > {longest}, the most that capacity x "
+            f"the widest cp group holds ({too_long.size} such sequences); "
+            f"raise capacity or cp, or set oversize='split', 'truncate' or 'drop' (--oversize)"
+        )
+    num_pieces = np.ones(lengths.size, np.int64)
+    if policy == "split":
+        num_pieces = np.maximum(-(-lengths // longest), 1)
+    sequence = np.repeat(np.arange(lengths.size), num_pieces)
+    piece = np.arange(sequence.size) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    share, longer = np.divmod(lengths, num_pieces)
+    # 25 in 3: shares 8 8 8, the first one longer by a token
+    start = piece * share[sequence] + np.minimum(piece, longer[sequence])
+    rows = share[sequence] + (piece < longer[sequence])
+    if policy == "truncate":
+        rows = np.minimum(rows, longest)
+    kept = (rows > 0) & (rows <= longest)
+    return Rows(rows.astype(np.int64), kept, sequence.astype(np.int32), start.astype(np.int64), too_long)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the ranks of one microbatch can hold.
+
+    Attributes:
+        num_ranks: dp_cp ranks.
+        sizes: cp group sizes, ascending; see `groups.check_sizes`.
+        limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
+            down to what alignment lets a pack have.
+        align: padding multiples.
+        max_sequences: sequences that a group of any size can hold.
+    """
+
+    num_ranks: int
+    sizes: tuple[int, ...]
+    limits: tuple[int, ...]
+    align: Align
+    max_sequences: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that some group can hold."""
+        return max(self.limits)
+
+    @property
+    def most_tokens(self) -> int:
+        """Padded tokens that a microbatch can hold, on the widest groups."""
+        return self.limits[-1] * (self.num_ranks // self.sizes[-1])
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that a microbatch can hold, on the narrowest groups."""
+        return self.max_sequences * (self.num_ranks // self.sizes[0])
+
+
+def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
+    """The room that a packing leaves on dp x cp ranks, which split packs so.
+
+    Raises PlanError for cp_sizes that do not nest, an unknown split, or a capacity below the alignment.
+    """
+    check_split(split)
+    sizes: tuple[int, ...] = (cp,)
+    if packing.policy == "dynamic_cp":
+        sizes = sizes_of(packing, dp * cp)
+    align = replace(packing.align, in_runs=True) if split == "pack_contiguous" else packing.align
+    limits = tuple(align.limit(packing.capacity, np.array(sizes, np.int32)).tolist())
+    if min(limits) == 0:
+        size = sizes[limits.index(0)]
+        multiple = int(align.pack_multiple(size))
+        raise PlanError(
+            f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
+            f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
+        )
+    return Room(
+        num_ranks=dp * cp,
+        sizes=sizes,
+        limits=limits,
+        align=align,
+        max_sequences=int(packing.max_sequences or np.iinfo(np.int32).max),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences by descending length, with all that filling asks of them.
+
+    Attributes:
+        room, cost: what a microbatch holds, and what a sequence costs.
+        lengths: real tokens; int64 [n].
+        padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
+        load: load on each rank of such a group; float64 [num_sizes, n].
+        work: load on all ranks together of the narrowest group that holds it; float64 [n]. Wider groups
+            communicate more.
+    """
+
+    room: Room
+    cost: CostModel
+    lengths: LongArray
+    padded: LongArray
+    load: FloatArray
+    work: FloatArray
+
+    @classmethod
+    def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Sequences:
+        """lengths: descending, each at most room.longest."""
+        sizes = np.array(room.sizes)[:, None]
+        padded = room.align.padded(lengths, sizes)
+        load, work = cost.load(lengths, sizes), cost.work(lengths)
+        if cost.ring_tokens:
+            work = (load * sizes)[narrowest_holding(room, padded), np.arange(lengths.size)]
+        return cls(room, cost, lengths, padded, load, work)
+
+
+def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
+    """Index into room.sizes of the narrowest group that holds each sequence; int64 [n].
+
+    padded: padded tokens on a group of each size; int64 [num_sizes, n].
+    """
+    return (padded <= np.array(room.limits)[:, None]).argmax(axis=0)

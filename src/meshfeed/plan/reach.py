@@ -1,0 +1,222 @@
+"""Reaching a target: cp groups take sequences, from the longest on, until each holds what it should.
+
+*Target.* The number and the mean work of a microbatch's share of the tokens say what every rank should hold.
+
+*Seed.* Each group starts with one of the longest sequences left, on the narrowest size that can take it.
+
+*Complete.* What a group still misses, t tokens and w work, asks for sequences of mean length `rho = (w -
+alpha t) / t`. It takes one of about rho while several are missing. Where two are, it solves `a + b = t`,
+`a^2 + b^2 = rho t`; at the end it takes the longest that fits. All groups choose together, and half of what
+they miss at once, so that NumPy carries the work. Some hundred sequences to choose from fill a group to a
+fraction of a percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.plan.problem import EXACT, Sequences
+from meshfeed.plan.types import FloatArray, LongArray
+
+FULL = 0.998
+"""Part of its load at which a group is complete. More takes wider groups and the shortest sequences."""
+
+_complete = compiled(
+    "mf_complete",
+    *(POINTER, WHOLE, POINTER, POINTER, POINTER),
+    *(WHOLE, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER),
+    *(WHOLE, POINTER, POINTER, POINTER, POINTER, POINTER),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What each rank of a microbatch should hold: its load, at so much work per real token."""
+
+    load: float
+    work_per_token: float
+
+
+@dataclass(slots=True)
+class Groups:
+    """Some cp groups of a microbatch while they are being filled.
+
+    Attributes:
+        size_at, sizes: index into room.sizes of each, and the size; int64 [num_groups].
+        goal, missing: work that each should hold on all its ranks together, and what of it is missing;
+            float64.
+        tokens: real tokens that it should still take; float64.
+        free, slots: padded tokens, and sequences, that it can still take; int64.
+        members, group: the sequences that they hold, as indices in a Sequences, and the group of each;
+            int64 [k].
+    """
+
+    size_at: LongArray
+    sizes: LongArray
+    goal: FloatArray
+    missing: FloatArray
+    tokens: FloatArray
+    free: LongArray
+    slots: LongArray
+    members: LongArray
+    group: LongArray
+
+    @classmethod
+    def of(cls, sequences: Sequences, seeds: LongArray, size_at: LongArray, target: Target) -> Groups:
+        """Groups of these sizes with one sequence each, which should reach the target."""
+        room = sequences.room
+        sizes, limits = np.array(room.sizes)[size_at], np.array(room.limits)[size_at]
+        goal = target.load * sizes
+        tokens = np.minimum(limits, goal / target.work_per_token)
+        nothing = np.zeros(0, np.int64)
+        slots = np.full(seeds.size, room.max_sequences)
+        groups = cls(size_at, sizes, goal, goal.copy(), tokens, limits, slots, nothing, nothing)
+        groups.take(sequences, seeds, np.arange(seeds.size))
+        return groups
+
+    def take(self, sequences: Sequences, members: LongArray, group: LongArray) -> None:
+        """Give each of these sequences to a group."""
+        at = self.size_at[group]
+        np.subtract.at(self.missing, group, sequences.load[at, members] * self.sizes[group])
+        np.subtract.at(self.tokens, group, sequences.lengths[members])
+        np.subtract.at(self.free, group, sequences.padded[at, members])
+        np.subtract.at(self.slots, group, 1)
+        self.members = np.concatenate((self.members, members))
+        self.group = np.concatenate((self.group, group))
+
+    def incomplete(self) -> npt.NDArray[np.bool_]:
+        """Which of them miss their goal; bool [num_groups]."""
+        return self.missing > (1 - FULL) * self.goal
+
+    def open(self) -> npt.NDArray[np.bool_]:
+        """Which of them miss their goal and can take another sequence; bool [num_groups]."""
+        return self.incomplete() & (self.slots > 0)
+
+    def only(self, mask: npt.NDArray[np.bool_]) -> Groups:
+        """Some of the groups."""
+        held = mask[self.group]
+        return Groups(
+            self.size_at[mask],
+            self.sizes[mask],
+            self.goal[mask],
+            self.missing[mask],
+            self.tokens[mask],
+            self.free[mask],
+            self.slots[mask],
+            self.members[held],
+            (np.cumsum(mask) - 1)[self.group[held]],
+        )
+
+    def wanted(self, sequences: Sequences, groups: LongArray) -> tuple[FloatArray, LongArray]:
+        """The length that each of these groups would best take next, and how many of it; float64, int64."""
+        missing, free, slots = self.missing[groups], self.free[groups], self.slots[groups]
+        most = np.minimum(free, sequences.cost.reach(missing, self.sizes[groups]))
+        t = np.maximum(self.tokens[groups], 1e-9)
+        rho = missing / t - sequences.cost.alpha
+        if window := sequences.cost.window:
+            # tokens past the window cost 2 w: a mean of rho is that of sequences of w^2 / (2 w - rho)
+            long = window * window / np.maximum(2 * window - rho, 1e-9)
+            rho = np.where(rho > window, long, rho)
+        rho = np.where((rho > 0) & (rho * slots < t), t / slots, rho)
+        two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
+        length = np.minimum(np.select([rho >= t, rho >= t / 2, rho > 0], [most, two, rho], most), most)
+        # half of many at once, as far as their padding surely fits
+        padded = length + 2 * sequences.room.align.sequence * self.sizes[groups]
+        many = np.minimum(t, free * length / padded) / np.maximum(2 * length, 1)
+        many = np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64)
+        return length, np.minimum(many, slots).clip(min=1)
+
+
+def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> Target:
+    """What a rank should hold if the next of so many microbatches takes its share of what is left.
+
+    left: indices in `sequences`, ascending, so by descending length; int64 [k].
+    """
+    tokens = np.cumsum(sequences.lengths[left])
+    share = float(tokens[-1]) / num_microbatches
+    count = int(np.searchsorted(tokens, share)) + 1
+    work_per_token = float(sequences.work[left[:count]].sum()) / float(tokens[count - 1])
+    return Target(share / sequences.room.num_ranks * work_per_token, work_per_token)
+
+
+def seed_groups(
+    sequences: Sequences, left: LongArray, ranks: int, load: float, tightness: int
+) -> tuple[LongArray, LongArray]:
+    """Which sequences the groups of so many ranks start with, and on what size.
+
+    Returns (indices in `left`, indices in room.sizes), int64 [num_groups] each: the longest that are left,
+    each on the narrowest size that holds 2^tightness of it at `load` or less, if there is one.
+    """
+    sizes, limits = np.array(sequences.room.sizes), np.array(sequences.room.limits)
+    most = np.minimum(limits, sequences.cost.reach(load * sizes * EXACT, sizes))
+    ascending = -sequences.lengths[left]
+    seeds, size_at = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    end = 0
+    while ranks:
+        usable = int(np.searchsorted(sizes, ranks, side="right"))
+        # those before `end` are taken, or too long for a size that was wider
+        first = max(end, int(np.searchsorted(ascending, -most[usable - 1])))
+        offered = -ascending[first : first + ranks // int(sizes[0])]
+        if not offered.size:
+            break
+        narrowest = np.searchsorted(most[:usable] / 2**tightness, offered).clip(max=usable - 1)
+        used = np.cumsum(sizes[narrowest])
+        count = int(np.searchsorted(used, ranks, side="right"))
+        end = first + count
+        seeds.append(np.arange(first, end))
+        size_at.append(narrowest[:count])
+        ranks -= int(used[count - 1])
+    return np.concatenate(seeds), np.concatenate(size_at)
+
+
+def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
+    """Let groups take sequences until each is complete or finds none that fits; returns what is left."""
+    if _complete is not None:
+        return _completed(_complete, sequences, left, groups)
+    trying = np.flatnonzero(groups.open())
+    ascending = -sequences.lengths[left]
+    while trying.size and left.size:
+        wanted, many = groups.wanted(sequences, trying)
+        trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
+        order = np.argsort(-wanted, kind="stable")
+        trying, wanted = trying[order], wanted[order]
+        # the longest of at most that length; where several groups want the same one, the next after it:
+        # indices [4 4 5 9] -> [4 5 6 9]
+        at = np.searchsorted(ascending, -wanted)
+        turn = np.arange(at.size)
+        at = np.maximum.accumulate(at - turn) + turn
+        found = at < left.size
+        trying, at = trying[found], at[found]
+        groups.take(sequences, left[at], trying)
+        left, ascending = np.delete(left, at), np.delete(ascending, at)
+        trying = np.unique(trying)
+        trying = trying[groups.open()[trying]]
+    return left
+
+
+def _completed(
+    compiled_complete: Callable[..., int], sequences: Sequences, left: LongArray, groups: Groups
+) -> LongArray:
+    """The same in one call."""
+    cost, num_groups = sequences.cost, groups.sizes.size
+    padding = 2.0 * sequences.room.align.sequence
+    rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 - FULL], np.float64)
+    left, taken = left.astype(np.int64), np.empty((2, left.size), np.int64)
+    many, heap = np.empty(num_groups, np.int64), np.empty((num_groups, 2))
+    num_taken = compiled_complete(
+        address(rates),
+        *(sequences.lengths.size, address(sequences.lengths)),
+        *(address(sequences.padded), address(sequences.load)),
+        *(num_groups, *addresses(groups.size_at, groups.sizes)),
+        *(address(groups.goal), address(groups.missing), address(groups.tokens)),
+        *addresses(groups.free, groups.slots),
+        *(left.size, *addresses(left, taken[0], taken[1], many), address(heap)),
+    )
+    groups.members = np.concatenate((groups.members, taken[0, :num_taken]))
+    groups.group = np.concatenate((groups.group, taken[1, :num_taken]))
+    return left[: left.size - num_taken]
