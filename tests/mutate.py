@@ -9,8 +9,8 @@ under coverage, which says what test reaches what line and how long it takes. Th
 process, which has imported torch already, in a copy of the source: only the tests that reach it, the quickest first, until
 one fails. Where a test starts processes that cannot say what they reached, it counts as reaching every line.
 
-What only changes an annotation, or whether an argument may be given by name, is not counted. Nor is what
-same_programs.py lists. Any other survivor is a wrong program that no test notices: read it, write the test.
+What only changes an annotation, whether an argument may be given by name, or the size of a cache is not counted. Nor is
+what same_programs.py lists. Any other survivor is a wrong program that no test notices: read it, write the test.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ from same_programs import SAME
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "meshfeed"
 AT_ONCE = 2
+HANG_S = 200
+"""A test that takes so long hangs."""
 MOST_MEMORY = 8 << 30
 """Bytes that a mutant may map beyond what this process has."""
 SLOW = (
@@ -62,59 +64,66 @@ SLOW = (
 """Tests that take longer than all others together, and find nothing that these do not."""
 
 
-def _in(folder: str, *names: str) -> list[str]:
-    return [f"tests/{folder}/test_{name}.py" for name in names]
+def _in(folder: str, names: str) -> list[str]:
+    return [str(Path("tests", folder, f"test_{name}.py")) for name in names.split()]
 
 
-GOLDENS = ["tests/test_goldens.py"]
-MIXTURE = _in("order", "mixture", "mixture_units")
 # The modules of each, and the tests beside them, without what imports Megatron.
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "order": (
         ["order/*.py"],
-        [*GOLDENS, *_in("order", "permutation", "interleave", "stream", "blocks"), *MIXTURE],
+        [
+            *_in("", "goldens lanes"),
+            *_in("order", "permutation interleave stream blocks mixture mixture_units"),
+        ],
     ),
     "plan": (
         ["plan/*.py"],
         [
-            *_in("plan", "objective", "packs", "cost", "in_order", "alignment", "plan_step"),
-            *_in("plan", "quality", "two_costs", "encoders", "encoder_routes", "loads", "split", "counts"),
-            *_in("plan", "fixed_shapes"),
+            *_in(
+                "plan",
+                "objective packs cost in_order alignment plan_step quality two_costs encoders",
+            ),
+            *_in("plan", "encoder_routes loads split counts fixed_shapes"),
+            *_in("", "arguments packed simulate"),
+            *_in("sequence", "multimodal_plans"),
         ],
     ),
     "sequence": (
         ["sequence/*.py", "sequence/multimodal/*.py", "parts/*.py"],
         [
-            *_in("sequence", "multimodal_random", "compact", "columns", "documents", "windows", "samples"),
-            *_in("sequence", "masked", "chat", "arena", "multimodal_rule", "encoder_balanced", "whisper"),
-            *_in("sequence", "multimodal_plans", "processors", "mrope"),
+            *_in("sequence", "multimodal_random compact columns documents windows samples masked chat arena"),
+            *_in("sequence", "multimodal_rule encoder_balanced whisper multimodal_plans processors mrope"),
             *_in("parts", "part_counts"),
+            *_in("outer/cli", "trace"),
+            *_in("", "arguments native packed device reused_memory"),
         ],
     ),
     "stepping": (
         ["feed/stepping.py", "feed/ahead.py", "feed/batch.py"],
-        [
-            f"tests/test_{name}.py"
-            for name in ("simulate", "pad_rows", "packed", "lanes", "pipeline", "ahead")
-        ],
+        _in("", "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation"),
     ),
     "deliver": (
         ["deliver/*.py"],
-        [
-            *_in("deliver", "wire", "protocols", "links", "rendezvous", "compared", "verify"),
-            *_in("deliver", "deliveries", "meeting"),
-        ],
+        _in(
+            "deliver",
+            "wire protocols links rendezvous compared verify deliveries meeting meeting_again failure outsiders",
+        ),
     ),
     "exchange": (
         ["exchange/*.py"],
-        [
-            *_in("exchange", "exchange_items", "exchange_routing", "exchange_nested", "exchange_source"),
-            *_in("exchange", "exchange"),
-        ],
+        _in(
+            "exchange",
+            "exchange_items exchange_routing exchange_nested exchange_source exchange exchange_agreement "
+            "exchange_ends exchange_told grpo",
+        ),
     ),
     "recipe": (
         ["recipe.py", "mixture.py", "summary.py", "state.py"],
-        [*GOLDENS, "tests/test_recipe_state.py", *MIXTURE],
+        [
+            *_in("", "goldens recipe_state code_in_fingerprints arguments first_mistakes text"),
+            *_in("order", "mixture mixture_units interleave stream blocks"),
+        ],
     ),
 }
 
@@ -145,18 +154,23 @@ class Mutant:
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    tree = get_ast(path.read_text())
+    nodes = list(ast_nodes(get_ast(path.read_text())))
+    places: dict[str, list[int]] = {}
     for name in operator_names():
         operator = get_operator(name)
         if operator.arguments():
             continue
-        found = (start for node in ast_nodes(tree) for start, _ in operator().mutation_positions(node))
-        for occurrence, (line, _) in enumerate(found):
+        # all that replace one binary operator apply to the same places
+        kind = name.rpartition("_")[0] if "ReplaceBinaryOperator" in name else name
+        if kind not in places:
+            found = (start for node in nodes for start, _ in operator().mutation_positions(node))
+            places[kind] = [line for line, _ in found]
+        for occurrence, line in enumerate(places[kind]):
             yield Mutant(path, name, occurrence, line)
 
 
 def _program(text: str) -> str | None:
-    """The syntax tree without annotations, and without the kinds of the arguments."""
+    """The syntax tree without annotations, the kinds of the arguments and the sizes of caches."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -166,6 +180,8 @@ def _program(text: str) -> str | None:
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.FunctionDef):
             node.returns = None
+        elif isinstance(node, ast.keyword) and node.arg in ("maxsize", "most"):
+            node.value = ast.Constant(None)
         elif isinstance(node, ast.arguments):
             node.args, node.posonlyargs = [*node.posonlyargs, *node.args, *node.kwonlyargs], []
             node.defaults, node.kwonlyargs, node.kw_defaults = (
@@ -240,6 +256,7 @@ class Recorder:
         self.started = modules.parent / "started"
         self.started.mkdir()
         self.test = ""
+        self.failed: set[str] = set()
         include = [str(modules / glob) for glob in globs]
         self.coverage = coverage.Coverage(data_file=None, config_file=False, include=include)
         self.coverage.start()
@@ -268,8 +285,13 @@ class Recorder:
         self.test = item.nodeid
         result = yield
         self.test = ""
-        self.reached.seconds[item.nodeid] = time.monotonic() - began, time.process_time() - worked
+        if item.nodeid not in self.failed:
+            self.reached.seconds[item.nodeid] = time.monotonic() - began, time.process_time() - worked
         return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
@@ -306,7 +328,7 @@ class Recorder:
         for at, contexts in itertools.chain.from_iterable(part.items() for part in parts):
             tests = reached.tests.setdefault(at, set())
             for context in contexts:
-                tests |= of_file.get(context, {context})
+                tests |= of_file.get(context, {context} - self.failed)
         files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
         ours = tuple(
             f"{folder}{os.sep}" for folder in (ROOT / "src", ROOT / "tests", ROOT / "examples", self.modules)
@@ -375,25 +397,35 @@ def _draw_few() -> None:
     hypothesis.settings.__init__ = few
 
 
-def _pytest(plugin: object, files: Sequence[str]) -> int:
-    arguments = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-k", SLOW, *files]
+def _pytest(plugin: object, files: Sequence[str], *options: str) -> int:
+    arguments = ["-q", "-n0", "-p", "no:cacheprovider", f"--timeout={HANG_S}", "-k", SLOW, *options, *files]
     return int(pytest.main(arguments, plugins=[plugin])) % pytest.ExitCode.NO_TESTS_COLLECTED
 
 
+def _end_group(child: int) -> None:
+    """End a process and what it leaves behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+
+
 def record(globs: Sequence[str], tests: Sequence[str]) -> Reached:
-    """Run the tests on the program as it is. Exits where one fails."""
+    """Run the tests on the program as it is. Those that fail are told, and no mutant meets them."""
     with tempfile.TemporaryDirectory() as folder:
         reached, log = Path(folder) / "reached", Path(folder) / "log"
 
         def job(modules: Path) -> int:
             recorder = Recorder(modules, globs)
-            code = _pytest(recorder, tests)
+            _pytest(recorder, tests)
             recorder.save(reached)
-            return code
+            if recorder.failed:
+                print("fail without a mutant, and are left out:", *sorted(recorder.failed), sep="\n  ")
+            return len(recorder.failed)
 
-        _, status = os.waitpid(forked(job, 3600, log), 0)
+        child = forked(job, 3600, log)
+        _, status = os.waitpid(child, 0)
+        _end_group(child)
         if status:
-            sys.exit(f"the tests fail without a mutant:\n{log.read_text()[-4000:]}")
+            print(log.read_text()[-4000:], flush=True)
         return pickle.loads(reached.read_bytes())
 
 
@@ -405,7 +437,7 @@ def start(mutant: Mutant, code: str, tests: Sequence[str], seconds: float) -> in
         path.write_text(code)
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
-        return _pytest(Chosen(tests), list(dict.fromkeys(test.partition("::")[0] for test in tests)))
+        return _pytest(Chosen(tests), list(dict.fromkeys(test.partition("::")[0] for test in tests)), "-x")
 
     return forked(job, seconds)
 
@@ -443,8 +475,7 @@ def outcomes(mutants: Iterator[tuple[Mutant, str]], reached: Reached) -> Iterato
             late = not ended and time.monotonic() > deadline
             if not ended and not late:
                 continue
-            with contextlib.suppress(ProcessLookupError):  # what it leaves behind too
-                os.killpg(child, signal.SIGKILL)
+            _end_group(child)
             if late:
                 os.waitpid(child, 0)
             del running[child]

@@ -172,6 +172,16 @@ def test_the_first_step_comes_first(prefetch: int) -> None:
     assert kinds[: 2 * portions - 1] == ["need", *["read", "need"] * (portions - 1)]
 
 
+@pytest.mark.parametrize(("micro_batch_size", "reads"), [(1, 4), (2, 4), (4, 4), (8, 2)])
+def test_small_microbatches_are_read_together(micro_batch_size: int, reads: int) -> None:
+    """As many of 2^16 tokens a row as have 2^18; one that has more, alone."""
+    store = Watched(mf.Lengths([600_000]), far=False)
+    recipe = recipe_of(store, sequence=mf.Windows(1 << 16))
+    with mf.Feed(recipe, prefetch=0, micro_batch_size=micro_batch_size) as feed:
+        list(next(iter(feed)).microbatches)
+        assert store.num("read") == reads
+
+
 def endings(feed: mf.Feed) -> Iterator[str]:
     """Leaves a run in every way, each after some steps."""
     run(feed, 3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,31 @@ def test_a_feed_refuses_numbers_that_are_none(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(mf.RecipeError, match=f"{name}="):
         mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **options)
+
+
+FROM_ONE: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda n: mf.Windows(n), "length"),
+    (lambda n: mf.Batch(n), "sequences"),
+    (lambda n: mf.Batch(8).then(3, n), "sequences"),
+    (lambda n: mf.Blocks(sequences=n), "sequences"),
+    (lambda n: mf.Blocks(window=n), "window"),
+    (lambda n: mf.Blocks(lanes=n), "lanes"),
+    (lambda n: replace(RECIPE, epochs=n), "epochs"),
+    (lambda n: replace(RECIPE, steps=n), "steps"),
+    (lambda n: mf.Packing(capacity=n), "capacity"),
+    (lambda n: mf.Packing(capacity=8, max_sequences=n), "max_sequences"),
+    (lambda n: mf.Packing(capacity=8, microbatches=n), "microbatches"),
+    (lambda n: mf.Packing(capacity=8, quantum=n), "quantum"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), FROM_ONE)
+def test_counts_begin_at_one(make: Callable[[Any], Any], says: str) -> None:
+    made = make(1)
+    assert made == make(1) != make(2)
+    for other in (0, -1, 1.0, True, "1"):
+        with pytest.raises((mf.RecipeError, mf.PlanError), match=says):
+            make(other)
 
 
 def test_devices_are_taken_in_every_spelling() -> None:

@@ -31,14 +31,15 @@ MODELS = "transformers.models"
 
 
 def images(count: int) -> list[tuple[int, int]]:
-    """(height, width): of all magnitudes, up to ten times as long as wide; tiny ones; whole tiles."""
+    """(height, width): of all magnitudes, up to ten times as long as wide; tiny ones; whole tiles, and half of some."""
     rng = random.Random(SEED)
     drawn: list[tuple[int, int]] = []
     for _ in range(count):
         side, ratio = 10 ** rng.uniform(0.5, 3.7), 10 ** rng.uniform(-1, 1)
         drawn.append((max(1, int(side)), max(1, int(side * ratio))))
     whole = [(tile * i, tile * j) for tile in (28, 336, 384, 448) for i in range(1, 4) for j in range(1, 4)]
-    return [*drawn, (1, 1), (1, 199), (27, 28), *whole]
+    half = [(896, 1008), (1008, 896)]  # of nine tiles of 448
+    return [*drawn, (1, 1), (1, 199), (27, 28), *whole, *half]
 
 
 SIZES = images(cases(500))
@@ -198,6 +199,17 @@ def test_video_is_qwens(monkeypatch: pytest.MonkeyPatch) -> None:
             expected = -(-frames // 2) * (rows // 14) * (columns // 14) // 4
             video = part_of("video", [length], [rate], height, width)
             assert NativeVideo(max_video_tokens=cap).tokens(video) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "fps", "frames"),
+    [(10, 30.0, 2, 20), (10, 60.0, 2, 20), (7.5, 24.0, 2, 14), (7, 24.0, 0.5, 4), (12, 25.0, 4, 48), (999, 25.0, 2, 768)],
+)  # fmt: skip
+def test_a_video_has_frames_by_its_seconds(seconds: float, rate: float, fps: float, frames: int) -> None:
+    """Whatever its own rate; in whole pairs, between the least and the most."""
+    rule, video = NativeVideo(fps=fps), part_of("video", [int(seconds * rate)], [rate], 280, 560)
+    assert rule.frames(video).tolist() == [frames]
+    assert rule.patches(video)[0].tolist() == [frames // 2]
 
 
 RULES = (

@@ -108,19 +108,19 @@ def test_where_a_document_went_is_where_it_is_seen(
 
 
 def test_every_sight_of_a_document_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(folder / "Wind.py")
-    seen = {
-        (line["epoch"], line["index"], step, line["place"])
-        for step in range(25)
-        for line in told(capsys, file, "--step", str(step))
-        if (line["source"], line["document"]) == ("code", 12)
-    }
-    found = told(capsys, file, "--document", "code:12", "--epochs", "0:9")
-    assert seen == {
-        (line["epoch"], line["index"], line["step"], line["place"])
-        for line in found
-        if line["step"] is not None and line["step"] < 25
-    }
+    file, seen = str(folder / "Wind.py"), dict[int, set[tuple[int, int, int, int]]]()
+    for step in range(25):
+        for line in told(capsys, file, "--step", str(step)):
+            if line["source"] == "code":
+                sight = (line["epoch"], line["index"], step, line["place"])
+                seen.setdefault(line["document"], set()).add(sight)
+    for document in (0, 1, 12, 30, 31, 45, 58, 59):
+        found = told(capsys, file, "--document", f"code:{document}", "--epochs", "0:9")
+        assert seen[document] == {
+            (line["epoch"], line["index"], line["step"], line["place"])
+            for line in found
+            if line["step"] is not None and line["step"] < 25
+        }, document
 
 
 def test_a_store_alone_and_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
