@@ -13,7 +13,6 @@ import importlib.util
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -43,19 +42,10 @@ settings.load_profile("tests")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_soak: see soak.py")
     config.addinivalue_line("markers", "some(most): see soak.py")
-    if hasattr(config, "workerinput"):  # one of the processes that share the files
-        import world
-
-        world.python = quick.python()
-    else:
+    if not hasattr(config, "workerinput"):  # not in each of the processes that share the files
+        if config.getoption("numprocesses", None):
+            quick.share()
         compile_what_the_tree_holds()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """The processes that share the files have imported torch and the frameworks before they start."""
-    python = quick.share()
-    specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 
 def pytest_collection_finish() -> None:

@@ -71,7 +71,7 @@ ROWS = (
     Row("transformers", TRANSFORMERS + IMAGES, "transformers"),
     Row("accelerate", TRANSFORMERS + IMAGES, "accelerate"),
     Row("datasets", ("outer/formats/test_arrow.py",), "datasets"),
-    Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
+    Row("huggingface_hub", ("outer/formats/test_hub.py",), "huggingface_hub"),
     Row("wandb and tensorboard", ("outer/metrics/test_boards.py",), "wandb tensorboard"),
     _from("Megatron-LM", "test_megatron_*peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),

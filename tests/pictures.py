@@ -86,6 +86,15 @@ class Look(Processor):
 
 
 @dataclass(frozen=True)
+class LookFirst(Look):
+    """As Look, for the first stage alone."""
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        return tuple(PartField(name=each.name, dtype=each.dtype, shape=each.shape) for each in super().fields)
+
+
+@dataclass(frozen=True)
 class Listen(Processor):
     """waves: the PCM samples."""
 

@@ -2,10 +2,10 @@
 
     subprocess.run([quick.python(), "-m", "meshfeed", "roles", "tp2"])
 
-For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, inherits every
+For tests of what a command does, not of how it starts; ranks and the processes that run tests are ordinary Pythons. It takes `-m MODULE`, `-c CODE` or a script, inherits every
 descriptor that it is given, and is in the network of whoever asks. Who asks for what a fork cannot have, another option
-of Python or a hash seed that no server has, gets a Python that starts anew. Where xdist runs the tests, its processes are
-such forks too (see conftest.py), and all share the same servers, one for each hash seed.
+of Python or another hash seed, gets a Python that starts anew. Where several processes run the tests, all share one
+server (see conftest.py).
 """
 
 import atexit
@@ -51,46 +51,37 @@ _ENVIRONMENT = {"PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONDEVMODE", "PYTHONNOUSERSI
 """What only a Python that starts anew obeys."""
 _kept: list[Any] = []
 """What a script leaves behind. It is never freed: torch's gloo, freed at once, at times waits for itself for ever."""
-HASH_SEEDS = tuple(str(2 * int(os.environ.get("MESHFEED_SEED", "0")) % 2**31 + at) for at in (1, 2))
-"""PYTHONHASHSEED of each server; who sets none gets the first."""
+HASH_SEED = str((2 * int(os.environ.get("MESHFEED_SEED", "0")) + 1) % 2**32)
+"""PYTHONHASHSEED of the server."""
 
 
-def share() -> str:
-    """The executable, which all that this process starts shares."""
-    if _SHARED not in os.environ:
-        os.environ[_SHARED] = python()
-        for seed in HASH_SEEDS[1:]:
-            _start_server(Path(os.environ[_SHARED]).parent, seed)
-    return os.environ[_SHARED]
+def share() -> None:
+    """Have all that this process starts share one server."""
+    os.environ.setdefault(_SHARED, python())
 
 
 @functools.cache
 def python() -> str:
-    """The path of an executable; the server behind it ends with this process."""
+    """The path of an executable; the server behind it ends with this process. Who asks at once waits for it."""
     if shared := os.environ.get(_SHARED):
         return shared
     folder = Path(tempfile.mkdtemp(prefix="quick"))
-    _start_server(folder, HASH_SEEDS[0])
-    executable = folder / "python"
-    executable.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -ISs "{__file__}" ask "{folder}" {HASH_SEEDS[0]} "$@"\n'
-    )
-    executable.chmod(0o755)
-    return str(executable)
-
-
-def _start_server(folder: Path, seed: str) -> None:
-    """Start a server, which is at the socket folder/seed and ends with this process; who asks waits for it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(folder / seed))
+        listener.bind(str(folder / HASH_SEED))
         listener.listen(64)
         server = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": HASH_SEED},
         )
     atexit.register(server.kill)
+    executable = folder / "python"
+    executable.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -ISs "{__file__}" ask "{folder}" {HASH_SEED} "$@"\n'
+    )
+    executable.chmod(0o755)
+    return str(executable)
 
 
 def _ask(folder: str, usual: str, words: list[str]) -> NoReturn:

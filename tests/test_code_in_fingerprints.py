@@ -19,7 +19,7 @@ from meshfeed.summary import code_of
 SOURCE = """
 from dataclasses import dataclass
 import meshfeed as mf
-from meshfeed.formats.tokenizers import Bytes
+from meshfeed.store.tokenizer import Tokenizer
 from meshfeed.parts import NativeImages
 from meshfeed.sequence.processor import Processor
 
@@ -44,7 +44,9 @@ class Rule(mf.Documents):
         return CODE
 
 
-class Letters(Bytes):
+class Letters(Tokenizer):
+    encode = decode = id_of = None
+
     def some(self):
         return CODE
 """

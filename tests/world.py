@@ -8,6 +8,7 @@ real ranks do. Results and errors come back over pipes; a rank that dies is repo
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import multiprocessing
 import multiprocessing.context
@@ -15,7 +16,6 @@ import multiprocessing.forkserver as forkserver
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,27 +25,35 @@ from typing import Any
 
 import pytest
 
-import quick
+from soak import SEED
 
-# a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
-os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-python = sys.executable
-"""What starts the fork servers; see conftest.py."""
+HASH_SEEDS = tuple(str((2 * SEED + server) % 2**32) for server in (1, 2))
+"""PYTHONHASHSEED of each fork server."""
 HANG_S = 600.0
 """A rank that is silent for so long hangs: far beyond what a busy machine takes."""
 AFTER_FAILURE_S = 60.0
 """How long the other ranks may go on where one failed and all should have ended well."""
 
-_servers = [forkserver.ForkServer() for _ in quick.HASH_SEEDS]
+_servers = [forkserver.ForkServer() for _ in HASH_SEEDS]
+_preloaded: list[str] = []
 
 
 def preload(module: str) -> None:
-    """Have all ranks forked from a process that has imported this; call it before the first world."""
+    """Have all ranks forked from processes that have imported this, too; call it before the first world."""
+    if module not in _preloaded:
+        _preloaded.insert(0, module)
     for server in _servers:
-        server.set_forkserver_preload(["world_preload", module])
+        server.set_forkserver_preload(_preloaded)
+    # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
+    spec = importlib.util.find_spec(module)
+    folders = [
+        os.path.dirname(str(spec and spec.origin)),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, folders)))
 
 
-preload("world_preload")
+preload("world_preload")  # the last of them
 
 
 class _Forked(multiprocessing.context.ForkServerProcess):
@@ -70,13 +78,11 @@ _context = _Context()
 
 
 def _start_servers() -> None:
-    """All at once: they import at the same time."""
-    for server, seed in zip(_servers, quick.HASH_SEEDS, strict=True):
+    """Both at once: they import at the same time."""
+    for server, seed in zip(_servers, HASH_SEEDS, strict=True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONHASHSEED", seed)
-            multiprocessing.set_executable(python)
             server.ensure_running()
-            multiprocessing.set_executable(sys.executable)
 
 
 @dataclass

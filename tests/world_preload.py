@@ -1,15 +1,13 @@
-"""What the fork server imports once for all test processes."""
+"""What the fork servers import once for all ranks, and the last thing that they import."""
 
 import gc
-import sys
-from pathlib import Path
 
 import hypothesis  # noqa: F401
-import megatron.core.utils  # noqa: F401
+import pytest  # noqa: F401
+import torch.distributed  # noqa: F401
 
-sys.path.append(str(Path(__file__).parent / "outer" / "integrations"))
-
-import megatron_world  # noqa: F401
+import meshfeed.exchange
+import meshfeed.simulation  # noqa: F401
 
 gc.collect()
 gc.freeze()  # no rank looks at it again, which takes long and copies its pages

@@ -42,7 +42,7 @@ def test_attacks_on_a_job_that_joins_change_nothing_and_get_nothing(corpus: str)
     needs_root()
     needs("unshare", "ip")
     here = Path(__file__).parent
-    script = f"ip link set lo up && exec {quick.share()} {here / 'strangers_job.py'} {corpus}"
+    script = f"ip link set lo up && exec {quick.python()} {here / 'strangers_job.py'} {corpus}"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(here), str(here.parent)])},

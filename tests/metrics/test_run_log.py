@@ -18,7 +18,6 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, StepStats, read_run
-from meshfeed.report.history.page import page
 from soak import cases
 
 PATIENCE_S = 600.0
@@ -295,10 +294,3 @@ def test_a_torn_line_is_taken_away(tmp_path: Path, tail: bytes) -> None:
     file.write_bytes(b"x" * 70_000)  # not one line is whole
     write(tmp_path, start_at(0), record_of(0))
     assert file.read_bytes().startswith(b'{"start"')
-
-
-def test_the_report_names_a_layout_that_no_text_tells(tmp_path: Path) -> None:
-    with_table = mf.Layout(dp=2, tp=2, table=(0, 2, 1, 3))
-    write(tmp_path, start_at(0), record_of(0), record_of(1), start_at(1, layout=with_table), record_of(1))
-    made = page(read_run(tmp_path), "run")
-    assert "a layout of its own" in made and "null" not in made.partition("starts")[2][:200]

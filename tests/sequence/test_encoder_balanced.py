@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,12 @@ import meshfeed as mf
 import pictures
 import world
 from meshfeed.errors import OptionError, RecipeError
-from meshfeed.integrations.loader import check_encoder
 from meshfeed.plan import Packing, encoder_routes, plan_encoder, plan_step
-from meshfeed.sequence import PartField
 from meshfeed.testing import assert_rule
 from observe import simulated, take
-from pictures import Listen, Look, recipe_over, write_pictures
+from pictures import Listen, Look, LookFirst, recipe_over, write_pictures
 
 SPLIT: Any = {"packing": Packing(capacity=16, oversize="split", microbatches=12)}  # the last are dummies
-
-
-@dataclass(frozen=True)
-class LookFirst(Look):
-    """As Look, for the first stage alone."""
-
-    @property
-    def fields(self) -> tuple[PartField, ...]:
-        return tuple(PartField(name=each.name, dtype=each.dtype, shape=each.shape) for each in super().fields)
 
 
 def _by_tokens(*_: Any) -> None:
@@ -115,9 +104,6 @@ def test_what_cannot_be_shared_is_refused(folder: str) -> None:
     for options, message in refused:
         with pytest.raises(RecipeError, match=message):
             mf.Multimodal(encoder="balanced", **options)
-    recipe = recipe_of(folder, "balanced")
-    with pytest.raises(RecipeError, match="which this trainer's model does not call"):
-        check_encoder(recipe)
     with pytest.raises(RecipeError, match="choose with sample, balanced"):
         mf.Multimodal(encoder="all")  # pyright: ignore[reportArgumentType]
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.cli.main import main
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import Cache
 from meshfeed.store import DatasetWriter, IndexedWriter, marks, open_store
@@ -277,23 +276,3 @@ def test_made_up_json_raises_nothing_but_our_errors(
     except MeshfeedError:
         return
     assert store.num_tokens == 3
-
-
-# -- meshfeed inspect -----------------------------------------------------------------------------------
-
-
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "c")
-    assert main(["inspect", str(tmp_path / "c"), "--json", "--verify"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["num_documents"], facts["num_tokens"], facts["verified"]) == (7, 1233, True)
-    assert facts["format"] == "meshfeed dataset.json, version 1"
-    assert facts["columns"] == "loss_mask (uint8), weight (float32)"
-    (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
-    assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes", "--json", "--verify"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["format"], facts["num_documents"], facts["num_tokens"]) == ("jsonl, 1 file", 2, 3)
-    assert (facts["dtype"], facts["document_lengths"]["max"]) == ("uint8", 3)
-    (tmp_path / "d.jsonl").write_text('{"text": 5}\n')
-    assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes"]) == 1
-    assert "line 1 (byte 0): int where text belongs" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed.errors import StoreError
 from meshfeed.parts import KINDS, Parts
-from meshfeed.prepare import Conversion
 from meshfeed.store import DatasetWriter, MultimodalStore
 from meshfeed.testing import assert_store
 from services.needs import needs
@@ -176,11 +175,3 @@ def test_far_away_it_is_the_same_and_what_is_damaged_is_noticed(tmp_path, monkey
     raw.write_bytes(damaged)
     with pytest.raises(StoreError, match=r"d/parts\.(bin|sums)"), mf.open(tmp_path / "www" / "d") as store:
         store.read_parts(documents, places)
-
-
-def test_converting_says_that_parts_would_be_lost(tmp_path):
-    texts, _, _ = written(tmp_path / "d", SOME)
-    with pytest.raises(StoreError, match=r"has images, audio or video, which would be lost; .*--drop parts"):
-        list(Conversion(mf.open(tmp_path / "d"), tmp_path / "c").run())
-    list(Conversion(mf.open(tmp_path / "d"), tmp_path / "c", drop=["parts"]).run())
-    assert_store(mf.open(tmp_path / "c"), texts)

@@ -9,7 +9,6 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
-from meshfeed.integrations.megatron.gpt import MegatronGPT
 from meshfeed.testing import assert_rule
 from user_datasets import Rich
 
@@ -38,8 +37,6 @@ OF_TOKENS: list[Any] = [
     mf.Documents(),
     mf.Documents(max_len=9),
     mf.Masked(24, vocab_size=999, mask_token=7, first_token=1, last_token=2, crop="random"),
-    MegatronGPT(32, samples=64, split="9,1", eod_mask_loss=False),
-    MegatronGPT(33, samples=64, add_extra_token_to_sequence=False),
 ]
 
 
@@ -131,8 +128,3 @@ class LeavesOut(mf.Windows):
 def test_a_rule_that_breaks_a_law_is_named(rule: Any, message: str, tokens: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_rule(rule, mf.open(tokens))
-
-
-def test_a_stream_that_is_too_short_is_named(tokens: str) -> None:
-    with pytest.raises(AssertionError, match="give more sequences"):
-        assert_rule(MegatronGPT(32, samples=9), mf.open(tokens), steps=3)

@@ -1,24 +1,19 @@
-"""Every store and tokenizer of meshfeed keeps the laws, and each way of breaking one is found."""
+"""Every store of the core keeps the laws, and each way of breaking one is found."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import meshfeed as mf
-from meshfeed.formats import tokenizers
 from meshfeed.store import IndexedStore
-from meshfeed.testing import assert_store, assert_tokenizer
+from meshfeed.testing import assert_store
 
 LENGTHS = [3, 0, 700, 1, 0, 0, 520, 9, 0]
-TEXTS = ["some text", "", "ünicode, 漢字"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,24 +42,6 @@ def test_dataset(tmp_path: Path, documents: list[np.ndarray]) -> None:
     store = mf.open(tmp_path / "c")
     assert_store(store, documents)
     assert_store(store.beside()["weight"], [(document / 2).astype("float32") for document in documents])
-
-
-def test_jsonl(tmp_path: Path, documents: list[np.ndarray]) -> None:
-    lines = [json.dumps({"tokens": document.tolist()}) for document in documents]
-    (tmp_path / "c.jsonl").write_text("\n".join(lines))
-    assert_store(mf.open(tmp_path / "c.jsonl"), documents)
-
-
-def test_text(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    assert_store(mf.open(tmp_path / "c.jsonl", tokenizer="bytes"), [list(text.encode()) for text in TEXTS])
-    assert_tokenizer("bytes", TEXTS)
-
-
-def test_parquet(tmp_path: Path, documents: list[np.ndarray]) -> None:
-    table = pyarrow.table({"tokens": pyarrow.array([document.tolist() for document in documents])})
-    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
-    assert_store(mf.open(tmp_path / "c.parquet"), documents)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [], [0, 0], [1]])
@@ -153,29 +130,3 @@ def test_a_store_that_breaks_a_promise_is_found(broken: str) -> None:
     assert_store(Skewed(LENGTHS, "nothing"), documents)
     with pytest.raises(AssertionError, match=FAULTS[broken]):
         assert_store(Skewed(LENGTHS, broken), documents)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("vocab_size", 100, "outside the vocabulary"),
-        ("encode", lambda self, texts: [np.array([len(texts)]) for _ in texts], "encoded alone"),
-        ("encode", lambda self, texts: [np.array([1.5]) for _ in texts], "are not whole numbers"),
-        ("encode", lambda self, texts: [], "number of encoded texts"),
-        ("decode", lambda self, tokens: b"", "gives no str"),
-        ("end", 65, "becomes the end token"),
-    ],
-)
-def test_a_tokenizer_that_breaks_a_promise_is_found(
-    name: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizers.Bytes, name, value)
-    with pytest.raises(AssertionError, match=says):
-        assert_tokenizer("bytes", TEXTS)
-
-
-def test_the_former_place_of_the_base_class_warns() -> None:
-    from meshfeed.formats import tokenizer
-
-    with pytest.warns(DeprecationWarning, match="from meshfeed.store import Tokenizer"):
-        assert tokenizer.Tokenizer is mf.store.Tokenizer

@@ -217,3 +217,22 @@ def test_a_shard_that_is_gone_is_a_broken_store(tmp_path: Path, capsys: pytest.C
     next((tmp_path / "other").glob("shard*")).unlink()
     status, facts, _ = told(capsys, str(tmp_path / "other"), "--verify")
     assert status == 1 and "shard" in facts["broken"]
+
+
+def test_a_dataset_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mf.DatasetWriter(tmp_path / "c", {"tokens": "uint16", "weight": "float32"}) as writer:
+        for size in (5, 0, 1228):
+            writer.add_document(tokens=np.arange(size), weight=np.ones(size))
+    assert main(["inspect", str(tmp_path / "c"), "--json", "--verify"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["num_documents"], facts["num_tokens"], facts["verified"]) == (3, 1233, True)
+    assert facts["format"] == "meshfeed dataset.json, version 1"
+    assert facts["columns"] == "weight (float32)"
+    (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
+    assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes", "--json", "--verify"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["format"], facts["num_documents"], facts["num_tokens"]) == ("jsonl, 1 file", 2, 3)
+    assert (facts["dtype"], facts["document_lengths"]["max"]) == ("uint8", 3)
+    (tmp_path / "d.jsonl").write_text('{"text": 5}\n')
+    assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes"]) == 1
+    assert "line 1 (byte 0): int where text belongs" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from meshfeed.store import IndexedWriter
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 import megatron_gpt as example  # noqa: F401
 
+world.preload("megatron_world")
 EOD, SEED, LENGTH = 7, 1234, 32
 TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 

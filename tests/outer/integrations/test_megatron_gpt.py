@@ -18,10 +18,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 import meshfeed as mf
+from corpus import write_corpus
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_order import passes_of
 from meshfeed.order import draws_between, num_positions
 from meshfeed.store import IndexedWriter
+from meshfeed.testing import assert_rule
 from soak import some
 
 EOD = 7
@@ -438,3 +440,22 @@ def test_a_blend_that_oversamples_is_refused_as_there(tmp_path):
     recipe = ours(prefixes, weights, length=8, samples=50, **none)
     with pytest.raises(RecipeError, match=r"34 samples of source 0.*has 33; raise mid_level_dataset_surplus"):
         recipe.sequence.prepare(recipe)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        mf.MegatronGPT(32, samples=64, split="9,1", eod_mask_loss=False),
+        mf.MegatronGPT(33, samples=64, add_extra_token_to_sequence=False),
+    ],
+    ids=repr,
+)
+def test_the_laws_of_a_rule(rule: mf.MegatronGPT, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text", num_tokens=8_000)
+    assert_rule(rule, mf.open(tmp_path / "text"))
+
+
+def test_the_laws_want_a_stream_that_is_long_enough(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text", num_tokens=8_000)
+    with pytest.raises(AssertionError, match="give more sequences"):
+        assert_rule(mf.MegatronGPT(32, samples=9), mf.open(tmp_path / "text"), steps=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 import loops
 import meshfeed as mf
 import world
-from meshfeed.integrations.loader import EvalLoader, TrainLoader
+from meshfeed.errors import RecipeError
+from meshfeed.integrations.loader import EvalLoader, TrainLoader, check_encoder
+from pictures import Listen, LookFirst, recipe_over, write_pictures
 from soak import cases
 
 EACH = 3  # microbatches of a step
@@ -277,3 +280,12 @@ def test_every_evaluation_begins_at_the_beginning(corpus: str) -> None:
     wanted = stream(corpus, 4)
     for most in (2, 5, 12, 1, 12):  # some passes are left midway
         assert [batch for batch, _ in zip(loader, range(most))] == wanted[:most]
+
+
+def test_encoders_on_other_ranks_are_refused_where_the_model_does_not_call_the_exchange(
+    tmp_path: Path,
+) -> None:
+    write_pictures(tmp_path / "store")
+    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), encoder="balanced")
+    with pytest.raises(RecipeError, match="which this trainer's model does not call"):
+        check_encoder(recipe_over(mf.open(tmp_path / "store"), rule))

@@ -31,6 +31,7 @@ from meshfeed.files.sums import BLOCK_BYTES
 from meshfeed.prepare import convert as module
 from meshfeed.prepare.convert import Conversion
 from meshfeed.testing import assert_store
+from pictures import write_pictures
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases, some
@@ -448,3 +449,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", source, "s3://bucket/c"]) == 2
     assert "a path of this machine" in capsys.readouterr().err
     assert "c.parquet" not in os.listdir(tmp_path)
+
+
+def test_parts_would_be_lost(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "d")
+    with pytest.raises(StoreError, match=r"has images, audio or video, which would be lost; .*--drop parts"):
+        list(Conversion(mf.open(tmp_path / "d"), tmp_path / "c").run())
+    list(Conversion(mf.open(tmp_path / "d"), tmp_path / "c", drop=["parts"]).run())
+    with mf.open(tmp_path / "d") as store:
+        texts = [store.read(at, 0, int(size)) for at, size in enumerate(store.lengths(np.arange(len(store))))]
+    assert_store(mf.open(tmp_path / "c"), texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
 
 import made_up
@@ -14,6 +15,8 @@ from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import asked_at, seconds_of
 from meshfeed.report.history.summary import resumes, summary_of
 from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
+from meshfeed.report.words import escape
+from meshfeed.text import visible
 from soak import cases
 
 READ = made_up.STAGES.index("read")
@@ -92,3 +95,8 @@ def test_a_stall_of_the_loop_itself_is_told_apart_from_waiting() -> None:
     assert outside["median_s"] == pytest.approx(1, abs=1e-3)
     none = made_up.history(num_ranks=2, spans=((0, 1),))
     assert summary_of(none, waits_of(none))["outside"] is None
+
+
+@given(st.text(st.characters(codec="utf-8") | st.sampled_from("\x1b\u202e\u2028&<\"'")))
+def test_text_on_pages_is_shown_as_in_a_terminal(text: str) -> None:
+    assert html.unescape(escape(text)) == visible(text)

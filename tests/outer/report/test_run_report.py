@@ -23,6 +23,7 @@ import world
 from corpus import write_corpus
 from delays import LEAP_S, delayed
 from meshfeed.cli.main import main
+from meshfeed.metrics import RunLog, RunStart, read_run
 from meshfeed.report.history.page import page
 from services.needs import needs, program_path
 from soak import only_soak
@@ -197,3 +198,12 @@ def test_a_run_without_steps_and_a_log_that_is_none(
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "none.html")]) == 2
     assert "no run log" in capsys.readouterr().err
     assert not (tmp_path / "none.html").exists()
+
+
+def test_the_report_names_a_layout_that_no_text_tells(tmp_path: Path) -> None:
+    for layout in (mf.Layout.parse("tp2-dp2"), mf.Layout(dp=2, tp=2, table=(0, 2, 1, 3))):
+        log = RunLog(tmp_path)
+        log.take([RunStart.here(0, layout, 0, "share", "abc")])
+        log.close()
+    made = page(read_run(tmp_path), "run")
+    assert "a layout of its own" in made and "null" not in made.partition("starts")[2][:200]

@@ -1,0 +1,32 @@
+"""The page for contributors names tests that exist, for every package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import meshfeed
+
+SOURCE, ROOT = Path(meshfeed.__file__).parent, Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "contributing.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "pytest" in line]
+NO_ROW = {"testing", "_examples"}
+
+
+def test_every_path_is_there() -> None:
+    paths = re.findall(r"(?<![\w/])((?:tests|docs)/[\w/.]*\w)", PAGE)
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_make_target_is_there() -> None:
+    targets = set(re.findall(r"make ([a-z]+)", PAGE))
+    assert {"test", "soak", "dist"} <= targets
+    rules = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets <= rules
+
+
+def test_every_package_has_its_tests() -> None:
+    packages = {each.parent.name for each in SOURCE.glob("*/__init__.py")} - NO_ROW
+    named = {name for row in ROWS for name in re.findall(r"`(\w+)/`", row.split("|")[1])}
+    assert named == packages

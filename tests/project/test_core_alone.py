@@ -1,0 +1,191 @@
+"""The core stands alone: a copy without the outer circle passes its own tests, with NumPy and torch alone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import meshfeed
+from soak import SOAK
+
+SOURCE, TESTS = Path(meshfeed.__file__).parent, Path(__file__).parents[1]
+OUTER = ("cli", "formats", "integrations", "prepare", "report", "__main__.py")
+LAID_OUT = ("outer", "project")
+"""Folders of tests that are not of the core alone."""
+INSTALLED = ("numpy", "torch", "pytest", "pytest-timeout", "hypothesis")
+
+SHORT = (
+    "order/test_permutation.py", "order/test_stream.py", "plan/test_packs.py", "plan/test_encoder_routes.py",
+    "sequence/test_documents.py", "store/test_kept.py", "files/test_descriptors.py", "deliver/test_compared.py",
+    "exchange/test_exchange_routing.py", "metrics/test_run_log.py", "test_layout.py", "test_pad_rows.py",
+    "testing/test_stores.py",
+)  # fmt: skip
+"""One or two of most folders, together less than a minute of CPU; a soak runs all."""
+STORAGE = {f"services.{name}" for name in ("azure", "faults", "hub", "nginx", "s3", "unhedged")}
+"""Servers of remote storage, which obstore reads."""
+BY_NAME = {"parts/test_part_counts.py"}
+"""Tests whose oracles are imported by name."""
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker)
+"""
+
+
+@cache
+def needed(name: str) -> frozenset[str]:
+    """A distribution and all that it requires, without extras."""
+    found = {name}
+    for text in metadata.requires(name) or []:
+        wanted = Requirement(text)
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+            try:
+                found |= needed(re.sub(r"[-_.]+", "-", wanted.name).lower())
+            except metadata.PackageNotFoundError:
+                continue
+    return frozenset(found)
+
+
+def blocked() -> list[str]:
+    """Modules of every other installed distribution."""
+    allowed = set[str]().union(*(needed(name) for name in INSTALLED))
+    return [
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if module != "meshfeed" and not {re.sub(r"[-_.]+", "-", each).lower() for each in owners} & allowed
+    ]
+
+
+def modules_of(path: Path) -> set[str]:
+    """What a test file imports, by its whole name."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def files_of_the_core() -> list[Path]:
+    """Tests, and what they share."""
+    return [each for each in sorted(TESTS.rglob("*.py")) if each.relative_to(TESTS).parts[0] not in LAID_OUT]
+
+
+def reached(path: Path, helpers: dict[str, Path]) -> set[str]:
+    """What a test file and the files that it shares with others import."""
+    seen, ahead, found = set[Path](), [path], set[str]()
+    while ahead:
+        if (file := ahead.pop()) not in seen:
+            seen.add(file)
+            found |= (imported := modules_of(file))
+            ahead += [helpers[name] for name in imported if name in helpers]
+    return found
+
+
+def of_numpy_and_torch_alone(paths: Iterable[Path]) -> list[Path]:
+    """Tests that need no other package: not those with oracles, and with storage that obstore reads."""
+    files = files_of_the_core()
+    helpers = {each.stem: each for each in files}
+    helpers |= {f"services.{each.stem}": each for each in files if each.parent.name == "services"}
+    others = set(blocked())
+    alone: list[Path] = []
+    for path in paths:
+        names = reached(path, helpers)
+        needs_more = {name.partition(".")[0] for name in names} & others or names & STORAGE
+        if not needs_more and path.relative_to(TESTS).as_posix() not in BY_NAME:
+            alone.append(path)
+    return alone
+
+
+def test_tests_of_the_core_import_the_core_alone() -> None:
+    outer = tuple(f"meshfeed.{name.removesuffix('.py')}" for name in OUTER)
+    for path in files_of_the_core():
+        wrong = [name for name in modules_of(path) if name.startswith(outer)]
+        assert not wrong, f"{path.relative_to(TESTS)} imports {wrong}: it belongs in tests/outer"
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the core, its metadata and its tests, and nothing of the outer circle."""
+    folder = tmp_path_factory.mktemp("alone")
+    ignored = shutil.ignore_patterns("__pycache__", *OUTER)
+    shutil.copytree(
+        SOURCE,
+        folder / "src" / "meshfeed",
+        ignore=lambda where, names: (
+            ignored(where, names) if Path(where) == SOURCE else {"__pycache__"} & set(names)
+        ),
+    )
+    shutil.copytree(TESTS, folder / "tests", ignore=shutil.ignore_patterns("__pycache__", *LAID_OUT))
+    shutil.copytree(
+        TESTS.parent / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(TESTS.parent / "pyproject.toml", folder)
+    ours = metadata.distribution("meshfeed")
+    about = folder / "src" / f"meshfeed-{ours.version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(ours.read_text("METADATA") or "")
+    points = (ours.read_text("entry_points.txt") or "").splitlines()
+    outer = tuple(f"meshfeed.{name}" for name in OUTER)
+    kept = [line for line in points if not line.partition("=")[2].strip().startswith(outer)]
+    (about / "entry_points.txt").write_text("\n".join(kept))
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(f"BLOCKED = {set(blocked())!r}\n{BLOCKER}")
+    return folder
+
+
+def alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python that has the copy, NumPy and torch; so have all that it starts."""
+    path = os.pathsep.join(str(folder / name) for name in ("hook", "src", "tests"))
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "",
+    }
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_copy_has_no_outer_circle(copied: Path) -> None:
+    """What the test below proves hangs on this."""
+    code = (
+        "import meshfeed, sys, importlib\n"
+        "print(meshfeed.__file__)\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError: print('none', name)\n"
+    )
+    outer = [f"meshfeed.{name.removesuffix('.py')}" for name in OUTER]
+    done = alone(copied, "-c", code, *outer, "obstore", "rich", "pyarrow", "tokenizers")
+    where, *missing = done.stdout.splitlines()
+    assert Path(where).is_relative_to(copied), done.stderr
+    assert missing == [f"none {name}" for name in (*outer, "obstore", "rich", "pyarrow", "tokenizers")]
+
+
+def test_the_core_passes_its_own_tests(copied: Path) -> None:
+    tests = [path for path in files_of_the_core() if path.name.startswith("test_")]
+    chosen = [path.relative_to(TESTS).as_posix() for path in of_numpy_and_torch_alone(tests)]
+    assert not set(SHORT) - set(chosen), "these need other packages"
+    words = [f"tests/{name}" for name in (chosen if SOAK else SHORT)]
+    done = alone(copied, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *words)
+    assert done.returncode == 0, done.stdout[-6_000:] + done.stderr[-2_000:]
