@@ -82,10 +82,10 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         [
             *_in(
                 "plan",
-                "objective packs cost in_order alignment plan_step quality two_costs encoders",
+                "objective packs cost pinned_plans in_order alignment plan_step quality two_costs encoders",
             ),
             *_in("plan", "encoder_routes loads split counts fixed_shapes"),
-            *_in("", "arguments packed simulate"),
+            *_in("", "arguments native"),
             *_in("sequence", "multimodal_plans"),
         ],
     ),
