@@ -2,7 +2,7 @@
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups` (the cp
 groups there are), `step` (the front door). Then along the line: `problem` (the rows and the room of a step),
-`choose` with `forecast` (how many microbatches), `fill` by `reach` and `place` (which sequences share a
+`choose` with `candidates` (how many microbatches), `fill` by `reach` and `place` (which sequences share a
 group), `placement` (on which ranks). Beside it: `in_order`; `two_costs` with `swap` (even for encoders, too),
 `encoders` and `encoder_routes` (who encodes what, and who gets it); `account` and `loads` (how good a plan
 is); `split` (context parallelism).

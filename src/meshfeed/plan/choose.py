@@ -1,19 +1,18 @@
 """How many microbatches: equal work on every rank, in the number of them with the shortest step.
 
-What a number of microbatches would take is predicted without filling it; see `forecast`. The prediction is
+What a number of microbatches would take is predicted without filling it; see `candidates`. The prediction is
 nearly always met, so mostly one number is filled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from meshfeed.plan.account import step_time
+from meshfeed.plan.candidates import Candidates, Forecast
 from meshfeed.plan.fill import deal, fill_step
-from meshfeed.plan.forecast import Forecast
 from meshfeed.plan.placement import Placement, placement_of
 from meshfeed.plan.policy import Packing, asked_microbatches
 from meshfeed.plan.problem import Room, Sequences, narrowest_holding
@@ -57,7 +56,7 @@ def choose(
         left = filled.left
         if left.size:
             # what is left would fill so many more, if it were packed well
-            tokens = int(sequences.lengths[left].sum())
+            tokens = sequences.tokens(left)
             more = max(tokens // room.most_tokens, ranks_taken(sequences, left) // room.num_ranks)
             if best is None and room.max_sequences < lengths.size:
                 # wide groups are few packs
@@ -80,74 +79,6 @@ def choose(
         if best is None or taken < best[0]:
             best, misses = (taken, placement), misses if dealt else 0
     return best[1]
-
-
-class Candidates:
-    """Numbers of microbatches that are not filled yet, and the step time that each promises.
-
-    That is its bound at first, and its prediction once it matters.
-    """
-
-    def __init__(self, forecast: Forecast, quantum: int, tolerance: float) -> None:
-        self._forecast, self._quantum, self._tolerance = forecast, quantum, tolerance
-        self._promised: dict[int, float] = {}
-        self._predicted: set[int] = set()
-        self._least = 0
-
-    def begin(self, least: int, *, alone: bool) -> None:
-        """Consider the numbers from `least` on, or it alone, and the least of those before.
-
-        Of those before, the least remains unless it is taken: it is the only one sure to be considered.
-        """
-        kept = {self._least: self._promised[self._least]} if self._least in self._promised else {}
-        counts = [least] if alone else self._forecast.counts(least, self._quantum)
-        self._promised = kept | {count: self._forecast.bound(count) for count in counts}
-        self._predicted &= kept.keys()
-        self._least = min(self._promised)
-
-    def take(self, *, first: bool) -> int:
-        """The least number that is likely to be near the shortest step.
-
-        first: if the least has room and no bubble, take it without a prediction: mostly it is even.
-        """
-        count = min(self._promised)
-        if len(self._promised) > 1 and not (first and self._forecast.has_room(count)):
-            near = self._likely(self._least_by(self._likely)) * (1 + self._tolerance / 10)
-            count = next(count for count in sorted(self._promised) if self._is_within(near, count))
-        del self._promised[count]
-        return count
-
-    def are_ruled_out(self, step_time: float) -> bool:
-        """Whether a step so long is near enough to what each of the numbers promises.
-
-        With a tolerance of 0, whether no step of theirs can be shorter.
-        """
-        promised, tolerance = self._promised, self._tolerance
-        if not promised or step_time <= min(map(self._forecast.bound, promised)) * (1 + tolerance):
-            return True
-        # half of it is for predictions that are too high
-        near = tolerance > 0 and promised[self._least_by(promised.__getitem__)] * (1 + tolerance / 2)
-        return step_time <= near
-
-    def _likely(self, count: int) -> float:
-        return self._promised[count] * self._forecast.penalty(count)
-
-    def _is_within(self, near: float, count: int) -> bool:
-        """Whether its predicted step is likely to be no longer."""
-        if self._likely(count) <= near:
-            self._predict(count)
-        return self._likely(count) <= near
-
-    def _least_by(self, time: Callable[[int], float]) -> int:
-        """The number with the least time of all predictions."""
-        while (count := min(self._promised, key=time)) not in self._predicted:
-            self._predict(count)
-        return count
-
-    def _predict(self, count: int) -> None:
-        if count not in self._predicted:
-            self._promised[count] = self._forecast.predicted(count)
-            self._predicted.add(count)
 
 
 def fewest_microbatches(sequences: Sequences, packing: Packing, quantum: int) -> int:

@@ -1,8 +1,11 @@
-"""The least loaded first: each sequence goes to the cp group with the least load, the longest first.
+"""Placing: each sequence goes to the cp group with the least load, the longest first.
 
-This is LPT (Graham 1969) with room for tokens and for sequences. `narrowest_sizes` and `group_counts` say on
-which groups: each sequence needs the narrowest that holds it and does not exceed the mean load, and the
-number of groups of each size follows from the work of their sequences.
+*Size.* A sequence needs the narrowest group that holds it and does not exceed the mean load; the number of
+groups of each size follows from the work of their sequences.
+
+*Place.* Longest first, each goes to the least loaded of the groups that are wide enough and have room (LPT,
+Graham 1969). Where the outcome is uneven, all groups are made wider and the microbatch filled again: a group
+of all ranks is always even, so this ends.
 """
 
 from __future__ import annotations
@@ -12,11 +15,8 @@ import heapq
 import numpy as np
 
 from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
-from meshfeed.plan.problem import EXACT, Sequences
+from meshfeed.plan.problem import Microbatch, Sequences, narrowest_sizes
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
-
-WORTH = 1.3
-"""A cp group is not widened, to even out loads, if communication then takes so much more work."""
 
 _place = compiled(
     "mf_place",
@@ -26,22 +26,44 @@ _place = compiled(
 )
 
 
-def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, tightness: int) -> LongArray:
-    """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
+def place_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> tuple[Microbatch, LongArray]:
+    """Place sequences on wider and wider groups until loads are equal within `tolerance`.
 
-    Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
-    at most 1 / 2^t of either. Where no size does, the widest.
+    Gives the best seen where that is never reached: first the fewest tokens without room, then the least
+    load.
     """
-    limits, sizes = np.array(sequences.room.limits)[:, None], np.array(sequences.room.sizes)[:, None]
-    holds = sequences.padded[:, members] * 2**tightness <= limits
-    light = sequences.load[:, members] * 2**tightness <= mean_load * EXACT
-    adequate = holds & light
-    if sequences.cost.ring_tokens:
-        # a wider group would wait for keys and values: its ranks do more work together
-        fits, together = sequences.padded[:, members] <= limits, sequences.load[:, members] * sizes
-        adequate[:-1] |= fits[:-1] & (together[1:] > together[:-1] * WORTH)
-    adequate[-1] = True
-    return adequate.argmax(axis=0)
+    room = sequences.room
+    enough = float(sequences.work[members].sum()) / room.num_ranks * (1 + tolerance)
+    tries = [place_all(sequences, members, 0)]
+
+    def score(tried: tuple[Microbatch, LongArray]) -> tuple[int, float]:
+        return sequences.tokens(tried[1]), tried[0].top
+
+    for tightness in range(1, room.sizes[-1].bit_length() + 1):
+        if score(min(tries, key=score)) <= (0, enough) or tries[-1][0].group_sizes[-1] == room.sizes[-1]:
+            break
+        tries.append(place_all(sequences, members, tightness))
+    return min(tries, key=score)
+
+
+def place_all(
+    sequences: Sequences, members: LongArray, tightness: int, *, narrow: bool = False
+) -> tuple[Microbatch, LongArray]:
+    """One microbatch of these sequences, and those that found no room in it.
+
+    members: ascending indices in `sequences`, int64 [k], k >= 1. tightness: see `narrowest_sizes`. narrow:
+    however unequal the loads become, each sequence goes to the narrowest group that holds it.
+    """
+    room = sequences.room
+    mean_load = np.inf if narrow else float(sequences.work[members].sum()) / room.num_ranks
+    size_at = narrowest_sizes(sequences, members, mean_load, tightness)
+    counts = group_counts(sequences, members, size_at, mean_load)
+    index_of_group = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1])
+    free, loads = np.array(room.limits)[index_of_group], np.zeros(index_of_group.size)
+    slots = np.full(index_of_group.size, room.max_sequences)
+    group = place(sequences, members, size_at, index_of_group, free, slots, loads)
+    held = group >= 0
+    return Microbatch(members[held], group[held], np.array(room.sizes)[index_of_group], loads), members[~held]
 
 
 def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.plan.fill import Filled, Microbatch
+from meshfeed.plan.fill import Filled
+from meshfeed.plan.problem import Microbatch
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 

@@ -16,6 +16,9 @@ from meshfeed.plan.types import Align, FloatArray, IntArray, LongArray
 EXACT = 1 + 1e-9
 """Room for rounding where loads that should be equal are compared."""
 
+WORTH = 1.3
+"""A cp group is not widened, to even out loads, if communication then takes so much more work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -160,6 +163,10 @@ class Sequences:
             work = (load * sizes)[narrowest_holding(room, padded), np.arange(lengths.size)]
         return cls(room, cost, lengths, padded, load, work)
 
+    def tokens(self, members: LongArray) -> int:
+        """Real tokens of some of them together. members: indices, int64 [k]."""
+        return int(self.lengths[members].sum())
+
 
 def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
     """Index into room.sizes of the narrowest group that holds each sequence; int64 [n].
@@ -167,3 +174,44 @@ def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
     padded: padded tokens on a group of each size; int64 [num_sizes, n].
     """
     return (padded <= np.array(room.limits)[:, None]).argmax(axis=0)
+
+
+def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, tightness: int) -> LongArray:
+    """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
+
+    Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
+    at most 1 / 2^t of either. Where no size does, the widest.
+    """
+    limits, sizes = np.array(sequences.room.limits)[:, None], np.array(sequences.room.sizes)[:, None]
+    holds = sequences.padded[:, members] * 2**tightness <= limits
+    light = sequences.load[:, members] * 2**tightness <= mean_load * EXACT
+    adequate = holds & light
+    if sequences.cost.ring_tokens:
+        # a wider group would wait for keys and values: its ranks do more work together
+        fits, together = sequences.padded[:, members] <= limits, sequences.load[:, members] * sizes
+        adequate[:-1] |= fits[:-1] & (together[1:] > together[:-1] * WORTH)
+    adequate[-1] = True
+    return adequate.argmax(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The groups of one microbatch.
+
+    Attributes:
+        members: indices in a Sequences, int64 [k].
+        group: the group of each member; int32 [k].
+        group_sizes: ranks of each group, descending, which puts them side by side aligned; int64
+            [num_groups].
+        loads: load on each rank of each group; float64 [num_groups].
+    """
+
+    members: LongArray
+    group: IntArray
+    group_sizes: LongArray
+    loads: FloatArray
+
+    @property
+    def top(self) -> float:
+        """The largest load."""
+        return float(self.loads.max(initial=0.0))

@@ -9,6 +9,10 @@ alpha t) / t`. It takes one of about rho while several are missing. Where two ar
 `a^2 + b^2 = rho t`; at the end it takes the longest that fits. All groups choose together, and half of what
 they miss at once, so that NumPy carries the work. Some hundred sequences to choose from fill a group to a
 fraction of a percent.
+
+*Widen.* The first group, completed as near the target as it comes, sets the load that the others must reach.
+Groups that stay incomplete give their sequences back. Their ranks are seeded again with wider groups: fewer
+groups, each of more sequences, come nearer.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
-from meshfeed.plan.problem import EXACT, Sequences
+from meshfeed.plan.problem import EXACT, Microbatch, Sequences, narrowest_sizes
 from meshfeed.plan.types import FloatArray, LongArray
 
 FULL = 0.998
@@ -132,6 +136,24 @@ class Groups:
         return length, np.minimum(many, slots).clip(min=1)
 
 
+def reach(
+    sequences: Sequences, left: LongArray, remaining: int, widenings: int
+) -> tuple[Microbatch, LongArray]:
+    """The next of so many remaining microbatches, and what is left after it.
+
+    left: indices in `sequences`, ascending; int64 [k], k >= 1. widenings: how many times groups that stay
+    incomplete are widened.
+    """
+    target = target_of(sequences, left, remaining)
+    first, left = reach_first(sequences, left, target)
+    size = int(first.sizes[0])
+    load = float(first.goal[0] - first.missing[0]) / size
+    others, left = reach_all(
+        sequences, left, sequences.room.num_ranks - size, Target(load, target.work_per_token), widenings
+    )
+    return _microbatch(sequences, [first, *others]), left
+
+
 def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> Target:
     """What a rank should hold if the next of so many microbatches takes its share of what is left.
 
@@ -142,6 +164,66 @@ def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> T
     count = int(np.searchsorted(tokens, share)) + 1
     work_per_token = float(sequences.work[left[:count]].sum()) / float(tokens[count - 1])
     return Target(share / sequences.room.num_ranks * work_per_token, work_per_token)
+
+
+def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[Groups, LongArray]:
+    """The longest sequence and others on the narrowest group that reaches the target, and what is left.
+
+    Where no size reaches it, the widest.
+    """
+    seed, widest = left[:1], len(sequences.room.sizes) - 1
+    index = int(narrowest_sizes(sequences, seed, target.load, 0)[0])
+    while True:
+        load = max(target.load, float(sequences.load[index, seed[0]]))
+        group = Groups.of(sequences, seed, np.array([index]), Target(load, target.work_per_token))
+        rest = complete(sequences, left[1:], group)
+        if group.open()[0]:
+            # one sequence too many is better than one too few: the tokens must go somewhere
+            length = min(max(target.work_per_token - sequences.cost.alpha, 1), float(group.free[0]))
+            at = int(np.searchsorted(-sequences.lengths[rest], -length))
+            group.take(sequences, rest[at : at + 1], np.zeros(rest[at : at + 1].size, np.int64))
+            rest = np.delete(rest, np.s_[at : at + 1])
+        if index == widest or not group.open()[0]:
+            return group, rest
+        index += 1
+
+
+def reach_all(
+    sequences: Sequences, left: LongArray, ranks: int, target: Target, widenings: int
+) -> tuple[list[Groups], LongArray]:
+    """Groups for so many ranks, each as near the target as it comes, and what is left after them.
+
+    widenings: see `reach`.
+    """
+    done: list[Groups] = []
+    for tightness in range(widenings + 1):
+        at, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
+        groups = Groups.of(sequences, left[at], size_at, target)
+        left = complete(sequences, np.delete(left, at), groups)
+        still_open = groups.open()
+        if tightness == widenings or not still_open.any():
+            done.append(groups)
+            break
+        done.append(groups.only(~still_open))
+        ranks = int(groups.sizes[still_open].sum())
+        free = np.zeros(sequences.lengths.size, bool)
+        free[left] = free[groups.members[still_open[groups.group]]] = True
+        left = np.flatnonzero(free)
+    return done, left
+
+
+def _microbatch(sequences: Sequences, parts: list[Groups]) -> Microbatch:
+    """All groups of a microbatch, the widest first."""
+    size_at = np.concatenate([part.size_at for part in parts])
+    members = np.concatenate([part.members for part in parts])
+    before = np.cumsum([0, *(part.sizes.size for part in parts)])
+    group = np.concatenate([part.group + offset for part, offset in zip(parts, before)])
+    load = sequences.load[size_at[group], members]
+    order = np.argsort(-size_at, kind="stable")
+    position = np.argsort(order)
+    loads = np.bincount(position[group], weights=load, minlength=order.size).astype(np.float64)
+    sizes = np.array(sequences.room.sizes)[size_at[order]]
+    return Microbatch(members, position[group].astype(np.int32), sizes, loads)
 
 
 def seed_groups(

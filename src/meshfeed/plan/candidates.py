@@ -1,4 +1,4 @@
-"""What a step would take in some number of microbatches, without filling it.
+"""How many microbatches to fill next: what a step would take in some number of them, without filling it.
 
 More microbatches cost their overhead. Fewer cost balance where ranks are full of tokens, and a longer bubble
 in a pipeline. A bound on the step time costs nothing; a prediction follows how the filler gives each
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -42,7 +42,7 @@ class Forecast:
 
     def __init__(self, sequences: Sequences, packing: Packing, bubble_share: float) -> None:
         self._sequences, self._packing, self._bubble_share = sequences, packing, bubble_share
-        room = sequences.room
+        room, self._overhead = sequences.room, packing.cost.microbatch_overhead
         self._num_ranks, self._blocks = room.num_ranks, room.num_ranks // room.sizes[-1]
         self._most_tokens = room.most_tokens
         self._full = int(sequences.padded[0].sum()) / room.most_tokens
@@ -53,9 +53,8 @@ class Forecast:
 
     def counts(self, least: int, quantum: int) -> list[int]:
         """Numbers of microbatches that may be worth filling, from `least` on, ascending."""
-        overhead = self._packing.cost.microbatch_overhead
         # the derivative of what equal work would take, `(1 + bubble_share / k) even + k overhead`, is 0 here
-        shortest = math.sqrt(self._bubble_share * self._even / overhead) if overhead else 0.0
+        shortest = math.sqrt(self._bubble_share * self._even / self._overhead) if self._overhead else 0.0
         far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
         counts = [least + more * quantum for more in (*range(MORE_COUNTS + 1), *far)]
         most = self.bound(least) * HOPELESS
@@ -64,7 +63,7 @@ class Forecast:
     def bound(self, count: int) -> float:
         """What equal work on all ranks takes; no step takes less."""
         bubble = self._bubble_share / count * self._even
-        return self._even + bubble + count * self._packing.cost.microbatch_overhead
+        return self._even + bubble + count * self._overhead
 
     def has_room(self, count: int) -> bool:
         """Whether so many microbatches have free places for tokens, and no bubble."""
@@ -87,7 +86,7 @@ class Forecast:
             busy = max(busy, least_pile(self._least_loads, self._blocks))
         if self._bubble_share:
             top = max(top, least_pile(self._least_loads, self._blocks * count))
-        return busy + self._bubble_share * top + count * self._packing.cost.microbatch_overhead
+        return busy + self._bubble_share * top + count * self._overhead
 
     def _tops(self, count: int) -> tuple[float, float]:
         """The largest load of any microbatch, and the sum of the largest of each.
@@ -147,6 +146,74 @@ class Forecast:
         """Load of each sequence on the widest group if it did not communicate, descending; float64 [n]."""
         widest = self._sequences.room.sizes[-1]
         return np.sort(self._packing.cost.work(self._sequences.lengths))[::-1] / widest
+
+
+class Candidates:
+    """Numbers of microbatches that are not filled yet, and the step time that each promises.
+
+    That is its bound at first, and its prediction once it matters.
+    """
+
+    def __init__(self, forecast: Forecast, quantum: int, tolerance: float) -> None:
+        self._forecast, self._quantum, self._tolerance = forecast, quantum, tolerance
+        self._promised: dict[int, float] = {}
+        self._predicted: set[int] = set()
+        self._least = 0
+
+    def begin(self, least: int, *, alone: bool) -> None:
+        """Consider the numbers from `least` on, or it alone, and the least of those before.
+
+        Of those before, the least remains unless it is taken: it is the only one sure to be considered.
+        """
+        kept = {self._least: self._promised[self._least]} if self._least in self._promised else {}
+        counts = [least] if alone else self._forecast.counts(least, self._quantum)
+        self._promised = kept | {count: self._forecast.bound(count) for count in counts}
+        self._predicted &= kept.keys()
+        self._least = min(self._promised)
+
+    def take(self, *, first: bool) -> int:
+        """The least number that is likely to be near the shortest step.
+
+        first: if the least has room and no bubble, take it without a prediction: mostly it is even.
+        """
+        count = min(self._promised)
+        if len(self._promised) > 1 and not (first and self._forecast.has_room(count)):
+            near = self._likely(self._least_by(self._likely)) * (1 + self._tolerance / 10)
+            count = next(count for count in sorted(self._promised) if self._is_within(near, count))
+        del self._promised[count]
+        return count
+
+    def are_ruled_out(self, step_time: float) -> bool:
+        """Whether a step so long is near enough to what each of the numbers promises.
+
+        With a tolerance of 0, whether no step of theirs can be shorter.
+        """
+        promised, tolerance = self._promised, self._tolerance
+        if not promised or step_time <= min(map(self._forecast.bound, promised)) * (1 + tolerance):
+            return True
+        # half of it is for predictions that are too high
+        near = tolerance > 0 and promised[self._least_by(promised.__getitem__)] * (1 + tolerance / 2)
+        return step_time <= near
+
+    def _likely(self, count: int) -> float:
+        return self._promised[count] * self._forecast.penalty(count)
+
+    def _is_within(self, near: float, count: int) -> bool:
+        """Whether its predicted step is likely to be no longer."""
+        if self._likely(count) <= near:
+            self._predict(count)
+        return self._likely(count) <= near
+
+    def _least_by(self, time: Callable[[int], float]) -> int:
+        """The number with the least time of all predictions."""
+        while (count := min(self._promised, key=time)) not in self._predicted:
+            self._predict(count)
+        return count
+
+    def _predict(self, count: int) -> None:
+        if count not in self._predicted:
+            self._promised[count] = self._forecast.predicted(count)
+            self._predicted.add(count)
 
 
 def _view(array: FloatArray) -> Sequence[float]:
