@@ -1,0 +1,42 @@
+"""The design page lists what a contributor must know, and each term is a class or function of that name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import meshfeed
+
+SOURCE = Path(meshfeed.__file__).parent
+OUTER = {"cli", "formats", "integrations", "prepare", "report"}
+PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+SECTION = PAGE.partition("## Terms\n")[2].partition("\n## ")[0]
+TABLES = ["".join(table) for table in re.findall(r"((?:^\|.*\n?)+)", SECTION, re.MULTILINE)]
+MOST = (35, 10, 14)
+"""Terms of a window; of a packed document beside these; of an image beside these."""
+
+
+def terms(table: str) -> list[str]:
+    return re.findall(r"`(\w+)`", table)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_the_terms_are_few_and_stand_once(at: int) -> None:
+    before = [name for table in TABLES[:at] for name in terms(table)]
+    mine = terms(TABLES[at])
+    assert len(TABLES) == 3 and 8 <= len(mine) <= MOST[at]
+    assert len(set(mine + before)) == len(mine + before)
+
+
+def test_each_term_is_a_class_or_function() -> None:
+    defined = {
+        node.name
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] not in OUTER
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
+    assert [name for table in TABLES for name in terms(table) if name not in defined] == []
