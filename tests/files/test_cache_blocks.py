@@ -10,24 +10,24 @@ from pathlib import Path
 import pytest
 
 import meshfeed.files.cache.blocks
-from meshfeed.files.cache.blocks import Blocks, CacheFolder
+from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder
 
 SIZE = 1000
 
 
 @pytest.fixture
-def blocks(tmp_path: Path) -> Blocks:
+def blocks(tmp_path: Path) -> CachedBlocks:
     return joined(tmp_path, 6)
 
 
-def joined(path: Path, limit_blocks: int | None, key: str = "a") -> Blocks:
+def joined(path: Path, limit_blocks: int | None, key: str = "a") -> CachedBlocks:
     """Blocks of an object, of a process with this limit."""
     folder = CacheFolder(path)
     folder.join(None if limit_blocks is None else limit_blocks * SIZE)
     return folder.object(key, 20 * SIZE - 1, SIZE)
 
 
-def put(blocks: Blocks, block: int, *, over_pins: bool = True, keep: Collection[Path] = ()) -> bool:
+def put(blocks: CachedBlocks, block: int, *, over_pins: bool = True, keep: Collection[Path] = ()) -> bool:
     """Whether there was room; the block is there then."""
     claim = blocks.claim(block, wait=False)
     if claim is None:
@@ -44,11 +44,11 @@ def put(blocks: Blocks, block: int, *, over_pins: bool = True, keep: Collection[
 _clock = iter(range(1, 1 << 30))
 
 
-def held(blocks: Blocks) -> list[int]:
+def held(blocks: CachedBlocks) -> list[int]:
     return sorted(int(path.name) for path in blocks.folder.iterdir())
 
 
-def test_what_was_used_longest_ago_goes(blocks: Blocks) -> None:
+def test_what_was_used_longest_ago_goes(blocks: CachedBlocks) -> None:
     for block in range(6):
         put(blocks, block)
     assert blocks.touch(0) and held(blocks) == [0, 1, 2, 3, 4, 5]
@@ -58,7 +58,7 @@ def test_what_was_used_longest_ago_goes(blocks: Blocks) -> None:
     assert blocks.cache.held_bytes() == sum(path.stat().st_size - 4 for path in blocks.folder.iterdir())
 
 
-def test_pinned_blocks_stay_while_others_can_go(blocks: Blocks) -> None:
+def test_pinned_blocks_stay_while_others_can_go(blocks: CachedBlocks) -> None:
     for block in range(6):
         put(blocks, block)
     pins = [blocks.pin(block) for block in (0, 1, 2)]
@@ -73,7 +73,7 @@ def test_pinned_blocks_stay_while_others_can_go(blocks: Blocks) -> None:
             os.close(fd)
 
 
-def test_what_is_needed_at_one_time_stays(blocks: Blocks) -> None:
+def test_what_is_needed_at_one_time_stays(blocks: CachedBlocks) -> None:
     keep = {blocks.path(block) for block in range(8)}
     for block in range(8):
         assert put(blocks, block, keep=keep)
@@ -84,7 +84,7 @@ def test_what_is_needed_at_one_time_stays(blocks: Blocks) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_block_published_during_a_count_is_counted(
-    blocks: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    blocks: CachedBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     claim = blocks.claim(3, wait=True)
     assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
@@ -103,7 +103,7 @@ def test_a_block_published_during_a_count_is_counted(
     assert blocks.cache.held_bytes() == SIZE and held(blocks) == [3]
 
 
-def test_one_process_at_a_time_may_fetch_a_block(blocks: Blocks, tmp_path: Path) -> None:
+def test_one_process_at_a_time_may_fetch_a_block(blocks: CachedBlocks, tmp_path: Path) -> None:
     other = joined(tmp_path, None)
     claim = blocks.claim(3, wait=True)
     assert claim is not None and other.claim(3, wait=False) is None
@@ -115,7 +115,7 @@ def test_one_process_at_a_time_may_fetch_a_block(blocks: Blocks, tmp_path: Path)
     assert blocks.claim(3, wait=True) is None and blocks.read(3) == bytes(SIZE)
 
 
-def test_a_claim_of_the_dead_is_taken_over_or_removed(blocks: Blocks, tmp_path: Path) -> None:
+def test_a_claim_of_the_dead_is_taken_over_or_removed(blocks: CachedBlocks, tmp_path: Path) -> None:
     for block in (1, 2):
         claim = blocks.claim(block, wait=True)
         assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
@@ -125,7 +125,9 @@ def test_a_claim_of_the_dead_is_taken_over_or_removed(blocks: Blocks, tmp_path: 
     assert held(blocks) == [1] and blocks.cache.held_bytes() == SIZE
 
 
-def test_a_folder_cleared_during_a_fetch_publishes_nobody_elses_part(blocks: Blocks, tmp_path: Path) -> None:
+def test_a_folder_cleared_during_a_fetch_publishes_nobody_elses_part(
+    blocks: CachedBlocks, tmp_path: Path
+) -> None:
     other = joined(tmp_path, None)
     claim = blocks.claim(3, wait=True)
     assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
@@ -139,7 +141,7 @@ def test_a_folder_cleared_during_a_fetch_publishes_nobody_elses_part(blocks: Blo
     assert blocks.read(3) == b"x" * SIZE
 
 
-def test_a_damaged_block_that_was_replaced_stays(blocks: Blocks) -> None:
+def test_a_damaged_block_that_was_replaced_stays(blocks: CachedBlocks) -> None:
     put(blocks, 3)
     with blocks.path(3).open("rb") as damaged:
         blocks.path(3).unlink()
@@ -148,7 +150,9 @@ def test_a_damaged_block_that_was_replaced_stays(blocks: Blocks) -> None:
     assert blocks.read(3) == bytes([3]) * SIZE
 
 
-def test_claims_are_unlocked_even_if_the_folder_cannot_be_locked(blocks: Blocks, tmp_path: Path) -> None:
+def test_claims_are_unlocked_even_if_the_folder_cannot_be_locked(
+    blocks: CachedBlocks, tmp_path: Path
+) -> None:
     claim = blocks.claim(3, wait=True)
     assert claim is not None
     (tmp_path / "room").unlink()
@@ -160,7 +164,9 @@ def test_claims_are_unlocked_even_if_the_folder_cannot_be_locked(blocks: Blocks,
     assert put(blocks, 3)
 
 
-def test_tidying_up_makes_nothing_in_a_folder_that_its_user_removes(blocks: Blocks, tmp_path: Path) -> None:
+def test_tidying_up_makes_nothing_in_a_folder_that_its_user_removes(
+    blocks: CachedBlocks, tmp_path: Path
+) -> None:
     put(blocks, 3)
     for name in ("room", "limit"):
         (tmp_path / name).unlink()
@@ -171,7 +177,7 @@ def test_tidying_up_makes_nothing_in_a_folder_that_its_user_removes(blocks: Bloc
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a hole", "a cut", "nothing left"])
-def test_what_a_disk_damages_is_not_there(blocks: Blocks, tmp_path: Path, damage: str) -> None:
+def test_what_a_disk_damages_is_not_there(blocks: CachedBlocks, tmp_path: Path, damage: str) -> None:
     put(blocks, 3)
     path = blocks.path(3)
     data = path.read_bytes()
@@ -190,7 +196,7 @@ def test_what_a_disk_damages_is_not_there(blocks: Blocks, tmp_path: Path, damage
     os.close(claim.fd)
 
 
-def test_the_largest_limit_counts_and_then_the_last_one(blocks: Blocks, tmp_path: Path) -> None:
+def test_the_largest_limit_counts_and_then_the_last_one(blocks: CachedBlocks, tmp_path: Path) -> None:
     unit = SIZE
     small, silent = joined(tmp_path, 2).cache, joined(tmp_path, None).cache
     assert small.limit_bytes() == silent.limit_bytes() == 6 * unit
@@ -204,7 +210,7 @@ def test_the_largest_limit_counts_and_then_the_last_one(blocks: Blocks, tmp_path
     assert silent.limit_bytes() == 9 * unit
 
 
-def test_a_lost_count_is_made_again(blocks: Blocks, tmp_path: Path) -> None:
+def test_a_lost_count_is_made_again(blocks: CachedBlocks, tmp_path: Path) -> None:
     for block in range(4):
         put(blocks, block)
     (tmp_path / "room").write_text("")  # a process was killed while it wrote

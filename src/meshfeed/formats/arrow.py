@@ -19,8 +19,8 @@ from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
 from meshfeed.formats.tokens import refuse_unfit
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.format import Place
-from meshfeed.store.index_cache import joined
 from meshfeed.store.loss_columns import LOSS_COLUMNS
+from meshfeed.store.node_arrays import joined
 
 STATE = "state.json"
 """In a folder of `save_to_disk`: the names of its data files."""

@@ -25,8 +25,8 @@ from meshfeed.formats.tokens import Column
 from meshfeed.store.base import I64, LengthsIndex, Pieces
 from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
-from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
+from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 from meshfeed.store.open import stores_inside
 
 VERSION = 1

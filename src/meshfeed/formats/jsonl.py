@@ -17,8 +17,8 @@ from meshfeed.files import ByteFile
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, read_bytes
 from meshfeed.formats.tokens import hint_for
 from meshfeed.store.base import I64, Pieces, grouped
-from meshfeed.store.index_cache import joined
 from meshfeed.store.loss_columns import LOSS_COLUMNS
+from meshfeed.store.node_arrays import joined
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23

@@ -27,8 +27,8 @@ from meshfeed.formats.tokens import (
     refuse_unfit,
 )
 from meshfeed.store.base import I64, Pieces, grouped
-from meshfeed.store.index_cache import joined
 from meshfeed.store.loss_columns import LOSS_COLUMNS
+from meshfeed.store.node_arrays import joined
 
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024

@@ -25,8 +25,8 @@ from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.content import digest_of_files, digest_of_texts, remote_refused
-from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
+from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache
 from meshfeed.files.local.version import Version, settle, version_of
 from meshfeed.files.sums import BLOCK_BYTES, Sums
-from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
+from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 _VERSION = 1
 _PIECE_BYTES = 16 * BLOCK_BYTES

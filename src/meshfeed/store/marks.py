@@ -16,7 +16,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.files import Cache
 from meshfeed.store.base import StreamStore
-from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
+from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 I64 = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ import meshfeed as mf
 import world
 from meshfeed.formats import jsonl
 from meshfeed.store.base import LengthsIndex, Multiples
-from meshfeed.store.index_cache import built_in_parts
+from meshfeed.store.node_arrays import built_in_parts
 from soak import cases, only_soak
 
 NUM_DOCUMENTS, NUM_KILLS = 2_000, 10

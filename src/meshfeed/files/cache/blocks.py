@@ -94,9 +94,9 @@ class CacheFolder:
         with locked(self._room, create=False):
             return self._held()
 
-    def object(self, key: str, size_bytes: int, block_bytes: int) -> Blocks:
+    def object(self, key: str, size_bytes: int, block_bytes: int) -> CachedBlocks:
         """The blocks of an object."""
-        return Blocks(self, self._blocks / key, size_bytes, block_bytes)
+        return CachedBlocks(self, self._blocks / key, size_bytes, block_bytes)
 
     def reserve(self, claims: Sequence[Claim], keep: Collection[Path], *, over_pins: bool) -> bool:
         """Make room for claimed blocks. keep: blocks that stay.
@@ -272,7 +272,7 @@ class Claim:
         os.close(self.fd)
 
 
-class Blocks:
+class CachedBlocks:
     """The blocks of one object.
 
     Attributes:

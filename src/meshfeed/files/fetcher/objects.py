@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.blocks import Blocks, CacheFolder
+from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder
 from meshfeed.files.codec import check_hashes, decompress
 from meshfeed.files.remote.client import Reader
 from meshfeed.files.remote.errors import options_of_environment
@@ -95,7 +95,7 @@ class StoredObject:
     address: Address
     stat: Stat
     reader: Reader
-    blocks: Blocks
+    blocks: CachedBlocks
     content: Content | None
     sums: FileSums | None
     bytes_fetched: int = 0

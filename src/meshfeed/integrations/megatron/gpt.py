@@ -1,7 +1,7 @@
 """MegatronGPT: the samples of Megatron-core's GPTDataset, alone or blended, in the order of its job.
 
 The order comes from arrays that are built once, as in Megatron, and not from this recipe's own shuffle: see
-`gpt_order` for what they hold and `store.index_cache` for who builds them.
+`gpt_order` for what they hold and `store.node_arrays` for who builds them.
 """
 
 from __future__ import annotations

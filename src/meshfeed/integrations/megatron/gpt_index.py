@@ -22,7 +22,7 @@ from meshfeed.integrations.megatron.gpt_order import (
 )
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
-from meshfeed.store.index_cache import cached_arrays, key_of_parts
+from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 from meshfeed.store.sequences import sequences_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 import world
 from meshfeed.errors import StoreError
 from meshfeed.files.cache import once
-from meshfeed.store import index_cache
-from meshfeed.store.index_cache import cached_arrays, key_of_parts
+from meshfeed.store import node_arrays
+from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 
 KEY = key_of_parts(kind="test", seed=5)
 ARRAYS = {
@@ -100,7 +100,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path, monkeypatch):
     def refuse(*args, **options):  # root may write everywhere, so modes would prove nothing here
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(index_cache.os, "open", refuse)
+    monkeypatch.setattr(node_arrays.os, "open", refuse)
     with pytest.raises(StoreError, match="Permission denied; give cache= a folder"):
         cached_arrays(tmp_path, KEY, never)
 
@@ -124,7 +124,7 @@ def test_a_full_disk_is_told_and_leaves_no_entry(tmp_path, monkeypatch):
 
 
 def test_an_entry_that_will_not_stay_whole_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_cache, "_opened", lambda entry: None)
+    monkeypatch.setattr(node_arrays, "_opened", lambda entry: None)
     with pytest.raises(StoreError, match="damaged as soon as it was written"):
         cached_arrays(tmp_path, KEY, lambda: ARRAYS)
 
