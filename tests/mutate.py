@@ -7,7 +7,7 @@
 Mutants are cosmic-ray's: other operators, numbers, comparisons, conditions, decorators. First the package's tests run once
 under coverage, which says what test reaches what line and how long it takes. Then each mutant runs in a fork of this
 process, which has imported torch already, in a copy of the source: only the tests that reach it, the quickest first, until
-one fails. Where a test starts processes that cannot say what they reached, it counts as reaching every line.
+one fails; these are tried on the program as it is at the end. Where a test starts processes that cannot say what they reached, it counts as reaching every line.
 
 What only changes an annotation, whether an argument may be given by name, or the size of a cache is not counted. Nor is
 what same_programs.py lists. Any other survivor is a wrong program that no test notices: read it, write the test.
@@ -34,7 +34,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -338,10 +338,16 @@ class Recorder:
 
 
 class Chosen:
-    """A plugin of pytest: runs these tests alone, in this order."""
+    """A plugin of pytest: runs these tests alone, in this order, and writes the names of those that fail to a file."""
 
-    def __init__(self, tests: Sequence[str]) -> None:
+    def __init__(self, tests: Sequence[str], failed: Path) -> None:
         self.place = {test: at for at, test in enumerate(tests)}
+        self.failed = failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.failed.open("a") as file:
+                file.write(f"{report.nodeid}\n")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -429,15 +435,22 @@ def record(globs: Sequence[str], tests: Sequence[str]) -> Reached:
         return pickle.loads(reached.read_bytes())
 
 
-def start(mutant: Mutant, code: str, tests: Sequence[str], seconds: float) -> int:
-    """The process that runs tests on a mutant; it exits with 0 if all pass."""
+def start(
+    change: tuple[Mutant, str] | None, tests: Sequence[str], seconds: float, failed: Path, *options: str
+) -> int:
+    """The process that runs tests on a mutant, or on the program as it is; it exits with 0 if all pass.
+
+    failed: where it writes the names of those that do not.
+    """
 
     def job(modules: Path) -> int:
-        path = modules / mutant.path.relative_to(SOURCE)
-        path.write_text(code)
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            compiled.unlink()
-        return _pytest(Chosen(tests), list(dict.fromkeys(test.partition("::")[0] for test in tests)), "-x")
+        if change is not None:
+            path = modules / change[0].path.relative_to(SOURCE)
+            path.write_text(change[1])
+            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+                compiled.unlink()
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        return _pytest(Chosen(tests, failed), [*files], *options)
 
     return forked(job, seconds)
 
@@ -456,21 +469,37 @@ class Tally:
         return f"{self.killed:4} of {tried:3} killed  {self.killed / max(1, tried):.2f}   {self.same:2} the same program"
 
 
-def outcomes(mutants: Iterator[tuple[Mutant, str]], reached: Reached) -> Iterator[tuple[str, Mutant, str]]:
-    """Each mutant and its code with what became of it, as it ends."""
-    running: dict[int, tuple[Mutant, str, float]] = {}
-    while True:
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: "killed" or "timeout" if the tests noticed it; and by which test, if one failed."""
+
+    what: str
+    mutant: Mutant
+    code: str
+    test: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.what:9} {self.mutant}"
+        if self.what in ("killed", "timeout"):
+            return text
+        return "\n    ".join([text, *self.mutant.change(self.code)[1:]])
+
+
+def outcomes(mutants: Iterator[tuple[Mutant, str]], reached: Reached, folder: Path) -> Iterator[Outcome]:
+    """That of each mutant, as it ends."""
+    running: dict[int, tuple[Mutant, str, Path, float]] = {}
+    for number in itertools.count():
         while len(running) < AT_ONCE and (made := next(mutants, None)):
-            mutant, code = made
-            if not (tests := reached.by(mutant)):
-                yield "UNREACHED", mutant, code
+            if not (tests := reached.by(made[0])):
+                yield Outcome("UNREACHED", *made)
                 continue
             by_clock, worked = (5 * sum(each) for each in zip(*(reached.seconds[test] for test in tests)))
-            child = start(mutant, code, tests, 20 + worked)
-            running[child] = mutant, code, time.monotonic() + 60 + by_clock
+            failed = folder / f"{number}-{len(running)}"
+            child = start(made, tests, 20 + worked, failed, "-x")
+            running[child] = *made, failed, time.monotonic() + 60 + by_clock
         if not running:
             return
-        for child, (mutant, code, deadline) in [*running.items()]:
+        for child, (mutant, code, failed, deadline) in [*running.items()]:
             ended, status = os.waitpid(child, os.WNOHANG)
             late = not ended and time.monotonic() > deadline
             if not ended and not late:
@@ -479,11 +508,21 @@ def outcomes(mutants: Iterator[tuple[Mutant, str]], reached: Reached) -> Iterato
             if late:
                 os.waitpid(child, 0)
             del running[child]
-            slow = late or (
-                os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-            )
-            yield "timeout" if slow else "killed" if status else "SURVIVED", mutant, code
+            signals = (signal.SIGXCPU, signal.SIGKILL)
+            slow = late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in signals)
+            what = "timeout" if slow else "killed" if status else "SURVIVED"
+            yield Outcome(what, mutant, code, failed.read_text().split("\n")[0] if failed.exists() else "")
         time.sleep(0.02)
+
+
+def untrue(tests: Sequence[str], reached: Reached, folder: Path) -> set[str]:
+    """Those of some tests that fail on the program as it is, where mutants meet them."""
+    failed = folder / "untrue"
+    seconds = 60 + 5 * sum(reached.seconds[test][1] for test in tests)
+    if tests:
+        os.waitpid(child := start(None, tests, seconds, failed), 0)
+        _end_group(child)
+    return set(failed.read_text().split("\n")) - {""} if failed.exists() else set()
 
 
 def tally(globs: Sequence[str], tests: Sequence[str], count: int, seed: int, like: str) -> Tally:
@@ -510,14 +549,19 @@ def tally(globs: Sequence[str], tests: Sequence[str], count: int, seed: int, lik
             tried += 1
             yield mutant, code
 
-    for outcome, mutant, code in outcomes(chosen(), reached):
-        noticed = outcome in ("killed", "timeout")
+    with tempfile.TemporaryDirectory() as folder:
+        found: list[Outcome] = []
+        for outcome in outcomes(chosen(), reached, Path(folder)):
+            found.append(outcome)
+            print(outcome, flush=True)
+        false = untrue(sorted({each.test for each in found} - {""}), reached, Path(folder))
+    for each in found:
+        if each.test in false:
+            each = replace(each, what="UNNOTICED")
+            print(f"{each}\n    but {each.test} fails without it too", flush=True)
+        noticed = each.what in ("killed", "timeout")
         result.killed += noticed
         result.survived += not noticed
-        print(f"{outcome:9} {mutant}", flush=True)
-        if not noticed:
-            _, before, after = mutant.change(code)
-            print(f"    {before}\n    {after}", flush=True)
     return result
 
 
