@@ -223,13 +223,14 @@ def meshfeed(layout: str, store: str, cache: str | None = None) -> Iterator[Batc
     def microbatches() -> Iterator[Batch]:
         recipe = mf.Recipe(
             data=mf.open(store, cache=cache),
-            sequence=mf.Multimodal(image=PATCHES, workers=WORKERS),
+            sequence=mf.Multimodal(image=PATCHES),
             batch=mf.Batch(sequences=4 * BATCH),
             seed=SEED,
             epochs=1,
         )
         packing = mf.Packing(capacity=CAPACITY // mf.Layout.parse(layout).cp)
-        with mf.Feed(recipe, mf.Layout.parse(layout), packing=packing) as feed:
+        machine = mf.Machine(workers=WORKERS)
+        with mf.Feed(recipe, mf.Layout.parse(layout), packing=packing, machine=machine) as feed:
             for step in feed:
                 yield from step.microbatches
 

@@ -116,7 +116,8 @@ def into_a_cache(lengths: np.ndarray, rounds: int) -> Row:
             made["theirs"] = [dataset.document_index, dataset.sample_index, dataset.shuffle_index]
 
         def ours() -> None:
-            rule = mf.MegatronGPT(LENGTH, samples=num_samples, cache=fresh())
+            machine = mf.Machine(index_cache=fresh())
+            rule = mf.MegatronGPT(LENGTH, samples=num_samples).run_by(machine, "with sample")
             recipe = mf.Recipe(data=mf.open(prefix), sequence=rule, batch=mf.Batch(sequences=256), seed=SEED)
             rule.prepare(recipe)
             (entry,) = (each for each in Path(str(rule.cache)).iterdir() if each.is_dir())

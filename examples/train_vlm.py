@@ -59,6 +59,8 @@ def train(args: argparse.Namespace, after: Callable[[mf.Step], None] = lambda st
         recipe_of(args),
         layout,
         packing=packing,
+        encoder=args.encoder,
+        machine=mf.Machine(workers=args.workers),
         delivery=args.delivery,
         verify=True,
         metrics=log,
@@ -79,7 +81,7 @@ def recipe_of(args: argparse.Namespace) -> mf.Recipe:
     """What is trained on, and in which order."""
     return mf.Recipe(
         data=mf.open(args.shapes),
-        sequence=mf.Multimodal(image=PATCHES, workers=args.workers, encoder=args.encoder),
+        sequence=mf.Multimodal(image=PATCHES),
         batch=mf.Batch(sequences=args.sequences),
         seed=args.seed,
         steps=args.steps,

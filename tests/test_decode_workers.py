@@ -59,9 +59,12 @@ def wait_for_end_of_workers() -> None:
         time.sleep(0.01)
 
 
-def ending(recipe: mf.Recipe, layout: str, delivery: Any, sent_when_idle: int) -> tuple[str, str, list[int]]:
+def ending(
+    recipe: mf.Recipe, layout: str, delivery: Any, machine: mf.Machine, sent_when_idle: int
+) -> tuple[str, str, list[int]]:
     """How a job ended on this rank: type and text of its error; and its workers' pids."""
-    feed = mf.Feed(recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, packing=PACKING)
+    options: Any = {"machine": machine, "packing": PACKING}
+    feed = mf.Feed(recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, **options)
     pids: list[int] = []
     try:
         with feed:
@@ -81,10 +84,11 @@ def two_jobs(rank: int, folder: str, layout: str, delivery: str, when: str, sent
     cast(Any, workers)._GRACE_S = 0.2
     _parts_left[:], _signal[:] = [4] if when == "decoding" else [], [sent]
     timeout_s = 1 if sent == signal.SIGSTOP else 600
-    recipe = multimodal(Path(folder), image=Signalled(), workers=1, sequences=4, timeout_s=timeout_s)
+    recipe = multimodal(Path(folder), image=Signalled(), sequences=4)
     ends: list[Any] = []
     for _ in range(2):
-        ends.append(ending(recipe, layout, delivery, sent if when == "idle" else 0))
+        machine = mf.Machine(workers=1, timeout_s=timeout_s)
+        ends.append(ending(recipe, layout, delivery, machine, sent if when == "idle" else 0))
         wait_for_end_of_workers()
         dist.barrier()
         most = ends[1] if len(ends) > 1 else sys.maxsize
@@ -130,7 +134,7 @@ def test_a_worker_that_dies_or_hangs_ends_the_job_by_name_and_leaves_nothing(
     for first, descriptors, second, descriptors_then in running.results():
         for kind, text, of_workers in (first, second):
             assert kind == "StoreError"
-            assert re.search(r"^rank [01] \(.*could not read step \d+: Multimodal\(workers=1\)", text), text
+            assert re.search(r"^rank [01] \(.*could not read step \d+: Multimodal with 1 worker", text), text
             assert re.search(said, text) and re.search(
                 rf"{folder}.*document \d+, part \d \(epoch 0\)", text
             ), text
@@ -146,8 +150,9 @@ def held_over_steps(rank: int, folder: str, num_steps: int) -> list[list[tuple[i
     """(KiB of memory, descriptors) of this rank and of its worker, half-way and at the end."""
     as_a_rank_with_workers()
     seen: list[list[tuple[int, int]]] = []
-    recipe = multimodal(Path(folder), workers=1, sequences=4)
-    with mf.Feed(recipe, mf.Layout(tp=2), delivery="share", timeout_s=600, packing=PACKING) as feed:
+    recipe = multimodal(Path(folder), sequences=4)
+    options: Any = {"machine": mf.Machine(workers=1), "packing": PACKING}
+    with mf.Feed(recipe, mf.Layout(tp=2), delivery="share", timeout_s=600, **options) as feed:
         for step in feed:
             list(step.microbatches)
             if step.index in (num_steps // 2, num_steps):

@@ -107,6 +107,9 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
         ),
         (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
+        (lambda: mf.Machine(workers=-1), mf.OptionError, r"workers=-1.*from 0"),
+        (lambda: mf.Machine(timeout_s=0), mf.OptionError, "timeout_s=0.*above 0"),
+        (lambda: mf.Feed(ROWS, machine=8), mf.OptionError, r"machine=8: give a mf\.Machine"),
         (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (
             lambda: mf.Feed(ROWS, micro_batch_size=0),
@@ -179,8 +182,12 @@ def waiting() -> Any:
 
 def test_a_dataset_that_hangs_is_not_called_storage() -> None:
     """The run waits as long as it is to; then it names who is late."""
-    recipe = samples_recipe(Fatal(8, 0, never), "x", workers=1, timeout_s=60)
-    with mf.Feed(recipe, timeout_s=0.2) as feed, pytest.raises(mf.DeliveryError) as late:
+    recipe = samples_recipe(Fatal(8, 0, never), "x")
+    machine = mf.Machine(workers=1, timeout_s=60)
+    with (
+        mf.Feed(recipe, machine=machine, timeout_s=0.2) as feed,
+        pytest.raises(mf.DeliveryError) as late,
+    ):
         for step in feed:
             list(step.microbatches)
     assert "Mapped(Fatal, 8 items) has not returned it; check what the dataset does" in str(late.value)

@@ -238,10 +238,10 @@ class Noisy:
         return {"tokens": mf.rng(self.name, at.epoch, at.index).integers(0, 999, self.sizes[at.index])}
 
 
-def user_recipe(weights: list[tuple[int, tuple[float, float]]], workers: int) -> mf.Recipe:
+def user_recipe(weights: list[tuple[int, tuple[float, float]]]) -> mf.Recipe:
     """A mixture of two users' datasets, its weights from each step on."""
     stores = [
-        mf.Mapped(Noisy(k, sizes), lengths=sizes, workers=workers)
+        mf.Mapped(Noisy(k, sizes), lengths=sizes)
         for k, sizes in enumerate(([5, 30, 17, 2, 44, 9, 21], [3, 8, 60, 12]))
     ]
     named = [{f"u{k}": (store, w[k]) for k, store in enumerate(stores)} for _, w in weights]
@@ -261,9 +261,11 @@ def test_lives_with_other_worker_processes() -> None:
         for start, stop in zip([0, *kills], kills):
             if start:
                 weights.append((start, (dice.choice([0.2, 1.0]), dice.choice([0.5, 3.0]))))
-            recipe = user_recipe(weights, workers=dice.randrange(3))
+            recipe = user_recipe(weights)
+            machine = mf.Machine(workers=dice.randrange(3))
             packing = packing_of(dice.choice(POLICIES))
-            with mf.Feed(recipe, packing=packing, prefetch=dice.choice([0, 1, 3])) as feed:
+            prefetch = dice.choice([0, 1, 3])
+            with mf.Feed(recipe, packing=packing, prefetch=prefetch, machine=machine) as feed:
                 if state is not None:
                     feed.load_state_dict(json.loads(state))
                 for step in feed:
@@ -271,6 +273,6 @@ def test_lives_with_other_worker_processes() -> None:
                     state = json.dumps(feed.state_dict())
                     if step.index == stop - 1:
                         break
-        final = user_recipe(weights, workers=0)
+        final = user_recipe(weights)
         for step in range(10):
             assert seen[step] == batch_of(final, mf.Layout.parse("cp2-dp2"), "dynamic_cp", step)

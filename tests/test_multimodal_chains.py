@@ -104,9 +104,9 @@ class Mortal(Look):
         return super().__call__(data, size, rng)
 
 
-def recipe_of(folder: Path, seed: int, workers: int = 0) -> mf.Recipe:
+def recipe_of(folder: Path, seed: int) -> mf.Recipe:
     stores = {name: mf.open(folder / name) for name in SHARES}
-    rule = mf.Multimodal(image=Mortal(), audio=Listen(), workers=workers)
+    rule = mf.Multimodal(image=Mortal(), audio=Listen())
     # amounts are of sequences
     mean = {name: fmean(map(len, flat_of(folder, name))) for name in SHARES}
     data = mf.Mixture({name: (store, SHARES[name] / mean[name]) for name, store in stores.items()})
@@ -125,7 +125,7 @@ def live(rank: int, folder: Path, seed: int, life: Life, number: int, out: Path)
     mine = rank == life.victim
     state, saved, trained = out / "state.json", 0, 0
     feed = mf.Feed(
-        recipe_of(folder, seed, life.workers), life.layout, delivery=life.delivery, prefetch=life.prefetch,
+        recipe_of(folder, seed), life.layout, machine=mf.Machine(workers=life.workers), delivery=life.delivery, prefetch=life.prefetch,
         packing=packing_of(life.policy), timeout_s=600,
     )  # fmt: skip
     with feed, (out / f"{number}-{rank}").open("wb") as came:

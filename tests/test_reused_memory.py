@@ -125,12 +125,12 @@ class Dataset:
 
 
 def fields_of(reuses: bool, packed: bool, tensors: bool, workers: int) -> list[Any]:
-    data = mf.Mapped(Dataset(reuses, tensors), lengths=np.full(COUNT, 4), workers=workers)
+    data = mf.Mapped(Dataset(reuses, tensors), lengths=np.full(COUNT, 4))
     tokens = mf.Field(name="tokens", dtype="float32" if tensors else "float64", split=packed)
     rule = mf.Samples(tokens, "image", "name", packed=packed)
     recipe = mf.Recipe(data=data, sequence=rule, batch=mf.Batch(sequences=6), epochs=1)
     options: Any = {"packing": PACKING} if packed else {"micro_batch_size": 3}
-    with mf.Feed(recipe, **options) as feed:
+    with mf.Feed(recipe, machine=mf.Machine(workers=workers), **options) as feed:
         return [
             {name: digest(value) for name, value in m.items()} for step in feed for m in step.microbatches
         ]

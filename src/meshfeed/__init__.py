@@ -37,6 +37,7 @@ from meshfeed.errors import (
     VerifyError,
 )
 from meshfeed.layout import Coord, Layout
+from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture
 from meshfeed.order import Draws, EpochIndex, rng
 from meshfeed.plan import (
@@ -100,6 +101,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Lengths",
+    "Machine",
     "Mapped",
     "Masked",
     "MegatronGPT",

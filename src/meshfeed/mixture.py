@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, cast, get_args
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import OptionError, RecipeError
+from meshfeed.machine import Machine
 from meshfeed.summary import brief
 
 Unit = Literal["proportion", "repeat", "count"]
@@ -64,6 +66,10 @@ class Store(ABC):
     def forget_needs(self) -> None:
         """Drop what was announced and is not read yet."""
         return
+
+    def opened(self, machine: Machine) -> AbstractContextManager[object]:
+        """The store for a `with`, as a feed on this machine reads it."""
+        return self
 
     def __enter__(self) -> Self:
         return self

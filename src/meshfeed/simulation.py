@@ -10,9 +10,12 @@ from meshfeed.feed.batch import Microbatch
 from meshfeed.feed.device import OnHost, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
+from meshfeed.machine import Machine
 from meshfeed.plan import CpSplit, Packing
+from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import StageMap
+from meshfeed.sequence import run_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +44,15 @@ def simulate(
     micro_batch_size: int = 1,
     packing: Packing | None = None,
     cp_split: CpSplit = "zigzag",
+    encoder: Encoder = "with sample",
+    machine: Machine = Machine(),
 ) -> Iterator[SimulatedStep]:
     """The data of every rank, step by step and rank by rank, without processes or delivery.
 
     steps: a number of steps from 0, or the steps. ranks: only these; None for all. The other arguments are
     those of `Feed`. Ends with the stream.
     """
+    recipe, machine = run_by(recipe, machine, encoder)
     stages = stage_map or StageMap(pp=layout.pp)
     stages.check(layout)
     stepping = Stepping(
@@ -62,7 +68,7 @@ def simulate(
     coords = [Coord(*row) for row in layout.coords(chosen).tolist()]
     with contextlib.ExitStack() as stack:
         for store in recipe.sources:
-            stack.enter_context(store)
+            stack.enter_context(store.opened(machine))
         for step in range(steps) if isinstance(steps, int) else steps:
             batch = stepping.global_batch(step)
             if batch is None:

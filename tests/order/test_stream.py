@@ -243,7 +243,7 @@ def test_draws_with_replacement() -> None:
 
 def test_what_a_step_draws_twice_is_delivered_twice() -> None:
     """Rows of a dataset with workers, and packs of a store: three sequences, eight draws a step."""
-    items = mf.Mapped(Three(), workers=1)
+    items = mf.Mapped(Three())
     rows = mf.Recipe(
         data=items, sequence=mf.Samples("x"), batch=mf.Batch(sequences=8), shuffle="replacement", steps=3
     )

@@ -1,7 +1,8 @@
-"""mf.Multimodal(encoder="balanced"): other ranks encode, and every pack gets the outputs that it got before."""
+"""mf.Feed(encoder="balanced"): other ranks encode, and every pack gets the outputs that it got before."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import meshfeed as mf
 import pictures
 import world
-from meshfeed.errors import OptionError, RecipeError
+from meshfeed.errors import OptionError
 from meshfeed.plan import Packing, encoder_routes, plan_encoder, plan_step
 from meshfeed.testing import assert_rule
 from observe import simulated, take
@@ -28,8 +29,8 @@ def _by_tokens(*_: Any) -> None:
     """The work of encoders that others run."""
 
 
-def recipe_of(folder: str, encoder: Any, **options: Any) -> mf.Recipe:
-    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), encoder=encoder, **options)
+def recipe_of(folder: str, **options: Any) -> mf.Recipe:
+    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), **options)
     return replace(recipe_over(mf.open(folder), rule), steps=2)  # so that nothing more is decoded ahead
 
 
@@ -63,10 +64,10 @@ def test_every_pack_receives_what_it_would_have_encoded(
     folder: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, seen, elsewhere = mf.Layout.parse(layout), 0, 0
-    shared = list(mf.simulate(recipe_of(folder, "balanced", on_bad="blank"), shape, 2, **SPLIT))
+    shared = list(mf.simulate(recipe_of(folder, on_bad="blank"), shape, 2, encoder="balanced", **SPLIT))
     # planned by tokens alone, as packs are if others encode
     monkeypatch.setattr(mf.Multimodal, "encoder_work", _by_tokens)
-    alone = list(mf.simulate(recipe_of(folder, "with sample", on_bad="blank"), shape, 2, **SPLIT))
+    alone = list(mf.simulate(recipe_of(folder, on_bad="blank"), shape, 2, **SPLIT))
     of = {(made.batch.step, made.rank): made.microbatches for made in shared}
     bad = [
         sum(len(m["bad_parts"]) for e in made for m in e.microbatches if not e.coord.pp)
@@ -92,8 +93,8 @@ def test_every_pack_receives_what_it_would_have_encoded(
 
 
 def test_the_laws_of_a_rule_hold_for_shared_parts(folder: str) -> None:
-    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), encoder="balanced", on_bad="blank")
-    assert_rule(rule, mf.open(folder))
+    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), on_bad="blank")
+    assert_rule(rule.run_by(mf.Machine(), "balanced"), mf.open(folder))
 
 
 def test_what_cannot_be_shared_is_refused(folder: str) -> None:
@@ -102,10 +103,41 @@ def test_what_cannot_be_shared_is_refused(folder: str) -> None:
         ({"image": LookFirst(), "on_bad": "drop"}, "does not decode its parts"),
     ]
     for options, message in refused:
-        with pytest.raises(RecipeError, match=message):
-            mf.Multimodal(encoder="balanced", **options)
-    with pytest.raises(RecipeError, match="choose with sample, balanced"):
-        mf.Multimodal(encoder="all")  # pyright: ignore[reportArgumentType]
+        recipe = recipe_over(mf.open(folder), mf.Multimodal(**options))
+        with pytest.raises(OptionError, match=message):
+            mf.Feed(recipe, encoder="balanced", **SPLIT)
+        with pytest.raises(OptionError, match=message):
+            next(mf.simulate(recipe, mf.Layout(), 1, encoder="balanced", **SPLIT))
+    text = recipe_over(mf.Lengths([8]), mf.Documents())
+    with pytest.raises(OptionError, match=r"Documents\(.*\) has no encoder; leave it out"):
+        mf.Feed(text, encoder="balanced", **SPLIT)
+    with pytest.raises(OptionError, match="choose one of with sample, balanced"):
+        mf.Feed(recipe_of(folder), encoder="all", **SPLIT)
+
+
+def test_the_old_spellings_warn_and_do_the_same(folder: str) -> None:
+    rule = {"image": LookFirst(), "audio": Listen()}
+    with pytest.warns(DeprecationWarning) as warned:
+        old = mf.Multimodal(**rule, encoder="balanced", workers=1, timeout_s=9)
+    assert {each.filename for each in warned} == {__file__}, "the line that has them"
+    assert sorted(str(each.message).split(";")[0] for each in warned) == [
+        "encoder= is an argument of the Feed now, encoder=...",
+        "timeout_s= is an argument of the Feed now, machine=mf.Machine(timeout_s=...)",
+        "workers= is an argument of the Feed now, machine=mf.Machine(workers=...)",
+    ]
+    recipe = recipe_over(mf.open(folder), old)
+    feed = mf.Feed(recipe, **SPLIT)
+    assert feed._machine == mf.Machine(workers=1, timeout_s=9) and feed._rule.sees_step
+    assert mf.Feed(recipe, machine=mf.Machine(workers=3), **SPLIT)._machine == mf.Machine(
+        workers=3, timeout_s=9
+    )
+    new = recipe_over(mf.open(folder), mf.Multimodal(**rule))
+    assert feed.recipe.fingerprint == recipe.fingerprint == new.fingerprint
+    assert set(inspect.signature(mf.Multimodal).parameters) == {
+        "image", "audio", "video", "on_bad", "positions", "max_bad_share",
+    }  # fmt: skip
+    with pytest.raises(TypeError, match="decoder"):
+        mf.Multimodal(**rule, decoder=None)  # pyright: ignore[reportCallIssue]
 
 
 # -- real ranks -----------------------------------------------------------------------------------
@@ -171,12 +203,13 @@ def every_case(rank: int, folder: str) -> tuple[list[str], int]:
     wrong, decoded = exchanged(rank), 0
     jobs: list[tuple[str, Any]] = [("dp2-cp2", "share"), ("tp2-dp2", "broadcast")]
     for text, delivery in jobs:
-        recipe, layout, before = recipe_of(folder, "balanced"), mf.Layout.parse(text), pictures.CALLS[0]
-        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **SPLIT) as feed:
+        recipe, layout, before = recipe_of(folder), mf.Layout.parse(text), pictures.CALLS[0]
+        options: Any = {"encoder": "balanced", **SPLIT}
+        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **options) as feed:
             if feed.encoder_ranks != tuple(sorted(layout.group_of(rank, "dp-cp").tolist())):
                 wrong.append(f"{feed.encoder_ranks}")
             got, decoded = take(feed, 2), pictures.CALLS[0] - before
-        if got != simulated(recipe, layout, range(2), rank, **SPLIT):
+        if got != simulated(recipe, layout, range(2), rank, **options):
             wrong.append(f"{text} {delivery}")
     return wrong, decoded
 
@@ -186,7 +219,7 @@ def test_real_ranks_exchange_outputs_and_gradients(tmp_path: Path) -> None:
     results = world.run(every_case, 4, str(tmp_path / "store"))
     assert [wrong for wrong, _ in results] == [[]] * 4
     # each image once for every pack that has tokens of it, on whichever replica
-    recipe, packs = recipe_of(str(tmp_path / "store"), "balanced"), 0
-    for made in mf.simulate(recipe, mf.Layout.parse("dp2"), 2, **SPLIT):
+    recipe, packs = recipe_of(str(tmp_path / "store")), 0
+    for made in mf.simulate(recipe, mf.Layout.parse("dp2"), 2, encoder="balanced", **SPLIT):
         packs += sum(len(m["image_grid"]) for m in made.microbatches)
     assert sum(decoded for _, decoded in results) == packs > 0

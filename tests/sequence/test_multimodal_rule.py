@@ -191,10 +191,11 @@ def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], dict[str
     wrong: list[str] = []
     state, begun, decoded = None, 0, dict[str, int]()
     for text, delivery, workers in CASES:
-        recipe, nodes = multimodal(folder, workers=workers), 2 if text == "tp4" else 4
+        recipe, nodes = multimodal(folder), 2 if text == "tp4" else 4
         layout = mf.Layout.parse(text, ranks_per_node=nodes)
         before = pictures.CALLS[0]
-        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **PACKING) as feed:
+        machine, options = mf.Machine(workers=workers), {"verify": True, "timeout_s": 600, **PACKING}
+        with mf.Feed(recipe, layout, delivery=delivery, machine=machine, **options) as feed:
             if state is not None:
                 feed.load_state_dict(state)
             got = take(feed, 2)
@@ -234,7 +235,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_part_stops_the_job_by_name(broken: Path, workers: int) -> None:
     with (
-        mf.Feed(multimodal(broken, workers=workers), **PACKING) as feed,
+        mf.Feed(multimodal(broken), machine=mf.Machine(workers=workers), **PACKING) as feed,
         pytest.raises(
             StoreError, match=r"document \d+, part \d+ \(epoch 0\) cannot be decoded: \d+ pixels of"
         ),
@@ -345,9 +346,9 @@ def test_a_mistake_of_a_processor_never_becomes_zeros(
     folder: Path, mistake: str, said: str, on_bad: Any
 ) -> None:
     workers = int(mistake in ("array", "memory", "zero"))
-    recipe = multimodal(folder, image=Buggy(mistake=mistake), on_bad=on_bad, workers=workers)
+    recipe = multimodal(folder, image=Buggy(mistake=mistake), on_bad=on_bad)
     with (
-        mf.Feed(recipe, **PACKING) as feed,
+        mf.Feed(recipe, machine=mf.Machine(workers=workers), **PACKING) as feed,
         pytest.raises(RecipeError, match=rf"document \d+, part \d.*Buggy\(.*{said}") as raised,
     ):
         take(feed)
@@ -403,9 +404,10 @@ def test_pillow_raises_more_than_oserrors_for_broken_bytes(form: str, kind: type
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_pillows_decoders_are_of_the_part(folder: Path, workers: int) -> None:
-    recipe = multimodal(folder, image=Opens(), on_bad="blank", max_bad_share=1, workers=workers)
-    (step,) = mf.simulate(recipe, mf.Layout(), 1, **PACKING)
-    bad, images = (sum(len(m[name]) for m in step.microbatches) for name in ("bad_parts", "image_grid"))
+    recipe = multimodal(folder, image=Opens(), on_bad="blank", max_bad_share=1)
+    with mf.Feed(recipe, machine=mf.Machine(workers=workers), **PACKING) as feed:
+        made = [*next(iter(feed)).microbatches]
+    bad, images = (sum(len(m[name]) for m in made) for name in ("bad_parts", "image_grid"))
     assert bad == images > 4
 
 
@@ -419,10 +421,12 @@ def test_errors_of_codecs_are_of_the_part(folder: Path) -> None:
 ONE_PACK = {"packing": mf.Packing(capacity=4_096)}
 
 
-def counted(path: Path, steps: int, **options: Any) -> list[tuple[int, int]]:
+def counted(
+    path: Path, steps: int, machine: mf.Machine = mf.Machine(), **options: Any
+) -> list[tuple[int, int]]:
     """Parts decoded, and bad ones, up to each step that is handed out; the job may be stopped before `steps`."""
     counts = [(0, 0)]
-    with mf.Feed(multimodal(path, on_bad="blank", **options), **ONE_PACK) as feed:
+    with mf.Feed(multimodal(path, on_bad="blank", **options), machine=machine, **ONE_PACK) as feed:
         try:
             for _, step in zip(range(steps), feed):
                 (m,) = step.microbatches
@@ -444,11 +448,12 @@ def test_the_job_stops_where_more_than_a_share_of_the_parts_is_bad(
 ) -> None:
     monkeypatch.setattr("meshfeed.sequence.multimodal.decode._FEWEST", 30)
     write_pictures(tmp_path / "store", bad=(1, 4, 9, 16, 25, 36))
+    machine = mf.Machine(workers=workers)
     whole, ends = counted(tmp_path / "store", 12, max_bad_share=1), set[int]()
     for share in sorted({bad / max(parts, 30) for parts, bad in whole[::2]}):
         stops = [bad > share * max(parts, 30) for parts, bad in whole]
         end = stops.index(True) + 1 if any(stops) else len(whole)
-        assert counted(tmp_path / "store", 12, max_bad_share=share, workers=workers) == whole[:end]
+        assert counted(tmp_path / "store", 12, max_bad_share=share, machine=machine) == whole[:end]
         ends.add(end)
     assert len(ends) > 2
 
@@ -502,8 +507,8 @@ def test_a_processor_may_write_every_part_into_the_same_arrays(
     monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
     seen = []
     for image, count in ((Look(), 0), (Reuses(), workers)):
-        options = {"image": image, "workers": count, "on_bad": "blank", "max_bad_share": 1}
-        with mf.Feed(multimodal(broken, **options), **PACKING) as feed:
+        options = {"image": image, "on_bad": "blank", "max_bad_share": 1}
+        with mf.Feed(multimodal(broken, **options), machine=mf.Machine(workers=count), **PACKING) as feed:
             seen.append(take(feed, 3))
     assert seen[0] == seen[1]
 
@@ -542,7 +547,7 @@ def looks_by(by: Pixels) -> Processor:
 
 def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
     rule = mf.Multimodal(image=Look())
-    assert rule.summary() == mf.Multimodal(image=Look(), workers=3, timeout_s=9).summary()
+    assert rule.summary() == rule.run_by(mf.Machine(workers=3, timeout_s=9), "with sample").summary()
     images = Look(wide=3), looks_by(Pixels()), looks_by(Pixels(more=1)), looks_by(Told()), None
     others = [mf.Multimodal(image=Look(), on_bad="drop"), *(mf.Multimodal(image=image) for image in images)]
     assert len({each.summary() for each in (rule, *others)}) == 7
@@ -561,7 +566,6 @@ def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
         ({"image": Look(Pixels(widest=4))}, StoreError, r"document \d+, part \d+, \d x 5 pixels: too wide"),
         ({"image": Nameless()}, RecipeError, "Nameless must tell its options in its repr"),
         ({"image": Look(Pixels(widest=cast(Any, object())))}, RecipeError, "Look must tell its options"),
-        ({"workers": -1}, RecipeError, "from 0"),
         ({"on_bad": "skip"}, RecipeError, "choose error, blank, drop"),
         ({"max_bad_share": 1.5}, RecipeError, r"max_bad_share=1.5\): from 0 to 1"),
     ],
@@ -620,9 +624,9 @@ def test_what_workers_fail_at_is_named(
     folder: Path, image: Any, timeout_s: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshfeed.store.workers._GRACE_S", 0.5)
-    options = {"image": image, "timeout_s": timeout_s}
+    machine = mf.Machine(workers=1, timeout_s=timeout_s)
     with (
-        mf.Feed(multimodal(folder, workers=1, **options), **PACKING) as feed,
+        mf.Feed(multimodal(folder, image=image), machine=machine, **PACKING) as feed,
         pytest.raises(MeshfeedError, match=rf"{folder}.*document \d+, part \d") as raised,
     ):
         take(feed)
@@ -646,7 +650,7 @@ def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: 
     monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
     seen = []
     for workers in (0, 2):
-        with mf.Feed(multimodal(folder, workers=workers), **PACKING) as feed:
+        with mf.Feed(multimodal(folder), machine=mf.Machine(workers=workers), **PACKING) as feed:
             seen.append(take(feed, 3))
     assert seen[0] == seen[1]
 
@@ -683,7 +687,8 @@ def test_workers_give_the_same_arrays_whatever_their_byte_order_and_memory(
         monkeypatch.setattr(decoding, "Arena", refused)
     seen = []
     for image, workers in ((Look(), 0), (Swapped(), 0), (Swapped(), 1)):
-        with mf.Feed(multimodal(folder, image=image, workers=workers), **PACKING) as feed:
+        machine = mf.Machine(workers=workers)
+        with mf.Feed(multimodal(folder, image=image), machine=machine, **PACKING) as feed:
             seen.append(take(feed, 2))
     assert seen[0] == seen[1] == seen[2]
 
@@ -696,7 +701,7 @@ def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
 
     monkeypatch.setattr(mf.store.MultimodalStore, "read_parts", fails)
     with (
-        mf.Feed(multimodal(folder, workers=1), **PACKING) as feed,
+        mf.Feed(multimodal(folder), machine=mf.Machine(workers=1), **PACKING) as feed,
         pytest.raises(MeshfeedError, match="no such disk"),
     ):
         take(feed)

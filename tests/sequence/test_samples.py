@@ -288,7 +288,7 @@ def every_delivery(rank: int) -> list[str]:
             **options,
         )
         for delivery, workers in DELIVERIES if SOAK else (DELIVERIES[at % 4], DELIVERIES[(at + 2) % 4]):
-            recipe = samples_recipe(Rich(), *fields, lengths=LENGTHS, sequences=16, workers=workers, **kind)
+            recipe = samples_recipe(Rich(), *fields, lengths=LENGTHS, sequences=16, **kind)
             with mf.Feed(
                 recipe,
                 layout,
@@ -296,6 +296,7 @@ def every_delivery(rank: int) -> list[str]:
                 verify=True,
                 timeout_s=600,
                 pad_rows="packing" not in options,
+                machine=mf.Machine(workers=workers),
                 **options,
             ) as feed:
                 got, spent = [], 0
@@ -358,9 +359,12 @@ def spoiled(value: dict[str, Any], at: mf.EpochIndex) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_values_that_cannot_be_are_refused_by_name(value: dict[str, Any], said: str, workers: int) -> None:
     bad = Plain(4, partial(spoiled, value))  # as it is to travel to a worker that is not forked
-    recipe = samples_recipe(bad, mf.Field(name="x", dtype="float32"), sequences=4, workers=workers)
+    recipe = samples_recipe(bad, mf.Field(name="x", dtype="float32"), sequences=4)
     where = r"source 0, Mapped\(Plain, 4 items\): EpochIndex\(epoch=0, index=2\): "
-    with mf.Feed(recipe, micro_batch_size=4) as feed, pytest.raises(mf.StoreError, match=where + f".*{said}"):
+    with (
+        mf.Feed(recipe, micro_batch_size=4, machine=mf.Machine(workers=workers)) as feed,
+        pytest.raises(mf.StoreError, match=where + f".*{said}"),
+    ):
         take(feed)
 
 

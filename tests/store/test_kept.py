@@ -47,7 +47,7 @@ def test_no_result_is_another_stores_that_came_to_its_address() -> None:
 
 RULES: dict[str, Callable[[], Any]] = {
     "multimodal": lambda: mf.Multimodal(image=Look(), audio=Listen()),
-    "decoded by a worker": lambda: mf.Multimodal(image=Look(), audio=Listen(), workers=1),
+    "decoded by a worker": lambda: mf.Multimodal(image=Look(), audio=Listen()),
     "columns": mf.Documents,
     "masked": lambda: mf.Masked(8, vocab_size=9_000, mask_token=1, special_tokens=(2, 3)),
 }
@@ -60,7 +60,7 @@ def test_a_store_lives_no_longer_than_its_recipe(kind: str, tmp_path: Path) -> N
     recipe = recipe_over(mf.open(tmp_path / folder, cache=tmp_path / "cache"), rule)
     packing: Any = {"packing": mf.Packing(capacity=64, oversize="truncate")} if rule.packed else {}
     assert len(list(mf.simulate(recipe, mf.Layout.parse("dp2"), 3, **packing))) == 6
-    with mf.Feed(recipe, **packing) as feed:
+    with mf.Feed(recipe, machine=mf.Machine(workers=int(kind == "decoded by a worker")), **packing) as feed:
         take(feed, 3)
     store = recipe.sources[0]
     seen = weakref.ref(store)

@@ -29,7 +29,7 @@ def exchange_encoded(
     encoded: what the encoder made of this rank's fields of the microbatch, a row for each token of its
         parts; [tokens encoded here, ...], of the same dtype and row shape on every rank.
     microbatch: with the fields `<kind>_send_rows`, `_send_counts`, `_receive_counts`, `_receive_rows` of
-        `mf.Multimodal(encoder="balanced")`; see `EncoderRoute`. Their two counts are read on the host.
+        `mf.Feed(encoder="balanced")`; see `EncoderRoute`. Their two counts are read on the host.
     group: of the ranks of `Feed.encoder_ranks`; None for the default group. One rank exchanges nothing.
     Returns [outputs of the pack, ...]: what `<kind>_index` counts in.
     Raises OptionError for another number of rows or ranks; KeyError if the microbatch has no such fields.

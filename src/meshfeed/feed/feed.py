@@ -34,13 +34,15 @@ from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
+from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
+from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
-from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact
+from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact, run_by
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
@@ -72,6 +74,10 @@ class Feed(StepSource[Delivery, FeedOptions]):
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous", or a pack as a whole,
             "pack_zigzag" or "pack_contiguous".
+        encoder: whether the ranks that hold a pack encode its images, audio and video ("with sample"), or all
+            dp and cp ranks share those of a microbatch ("balanced"): see `exchange_encoded`.
+        machine: how this rank's machine makes items, decodes parts and keeps indices; see `Machine`. Ranks
+            may differ in it.
         prefetch: reads made ahead on a thread, each of a microbatch or of several small ones. 0 reads on
             request, except one ahead if pipeline stages share a reader, since a stage may ask for a
             microbatch only after another has trained on it.
@@ -113,6 +119,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
         pad_rows: bool = False,
         packing: Packing | None = None,
         cp_split: CpSplit = "zigzag",
+        encoder: Encoder = "with sample",
+        machine: Machine = Machine(),
         prefetch: int = 2,
         read_ahead_bytes: int = 256 << 20,
         vocab_size: int | None = None,
@@ -125,13 +133,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
     ) -> None:
         _check_recipe(recipe)
         super().__init__(layout, rank, FeedOptions.of(locals()))
-        self.recipe, self.packing = recipe, packing
+        self.recipe, self._machine = run_by(recipe, machine, encoder)
+        self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
         self._checks_tokens = False
         self._left_out = frozenset[int]()
         self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
         self._stepping = Stepping(
-            recipe=recipe,
+            recipe=self.recipe,
             layout=self._given_layout or Layout(),
             micro_batch_size=self.micro_batch_size,
             packing=packing,
@@ -184,7 +193,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _open(self) -> None:
         with contextlib.ExitStack() as stack:
             for store in self.recipe.sources:
-                stack.enter_context(store)
+                stack.enter_context(store.opened(self._machine))
             self._digests = self.recipe.data_digests()
             if (vocab_size := self._options.vocab_size) is not None:
                 if "tokens" not in {each.name for each in self._rule.fields if each.stored}:
@@ -239,7 +248,10 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _origin(self) -> str:
         for store in self.recipe.sources:
             if isinstance(store, Mapped):
-                return f"{store} has not returned it; check what the dataset does, or give it workers="
+                return (
+                    f"{store} has not returned it; check what the dataset does, or give the Feed workers, "
+                    f"machine=mf.Machine(workers=...)"
+                )
         return super()._origin
 
     def _new_run(self, by_stage: StageMap | None) -> Run:

@@ -11,8 +11,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.errors import OptionError, RoleError
+from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
 from meshfeed.plan import CpSplit, Packing
+from meshfeed.plan.encoders import Encoder
 from meshfeed.roles import DeliveryName, StageMap
 
 
@@ -64,6 +66,8 @@ class Options:
 class FeedOptions(Options):
     """The options of a Feed."""
 
+    machine: Machine
+    encoder: Encoder
     micro_batch_size: int | None
     pad_rows: bool
     read_ahead_bytes: int
@@ -75,6 +79,10 @@ class FeedOptions(Options):
         check_counts(0, read_ahead_bytes=self.read_ahead_bytes)
         check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
         check_flags(pad_rows=self.pad_rows)
+        if not isinstance(cast(object, self.machine), Machine):
+            raise OptionError(f"machine={self.machine!r}: give a mf.Machine, such as mf.Machine(workers=8)")
+        if self.encoder not in get_args(Encoder):
+            raise OptionError(f"encoder={self.encoder!r}: choose one of {', '.join(get_args(Encoder))}")
         if self.packing is not None and (self.micro_batch_size is not None or self.pad_rows):
             given = {"micro_batch_size": self.micro_batch_size, "pad_rows": self.pad_rows or None}
             shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)

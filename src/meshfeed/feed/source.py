@@ -263,7 +263,8 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             raise DeliveryError(
                 f"a {type(self).__name__} in worker {worker.id} of a torch DataLoader: each of its "
                 f"{worker.num_workers} workers would give every sequence; iterate it in the process that "
-                f"trains, where it reads ahead by itself; for a slow dataset, mf.Mapped(dataset, workers=...)"
+                f"trains, where it reads ahead by itself; for a slow dataset, mf.Feed(machine="
+                f"mf.Machine(workers=...))"
             )
         with self._changing:
             run, is_new = self._joined(virtual_stage)

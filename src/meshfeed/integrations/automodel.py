@@ -34,6 +34,7 @@ from meshfeed.integrations.loader import (
     pads_rows,
     refuse_options,
 )
+from meshfeed.machine import Machine
 from meshfeed.plan import Align, Packing
 from meshfeed.plan.policy import Oversize
 from meshfeed.recipe import Recipe
@@ -47,6 +48,7 @@ Collate = Callable[[list[Microbatch]], Batch]
 CONFIG_FIELDS: dict[str, str] = {
     "dataset.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
     "dataset.delivery": "honoured: as for mf.Feed",
+    "dataset.machine": "honoured: as for mf.Feed",
     "dataset.verify": "honoured: as for mf.Feed",
     "dataset.oversize": "honoured: as for mf.Packing",
     "validation_dataset": "honoured: the same options; each pass begins at the start",
@@ -99,12 +101,14 @@ class FeedDataset:
         recipe: "package.module:name" of a mf.Recipe, or of a function that makes one; or a mf.Recipe.
         delivery: who reads: "direct" on every rank that needs data, "broadcast" from one rank of each
             replica, "share" within each node, ...; as for `Feed`.
+        machine: workers and other settings of this machine; as for `Feed`.
         verify: compare what ranks received; as for `Feed`.
         oversize: what happens to sequences that are longer than a pack; as for `Packing`.
     """
 
     recipe: str | Recipe
     delivery: str = "auto"
+    machine: Machine = Machine()
     verify: bool = False
     oversize: Oversize = "error"
 
@@ -203,7 +207,7 @@ class _FeedConfig(_loader.DataloaderConfig):
         else:
             pads = not self.trains and pads_rows(recipe, dp_world_size)
             options = {"micro_batch_size": self.local_batch_size, "pad_rows": pads}
-        options |= {"delivery": given.delivery, "verify": given.verify}
+        options |= {"delivery": given.delivery, "verify": given.verify, "machine": given.machine}
         feed = Feed(recipe, gathered_layout(dp_rank, dp_world_size), **options)
         self._check_end(feed)
         collate = collate_wrapper(collate) if collate_wrapper is not None else collate

@@ -23,6 +23,7 @@ from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import state_at
+from meshfeed.machine import Machine
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
 from meshfeed.renamed import renamed
@@ -58,7 +59,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "validation.eval_global_batch_size": "honoured: a step of another size is refused",
     "checkpoint.load": "honoured: training begins at the checkpoint's step",
     "checkpoint.save": "honoured: meshfeed.json says which recipe a checkpoint was trained with",
-    "dataset.num_workers": "refused: meshfeed reads on a thread; decoding has `Multimodal(workers=)`",
+    "dataset.num_workers": "refused: meshfeed reads on a thread; `DatasetConfig(machine=)` has workers",
     "dataset.persistent_workers": "refused: as dataset.num_workers",
     "dataset.data_sharding": "refused: `readers=` says who reads",
     "dataset.pin_memory": "refused: batches are on their device already",
@@ -140,7 +141,7 @@ class DatasetConfig(_Provider, _Callback):
         valid, test: to evaluate on; None for no evaluation.
         readers: who reads; see `megatron.Readers`.
         packing: of packed sequences. `microbatches` makes each step have as many as Bridge takes.
-        verify: as for a Feed.
+        verify, machine: as for a Feed.
     """
 
     recipe: Recipe
@@ -149,6 +150,7 @@ class DatasetConfig(_Provider, _Callback):
     readers: megatron.Readers = "shared"
     packing: Packing | None = None
     verify: bool = False
+    machine: Machine = Machine()
     dataloader_type: Literal["external"] = "external"
     _state: Any = field(default=None, init=False, repr=False)  # Bridge's, with its config
     _model_config: Any = field(default=None, init=False, repr=False)
@@ -208,6 +210,7 @@ class DatasetConfig(_Provider, _Callback):
             readers=self.readers,
             groups=groups,
             verify=self.verify,
+            machine=self.machine,
             vocab_size=self._state.cfg.model.vocab_size,
             **options,
         )

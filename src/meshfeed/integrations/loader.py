@@ -104,7 +104,7 @@ def check_encoder(recipe: Recipe) -> None:
     """Raises RecipeError where other ranks encode: models of trainers do not exchange their outputs."""
     if rule_of(recipe).sees_step:
         raise RecipeError(
-            "Multimodal(encoder='balanced') needs mf.exchange_encoded between encoder and language model, "
+            "encoder='balanced' needs mf.exchange_encoded between encoder and language model, "
             "which this trainer's model does not call; choose encoder='with sample'"
         )
 

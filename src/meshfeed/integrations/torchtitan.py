@@ -40,6 +40,7 @@ from meshfeed.integrations.loader import (
     refuse_options,
 )
 from meshfeed.layout import Layout
+from meshfeed.machine import Machine
 from meshfeed.order import draws_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
@@ -50,6 +51,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 CONFIG_FIELDS: dict[str, str] = {
     "dataloader.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
     "dataloader.delivery": "honoured: as for mf.Feed",
+    "dataloader.machine": "honoured: as for mf.Feed; not from a command line",
     "dataloader.verify": "honoured: as for mf.Feed",
     "dataloader.pad_rows": "honoured: as for mf.Feed",
     "dataloader.microbatches": "honoured: of a rank in a step; a step with another number is refused",
@@ -198,10 +200,10 @@ class DataLoader(_Base):
     """A torchtitan data loader over a recipe, for torchtitan 0.3 and its main branch.
 
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
-        not set from a command line; `delivery`, `verify`, `pad_rows` as for `Feed`. `microbatches` of a rank
-        in a training step, gradient accumulation x pipeline microbatches: checked before every step;
-        needed to save a state of packs. `packing` for packed sequences; see `line`. infinite and repeat have
-        no effect: the recipe says whether it ends. dataset and dataset_path are refused.
+        not set from a command line; `delivery`, `verify`, `pad_rows`, `machine` as for `Feed`. `microbatches`
+        of a rank in a training step, gradient accumulation x pipeline microbatches: checked before every
+        step; needed to save a state of packs. `packing` for packed sequences; see `line`. infinite and
+        repeat have no effect: the recipe says whether it ends. dataset and dataset_path are refused.
     dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's coordinate in it.
     layout: of all ranks, such as `layout_of(mesh)`; None gathers every rank's dp_rank once.
     sizes: seq_len and local_batch_size (tokens per sequence, sequences per microbatch), or max_context_length
@@ -222,6 +224,7 @@ class DataLoader(_Base):
         pad_rows: bool = False
         microbatches: int | None = None
         packing: Annotated[Packing | None, _Hidden] = None
+        machine: Annotated[Machine, _Hidden] = Machine()
         infinite: bool = True
         repeat: bool = True
 
@@ -292,6 +295,7 @@ class DataLoader(_Base):
             self._layout(),
             delivery=config.delivery,
             verify=config.verify,
+            machine=config.machine,
             pad_rows=config.pad_rows,
             **options,
         )

@@ -427,7 +427,6 @@ class FeedTrainer(_Base):
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
         layout = layout or Layout(dp=self.args.world_size)
-        check_encoder(recipe)
         options: dict[str, Any] = {"device": self.args.device, **self._feed_options}
         if isinstance(packing := options.get("packing"), Packing):
             check_packing(packing, mesh)
@@ -436,7 +435,9 @@ class FeedTrainer(_Base):
             # an evaluation counts the rows that hold a sequence
             pads = pad_rows and pads_rows(recipe, layout.dp)
             options = {"micro_batch_size": micro_batch_size, "pad_rows": pads, **options}
-        return Feed(recipe, layout, self.args.process_index, **options)
+        feed = Feed(recipe, layout, self.args.process_index, **options)
+        check_encoder(feed.recipe)
+        return feed
 
 
 def _untied(model: torch.nn.Module, missing: set[str]) -> set[str]:

@@ -11,7 +11,7 @@ from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.patches import NativePatches
 from meshfeed.sequence.pixels import ImageProcessor, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize, Processor
-from meshfeed.sequence.rule import SequenceRule, has_compact
+from meshfeed.sequence.rule import SequenceRule, has_compact, run_by
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
@@ -50,5 +50,6 @@ __all__ = [
     "portions_of",
     "rgb_image",
     "rule_of",
+    "run_by",
     "widened",
 ]

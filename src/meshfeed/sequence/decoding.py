@@ -21,6 +21,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
+from meshfeed.machine import Machine
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
@@ -116,35 +117,30 @@ class Decoder:
 
     Args:
         processors: by kind.
-        workers: processes that decode what is announced, each in its turn; 0 decodes what is asked for.
-        timeout_s: how long a worker may take for a part.
+        machine: its workers decode what is announced, each in its turn; without any, `decode` does.
 
     Attributes:
         costs: of all that was asked for.
         has_bad: the sources of which a part could not be decoded.
     """
 
-    def __init__(
-        self, recipe: Recipe, processors: Mapping[Kind, Processor], workers: int, timeout_s: float
-    ) -> None:
-        self._recipe, self._processors = recipe, processors
-        self._num_workers, self._timeout_s = workers, timeout_s
+    def __init__(self, recipe: Recipe, processors: Mapping[Kind, Processor], machine: Machine) -> None:
+        self._recipe, self._processors, self._machine = recipe, processors, machine
         self._workers: Workers[PartPlace] | None = None
         self._arena: Arena | None = None
-        self.costs = DecodeCosts(workers)
+        self.costs = DecodeCosts(machine.workers)
         self.has_bad: set[int] = set()
 
     def __enter__(self) -> Self:
-        if self._num_workers:
+        if count := self._machine.workers:
             with contextlib.suppress(OSError):  # a limit on addresses: all arrays go through the pipe
                 self._arena = Arena(_ARENA_BYTES)
             make = functools.partial(_decoded_in_worker, dict(self._processors), self._arena)
-            name = f"Multimodal(workers={self._num_workers})"
             self._workers = Workers(
                 make,
-                self._num_workers,
-                self._timeout_s,
-                name,
+                count,
+                self._machine.timeout_s,
+                f"Multimodal with {count} worker{'s' * (count > 1)}",
                 read=self._task_with_room,
                 received=_arrays_of,
                 is_full=_is_full,

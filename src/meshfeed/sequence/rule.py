@@ -10,18 +10,26 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Arrays, Columns
+from meshfeed.errors import OptionError
+from meshfeed.machine import Machine
 from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
+from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe, Rule
+from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.runs import Longs, Portion
+
+_PLAIN = asdict(Machine())
 
 
 class SequenceRule(Rule):
@@ -89,6 +97,15 @@ class SequenceRule(Rule):
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
 
+    def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
+        """The rule of a feed with these settings. No sequence depends on them, and the fingerprint does not.
+
+        Raises OptionError for encoders on other ranks, if it has none.
+        """
+        if encoder != "with sample":
+            raise OptionError(f"encoder={encoder!r}: {self.summary()} has no encoder; leave it out")
+        return self
+
     def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
         """The rule with what `load` needs beside stores, such as worker processes, for a `with`."""
         return nullcontext(self)
@@ -155,6 +172,19 @@ class SequenceRule(Rule):
         It may share memory with the columns.
         """
         return None
+
+
+def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:
+    """The recipe, its rule set as a feed runs it; and the machine, completed by settings of old spellings.
+
+    Raises OptionError; see `SequenceRule.run_by`.
+    """
+    old = moved_settings((recipe.sequence, *recipe.sources))
+    encoder = old.pop("encoder", encoder)
+    machine = replace(Machine(**old), **{n: v for n, v in asdict(machine).items() if v != _PLAIN[n]})
+    given = cast(SequenceRule, recipe.sequence)
+    rule = given.run_by(machine, encoder)
+    return (recipe if rule is given else replace(recipe, sequence=rule)), machine
 
 
 def has_compact(rule: SequenceRule) -> bool:

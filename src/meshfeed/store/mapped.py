@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, Self, cast
@@ -21,8 +22,10 @@ import torch
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import FileStats
+from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
+from meshfeed.renamed import moved
 from meshfeed.store.workers import Failure, Workers
 
 I64 = npt.NDArray[np.int64]
@@ -64,14 +67,13 @@ class Mapped(Store):
             where there are no lengths). Sums to `step.valid_tokens`.
         version: changes whenever the items do; part of the fingerprint. Give one where the dataset has no
             `fingerprint` of its own: class and length alone do not tell two datasets apart.
-        workers: processes that make items ahead, on each rank that reads; 0 makes them where they are asked
-            for. They hold what is announced, up to two steps of this rank.
-        timeout_s: how long a worker may take for one item.
 
-    Enter it (`with`) to read; a Feed does. Pickled or copied, it arrives not entered.
+    Enter it (`with`) to read; a Feed does, and its `Machine` may have workers, which make items ahead.
+    Pickled or copied, it arrives not entered.
     Raises StoreError for what is not a dataset, or lengths that do not fit it.
     """
 
+    @moved(workers="workers", timeout_s="timeout_s")
     def __init__(
         self,
         dataset: EpochDataset,
@@ -79,8 +81,6 @@ class Mapped(Store):
         lengths: npt.ArrayLike | None = None,
         valid: npt.ArrayLike | None = None,
         version: str = "",
-        workers: int = 0,
-        timeout_s: float = 600.0,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise StoreError(
@@ -88,13 +88,10 @@ class Mapped(Store):
                 f"__getitem__, not its loader or iterator (an iterator goes into mf.Exchange, a token store "
                 f"into Recipe(data=store))"
             )
-        if workers < 0 or timeout_s <= 0:
-            raise StoreError(f"Mapped(workers={workers}, timeout_s={timeout_s}): from 0, and above 0")
         self._dataset, self.version = dataset, version
         self.num_documents = len(dataset)
         self._lengths = self._counts("lengths", lengths)
         self._valid = self._counts("valid", valid)
-        self._num_workers, self._timeout_s = workers, timeout_s
         self.stats = FileStats()
         self._depth = 0
         self._workers: Workers[EpochIndex] | None = None
@@ -172,12 +169,18 @@ class Mapped(Store):
 
     # -- reading --------------------------------------------------------------------------------------
 
+    @contextmanager
+    def opened(self, machine: Machine) -> Generator[Self]:
+        """Entered, with the machine's workers unless it was entered already."""
+        with self:
+            if self._depth == 1 and machine.workers:
+                make = functools.partial(item_of, self._dataset)
+                # No process starts before the first item is announced: not every rank reads.
+                self._workers = Workers(make, machine.workers, machine.timeout_s, repr(self))
+            yield self
+
     def __enter__(self) -> Self:
         self._depth += 1
-        if self._depth == 1 and self._num_workers:
-            make = functools.partial(item_of, self._dataset)
-            # No process starts before the first item is announced: not every rank reads.
-            self._workers = Workers(make, self._num_workers, self._timeout_s, repr(self))
         return self
 
     def __exit__(self, *exc: object) -> None:

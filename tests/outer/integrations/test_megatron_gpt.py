@@ -22,6 +22,7 @@ from corpus import write_corpus
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_order import passes_of
 from meshfeed.order import draws_between, num_positions
+from meshfeed.sequence import run_by
 from meshfeed.store import IndexedWriter
 from meshfeed.testing import assert_rule
 from soak import some
@@ -311,17 +312,23 @@ def test_a_feed_reads_only_its_slices_and_stops_at_the_end(corpora):
 def test_caches_give_the_same_samples_and_are_shared(corpora, tmp_path):
     weights = (0.2, 0.5, 0.3)
     plain = ours(corpora[:3], weights, length=24, samples=50)
-    cached = ours(corpora[:3], weights, length=24, samples=50, cache=tmp_path / "cache")
+    machine = mf.Machine(index_cache=tmp_path / "cache")
+    cached, _ = run_by(ours(corpora[:3], weights, length=24, samples=50), machine, "with sample")
     assert plain.fingerprint == cached.fingerprint
     cached.sequence.prepare(cached)
     entries = sorted((tmp_path / "cache").iterdir())
     made = {entry: entry.stat().st_mtime_ns for entry in entries if entry.is_dir()}
     assert len(made) == 4
-    again = ours(corpora[:3], weights, length=24, samples=50, cache=str(tmp_path / "cache"))
-    for one, two, three in zip(samples_of(plain), samples_of(cached), samples_of(again), strict=True):
-        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(one["tokens"], three["tokens"])
+    with pytest.warns(
+        DeprecationWarning, match=r"cache= is an argument of the Feed now, machine=mf.Machine\(index_cache"
+    ):
+        old = ours(corpora[:3], weights, length=24, samples=50, cache=str(tmp_path / "cache"))
+    assert old.fingerprint == plain.fingerprint
+    again = samples_of(plain, machine=machine)
+    for one, *others in zip(samples_of(plain), samples_of(cached), again, samples_of(old), strict=True):
+        assert all(torch.equal(one["tokens"], other["tokens"]) for other in others)
     assert {entry: entry.stat().st_mtime_ns for entry in made} == made
-    more = ours(corpora[:3], weights, length=24, samples=51, cache=tmp_path / "cache")
+    more, _ = run_by(ours(corpora[:3], weights, length=24, samples=51), machine, "with sample")
     more.sequence.prepare(more)
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) > 4
 

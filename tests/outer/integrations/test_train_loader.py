@@ -286,6 +286,7 @@ def test_encoders_on_other_ranks_are_refused_where_the_model_does_not_call_the_e
     tmp_path: Path,
 ) -> None:
     write_pictures(tmp_path / "store")
-    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), encoder="balanced")
+    recipe = recipe_over(mf.open(tmp_path / "store"), mf.Multimodal(image=LookFirst(), audio=Listen()))
+    feed = mf.Feed(recipe, encoder="balanced", packing=mf.Packing(capacity=64))
     with pytest.raises(RecipeError, match="which this trainer's model does not call"):
-        check_encoder(recipe_over(mf.open(tmp_path / "store"), rule))
+        check_encoder(feed.recipe)

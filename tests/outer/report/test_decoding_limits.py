@@ -53,7 +53,7 @@ def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any
     """Stats of every step. slow: at what rank SLOW is, or all trainers are."""
     cast(Any, multiprocessing.current_process())._config["daemon"] = False  # so that it may have workers
     is_slow = rank == SLOW and slow == "decode"
-    recipe = multimodal(f"{folder}/store", image=LooksLong(), workers=workers)
+    recipe = multimodal(f"{folder}/store", image=LooksLong())
     if is_slow and workers:
         os.environ["LOOKS_LONG"] = "1"
         Workers.fetch = delayed(Workers.fetch, DELAYED)  # type: ignore[method-assign]
@@ -62,7 +62,10 @@ def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any
     elif rank == SLOW and slow == "read":
         store = type(recipe.sources[0])
         store.read_parts = delayed(store.read_parts, range(20, 60, 10))  # type: ignore[method-assign]
-    options: dict[str, Any] = {"packing": PACKING, "delivery": "share", "timeout_s": 600}
+    machine = mf.Machine(workers=workers)
+    options: dict[str, Any] = {
+        "packing": PACKING, "delivery": "share", "timeout_s": 600, "machine": machine,
+    }  # fmt: skip
     log, steps = mf.metrics.RunLog(f"{folder}/{slow}-{workers}"), list[mf.Step]()
     with mf.Feed(recipe, mf.Layout.parse("tp2-dp2"), metrics=log, **options) as feed:
         for step in itertools.islice(feed, STEPS):
@@ -125,7 +128,7 @@ def test_a_wait_for_workers_that_mostly_read_is_a_wait_for_reading(
     now = iter([0.0, 8.0, 10.0, 10.0])
     monkeypatch.setattr(decoding, "time", SimpleNamespace(monotonic=lambda: next(now)))
     write_pictures(tmp_path / "store")
-    decoder = decoding.Decoder(multimodal(tmp_path / "store"), {}, 0, 1.0)
+    decoder = decoding.Decoder(multimodal(tmp_path / "store"), {}, mf.Machine())
     items = [decoding.Decoded({}, 10, read_s=r, busy_s=b, cpu_s=b / 2) for r, b in ((5.0, 1.0), (1.0, 1.0))]
     decoder._workers = SimpleNamespace(fetch=lambda places: items)  # type: ignore[assignment]
     places = [decoding.PartPlace(0, 0, 0, part) for part in range(2)]

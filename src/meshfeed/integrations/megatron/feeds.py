@@ -56,6 +56,6 @@ def feed(
         cp_split=cp_split or "zigzag",
         **options,
     )
-    check_encoder(recipe)
+    check_encoder(made.recipe)
     check_documents(made)
     return made

@@ -86,7 +86,7 @@ class Dataset:
                 f"{store!r}: documents {begin}..{end} hold {tokens} tokens; a sample takes "
                 f"{rule.length + extra}: use a shorter length, or more data"
             )
-        self._store, self._range, self._seed, self._cache = store, (begin, end), seed, rule.cache
+        self._store, self._range, self._seed, self._cache = store, (begin, end), seed, rule.index_cache
         self.arrays = _OnFirstUse(self._open)
 
     def _open(self) -> Arrays:
@@ -147,7 +147,7 @@ class Indexes:
     def __init__(
         self, rule: MegatronGPT, stores: Sequence[Store], weights: Sequence[float] | None, seed: int
     ) -> None:
-        self._samples, self._weights, self._cache = rule.samples, weights, rule.cache
+        self._samples, self._weights, self._cache = rule.samples, weights, rule.index_cache
         self._surplus = rule.mid_level_dataset_surplus
         self._alone = weights is None and len(stores) == 1
         self._blend = _OnFirstUse(self._open_blend)

@@ -104,7 +104,7 @@ def limit_words(rank: int, wait_s: float, share: float) -> str:
 def advice(decoded: Decoded) -> str:
     """What to do on a rank where decoding limits."""
     if not decoded.workers:
-        return "Its reading thread decodes: let processes do that ahead, by Multimodal(workers=...)."
+        return "Its reading thread decodes: let processes do that ahead, by mf.Machine(workers=...)."
     are = "is" if decoded.workers == 1 else "are"
     many = f"Its {counted(decoded.workers, 'worker')} {are} busy {decoded.busy:.0%} of the time"
     if decoded.busy < _BUSY:
@@ -117,7 +117,7 @@ def advice(decoded: Decoded) -> str:
             f"{many}, with {decoded.of_a_core:.0%} of a core: this machine has too few cores for its ranks "
             f"and workers, or the processor waits for something."
         )
-    return f"{many}: give it more by Multimodal(workers=...), if cores are free, or make parts smaller."
+    return f"{many}: give it more by mf.Machine(workers=...), if cores are free, or make parts smaller."
 
 
 def figures(waits: Waits, decoded: Mapping[int, Decoded]) -> dict[str, Any]:

@@ -18,13 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Arrays, Columns
-from meshfeed.errors import RecipeError
+from meshfeed.errors import OptionError, RecipeError
+from meshfeed.machine import Machine
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import Expansion, Kind, Parts, check_rules
 from meshfeed.plan import EncoderPlan, Slices, StepPlan
 from meshfeed.plan.encoder_routes import ROUTE
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
+from meshfeed.renamed import moved
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.decoding import Decoder, PartPlace
@@ -69,10 +71,6 @@ class Multimodal(DocumentRule, TokenRule):
             1 for no limit. Not part of the fingerprint, since no part changes by it: a job that it has
             stopped can resume with a larger one.
         positions: "mrope" gives mrope_position_ids too; every rule must tell the grid of its parts.
-        encoder: the ranks that hold a pack encode its parts ("with sample"), or all dp and cp ranks share the
-            parts of a microbatch ("balanced"): see `exchange_encoded`. Not part of the fingerprint.
-        workers: processes that decode ahead, on each rank that reads; 0 decodes when a pack is read.
-        timeout_s: how long a worker may take for one part.
 
     Fields, beside those of `Documents`, for each kind that has a processor, in the order of the pack:
 
@@ -86,9 +84,9 @@ class Multimodal(DocumentRule, TokenRule):
     - bad_parts int64 [k, 2], unless on_bad is "error": parts that are not what was stored, each as its
       sequence in the pack and its number in that document.
 
-    With encoder="balanced", all these but image_index are of the parts that this rank encodes, which may be
-    of any pack, in the order of the global batch; a bad part's sequence is its place there. Parts are encoded
-    on the first stage, so processors make fields for this one alone. In addition:
+    With Feed(encoder="balanced"), all these but image_index are of the parts that this rank encodes, which
+    may be of any pack, in the order of the global batch; a bad part's sequence is its place there. Parts are
+    encoded on the first stage, so processors make fields for this one alone. In addition:
 
     - image_send_rows, image_send_counts, image_receive_counts, image_receive_rows int64, for the first stage:
       the arrays of `EncoderRoute` for the ranks of `Feed.encoder_ranks`.
@@ -103,10 +101,9 @@ class Multimodal(DocumentRule, TokenRule):
     on_bad: OnBad = "error"
     positions: Positions = "tokens"
     max_bad_share: float = dataclass_field(default=0.01, repr=False)
-    encoder: Encoder = dataclass_field(default="with sample", repr=False)
-    workers: int = dataclass_field(default=0, repr=False)
-    timeout_s: float = dataclass_field(default=600.0, repr=False)
-    decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
+    _encoder: Encoder = dataclass_field(default="with sample", init=False, repr=False)
+    _machine: Machine = dataclass_field(default=Machine(), init=False, repr=False, compare=False)
+    _decoder: Decoder | None = dataclass_field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for kind, processor in self.processors.items():
@@ -117,14 +114,6 @@ class Multimodal(DocumentRule, TokenRule):
         if self.positions not in get_args(Positions):
             raise RecipeError(
                 f"Multimodal(positions={self.positions!r}): choose {', '.join(get_args(Positions))}"
-            )
-        if self.encoder not in get_args(Encoder):
-            raise RecipeError(f"Multimodal(encoder={self.encoder!r}): choose {', '.join(get_args(Encoder))}")
-        if self.encoder == "balanced":
-            self._check_sharing()
-        if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
-            raise RecipeError(
-                f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
             )
         if not 0 <= self.max_bad_share <= 1:
             raise RecipeError(f"Multimodal(max_bad_share={self.max_bad_share!r}): from 0 to 1")
@@ -141,25 +130,45 @@ class Multimodal(DocumentRule, TokenRule):
                     f"Multimodal(positions='mrope', {kind}=...): {type(processor.rule).__name__} does not "
                     f"tell the rows and columns of a part's tokens; give its `grid`, or leave positions out"
                 )
+        self._check_names()
+
+    def _check_names(self) -> None:
         names = [each.name for each in self.fields]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise RecipeError(
                 f"Multimodal: several fields are called {', '.join(twice)}; rename the processor's"
             )
 
+    def run_by(self, machine: Machine, encoder: Encoder) -> Multimodal:
+        """The rule with these settings. Raises OptionError where parts cannot be shared."""
+        if (machine, encoder) == (self._machine, self._encoder):
+            return self
+        if encoder == "balanced":
+            self._check_sharing()
+        made = self._with(_machine=machine, _encoder=encoder)
+        made._check_names()
+        return made
+
+    def _with(self, **settings: object) -> Multimodal:
+        made = replace(self)
+        vars(made).pop("_fields", None)  # they depend on the encoder
+        for name, value in {"_machine": self._machine, "_encoder": self._encoder, **settings}.items():
+            object.__setattr__(made, name, value)
+        return made
+
     def _check_sharing(self) -> None:
         if self.on_bad == "drop":
-            raise RecipeError(
-                "Multimodal(encoder='balanced', on_bad='drop'): the rank that has a document's loss does not "
-                "decode its parts; choose on_bad='blank', or encoder='with sample'"
+            raise OptionError(
+                "encoder='balanced' with Multimodal(on_bad='drop'): the rank that has a document's loss does "
+                "not decode its parts; choose on_bad='blank', or encoder='with sample'"
             )
         for processor in self.processors.values():
             for each in processor.fields:
                 if each.stages != ("first",):
-                    raise RecipeError(
-                        f"Multimodal(encoder='balanced'): {each.name} of {type(processor).__name__} is for "
-                        f"the stages {', '.join(each.stages)}, and parts are encoded on the first; leave its "
-                        f"stages out, or choose encoder='with sample'"
+                    raise OptionError(
+                        f"encoder='balanced': {each.name} of {type(processor).__name__} is for the stages "
+                        f"{', '.join(each.stages)}, and parts are encoded on the first; leave its stages "
+                        f"out, or choose encoder='with sample'"
                     )
 
     @property
@@ -187,12 +196,12 @@ class Multimodal(DocumentRule, TokenRule):
 
     @property
     def decode_costs(self) -> DecodeCosts | None:
-        return None if self.decoder is None else self.decoder.costs
+        return None if self._decoder is None else self._decoder.costs
 
     @property
     def sees_step(self) -> bool:
         """A rank may encode the parts of any pack."""
-        return self.encoder == "balanced"
+        return self._encoder == "balanced"
 
     @property
     def packed(self) -> bool:
@@ -217,7 +226,7 @@ class Multimodal(DocumentRule, TokenRule):
                 made.append(Field(name=each.name, dtype=each.dtype, stages=each.stages))
             made.append(Field(name=f"{kind}_index", dtype="int32", split=True, pad=-1, stored=False))
             made.append(Field(name=f"{kind}_cu_seqlens", dtype="int32", stages=("first",), stored=False))
-            for name in ROUTE if self.encoder == "balanced" else ():
+            for name in ROUTE if self._encoder == "balanced" else ():
                 made.append(Field(name=f"{kind}_{name}", dtype="int64", stages=("first",), stored=False))
         if self.positions == "mrope":
             made.append(MROPE)
@@ -242,11 +251,11 @@ class Multimodal(DocumentRule, TokenRule):
     def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
         """Work of each kind's encoder on the parts of each document; float64 [kinds, n]. None if all ranks
         share the parts."""
-        return None if self.encoder == "balanced" else self._among(recipe, draws).work()
+        return None if self._encoder == "balanced" else self._among(recipe, draws).work()
 
     def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
         """The plan of each kind's encoder, of a kind without parts in the step too."""
-        return plans_of(self._among(recipe, draws), plan, self.encoder)
+        return plans_of(self._among(recipe, draws), plan, self._encoder)
 
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
@@ -292,8 +301,8 @@ class Multimodal(DocumentRule, TokenRule):
     @contextmanager
     def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
         """The rule with its worker processes; they start with the first part that is announced."""
-        with Decoder(recipe, self.processors, self.workers, self.timeout_s) as decoder:
-            yield replace(self, decoder=decoder)
+        with Decoder(recipe, self.processors, self._machine) as decoder:
+            yield self._with(_decoder=decoder)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the text to the stores, and the parts to them and to the workers."""
@@ -305,14 +314,14 @@ class Multimodal(DocumentRule, TokenRule):
             mine = {(at.index, at.part) for at in places if at.source == source}
             documents, numbers = np.array(sorted(mine), np.int64).T
             recipe.sources[source].will_need_parts(documents, numbers)
-        if self.decoder is not None:
-            self.decoder.announce(places)
+        if self._decoder is not None:
+            self._decoder.announce(places)
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The text of the documents, and their parts, decoded."""
         columns = dict(super().load(recipe, portion, allocate))
-        decoder = self.decoder or Decoder(recipe, self.processors, 0, self.timeout_s)
-        share = self.max_bad_share if decoder is self.decoder else None  # `simulate` is no run
+        decoder = self._decoder or Decoder(recipe, self.processors, Machine())
+        share = self.max_bad_share if decoder is self._decoder else None  # `simulate` is no run
         chosen = self._decoded(recipe, portion)
         return columns | part_columns(chosen, decoder, portion.needs, self.on_bad, share)
 
@@ -372,6 +381,9 @@ class Multimodal(DocumentRule, TokenRule):
             return self._chosen(recipe, portion)
         none = np.zeros(0, np.int64)
         return Chosen(self._whole(recipe, portion), none, none > 0)
+
+
+Multimodal.__init__ = moved(workers="workers", timeout_s="timeout_s", encoder="encoder")(Multimodal.__init__)
 
 
 def _summary(processor: Processor) -> str:

@@ -1,0 +1,36 @@
+"""How a machine makes what a recipe describes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from meshfeed.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How a rank reads, on the machine that it runs on: `Feed(machine=mf.Machine(workers=8))`.
+
+    No sequence depends on it, so it is not part of a recipe, and ranks may differ in it.
+
+    Attributes:
+        workers: processes of each rank that reads, which make the items of each `Mapped` and decode the parts
+            of `Multimodal` ahead, as far as these are announced: up to two steps of items, and 256 MiB of
+            parts. 0 makes and decodes when a pack is read.
+        timeout_s: how long a worker may take for one item or part.
+        index_cache: a folder for the arrays that `MegatronGPT` builds, which all processes of a node then
+            share; None builds them in the memory of each process.
+
+    Raises OptionError for other values.
+    """
+
+    workers: int = 0
+    timeout_s: float = 600.0
+    index_cache: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
+            raise OptionError(
+                f"Machine(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
+            )
