@@ -15,7 +15,7 @@ import meshfeed as mf
 from meshfeed.deliver import wire
 from meshfeed.exchange import items as items_module
 from meshfeed.exchange.items import Given, encode, nothing
-from meshfeed.exchange.lengths import GatheredLengths, Report, Schema, columns_of, reports_of
+from meshfeed.exchange.lengths import GatheredLengths, MemberReport, Schema, columns_of, reports_of
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment, write_pieces
 from meshfeed.exchange.steps import Received, packed, plan, portions
@@ -141,7 +141,7 @@ def test_items_that_torch_joins_are_what_they_are_one_by_one(items: Any, wanted:
     assert outcome() == one_by_one
 
 
-def through_a_message(reports: list[Report]) -> list[Report]:
+def through_a_message(reports: list[MemberReport]) -> list[MemberReport]:
     message = wire.encode(columns_of(reports))
     buffer = np.zeros(message.num_bytes, np.uint8)
     message.write(buffer)
@@ -213,7 +213,7 @@ def check_packs(
 def test_numbers_stay_exact() -> None:
     rows = np.array([[2**53 + 1, 2**62 - 1, 2**40 + 3, 0]], np.int64)
     schema = Schema((("tokens", "int64", (2, 3)),), (("image", "bfloat16", 4),))
-    report = Report(first=2**60 + 7, rows=rows, schemas=(schema,), ended=True)
+    report = MemberReport(first=2**60 + 7, rows=rows, schemas=(schema,), ended=True)
     (again,) = through_a_message([report])
     assert again.rows.tolist() == rows.tolist()
     assert (again.first, again.schemas, again.ended) == (report.first, (schema,), True)

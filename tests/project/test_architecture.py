@@ -151,3 +151,15 @@ def test_what_packages_offer_exists() -> None:
             package = importlib.import_module(name)
             offered = getattr(package, "__all__", [])
             assert [each for each in offered if not hasattr(package, each)] == [], name
+
+
+def test_each_class_name_has_one_meaning() -> None:
+    """`Multimodal` is the rule, and what prepares for it; a row and a microbatch are planned before they are made."""
+    twice = {"Microbatch", "Multimodal", "Rows"}
+    names = [
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} <= twice

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed.sequence.arena import Arena, Room
+from meshfeed.sequence.arena import Arena, ArenaRange
 
 
-def fill(arena: Arena, room: Room, value: int) -> None:
+def fill(arena: Arena, room: ArenaRange, value: int) -> None:
     arena.written(room.offset, 8192)[:] = value
 
 

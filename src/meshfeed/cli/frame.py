@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.metrics import MixtureHistory, RunHistory, Start
-from meshfeed.report.history.decoding import LIMITS, STAGE, Decoded, decoded_in
+from meshfeed.report.history.decoding import LIMITS, STAGE, RankDecoding, decoded_in
 from meshfeed.report.history.waits import FOLLOWS
 
 Does = Literal["waits", "works"]
@@ -52,7 +52,7 @@ class Standing:
     queue_depth: int
     bytes_per_s: float | None
     padding: float | None
-    decoded: Decoded | None
+    decoded: RankDecoding | None
     quiet_s: float
     silent_s: float | None
 

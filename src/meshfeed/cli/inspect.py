@@ -39,7 +39,7 @@ from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.parts import KINDS, PartRule, Rules
-from meshfeed.report.lengths import Lengths
+from meshfeed.report.lengths import DocumentLengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
 from meshfeed.sequence.named import parsed_call
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
@@ -133,7 +133,7 @@ class Inspect(Command, StoreOptions):
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
         texts: list[tuple[int, list[str]]] = []
         written: dict[str, Any] = {}
-        lengths, looked, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
+        lengths, looked, broken = DocumentLengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
         try:
             facts = facts_of(store)
             lengths = look_at_lengths(store)
@@ -263,7 +263,7 @@ def _parts_of(store: MultimodalStore) -> dict[str, Any]:
     return found
 
 
-def look_at_lengths(store: StreamStore) -> Lengths:
+def look_at_lengths(store: StreamStore) -> DocumentLengths:
     """The lengths of all documents up to 2**20, of 64 blocks of 4,096 in longer stores."""
     size = store.num_documents
     documents = np.arange(min(size, _LOOKED_AT_WHOLE))
@@ -272,7 +272,7 @@ def look_at_lengths(store: StreamStore) -> Lengths:
         starts = [(size - _BLOCK_DOCUMENTS) * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS)]
         documents = (np.array(starts)[:, None] + np.arange(_BLOCK_DOCUMENTS)).ravel()
     with store:
-        return Lengths(tokens=store.lengths(documents), num_documents=size)
+        return DocumentLengths(tokens=store.lengths(documents), num_documents=size)
 
 
 def _beginnings(
@@ -364,7 +364,9 @@ def _marked(texts: Sequence[str], between: str) -> Text:
     return shown
 
 
-def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, list[str]]], between: str) -> None:
+def _print(
+    facts: dict[str, Any], lengths: DocumentLengths, texts: list[tuple[int, list[str]]], between: str
+) -> None:
     console = Console()
     table = Table("", "", show_header=False)
     for name, value in facts.items():
@@ -386,7 +388,7 @@ def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, list[
         console.print(_marked(cut, between), soft_wrap=True)
 
 
-def _histogram(lengths: Lengths) -> Table:
+def _histogram(lengths: DocumentLengths) -> Table:
     table = Table("tokens", "documents", "", "of all tokens")
     for column, justify in zip(table.columns, ("right", "right", "left", "right")):
         column.justify = justify

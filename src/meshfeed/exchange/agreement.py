@@ -14,7 +14,7 @@ from typing import Any
 
 from meshfeed.deliver import Meeting
 from meshfeed.errors import DeliveryError, PeerError
-from meshfeed.exchange.lengths import LENGTH, GatheredLengths, Report
+from meshfeed.exchange.lengths import LENGTH, GatheredLengths, MemberReport
 from meshfeed.exchange.membership import Membership
 
 Summary = dict[str, list[Any]]
@@ -27,7 +27,7 @@ def check_agreement(
     membership: Membership,
     step: int,
     gathered: GatheredLengths,
-    reports: Sequence[Report],
+    reports: Sequence[MemberReport],
 ) -> None:
     """Compare a step with the exchange that reached it first. Raises PeerError naming the ranks.
 
@@ -46,7 +46,9 @@ def check_agreement(
     _refuse_different(step, here, json.loads(first))
 
 
-def _summary_of(gathered: GatheredLengths, reports: Sequence[Report], membership: Membership) -> Summary:
+def _summary_of(
+    gathered: GatheredLengths, reports: Sequence[MemberReport], membership: Membership
+) -> Summary:
     summary: Summary = {}
     for dp_rank, members in enumerate(gathered.holders):
         if members:

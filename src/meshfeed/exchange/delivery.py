@@ -11,7 +11,7 @@ from meshfeed.deliver import Delivery, EndOfStream, Group, Meeting
 from meshfeed.deliver.meeting import required
 from meshfeed.errors import DeliveryError
 from meshfeed.exchange.agreement import check_agreement
-from meshfeed.exchange.lengths import GatheredLengths, Report
+from meshfeed.exchange.lengths import GatheredLengths, MemberReport
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.steps import gather_reports
 
@@ -69,7 +69,7 @@ class ExchangeDelivery(Delivery):
         self.interrupted = True
         self._delivery.interrupt()
 
-    def agree(self, step: int, gathered: GatheredLengths, reports: Sequence[Report]) -> None:
+    def agree(self, step: int, gathered: GatheredLengths, reports: Sequence[MemberReport]) -> None:
         """Compare a step with the other exchanges. Raises PeerError naming the ranks that differ."""
         check_agreement(self._meeting, self._rank, self._membership, step, gathered, reports)
 

@@ -24,7 +24,7 @@ from meshfeed.exchange.lengths import (
     VALID,
     Bytes,
     Longs,
-    Report,
+    MemberReport,
     Schema,
     columns_of,
     mixed,
@@ -48,7 +48,7 @@ class Given:
         error: why there are none, for all ranks; its cause is this rank's own exception.
     """
 
-    report: Report
+    report: MemberReport
     columns: tuple[Bytes, ...] = (_NOTHING,)
     error: MeshfeedError | None = None
 
@@ -90,7 +90,7 @@ def encode(
     if keys.valid is not None:
         rows[:, VALID] = [num_nonzero(item[keys.valid]) for item in given.items]
     rows[:, SCHEMA], schemas = _schemas_of(split, kinds)
-    report = Report(
+    report = MemberReport(
         first=first,
         rows=rows,
         schemas=schemas,
@@ -102,7 +102,7 @@ def encode(
 
 def nothing() -> Given:
     """The items of a rank without an iterator."""
-    return Given(Report(rows=np.zeros((0, 4), np.int64), owns=False))
+    return Given(MemberReport(rows=np.zeros((0, 4), np.int64), owns=False))
 
 
 def failed(error: Exception, record: ErrorRecord) -> Given:
@@ -125,7 +125,7 @@ def elements_of(element: Any) -> list[Mapping[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _TokenValues:
     """A key with one entry per token, of all items.
 
     Attributes:
@@ -162,7 +162,7 @@ class _Items:
                 raise self.wrong(at, f"keys {list(item)} are not all of type str; use names")
         return []
 
-    def tokens(self) -> _Column:
+    def tokens(self) -> _TokenValues:
         """The key that gives the length, once it and the one that tells what bears loss are in all items."""
         for name in filter(None, (self.keys.length, self.keys.valid)):
             for at, item in enumerate(self.items):
@@ -173,7 +173,7 @@ class _Items:
                     )
         return self.column(self.keys.length, self.keys.by_name()[self.keys.length], None)
 
-    def column(self, name: str, field: Field, lengths: Longs | None) -> _Column:
+    def column(self, name: str, field: Field, lengths: Longs | None) -> _TokenValues:
         """A key with one entry per token. lengths: tokens of each item; None for the key that gives them."""
         values: list[Any] = [item.get(name) for item in self.items]
         at = [index for index, value in enumerate(values) if value is not None]
@@ -189,7 +189,7 @@ class _Items:
         if lengths is not None and (differs := (sizes != lengths) & (sizes >= 0)).any():
             one = int(differs.argmax())
             raise self._other_length(one, name, np.shape(values[one]), lengths)
-        return _Column(dtype, sizes, joined)
+        return _TokenValues(dtype, sizes, joined)
 
     def _one_by_one(
         self, name: str, values: Sequence[Any], at: Sequence[int], lengths: Longs | None
@@ -295,7 +295,7 @@ def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
     return name, np.array([value.shape[0] for value in values]), array
 
 
-def _schemas_of(split: Mapping[str, _Column], rest: Sequence[_Rest]) -> tuple[Longs, tuple[Schema, ...]]:
+def _schemas_of(split: Mapping[str, _TokenValues], rest: Sequence[_Rest]) -> tuple[Longs, tuple[Schema, ...]]:
     """The schema of each item, by index, and all of them."""
     kinds = tuple((name, column.dtype, column.values.shape[1:]) for name, column in split.items())
     has = np.array([column.sizes >= 0 for column in split.values()], bool).reshape(len(split), len(rest))

@@ -66,7 +66,7 @@ def _schemas_of(text: bytes) -> tuple[Schema, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class MemberReport:
     """One member's items of a step.
 
     Attributes:
@@ -85,7 +85,7 @@ class Report:
     ended: bool = False
     content: int = 0
 
-    def equals(self, other: Report) -> bool:
+    def equals(self, other: MemberReport) -> bool:
         """Whether both give the same items."""
         same = np.array_equal(self.rows, other.rows) and self.schemas == other.schemas
         return same and self.digest == other.digest
@@ -98,7 +98,7 @@ class Report:
         return f"{zlib.crc32(text.encode()):08x}"
 
 
-def columns_of(reports: Sequence[Report]) -> dict[str, Any]:
+def columns_of(reports: Sequence[MemberReport]) -> dict[str, Any]:
     """Reports as columns, for a message: three arrays, since many small pieces would cost more."""
     texts = [_text_of(each.schemas) for each in reports]
     counts = [
@@ -112,12 +112,12 @@ def columns_of(reports: Sequence[Report]) -> dict[str, Any]:
     }
 
 
-def reports_of(columns: Mapping[str, Any]) -> list[Report]:
+def reports_of(columns: Mapping[str, Any]) -> list[MemberReport]:
     """The reports of a message."""
-    reports: list[Report] = []
+    reports: list[MemberReport] = []
     rows, texts, row, at = columns["rows"], columns["schemas"].tobytes(), 0, 0
     for first, owns, ended, content, num_rows, size in columns["counts"].tolist():
-        report = Report(
+        report = MemberReport(
             first=first,
             rows=rows[row : row + num_rows],
             schemas=_schemas_of(texts[at : at + size]),
@@ -185,7 +185,7 @@ class GatheredLengths:
         return rest | {name: dtype for name, (dtype, _) in self.split_keys.items()}
 
     @classmethod
-    def of(cls, reports: Sequence[Report], membership: Membership) -> Self:
+    def of(cls, reports: Sequence[MemberReport], membership: Membership) -> Self:
         """Combine the members' reports.
 
         Raises PeerError if members of one data-parallel rank report different items, StoreError if a key has
@@ -225,7 +225,9 @@ class GatheredLengths:
         return f"rank {rank}: item {self.draws.index[index]}"
 
 
-def _refuse_different(reports: Sequence[Report], members: tuple[int, ...], membership: Membership) -> None:
+def _refuse_different(
+    reports: Sequence[MemberReport], members: tuple[int, ...], membership: Membership
+) -> None:
     first, *others = members
     differ = [membership.ranks[member] for member in others if not reports[member].equals(reports[first])]
     if differ:

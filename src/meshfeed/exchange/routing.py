@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, Report
+from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, MemberReport
 from meshfeed.exchange.membership import Membership
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.split import chunk_runs, cuts_packs
@@ -188,7 +188,7 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
 
 
 def write_pieces(
-    buffer: Bytes, shipment: Shipment, columns: Sequence[Bytes], report: Report, own: Longs
+    buffer: Bytes, shipment: Shipment, columns: Sequence[Bytes], report: MemberReport, own: Longs
 ) -> None:
     """Write what one member sends, receiver by receiver.
 

@@ -20,7 +20,7 @@ from meshfeed.errors import PlanError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, NESTED, carrier, entry_bytes
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import ANY, Keys
-from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report, reports_of
+from meshfeed.exchange.lengths import Bytes, GatheredLengths, MemberReport, reports_of
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Longs, Shipment, write_pieces
 from meshfeed.exchange.values import bits_of, nested_bytes, nested_value, tensor_of, viewed_as
@@ -41,14 +41,14 @@ _NO_BYTES = np.zeros(0, np.uint8)
 _TOGETHER = 1 << 19  # bytes of a field that are built in one pass
 
 
-def gather_reports(given: Given | None, group: Group) -> list[Report]:
+def gather_reports(given: Given | None, group: Group) -> list[MemberReport]:
     """Every rank's report; one collective. given: this rank's items; None if its loop has ended.
 
     Raises the error of a rank that could not give its items, or EndOfStream with those that ended, as indices
     into the group.
     """
     own = wire.end_message() if given is None else given.message()
-    reports, ended, error = list[Report](), list[int](), given and given.error
+    reports, ended, error = list[MemberReport](), list[int](), given and given.error
     for member, message in enumerate(group.all_gather(own.to_bytes())):
         kind, _ = wire.peek(message)
         if kind == wire.ERROR:

@@ -14,7 +14,7 @@ from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.files.url import is_http
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan
 from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
 from meshfeed.formats.tokens import refuse_unfit
 from meshfeed.store.base import I64, Pieces, grouped
@@ -65,11 +65,11 @@ class ArrowStore(DocumentFiles):
 
     # -- the index --------------------------------------------------------------------------------------
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[FileSpan]:
         """Whole files: of each, little is read."""
-        return [Span(i, 0, file.size_bytes) for i, file in enumerate(self._files)]
+        return [FileSpan(i, 0, file.size_bytes) for i, file in enumerate(self._files)]
 
-    def _scan(self, span: Span) -> Mapping[str, Array]:
+    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
         file = self._files[span.file]
         with typed_arrow(file.url):
             arrow = arrow_for(file.url, "Arrow")
@@ -91,7 +91,9 @@ class ArrowStore(DocumentFiles):
             most = max(most, *(int(each.max(initial=0)) for each in tokens))
         return found | {"lengths": np.array(lengths, np.int64), "most": np.array([most])}
 
-    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def _joined(
+        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
+    ) -> Mapping[str, Array]:
         both = {name: joined(arrays, name) for name in ("at", "sizes")}
         return both | {"dtype": joined(arrays, "dtype", "U3")}
 

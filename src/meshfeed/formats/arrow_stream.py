@@ -18,7 +18,7 @@ from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
-from meshfeed.formats.tokens import Column, refuse_null_row, refuse_null_token
+from meshfeed.formats.tokens import TokenColumn, refuse_null_row, refuse_null_token
 from meshfeed.store.base import I64
 
 _FILE_MAGIC = b"ARROW1"
@@ -28,7 +28,7 @@ _INLINE_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RecordBatch:
     """The rows of one record batch.
 
     Attributes:
@@ -57,7 +57,7 @@ class ArrowColumn:
     is_text: bool
 
 
-def column_of(arrow: Any, schema: Any, name: str, where: str, how: Column) -> ArrowColumn:
+def column_of(arrow: Any, schema: Any, name: str, where: str, how: TokenColumn) -> ArrowColumn:
     """The column of a name. how: it is used. Raises OptionError for any but text or lists of fit numbers."""
     types, index = arrow.types, schema.names.index(name)
     kind = declared = schema.field(index).type
@@ -85,7 +85,7 @@ def schema_of(arrow: Any, file: ByteFile) -> Any:
         return _opened(arrow, file, source.stream)[0].schema
 
 
-def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Batch]:
+def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[RecordBatch]:
     """The record batches of an entered file.
 
     Raises StoreError for a null, naming its row, and for damage; or what pyarrow raises for that.
@@ -97,7 +97,7 @@ def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Batc
             values = batch.column(column.index)
             values.validate()  # that its buffers hold its length, which is taken on trust
             values = getattr(values, "storage", values)
-            found = _Rows(arrow, source, column, first, file.url).located(values)
+            found = _BatchRows(arrow, source, column, first, file.url).located(values)
             yield found
             first += found.at.size
             source.forget(values)
@@ -191,7 +191,7 @@ def _in_stream(reader: Any, file: ByteFile, source: _Source) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _BatchRows:
     """The rows of a record batch. first: the number of the first one."""
 
     arrow: Any
@@ -200,14 +200,14 @@ class _Rows:
     first: int
     url: str
 
-    def located(self, values: Any) -> Batch:
+    def located(self, values: Any) -> RecordBatch:
         """Where the values lie. Raises StoreError for a null, and for what is not in the file as it is."""
         refuse_null_row(values, self._where, is_text=self.column.is_text)
         if hasattr(values, "dictionary"):
             words, keys = self.located(values.dictionary), values.indices.to_numpy().astype(np.int64)
             if keys.size and not 0 <= keys.min() <= keys.max() < words.at.size:
                 raise self._damaged()
-            return Batch(words.at[keys], words.sizes[keys])
+            return RecordBatch(words.at[keys], words.sizes[keys])
         kind = str(values.type)
         if kind == "string_view":
             return self._views(values)
@@ -216,7 +216,7 @@ class _Rows:
         width, available = self.column.dtype.itemsize, data.size if data is not None else 0
         if sizes.size and (min(begins.min(), sizes.min()) < 0 or (begins + sizes).max() * width > available):
             raise self._damaged()
-        return Batch(self._place(data) + begins * width, sizes * width)
+        return RecordBatch(self._place(data) + begins * width, sizes * width)
 
     def _where(self, row: int) -> str:
         return f"{self.url}: row {self.first + row} (column {self.column.name!r})"
@@ -255,7 +255,7 @@ class _Rows:
             refuse_null_token(values.flatten(), sizes.cumsum(), self._where)
         return begins, sizes
 
-    def _views(self, values: Any) -> Batch:
+    def _views(self, values: Any) -> RecordBatch:
         """A view is its size, then the text, or its first bytes, its buffer, and where in that."""
         _, views, *data = values.buffers()
         words = np.frombuffer(views, np.int32, 4 * len(values)).reshape(-1, 4).astype(np.int64)
@@ -268,4 +268,4 @@ class _Rows:
             at[mine] = self._place(data[number]) + begins[mine]
         if sizes.size and min(sizes.min(), begins[sizes > _INLINE_BYTES].min(initial=0)) < 0:
             raise self._damaged()
-        return Batch(at, sizes)
+        return RecordBatch(at, sizes)

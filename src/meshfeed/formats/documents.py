@@ -21,7 +21,7 @@ from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
 from meshfeed.formats.prepared import documents_in, is_report
-from meshfeed.formats.tokens import Column
+from meshfeed.formats.tokens import TokenColumn
 from meshfeed.store.base import I64, LengthsIndex, Pieces
 from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
@@ -41,7 +41,7 @@ _NUM_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """A part of a file that is indexed as one: what begin and end count, the format says."""
 
     file: int
@@ -67,23 +67,25 @@ class DocumentFiles(ForeignColumns):
 
     format = "documents"
 
-    def __init__(self, path: str, files: Sequence[ByteFile], column: Column, cache: Cache) -> None:
+    def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__()
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
 
     # -- what a format says -----------------------------------------------------------------------------
 
     @abstractmethod
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[FileSpan]:
         """The parts to index, each in some seconds; a function of the files alone."""
 
     @abstractmethod
-    def _scan(self, span: Span) -> Mapping[str, Array]:
+    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
         """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (greatest token), `beside` bool
         [len(LOSS_COLUMNS)], whether there is a column of each name in LOSS_COLUMNS, and its own."""
 
     @abstractmethod
-    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def _joined(
+        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
+    ) -> Mapping[str, Array]:
         """Its own arrays, of all parts."""
 
     @abstractmethod
@@ -139,11 +141,11 @@ class DocumentFiles(ForeignColumns):
         key = key_of_parts(kind=self.format, version=_INDEX_VERSION, content=self._content)
         return built_in_parts(self._cache.kept(), key, self._spans, self._scanned, self._whole)
 
-    def _scanned(self, span: Span) -> Mapping[str, Array]:
+    def _scanned(self, span: FileSpan) -> Mapping[str, Array]:
         with self._files[span.file]:
             return self._scan(span)
 
-    def _whole(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def _whole(self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
         own = dict(self._joined(spans, arrays))
         counts = np.zeros(len(self._files), np.int64)
         np.add.at(counts, [span.file for span in spans], [part["lengths"].size for part in arrays])
@@ -168,7 +170,7 @@ class DocumentFiles(ForeignColumns):
         return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
 
     def _column_beside(self, name: str) -> DocumentFiles:
-        column = Column(name, of_loss=name in LOSS_COLUMNS)
+        column = TokenColumn(name, of_loss=name in LOSS_COLUMNS)
         store = type(self)(self.path, self._files, column, self._cache)
         store._loss_columns = {}
         return store
@@ -311,7 +313,7 @@ class DocumentFilesFormat(StoreFormat):
         files = self.files(place)
         if files is None:
             return None
-        column = Column(place.column, place.tokenizer)
+        column = TokenColumn(place.column, place.tokenizer)
         return self.store(place.shown, files, column, place.cache).check()
 
     def files(self, place: Place) -> list[ByteFile] | None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, read_bytes
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, read_bytes
 from meshfeed.formats.tokens import hint_for
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
@@ -40,15 +40,15 @@ class JsonlStore(DocumentFiles):
         """Where files end, in documents; int64 [num_files]."""
         return self._index["file_ends"]
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[FileSpan]:
         """Bytes of files; a line is of the span in which it begins."""
         return [
-            Span(i, begin, min(begin + _SPAN_BYTES, file.size_bytes))
+            FileSpan(i, begin, min(begin + _SPAN_BYTES, file.size_bytes))
             for i, file in enumerate(self._files)
             for begin in range(0, file.size_bytes, _SPAN_BYTES)
         ]
 
-    def _scan(self, span: Span) -> Mapping[str, Array]:
+    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
         file = self._files[span.file]
         at: list[int] = []
         sizes: list[int] = []
@@ -65,7 +65,9 @@ class JsonlStore(DocumentFiles):
         whole = {"at": at, "sizes": sizes, "lengths": lengths, "most": [most]}
         return {name: np.array(values, np.int64) for name, values in whole.items()} | {"beside": beside}
 
-    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def _joined(
+        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
+    ) -> Mapping[str, Array]:
         return {name: joined(arrays, name) for name in ("at", "sizes")}
 
     def _tokens(self, documents: I64) -> list[Array]:
@@ -152,7 +154,7 @@ def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
     return cast(dict[str, Any], record)
 
 
-def lines_of(file: ByteFile, span: Span, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+def lines_of(file: ByteFile, span: FileSpan, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Where each line that begins in the span begins, and the line without its newline.
 
     In place of a line longer than `most_bytes` comes None, and it is not kept in memory.
@@ -163,7 +165,7 @@ def lines_of(file: ByteFile, span: Span, most_bytes: int) -> Iterator[tuple[int,
     return split_lines(pieces, most_bytes, at=first, stop=span.end, within=span.begin > 0)
 
 
-def _bounded_lines(file: ByteFile, span: Span) -> Iterator[tuple[int, bytes]]:
+def _bounded_lines(file: ByteFile, span: FileSpan) -> Iterator[tuple[int, bytes]]:
     for begin, line in lines_of(file, span, _MOST_LINE_BYTES):
         if line is None:
             raise StoreError(

@@ -15,7 +15,7 @@ from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Content
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
-from meshfeed.formats.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
+from meshfeed.formats.litdata_index import INDEX, Chunk, LitdataIndex, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
 from meshfeed.store.base import I64
 from meshfeed.store.format import Place, StoreFormat
@@ -45,7 +45,7 @@ class LitdataStore(ShardedStore):
     kind, format = "litdata", "litdata"
 
     @cached_property
-    def _index(self) -> Index:
+    def _index(self) -> LitdataIndex:
         index = self._folder.file(INDEX)
         return parse_index(index.url, index.peek([(0, index.size_bytes)])[0])
 
@@ -139,7 +139,7 @@ _OF_NUMPY: Mapping[int, str] = dict(enumerate(f"{kind}{size}" for kind in ("int"
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayHead(Head):
+class TensorHead(Head):
     """u32 dtype | u32 number of dimensions | u32 dimensions.
 
     Attributes:
@@ -174,16 +174,16 @@ class ArrayHead(Head):
         return heads
 
 
-def _tokens_in(encoding: str) -> np.dtype[Any] | ArrayHead:
+def _tokens_in(encoding: str) -> np.dtype[Any] | TensorHead:
     """The dtype of the tokens in such a column, or the head of each value, which tells it.
 
     Raises ValueError for what holds no integers.
     """
     name, _, code = encoding.partition(":")
     if name == "tensor":
-        return ArrayHead(_OF_TORCH, ">")
+        return TensorHead(_OF_TORCH, ">")
     if name == "numpy":
-        return ArrayHead(_OF_NUMPY, "<")
+        return TensorHead(_OF_NUMPY, "<")
     if name not in ("no_header_tensor", "no_header_numpy"):
         raise ValueError(f"is {encoding}; tokens are a tensor, or an array of NumPy")
     if not (code.isascii() and code.isdecimal() and len(code) < 4):

@@ -44,7 +44,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class LitdataIndex:
     """What an index says.
 
     Attributes:
@@ -72,9 +72,9 @@ def is_litdata(text: bytes) -> bool:
     return isinstance(given, dict) and "chunks" in given and "shards" not in given
 
 
-def parse_index(url: str, text: bytes) -> Index:
+def parse_index(url: str, text: bytes) -> LitdataIndex:
     """The index, checked. Raises StoreError for what is encrypted, or laid out in an unknown way."""
-    reader = _Reader(url)
+    reader = _LitdataIndexReader(url)
     given = reader.json(text)
     config = reader.entry(given, "config")
     if config.get("encryption") is not None:
@@ -91,7 +91,7 @@ def parse_index(url: str, text: bytes) -> Index:
     reader.refuse_twice("chunks", [chunk.name for chunk in chunks])
     # before litdata had loaders write items, a tensor of one dimension lay bare wherever it was alone
     alone = len(columns) == 1 and columns[0].encoding.startswith(_FLAT)
-    return Index(
+    return LitdataIndex(
         columns=columns,
         is_bare=loader == _TOKENS_LOADER or (loader is None and alone),
         codec=reader.codec(config),
@@ -99,7 +99,7 @@ def parse_index(url: str, text: bytes) -> Index:
     )
 
 
-class _Reader(IndexReader):
+class _LitdataIndexReader(IndexReader):
     def chunk(self, entry: Any, where: str) -> Chunk:
         name = self.text(entry, "filename", where)
         has_dim = cast(dict[str, Any], entry).get("dim") is not None

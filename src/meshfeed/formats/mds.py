@@ -16,9 +16,9 @@ from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
-from meshfeed.formats.mds_index import INDEX, Shard, least_bytes, parse_index
-from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, Sample, decode, ndarray_of, refused_pickle
-from meshfeed.formats.sharded import Even, ShardedStore
+from meshfeed.formats.mds_index import INDEX, MDSShard, least_bytes, parse_index
+from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, MDSSample, decode, ndarray_of, refused_pickle
+from meshfeed.formats.sharded import EvenDocuments, ShardedStore
 from meshfeed.order import EpochIndex
 from meshfeed.store.base import I64, checked_places
 from meshfeed.store.format import Place, StoreFormat
@@ -54,13 +54,13 @@ class MDSStore(ShardedStore):
     # -- what ShardedStore asks ---------------------------------------------------------------------------
 
     @cached_property
-    def _parsed(self) -> tuple[bytes, list[Column], list[Shard]]:
+    def _parsed(self) -> tuple[bytes, list[Column], list[MDSShard]]:
         index = self._folder.file(INDEX)
         text = index.peek([(0, index.size_bytes)])[0]
         return text, *parse_index(index.url, text)
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[MDSShard]:
         """As the index lists them."""
         return self._parsed[2]
 
@@ -131,7 +131,7 @@ class MDSStore(ShardedStore):
             raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {expected}; copy it again")
 
     @cached_property
-    def _even(self) -> Even | None:
+    def _even(self) -> EvenDocuments | None:
         """Where no value differs in size, samples fill a shard up to its end."""
         items = self._items
         if items.num_tokens is None or None in items.sizes:
@@ -140,7 +140,7 @@ class MDSStore(ShardedStore):
             np.array([(s.num_documents, s.raw_bytes) for s in self.shards], np.int64).reshape(-1, 2).T
         )
         stride = items.least_bytes
-        return Even(sizes - counts * stride + least_bytes(self._fields[: items.at]), stride)
+        return EvenDocuments(sizes - counts * stride + least_bytes(self._fields[: items.at]), stride)
 
     def _verify(self, number: int) -> None:
         try:
@@ -186,7 +186,7 @@ class MDSStore(ShardedStore):
             if (names is None and field.encoding != PICKLE) or (names is not None and field.name in names)
         }
         pickled = tuple(field.name for field in fields if field.encoding == PICKLE)
-        return Sample(found, where, pickled) if pickled else found
+        return MDSSample(found, where, pickled) if pickled else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _MOST_BYTES = (1 << 32) - 1  # offsets in a shard are u32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class MDSShard:
     """A file of samples.
 
     Attributes:
@@ -32,16 +32,16 @@ class Shard:
     content: Content | None
 
 
-def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
+def parse_index(url: str, text: bytes) -> tuple[list[Column], list[MDSShard]]:
     """Columns, in the order in which samples hold them, and shards. Raises StoreError."""
-    reader = _Reader(url)
+    reader = _MDSIndexReader(url)
     given = reader.json(text)
     version = reader.whole(given, "version", 1 << 16)
     if version != 2:
         reader.refuse("version", f"is {version}; only version 2 is known")
     entries = reader.listed(given, "shards")
     columns: list[Column] = []
-    shards: list[Shard] = []
+    shards: list[MDSShard] = []
     for at, entry in enumerate(entries):
         found = reader.columns(entry, f"shards[{at}]")
         if at == 0:
@@ -58,7 +58,7 @@ def least_bytes(columns: Sequence[Column]) -> int:
     return sum(4 if column.size_bytes is None else column.size_bytes for column in columns)
 
 
-class _Reader(IndexReader):
+class _MDSIndexReader(IndexReader):
     def columns(self, entry: Any, where: str) -> list[Column]:
         if self.text(entry, "format", where) != "mds":
             self.refuse(f"{where}.format", f"is {entry['format']!r}; only mds can be read by place")
@@ -76,7 +76,7 @@ class _Reader(IndexReader):
             self.refuse(f"{where}.column_names", "name a column twice")
         return columns
 
-    def shard(self, entry: Any, where: str, least: int) -> Shard:
+    def shard(self, entry: Any, where: str, least: int) -> MDSShard:
         """least: bytes of a sample at least."""
         raw = self.field(entry, "raw_data", where)
         raw_name, raw_bytes = self.text(raw, "basename", where), self.whole(raw, "bytes", _MOST_BYTES, where)
@@ -102,7 +102,9 @@ class _Reader(IndexReader):
                 stored_hashes=self.hashes(packed, f"{where}.zip_data"),
             )
         told = content.codec is not None or raw_hashes
-        return Shard(name=name, raw_bytes=raw_bytes, num_documents=samples, content=content if told else None)
+        return MDSShard(
+            name=name, raw_bytes=raw_bytes, num_documents=samples, content=content if told else None
+        )
 
     def hashes(self, given: Any, where: str) -> Mapping[str, str]:
         hashes = self.field(given, "hashes", where) or {}

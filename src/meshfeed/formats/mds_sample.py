@@ -32,7 +32,7 @@ _SCALARS = tuple(DTYPE_CODES.values())
 PICKLE = "pkl"
 
 
-class Sample(dict[str, Any]):
+class MDSSample(dict[str, Any]):
     """The columns of a sample by name, but those that are pickled, which raise StoreError when asked for."""
 
     def __init__(self, columns: Mapping[str, Any], where: str, pickled: tuple[str, ...]) -> None:
@@ -45,7 +45,7 @@ class Sample(dict[str, Any]):
         raise KeyError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sample, (dict(self), self._where, self._pickled)
+        return MDSSample, (dict(self), self._where, self._pickled)
 
 
 def refused_pickle(where: str) -> StoreError:

@@ -17,9 +17,9 @@ from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan
 from meshfeed.formats.tokens import (
-    Column,
+    TokenColumn,
     Where,
     hint_for,
     refuse_null_row,
@@ -47,10 +47,10 @@ class ParquetStore(DocumentFiles):
 
     format = "parquet"
 
-    def __init__(self, path: str, files: Sequence[ByteFile], column: Column, cache: Cache) -> None:
+    def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__(path, files, column, cache)
         self._open: dict[int, Any] = {}
-        self._held: OrderedDict[int, _Rows] = OrderedDict()
+        self._held: OrderedDict[int, _RowGroup] = OrderedDict()
         self._announced: set[int] = set()
 
     def check(self) -> Self:
@@ -83,9 +83,9 @@ class ParquetStore(DocumentFiles):
 
     # -- the index --------------------------------------------------------------------------------------
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[FileSpan]:
         """Row groups of files."""
-        spans: list[Span] = []
+        spans: list[FileSpan] = []
         for f, file in enumerate(self._files):
             with file, typed_arrow(file.url):
                 parquet = self._parquet(f)
@@ -94,11 +94,11 @@ class ParquetStore(DocumentFiles):
             for group, (begin, end) in enumerate(extents):
                 size += end - begin
                 if size >= _SPAN_BYTES or group == len(extents) - 1:
-                    spans.append(Span(f, first, group + 1))
+                    spans.append(FileSpan(f, first, group + 1))
                     first, size = group + 1, 0
         return spans
 
-    def _scan(self, span: Span) -> Mapping[str, Array]:
+    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
         rows: list[int] = []
         lengths: list[I64] = []
         most = 0
@@ -116,7 +116,9 @@ class ParquetStore(DocumentFiles):
             "beside": np.isin(LOSS_COLUMNS, self._parquet(span.file).schema_arrow.names),
         }
 
-    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    def _joined(
+        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
+    ) -> Mapping[str, Array]:
         pairs = [(span.file, group) for span in spans for group in range(span.begin, span.end)]
         return {"rows": joined(arrays, "rows"), "groups": np.array(pairs, np.int64).reshape(-1, 2)}
 
@@ -151,7 +153,7 @@ class ParquetStore(DocumentFiles):
         with self._lock:
             self._announced.clear()
 
-    def _group(self, group: int) -> _Rows:
+    def _group(self, group: int) -> _RowGroup:
         with self._lock:
             self._announced.discard(group)
             held = self._held.get(group)
@@ -166,7 +168,7 @@ class ParquetStore(DocumentFiles):
             self._held.move_to_end(group)
             return held
 
-    def _decoded(self, f: int, group: int) -> _Rows:
+    def _decoded(self, f: int, group: int) -> _RowGroup:
         file = self._files[f]
         with typed_arrow(f"{file.url}: row group {group}"):
             parquet, name = self._parquet(f), self._name(f)
@@ -197,7 +199,7 @@ class ParquetFormat(DocumentFilesFormat):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowGroup:
     """One decoded row group: lists of tokens, flat, or texts.
 
     Attributes:
@@ -214,7 +216,7 @@ class _Rows:
     ends: I64 | None
     values: Any
 
-    def tokens(self, column: Column, rows: Sequence[int]) -> list[Array]:
+    def tokens(self, column: TokenColumn, rows: Sequence[int]) -> list[Array]:
         """All tokens of some rows."""
         if self.ends is None:
             texts = self.values.take(list(rows)).to_pylist()
@@ -228,7 +230,7 @@ def _is_text(kind: Any) -> bool:
     return str(plain) in ("string", "large_string", "string_view")
 
 
-def _rows_of(column: Any, where: Where, name: str, how: Column) -> _Rows:
+def _rows_of(column: Any, where: Where, name: str, how: TokenColumn) -> _RowGroup:
     arrow, is_text = arrow_for(name), how.is_text
     if arrow.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
@@ -240,7 +242,7 @@ def _rows_of(column: Any, where: Where, name: str, how: Column) -> _Rows:
     array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
     refuse_null_row(array, where, is_text=is_text)
     if is_text:
-        return _Rows(where, len(array), array.nbytes, None, array)
+        return _RowGroup(where, len(array), array.nbytes, None, array)
     offsets = array.offsets.to_numpy()
     ends, values = offsets[1:] - offsets[0], array.flatten()
     refuse_null_token(values, ends, where)
@@ -249,7 +251,7 @@ def _rows_of(column: Any, where: Where, name: str, how: Column) -> _Rows:
         numbers = how.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
     else:
         refuse_unfit(numbers, ends, where)
-    return _Rows(where, len(array), array.nbytes, ends, numbers)
+    return _RowGroup(where, len(array), array.nbytes, ends, numbers)
 
 
 def parquet_of(file: ByteFile) -> Any:

@@ -51,7 +51,7 @@ class Shard(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
+class EvenDocuments:
     """Documents that lie at equal distances in each shard.
 
     Attributes:
@@ -135,7 +135,7 @@ class ShardedStore(ForeignColumns):
         return type(self)(folder, column=self._column)
 
     @cached_property
-    def _even(self) -> Even | None:
+    def _even(self) -> EvenDocuments | None:
         """Where documents lie, where the index says so."""
         return None
 

@@ -25,7 +25,7 @@ Where = Callable[[int], str]
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenColumn:
     """Which column of a record is its tokens, and how.
 
     Attributes:

@@ -36,7 +36,7 @@ from meshfeed.prepare.engines.local import Local
 from meshfeed.prepare.engines.tasks import Engine
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
 from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
-from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, Samples
+from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
 from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
@@ -237,7 +237,7 @@ def _job(
             total = sum(each.size_bytes for each in request.inputs)
             part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
         columns = encoding.columns
-        spans = cut(request.inputs, columns.names, part_bytes, whole_rows=isinstance(columns, Samples))
+        spans = cut(request.inputs, columns.names, part_bytes, whole_rows=isinstance(columns, SampleColumns))
         job = Job(work, request, spans, **limits)
         if encoding.train_bpe is not None:
             train_bpe(work / TRAINED, encoding.train_bpe, job)

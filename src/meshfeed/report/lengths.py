@@ -37,7 +37,7 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class DocumentLengths:
     """Document lengths: of all documents, or of a sample of blocks spread evenly over a huge store.
 
     Attributes:

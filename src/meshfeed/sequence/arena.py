@@ -20,7 +20,7 @@ from meshfeed.files.local.mapping import mapped
 _LEAST = 4096
 
 
-class Room:
+class ArenaRange:
     """A range of an arena, taken for as long as anything refers to its memory.
 
     Attributes:
@@ -34,7 +34,7 @@ class Room:
         self.offset, self.memory = offset, memory
 
     def __reduce__(self) -> Any:
-        return Room, (self.offset,)
+        return ArenaRange, (self.offset,)
 
 
 class Arena:
@@ -66,7 +66,7 @@ class Arena:
     def __reduce__(self) -> Any:
         return _attached, (self._memory.nbytes, reduction.DupFd(self._fd))
 
-    def take(self, num_bytes: int) -> Room | None:
+    def take(self, num_bytes: int) -> ArenaRange | None:
         """A room of that many bytes or more; None where the arena is full."""
         size = 1 << (max(num_bytes, _LEAST) - 1).bit_length()
         with self._lock:
@@ -76,7 +76,7 @@ class Arena:
                     return None
                 free.append(self._end)
                 self._end += size
-            room = Room(offset := free.pop(), self.written(offset, size))
+            room = ArenaRange(offset := free.pop(), self.written(offset, size))
         # arrays cut from the room's memory refer to it, and keep the room taken
         weakref.finalize(room.memory, free.append, offset).atexit = False
         return room

@@ -25,7 +25,7 @@ from meshfeed.machine import Machine
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.arena import Arena, Room
+from meshfeed.sequence.arena import Arena, ArenaRange
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.processor import PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.store.workers import Failure, Workers
@@ -81,7 +81,7 @@ class Task:
     rows: Mapping[str, int]
     tokens: int
     read_s: float
-    room: Room | None = None
+    room: ArenaRange | None = None
 
 
 @dataclass(frozen=True, slots=True)

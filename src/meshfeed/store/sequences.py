@@ -19,7 +19,7 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class StoredSequences:
     """Where the sequences of a store lie in its stream. All methods may raise StoreError.
 
     Attributes:
@@ -68,7 +68,7 @@ class Sequences:
         return edges[1] - edges[0]
 
 
-def sequences_of(store: Store) -> Sequences:
+def sequences_of(store: Store) -> StoredSequences:
     """The sequences of a token store; documents, where it knows no smaller unit.
 
     Raises RecipeError for what is not a stream of tokens.
@@ -76,7 +76,7 @@ def sequences_of(store: Store) -> Sequences:
     if not isinstance(store, StreamStore):
         raise RecipeError(f"{store!r} is not a stream of tokens; give a store as mf.open(path) does")
     if not isinstance(store, IndexedStore):
-        return Sequences(store, None)
+        return StoredSequences(store, None)
     if not store.is_stream:
         raise StoreError(f"{store.path}: its sequences do not fill the .bin in order; write it again")
-    return Sequences(store, store.index())
+    return StoredSequences(store, store.index())

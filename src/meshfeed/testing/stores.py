@@ -40,7 +40,7 @@ def assert_store(
     without a StoreError; if a pickled or forked copy, a second `with` inside the first, or threads read
     something else; or if a store that was left reads something else when it is entered again.
     """
-    wanted = _Documents(documents, store.dtype)
+    wanted = _Wanted(documents, store.dtype)
     wanted.check_attributes(store)
     copies = {"a pickled copy": pickle.loads(pickle.dumps(store)), "a deep copy": copy.deepcopy(store)}
     with store:
@@ -66,7 +66,7 @@ def assert_store(
     require(parts == sorted(parts) and all(0 < part <= 1 for part in parts), f"verify() yields {parts}")
 
 
-class _Documents:
+class _Wanted:
     """What a store should say."""
 
     def __init__(self, documents: Sequence[npt.ArrayLike], dtype: np.dtype[Any]) -> None:

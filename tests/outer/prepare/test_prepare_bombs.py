@@ -17,7 +17,7 @@ from texts import Here, documents, jsonl, parquet
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import LocalFile
-from meshfeed.formats.documents import Span
+from meshfeed.formats.documents import FileSpan
 from meshfeed.formats.jsonl import lines_of
 from meshfeed.prepare import Text, prepare
 from services.needs import missing_thing
@@ -157,7 +157,7 @@ def test_a_part_within_a_long_line_reads_no_further_than_its_end(tmp_path):
     path.write_bytes(b"x" * 1_000_000 + b"\nlast")
     file = LocalFile(path)
     with file:
-        assert list(lines_of(file, Span(0, 1000, 2000), 100)) == []
+        assert list(lines_of(file, FileSpan(0, 1000, 2000), 100)) == []
         assert file.stats.bytes_read == 1001
-        assert list(lines_of(file, Span(0, 0, 2000), 100)) == [(0, None)]
-        assert list(lines_of(file, Span(0, 999_990, 1_000_005), 100)) == [(1_000_001, b"last")]
+        assert list(lines_of(file, FileSpan(0, 0, 2000), 100)) == [(0, None)]
+        assert list(lines_of(file, FileSpan(0, 999_990, 1_000_005), 100)) == [(1_000_001, b"last")]

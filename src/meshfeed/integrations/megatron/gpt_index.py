@@ -36,7 +36,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class SampleRanges:
     """Where samples lie in a store: runs of tokens, sample after sample, none empty.
 
     Attributes:
@@ -117,7 +117,7 @@ class Dataset:
         ends = np.minimum(starts + passes.length + passes.extra, total)
         return ends - np.minimum(starts, total - passes.extra)
 
-    def pieces_of(self, indices: Longs) -> Pieces:
+    def pieces_of(self, indices: Longs) -> SampleRanges:
         """Where the samples at some indices of the dataset lie in the store."""
         arrays, order = self.arrays(), self.order_of(indices)
         first, begin = arrays["sample"][order].T.astype(np.int64)
@@ -135,7 +135,7 @@ class Dataset:
         at = running - size - (running - size)[stops - counts].repeat(counts)
         some = np.flatnonzero(size > 0)
         start = self.sequences.offsets(documents[some]) + skip[some]
-        return Pieces(row[some], at[some], start, size[some])
+        return SampleRanges(row[some], at[some], start, size[some])
 
 
 class Indexes:

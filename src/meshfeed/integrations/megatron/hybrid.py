@@ -18,7 +18,7 @@ from meshfeed.errors import LayoutError, PlanError, RecipeError
 from meshfeed.exchange import GatheredLengths, Group, Keys, Membership, encode, gather_lengths, reroute
 from meshfeed.exchange.items import Given, failed
 from meshfeed.exchange.keys import RESERVED
-from meshfeed.exchange.lengths import LENGTH, VALID, Report, Schema
+from meshfeed.exchange.lengths import LENGTH, VALID, MemberReport, Schema
 from meshfeed.feed.device import on_device
 from meshfeed.feed.stepping import ranks_beside
 from meshfeed.integrations.megatron.config import packing_of
@@ -150,7 +150,7 @@ class HybridCPDataLoaderWrapper:
         """
         rows = np.zeros((len(subsample_seqlens), 4), np.int64)
         rows[:, LENGTH] = rows[:, VALID] = np.asarray(subsample_seqlens.cpu(), np.int64)
-        gathered = self._gathered(lambda: Given(Report(rows=rows, schemas=(Schema((), ()),))))[1]
+        gathered = self._gathered(lambda: Given(MemberReport(rows=rows, schemas=(Schema((), ()),))))[1]
         counts = np.bincount(gathered.draws.source, minlength=self._joined.layout.dp)
         return gathered.lengths.tolist(), torch.from_numpy((np.cumsum(counts) - counts).astype(np.int32))
 

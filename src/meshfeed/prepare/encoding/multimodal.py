@@ -15,12 +15,12 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.url import without_secrets
-from meshfeed.formats.tokens import Column, Where
+from meshfeed.formats.tokens import TokenColumn, Where
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
 from meshfeed.prepare.encoding.part_headers import MOST_PIXELS, Size, size_of
 from meshfeed.prepare.encoding.text import Text, TextEncoder, absolute
-from meshfeed.prepare.inputs.samples import Part, Sample, Samples
+from meshfeed.prepare.inputs.samples import Sample, SampleColumns, SamplePart
 from meshfeed.store.part_files import rows_of
 
 PART_DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -60,9 +60,9 @@ class Multimodal:
         return self.text.train_bpe
 
     @property
-    def columns(self) -> Samples:
+    def columns(self) -> SampleColumns:
         """How records are read."""
-        return Samples(chat=isinstance(self.text, Chats), column=self.text.column, folder=self.folder)
+        return SampleColumns(chat=isinstance(self.text, Chats), column=self.text.column, folder=self.folder)
 
     def request(self) -> dict[str, Any]:
         """All that decides what comes out, as JSON values. Raises StoreError, PrepareError."""
@@ -95,7 +95,9 @@ class Multimodal:
                     f"--{kind}-text {text!r}: must have --{kind}-token in it once, with text around it"
                 )
         made = self.text.encoder()
-        column = made.column if isinstance(made, TextEncoder) else Column("messages", self.text.tokenizer)
+        column = (
+            made.column if isinstance(made, TextEncoder) else TokenColumn("messages", self.text.tokenizer)
+        )
         ids: dict[Kind, int] = {}
         for kind, token in self.tokens.items():
             found = column.encoder.id_of(token)
@@ -122,7 +124,7 @@ class MultimodalEncoder:
 
     how: Multimodal
     inner: TextEncoder | ChatEncoder
-    column: Column
+    column: TokenColumn
     ids: Mapping[Kind, int]
 
     @property
@@ -227,7 +229,7 @@ class MultimodalEncoder:
         return self.column.encoder.encode([text])[0] if text else np.zeros(0, np.int64)
 
 
-def _columns_of(parts: Sequence[Part], sizes: Sequence[Size], at: Array) -> dict[str, Array]:
+def _columns_of(parts: Sequence[SamplePart], sizes: Sequence[Size], at: Array) -> dict[str, Array]:
     """The columns of PART_DTYPES of one document."""
     num_bytes = np.array([len(each.data) for each in parts], np.int64)
     found = Parts(

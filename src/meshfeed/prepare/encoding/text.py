@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
-from meshfeed.formats.tokens import Column, Where
+from meshfeed.formats.tokens import TokenColumn, Where
 from meshfeed.prepare.inputs.records import Columns
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
@@ -36,7 +36,7 @@ class TextEncoder:
         end: the token after each document; None for none.
     """
 
-    column: Column
+    column: TokenColumn
     columns: Mapping[str, np.dtype[Any]]
     digest: str
     end: int | None
@@ -83,7 +83,7 @@ class Text:
     def columns(self) -> Columns:
         """What to take of a record."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
-        names = Column(self.column, BYTES if is_text else None).names
+        names = TokenColumn(self.column, BYTES if is_text else None).names
         return (
             Columns(names)
             if is_text
@@ -106,7 +106,7 @@ class Text:
         dtype holds; StoreError for one that cannot be loaded.
         """
         tokenizer = self.tokenizer if self.train_bpe is None else str(trained)
-        column = Column(self.column, tokenizer)
+        column = TokenColumn(self.column, tokenizer)
         column.check()
         digest = column.digest
         if self.eod is True and column.is_text:  # tokenizer_config.json beside the tokenizer may name it
@@ -136,7 +136,7 @@ def absolute(name: str | None) -> str | None:
     return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
 
 
-def _end(column: Column, eod: str | bool) -> int:
+def _end(column: TokenColumn, eod: str | bool) -> int:
     if not column.is_text:
         if isinstance(eod, str) and eod.isdecimal():
             return int(eod)

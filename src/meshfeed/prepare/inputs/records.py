@@ -15,13 +15,13 @@ from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreErr
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
 from meshfeed.files.url import parent, without_secrets
-from meshfeed.formats.documents import Span, read_bytes
+from meshfeed.formats.documents import FileSpan, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.prepare.inputs.arrow import batches_in, rows_of
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
-from meshfeed.prepare.inputs.samples import Sample, Samples, fetch_from, too_large
+from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
 from meshfeed.prepare.inputs.webdataset import grouped, sample_of
 
 HERE = "here"
@@ -117,7 +117,7 @@ class Reading:
         allow_private: whether any host and storage may be named; see `fetch_from`.
     """
 
-    columns: Columns | Samples
+    columns: Columns | SampleColumns
     encodings: Sequence[str]
     most_bytes: int
     url_timeout_s: float
@@ -153,7 +153,7 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
             yield from _of_list(file, each, begin, end, how)
         elif each.kind == "jsonl":
             if each.codec is None:
-                lines = lines_of(file, Span(0, begin, end), how.most_bytes)
+                lines = lines_of(file, FileSpan(0, begin, end), how.most_bytes)
             else:
                 lines = split_lines(_unpacked(file, each.codec), how.most_bytes)
             for number, (byte, line) in enumerate(lines):
@@ -162,9 +162,9 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
                         place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
                     )
                 yield _of_line(number, byte, line, how, each.url) if line.strip() else None
-        elif each.kind == "webdataset" and isinstance(how.columns, Samples):
+        elif each.kind == "webdataset" and isinstance(how.columns, SampleColumns):
             yield from _of_tar(file, how.columns, how.most_bytes)
-        elif each.kind == "mds" and isinstance(how.columns, Samples):
+        elif each.kind == "mds" and isinstance(how.columns, SampleColumns):
             yield from _of_mds(each.url, range(begin, end), how, how.columns)
         else:
             yield _of_file(file, each.codec, how)
@@ -208,7 +208,7 @@ def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Rec
         return Record(number, byte, None, len(line) + 1, f"{reason_of(error)}{hint}")
 
 
-def _of_tar(file: ByteFile, columns: Samples, most_bytes: int) -> Iterator[Record]:
+def _of_tar(file: ByteFile, columns: SampleColumns, most_bytes: int) -> Iterator[Record]:
     for number, (key, files) in enumerate(grouped(file, most_bytes)):
         size = 0 if isinstance(files, str) else sum(map(len, files.values()))
         reason, value = None, None
@@ -221,7 +221,7 @@ def _of_tar(file: ByteFile, columns: Samples, most_bytes: int) -> Iterator[Recor
         yield Record(number, -1, value, size, reason)
 
 
-def _of_mds(url: str, samples: range, how: Reading, columns: Samples) -> Iterator[Record]:
+def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
     names = {*columns.names, *columns.beside}
     with mds_of(url) as store:
         for number, i in enumerate(samples):
@@ -325,7 +325,7 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
         except StoreError as error:
             raise StoreError(f"{url}: {reason_of(error)}") from None
     first = name_in(schema, columns.names, url)
-    named = columns.names if isinstance(columns, Samples) else (first,)
+    named = columns.names if isinstance(columns, SampleColumns) else (first,)
     masks = columns.masks if isinstance(columns, Columns) else ()
     return [each for each in (*named, *columns.beside, *masks) if each in schema.names]
 

@@ -53,7 +53,7 @@ _MARK = re.compile("<(image|audio|video)>")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SamplePart:
     """A part of a sample. kind: as the record has it. data: its bytes."""
 
     kind: str
@@ -72,7 +72,7 @@ class Sample:
     """
 
     text: Any
-    parts: tuple[Part, ...]
+    parts: tuple[SamplePart, ...]
     name: str = ""
 
     @property
@@ -87,7 +87,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleColumns:
     """How records are read as samples.
 
     Attributes:
@@ -130,7 +130,7 @@ class Samples:
             images = _list(record.get("images")) or _list(record.get("image"))
             return _of_places(cast(list[Any], value), images, fetch)
         given = [
-            Part(kind, _bytes(each, f"{key}[{k}]", fetch))
+            SamplePart(kind, _bytes(each, f"{key}[{k}]", fetch))
             for key, kind in PART_KEYS.items()
             for k, each in enumerate(_list(record.get(key)))
         ]
@@ -264,7 +264,7 @@ def _of_data_url(url: str) -> bytes:
 # -- text -------------------------------------------------------------------------------------------------
 
 
-def _of_text(text: str, given: Sequence[Part]) -> Sample:
+def _of_text(text: str, given: Sequence[SamplePart]) -> Sample:
     """Text with marks, or parts and then their text."""
     pieces, kinds = _split(text)
     if not kinds:
@@ -283,7 +283,7 @@ def _of_places(texts: list[Any], images: list[Any], fetch: Fetch) -> Sample:
         )
     if not all(isinstance(each, str | None) for each in texts):
         raise StoreError("a list of texts holds text and null alone")
-    parts = [Part("image", _bytes(images[k], f"images[{k}]", fetch)) for k in there]
+    parts = [SamplePart("image", _bytes(images[k], f"images[{k}]", fetch)) for k in there]
     return Sample(tuple(texts), tuple(parts))
 
 
@@ -297,7 +297,7 @@ def _split(text: str) -> tuple[list[str | None], list[str]]:
     return pieces, found[1::2]
 
 
-def _matched(kinds: Sequence[str], given: Sequence[Part]) -> tuple[Part, ...]:
+def _matched(kinds: Sequence[str], given: Sequence[SamplePart]) -> tuple[SamplePart, ...]:
     """The parts in the order of marks: of each kind, as they are given. Raises StoreError for too many."""
     rest = {kind: [each for each in given if each.kind == kind] for kind in PART_KEYS.values()}
     for kind, some in rest.items():
@@ -312,11 +312,11 @@ def _matched(kinds: Sequence[str], given: Sequence[Part]) -> tuple[Part, ...]:
 # -- chats ------------------------------------------------------------------------------------------------
 
 
-def _of_chat(value: Any, given: Sequence[Part], tools: Any, fetch: Fetch) -> Sample:
+def _of_chat(value: Any, given: Sequence[SamplePart], tools: Any, fetch: Fetch) -> Sample:
     if not isinstance(value, list):
         raise StoreError(f"{type(value).__name__} where a list of messages belongs")
     kinds: list[str] = []
-    inside: list[Part] = []
+    inside: list[SamplePart] = []
     messages: list[Any] = []
     for k, each in enumerate(cast(list[Any], value)):
         if not isinstance(each, Mapping):
@@ -340,7 +340,7 @@ def _of_chat(value: Any, given: Sequence[Part], tools: Any, fetch: Fetch) -> Sam
 
 
 def _message(
-    k: int, given: Mapping[str, Any], kinds: list[str], inside: list[Part], fetch: Fetch
+    k: int, given: Mapping[str, Any], kinds: list[str], inside: list[SamplePart], fetch: Fetch
 ) -> dict[str, Any]:
     """A message with marks as objects; their kinds, and the parts that it brings, are appended."""
     message = with_role(k, given)
@@ -367,7 +367,7 @@ def _marked(text: str) -> tuple[list[dict[str, str]], list[str]]:
     return items, marks
 
 
-def _items(where: str, given: Any, kinds: list[str], inside: list[Part], fetch: Fetch) -> list[Any]:
+def _items(where: str, given: Any, kinds: list[str], inside: list[SamplePart], fetch: Fetch) -> list[Any]:
     """An item of a message's content; several where its text has marks."""
     if not isinstance(given, Mapping) or not isinstance(cast(Mapping[str, Any], given).get("type"), str):
         raise StoreError(f"{where}: an object with a type belongs there")
@@ -381,7 +381,7 @@ def _items(where: str, given: Any, kinds: list[str], inside: list[Part], fetch: 
     kinds.append(kind)
     ref = _ref(item)
     if ref is not None:
-        inside.append(Part(kind, _bytes(ref, where, fetch)))
+        inside.append(SamplePart(kind, _bytes(ref, where, fetch)))
     return [{"type": kind}]
 
 

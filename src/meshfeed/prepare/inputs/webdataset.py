@@ -21,7 +21,7 @@ from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
-from meshfeed.prepare.inputs.samples import PART_KEYS, Sample, Samples, refs_in, too_large
+from meshfeed.prepare.inputs.samples import PART_KEYS, Sample, SampleColumns, refs_in, too_large
 
 _IMAGES = "jpg jpeg jpe jfif png apng webp gif bmp tif tiff ppm pgm pbm pnm avif"
 _OTHER_IMAGES = "heic heif jxl jp2 j2k jpx ico svg psd tga exr dng"
@@ -66,7 +66,7 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
         yield key, reason or files
 
 
-def sample_of(key: str, files: Mapping[str, bytes], how: Samples) -> Sample:
+def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sample:
     """The sample of a key. Raises StoreError that says what of it is not as it should be."""
     told: dict[str, Any] = {}
     if "json" in files:

@@ -21,7 +21,7 @@ _BUSY, _OF_A_CORE = 0.8, 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class RankDecoding:
     """What one rank decoded in some time.
 
     Attributes:
@@ -40,7 +40,7 @@ class Decoded:
     of_a_core: float
 
 
-def decoded_in(rank: RankHistory, steps: np.ndarray, seconds: float, workers: int) -> Decoded | None:
+def decoded_in(rank: RankHistory, steps: np.ndarray, seconds: float, workers: int) -> RankDecoding | None:
     """What a rank decoded in the steps at some places, which took so long; None for nothing."""
     done = rank.decoded
     if done is None or not seconds > 0 or not np.nansum(done.parts[steps]):
@@ -48,7 +48,7 @@ def decoded_in(rank: RankHistory, steps: np.ndarray, seconds: float, workers: in
     parts, num_bytes, busy_s, cpu_s = (
         float(np.nansum(values[steps])) for values in (done.parts, done.num_bytes, done.busy_s, done.cpu_s)
     )
-    return Decoded(
+    return RankDecoding(
         workers=workers,
         parts=int(parts),
         parts_per_s=parts / seconds,
@@ -58,7 +58,7 @@ def decoded_in(rank: RankHistory, steps: np.ndarray, seconds: float, workers: in
     )
 
 
-def decoded_of(history: RunHistory) -> dict[int, Decoded]:
+def decoded_of(history: RunHistory) -> dict[int, RankDecoding]:
     """By rank, with the number of workers that the last start had; empty for a run that decodes nothing.
 
     Without the first steps of starts, and steps that are not over.
@@ -68,7 +68,7 @@ def decoded_of(history: RunHistory) -> dict[int, Decoded]:
     if last is None:
         return {}
     like_last = np.array([number == last for number in workers])
-    found: dict[int, Decoded] = {}
+    found: dict[int, RankDecoding] = {}
     for number, rank in sorted(history.ranks.items()):
         seconds = seconds_of(rank)
         steady = (np.diff(rank.start, prepend=-1) <= 0) & np.isfinite(seconds) & like_last[rank.start]
@@ -83,7 +83,7 @@ def limiting(waits: Waits) -> Worst | None:
     return worst if worst is not None and worst.stage == STAGE and worst.share >= LIMITS else None
 
 
-def verdict(waits: Waits, decoded: Mapping[int, Decoded]) -> str:
+def verdict(waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
     """What to look at first, in a few sentences."""
     worst = limiting(waits)
     if worst is None:
@@ -101,7 +101,7 @@ def limit_words(rank: int, wait_s: float, share: float) -> str:
     )
 
 
-def advice(decoded: Decoded) -> str:
+def advice(decoded: RankDecoding) -> str:
     """What to do on a rank where decoding limits."""
     if not decoded.workers:
         return "Its reading thread decodes: let processes do that ahead, by mf.Machine(workers=...)."
@@ -120,7 +120,7 @@ def advice(decoded: Decoded) -> str:
     return f"{many}: give it more by mf.Machine(workers=...), if cores are free, or make parts smaller."
 
 
-def figures(waits: Waits, decoded: Mapping[int, Decoded]) -> dict[str, Any]:
+def figures(waits: Waits, decoded: Mapping[int, RankDecoding]) -> dict[str, Any]:
     """Whether decoding limits, and what each rank decoded; JSON-able."""
     ranks = [{"rank": rank} | asdict(done) for rank, done in decoded.items()]
     return {"limits": limiting(waits) is not None, "ranks": ranks}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from meshfeed.metrics import MixtureHistory, RunHistory
-from meshfeed.report.history.decoding import STAGE, Decoded
+from meshfeed.report.history.decoding import STAGE, RankDecoding
 from meshfeed.report.history.summary import short
 from meshfeed.report.history.waits import Waits, stragglers
 from meshfeed.report.words import duration, escape
@@ -65,7 +65,7 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
     return table(head, lines)
 
 
-def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, Decoded]) -> str:
+def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
     """The section of a run that decodes: a chart's place, and the ranks that waited longest for it."""
     waited = dict(zip(waits.ranks.tolist(), waits.per_step[:, waits.stages.index(STAGE)].tolist()))
     lines: list[tuple[str, list[str]]] = []
