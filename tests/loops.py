@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,12 @@ def write(path: Path, num_tokens: int = 6000) -> str:
         for document in np.split(rng.integers(1, VOCAB, num_tokens).astype(np.uint16), num_tokens // 100):
             writer.add_document(document)
     return str(path)
+
+
+def recipe(corpus: str, **options: Any) -> mf.Recipe:
+    """A recipe of it, with some options changed."""
+    given = {"sequence": mf.Windows(32), "batch": mf.Batch(sequences=8), "seed": 1234, **options}
+    return mf.Recipe(data=mf.open(corpus), **given)
 
 
 def rows(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -46,14 +53,9 @@ def wanted(
     shuffle: str = "global",
 ) -> list[tuple[int, tuple[str, ...]]]:
     """(step, rows of tokens) of every microbatch that a rank is to train, by simulation."""
-    recipe = mf.Recipe(
-        data=mf.open(corpus),
-        sequence=mf.Windows(window),
-        batch=mf.Batch(sequences=sequences),
-        seed=1234,
-        shuffle=shuffle,
-    )
-    made = mf.simulate(recipe, mf.Layout(dp=dp), steps, ranks=[rank], micro_batch_size=micro)
+    batch = mf.Batch(sequences=sequences)
+    trained = recipe(corpus, sequence=mf.Windows(window), batch=batch, shuffle=shuffle)
+    made = mf.simulate(trained, mf.Layout(dp=dp), steps, ranks=[rank], micro_batch_size=micro)
     return [(step.batch.step, rows(each["tokens"])) for step in made for each in step.microbatches]
 
 

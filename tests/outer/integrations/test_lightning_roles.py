@@ -15,13 +15,9 @@ import torch
 
 import loops
 import meshfeed as mf
+from loops import recipe
 from meshfeed.integrations import lightning as fed
 from soak import some
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +25,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def recipe(corpus: str, **options: Any) -> mf.Recipe:
-    given = {"sequence": mf.Windows(32), "batch": mf.Batch(sequences=8), "seed": 1234, **options}
-    return mf.Recipe(data=mf.open(corpus), **given)
 
 
 def held_out(corpus: str, steps: int = 2) -> mf.Recipe:

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import loops
 import meshfeed as mf
 import world
+from loops import recipe
 from meshfeed.integrations import torchtitan as fed
 from meshfeed.integrations.config import layout_of_ranks
 from meshfeed.store import IndexedWriter
@@ -30,16 +31,6 @@ from meshfeed.store import IndexedWriter
 PLACE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 32, "local_batch_size": 2}
 IN_LINE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None}  # as torchtitan's main branch calls it
 IN_LINE |= {"max_context_length": 128, "num_tokens_per_batch": 256}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
-
-
-def recipe(corpus: str, sequence: Any = None, **options: Any) -> mf.Recipe:
-    given = {"batch": mf.Batch(sequences=8), "seed": 1234, **options}
-    return mf.Recipe(data=mf.open(corpus), sequence=sequence or mf.Windows(32), **given)
 
 
 NOT_DATA = frozenset(
@@ -162,7 +153,9 @@ def save(rank: int, corpus: str, folder: Path) -> None:
     for _ in range(3 * 2):
         next(batches)
     placed = {**IN_LINE, "dp_world_size": 2, "dp_rank": rank % 2}
-    packed = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents()), microbatches=2).build(**placed)
+    packed = fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents()), microbatches=2).build(
+        **placed
+    )
     packs = iter(packed)
     for _ in range(3 * 2):
         assert next(packs)[1].shape == (256,)
@@ -193,7 +186,7 @@ def test_the_state_is_saved_once_and_loads_anywhere(corpus: str, tmp_path: Path)
     wanted = loops.wanted(corpus, range(3, 5), 0, window=32, sequences=8, dp=1)
     assert seen == [rows for _, rows in wanted]
 
-    documents = recipe(corpus, mf.Documents(), steps=5)
+    documents = recipe(corpus, sequence=mf.Documents(), steps=5)
     packed = fed.DataLoader.Config(recipe=documents, microbatches=4).build(**IN_LINE)
     dcp.load({"packed": packed}, checkpoint_id=tmp_path / "saved", no_dist=True)
     resumed = [[*sequences_of(fields, labels)] for fields, labels in packed]
@@ -222,7 +215,7 @@ def test_a_line_is_exactly_so_many_tokens_and_each_document_is_whole(tmp_path: P
         for document in documents:
             writer.add_document(document)
     batch = mf.Batch(sequences=20, last="keep")
-    once = recipe(str(tmp_path / "text"), mf.Documents(), batch=batch, epochs=1)
+    once = recipe(str(tmp_path / "text"), sequence=mf.Documents(), batch=batch, epochs=1)
     roomy, tight = fed.line(once, 64, 64), fed.line(once, 16, 64)
     padding_wrapped = 0
     seen: list[tuple[int, ...]] = []
@@ -246,11 +239,11 @@ def test_a_document_that_is_longer_than_the_context_is_refused(corpus: str) -> N
     sizes = {**IN_LINE, "max_context_length": 64}
     told = r"step 0: sequence 0 of the batch: 100 tokens > 64, training.max_context_length; .*max_len=64"
     with pytest.raises(mf.RecipeError, match=told):
-        next(iter(fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents())).build(**sizes)))
-    config = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents(max_len=64), steps=1))
+        next(iter(fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents())).build(**sizes)))
+    config = fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents(max_len=64), steps=1))
     assert {int(fields["positions"].max()) for fields, _ in config.build(**sizes)} == {63}
     packing = mf.Packing(capacity=64, fixed_shapes=True, max_sequences=8, oversize="split")
-    config = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents(), steps=1), packing=packing)
+    config = fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents(), steps=1), packing=packing)
     lines = list(config.build(**{**sizes, "num_tokens_per_batch": 64}))
     assert sum(int((labels != -100).sum()) for _, labels in lines) == 8 * 99  # every label of each document
 
@@ -278,9 +271,9 @@ def test_windows_stand_end_to_end_in_a_line(corpus: str) -> None:
 )
 def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packing: Any, told: str) -> None:
     with pytest.raises(mf.RecipeError, match=told):
-        fed.DataLoader.Config(recipe=recipe(corpus, sequence), packing=packing).build(**IN_LINE)
+        fed.DataLoader.Config(recipe=recipe(corpus, sequence=sequence), packing=packing).build(**IN_LINE)
     with pytest.raises(mf.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"):
-        fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents())).build(**PLACE)
+        fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents())).build(**PLACE)
 
 
 @pytest.mark.parametrize("sizes", [PLACE, IN_LINE])
@@ -291,7 +284,7 @@ def test_a_packing_of_windows_is_refused(corpus: str, sizes: Any) -> None:
 
 
 def test_packs_that_a_step_cannot_take_are_refused(corpus: str) -> None:
-    config = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents()))
+    config = fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents()))
     with pytest.raises(mf.StateError, match=r"set DataLoader.Config\(microbatches=\) to gradient"):
         config.build(**IN_LINE).state_dict()
     told = r"step 0 is packed into 4 microbatches .*Config\(microbatches=\) is 3"

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import loops
 import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
@@ -20,11 +19,6 @@ from pictures import Listen, LookFirst, recipe_over, write_pictures
 from soak import cases
 
 EACH = 3  # microbatches of a step
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
 
 
 def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, prefetch: int = 0, **options: Any) -> mf.Feed:

@@ -15,6 +15,7 @@ import torch
 
 import loops
 import meshfeed as mf
+from loops import recipe
 from meshfeed.integrations.transformers import CONFIG_FIELDS, FeedTrainer
 
 REFUSED: dict[str, Any] = {
@@ -76,16 +77,6 @@ HONOURED: dict[str, Any] = {
     "seed": 9,
 }
 """Values beside the default ones; what other options do is in the other tests of this trainer."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
-
-
-def recipe(corpus: str, **options: Any) -> mf.Recipe:
-    given = {"batch": mf.Batch(sequences=8), "seed": 1234, **options}
-    return mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(32), **given)
 
 
 def trainer(out: Path, train: Any, evaluate: Any, options: dict[str, Any], **given: Any) -> Any:

@@ -25,11 +25,6 @@ SHAPE: Any = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
-
-
 def recipe(corpus: str, **options: Any) -> mf.Recipe:
     batch = mf.Batch(sequences=MICRO * ACCUMULATED)
     return mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(WINDOW), batch=batch, seed=1234, **options)

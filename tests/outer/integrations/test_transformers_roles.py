@@ -15,21 +15,12 @@ import torch
 
 import loops
 import meshfeed as mf
+from loops import recipe
 from meshfeed.integrations.loader import TrainLoader
 from meshfeed.integrations.transformers import FeedTrainer, causal_batch
 from meshfeed.store import IndexedWriter
 from soak import only_soak, some
 from user_datasets import Plain
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
-
-
-def recipe(corpus: str, **options: Any) -> mf.Recipe:
-    given = {"batch": mf.Batch(sequences=8), "seed": 1234, **options}
-    return mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(32), **given)
 
 
 def trainer(
