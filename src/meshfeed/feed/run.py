@@ -16,6 +16,7 @@ from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.feed.ahead import Inline, Prefetcher
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.feed.device import Placer
+from meshfeed.feed.options import Options
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.metrics import Recorder, Span, StageClock, StepCosts
 from meshfeed.roles import Field, Role, StageMap
@@ -79,6 +80,24 @@ class _View:
     joined: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The other ranks of a run.
+
+    Attributes:
+        role: this rank's.
+        delivery, verifier: entered at the run's start, closed at its stop.
+        meeting: where a rank that fails notifies all others; None for one process.
+        compare: called before they are entered; raises if ranks must not begin together.
+    """
+
+    role: Role
+    delivery: Delivery
+    verifier: Verifier | None
+    meeting: Meeting | None
+    compare: Callable[[], None]
+
+
 class Run:
     """From the first item of a producer to the last, or to `stop`.
 
@@ -86,11 +105,11 @@ class Run:
     StateError. It never ends as if the stream had ended.
 
     Args:
+        options: of the Feed or Exchange. With a prefetch of 0, items are made on the loop's own thread.
         start: the first step.
-        items: the producer; it runs once the delivery has met its peers.
-        delivery, verifier: entered at `start`, closed at `stop`.
-        meeting: where a rank that fails notifies all others; None for one process.
-        compare: called before they are entered; raises if ranks must not begin together.
+        items: the producer, measured by the clock; it runs once the delivery has met its peers.
+        peers: the other ranks.
+        placer: of the items' tensors.
         recorder: records the costs of each step.
         views: names of the fields that each consumer does not need. Every consumer gets every step.
         ended: called when a consumer has taken the last step.
@@ -99,32 +118,25 @@ class Run:
 
     def __init__(
         self,
-        *,
+        options: Options,
         start: int,
         items: Iterator[Item],
         clock: StageClock,
-        delivery: Delivery,
-        verifier: Verifier | None,
-        meeting: Meeting | None,
-        compare: Callable[[], None],
+        *,
+        peers: Peers,
         placer: Placer,
-        role: Role,
         recorder: Recorder,
         views: Sequence[frozenset[str]],
-        prefetch: int,
         ended: Callable[[], None],
         origin: str,
-        timeout_s: float,
     ) -> None:
-        self._compare_starts, self._ended = compare, ended
-        self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
-        self._clock, self._origin, self._timeout_s = clock, origin, timeout_s
-        self._recorder, self._num_ready = recorder, 0
+        self._peers, self._verifier, self._placer = peers, peers.verifier, placer
+        self._clock, self._origin, self._timeout_s = clock, origin, options.timeout_s
+        self._recorder, self._ended, self._num_ready = recorder, ended, 0
         self._views = [_View(hidden, start, start) for hidden in views]
-        items = self._reporting(items, start)
-        self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
-        self._failures = Failures(meeting, role.rank, self._wake)
-        self._meeting = meeting
+        items, depth = self._reporting(items, start), options.prefetch
+        self._prefetcher = Prefetcher(items, clock, depth, _is_read) if depth else Inline(items, clock)
+        self._failures = Failures(peers.meeting, peers.role.rank, self._wake)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that were not handed out
         self._resources = contextlib.ExitStack()
@@ -186,13 +198,13 @@ class Run:
                 self._recorder.over()
             if self._started:
                 self._prefetcher.stop()
-                self._delivery.interrupt()
+                self._peers.delivery.interrupt()
                 if not self._prefetcher.join(max(0.0, self._stop_until - time.monotonic())):
                     # It waits for a peer that does not close: its group cannot be closed while in use. Or the
                     # loop's own thread is making an item; when it returns from that, it stops the run again.
                     return
-            elif self._meeting is not None:
-                self._meeting.cancelled.set()  # `start` may wait for peers
+            elif self._peers.meeting is not None:
+                self._peers.meeting.cancelled.set()  # `start` may wait for peers
             self._resources.close()
 
     def close_with(self, resources: contextlib.ExitStack) -> None:
@@ -316,7 +328,7 @@ class Run:
         self._failures.fail(error, self._due)
 
     def _job_error(self) -> BaseException | None:
-        return None if self._meeting is None else self._failures.error_at(self._due)
+        return None if self._peers.meeting is None else self._failures.error_at(self._due)
 
     def _wake(self) -> None:
         """Another rank has published a notice: interrupt the loop's wait."""
@@ -352,8 +364,8 @@ class Run:
         with self._clock.stage("start"), contextlib.ExitStack() as stack:
             stack.enter_context(self._failures)
             try:
-                self._compare_starts()
-                stack.enter_context(self._delivery)
+                self._peers.compare()
+                stack.enter_context(self._peers.delivery)
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
                 self._recorder.start(self._due)
@@ -369,23 +381,24 @@ class Run:
             self._check_running()  # a signal handler may have stopped it in between
 
     def _closed_while_joining(self) -> PeerError:
-        rank = self._role.rank
+        rank = self._peers.role.rank
         return PeerError(
             f"rank {rank} has closed its feed, or loaded a state, while it joined its peers", [rank]
         )
 
     def _source_closed(self, end: EndOfStream) -> PeerError:
-        ended = end.args or (self._role.source,)
+        ended = end.args or (self._peers.role.source,)
         closed = f"rank {ended[0]} has closed its feed"
         if len(ended) > 1:
             closed = f"ranks {', '.join(map(str, ended))} have closed their feeds"
         return PeerError(
-            f"{closed}, but rank {self._role.rank} needs more; all ranks of a group take the same steps",
+            f"{closed}, but rank {self._peers.role.rank} needs more; all ranks of a group take the same "
+            f"steps",
             [rank for rank in ended if rank is not None],
         )
 
     def _late(self) -> DeliveryError:
-        role = self._role
+        role = self._peers.role
         waited = f"rank {role.rank} waited {self._timeout_s:g} s for its next batch"
         if role.reads and self._clock.now == "deliver":
             others = [peer for peer in role.peers if peer != role.rank]

@@ -11,6 +11,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
@@ -32,7 +33,7 @@ from meshfeed.feed.batch import Step
 from meshfeed.feed.device import Placer, placer_of
 from meshfeed.feed.launch import check_rank, given_layout, num_processes, this_layout, this_rank
 from meshfeed.feed.options import Options
-from meshfeed.feed.run import Item, Run, VirtualStage, views_of
+from meshfeed.feed.run import Item, Peers, Run, VirtualStage, views_of
 from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, StageClock
@@ -330,21 +331,22 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         views = views_of(self._fields, by_stage, self.layout.coord(self.rank).pp)
         self._loaded = False
         return Run(
-            start=self._next_step,
-            items=self._items(self._next_step, delivery, placer, clock),
-            clock=clock,
-            delivery=delivery,
-            verifier=verifier,
-            meeting=meeting,
-            compare=lambda: self._compare(meeting) if meeting else None,
+            replace(self._options, prefetch=self._depth),
+            self._next_step,
+            self._items(self._next_step, delivery, placer, clock),
+            clock,
+            peers=Peers(
+                role=role,
+                delivery=delivery,
+                verifier=verifier,
+                meeting=meeting,
+                compare=lambda: self._compare(meeting) if meeting else None,
+            ),
             placer=placer,
-            role=role,
             recorder=self._recorder,
             views=views,
-            prefetch=self._depth,
             ended=lambda: self._ended(len(views)),
             origin=self._origin,
-            timeout_s=self._options.timeout_s,
         )
 
     def _compare(self, meeting: Meeting) -> None:
