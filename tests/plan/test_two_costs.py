@@ -190,6 +190,27 @@ def test_two_packs_swap_until_no_swap_helps(seed, free):
             assert after >= top - 0.001 - 1e-9, (gives, takes)
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 0.05, 0.3])
+def test_swaps_of_the_compiled_loop_are_those_of_numpy(
+    tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of packs that are above the tolerance by less than a swap is worth."""
+    rng, num_swaps = np.random.default_rng(SEED), 0
+    for _ in range(cases(100)):
+        packs = [rng.integers(0, 30, (rng.integers(1, 7), 2)) / 100 for _ in range(2)]
+        loads, free = [[tuple(each) for each in pack] for pack in packs], int(rng.choice([0, 10, 1000]))
+        one, other = contents_of(loads, free), contents_of(loads, free)
+        made = swap(one, tolerance)
+        with monkeypatch.context() as patch:
+            patch.setattr("meshfeed.plan.swap._swap", None)
+            assert swap(other, tolerance) == made
+        num_swaps += made
+        held = np.arange(one.members.shape[1]) < one.counts[:, None]
+        assert np.array_equal(one.counts, other.counts)
+        assert np.array_equal(one.members[held], other.members[held])
+    assert num_swaps > 0
+
+
 def test_the_parts_of_a_split_sequence_are_split_with_it():
     packing = Packing(capacity=1000, oversize="split")
     work = np.array([3.0, 0, 0, 0, 0, 0, 1, 1])
