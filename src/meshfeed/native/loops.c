@@ -142,7 +142,7 @@ static entry pop(entry *heap, int64_t *size)
     return first;
 }
 
-/* Give each member to the least loaded group with room for it: `place` of plan/least_loaded.py.
+/* Give each member to the least loaded group with room for it: `place` of plan/place.py.
 
    padded, load: [sizes, num_sequences]. size_at, index_of_group: indices of sizes, never ascending.
    Changes free, slots and loads; writes `group`. heaps: room for 2 * num_groups entries. */
@@ -202,7 +202,7 @@ static double reach(const rates *is, double work, double size)
     return tokens * (1 + 1e-12);
 }
 
-/* The length that a group would best take next, and how many of it: Groups.wanted of plan/fill.py. */
+/* The length that a group would best take next, and how many of it: Groups.wanted of plan/reach.py. */
 static double wanted(const rates *is, double missing, double tokens, int64_t free, int64_t slots, double size,
                      int64_t *many)
 {
@@ -220,7 +220,7 @@ static double wanted(const rates *is, double missing, double tokens, int64_t fre
     return length;
 }
 
-/* Let groups take sequences until each is complete or finds none that fits: `complete` of plan/fill.py.
+/* Let groups take sequences until each is complete or finds none that fits: `complete` of plan/reach.py.
 
    Changes missing, tokens, free and slots of the groups. Moves what is left to the front of `left`; writes
    what was taken, and by which group, to `members` and `group`, and returns how many. `many` and `heap` have

@@ -55,6 +55,7 @@ class Forecast:
         """Numbers of microbatches that may be worth filling, from `least` on, ascending."""
         # the derivative of what equal work would take, `(1 + bubble_share / k) even + k overhead`, is 0 here
         shortest = math.sqrt(self._bubble_share * self._even / self._overhead) if self._overhead else 0.0
+        # steps of 16 stages take twice as long without these
         far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
         counts = [least + more * quantum for more in (*range(MORE_COUNTS + 1), *far)]
         most = self.bound(least) * HOPELESS

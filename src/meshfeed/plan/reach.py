@@ -178,7 +178,8 @@ def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[
         group = Groups.of(sequences, seed, np.array([index]), Target(load, target.work_per_token))
         rest = complete(sequences, left[1:], group)
         if group.open()[0]:
-            # one sequence too many is better than one too few: the tokens must go somewhere
+            # one sequence too many is better than one too few: the tokens must go somewhere. Without
+            # it, steps with ring_tokens are up to three times as long
             length = min(max(target.work_per_token - sequences.cost.alpha, 1), float(group.free[0]))
             at = int(np.searchsorted(-sequences.lengths[rest], -length))
             group.take(sequences, rest[at : at + 1], np.zeros(rest[at : at + 1].size, np.int64))
