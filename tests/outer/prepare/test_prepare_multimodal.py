@@ -23,7 +23,7 @@ from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, PrepareError, StoreError
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
-from meshfeed.prepare.inputs.samples import Samples
+from meshfeed.prepare.inputs.samples import SampleColumns
 from meshfeed.store import MultimodalStore
 from services.needs import needs
 from services.nginx import Nginx
@@ -306,7 +306,7 @@ def test_a_chat_loses_no_text_to_the_images_beside_it():
 
     def content(given):
         record = {"messages": [{"role": "user", "content": given}], "images": [b"abc"]}
-        sample = Samples(chat=True).sample(record, lambda name: b"")
+        sample = SampleColumns(chat=True).sample(record, lambda name: b"")
         assert [part.data for part in sample.parts] == [b"abc"]
         return sample.text["messages"][0]["content"]
 
