@@ -126,25 +126,25 @@ class Portion:
         names = [each.name for each in self.rule.fields]
         return self.rule.build(self.recipe, self.portion, self.columns, names, allocate)
 
-    def compact(self) -> Any:
-        """The same in compact form."""
+    def table(self) -> Any:
+        """The same as a table."""
         names = [each.name for each in self.rule.fields]
-        return self.rule.compact(self.recipe, self.portion, self.columns, names)
+        return self.rule.table(self.recipe, self.portion, self.columns, names)
 
     def bytes_built(self) -> int:
         """Bytes of the finished fields."""
         return sum(value.nbytes for arrays in self.built() for value in arrays.values())
 
-    def bytes_compact(self) -> int:
+    def bytes_of_table(self) -> int:
         """Bytes of the columns, of the tables of runs, and of fields that are small."""
-        compact = self.compact()
-        sent = [value.nbytes for arrays in compact.ready for value in arrays.values()]
+        table = self.table()
+        sent = [value.nbytes for arrays in table.ready for value in arrays.values()]
 
         def copy(array: Any) -> torch.Tensor:
             sent.append(array.nbytes)
             return torch.from_numpy(array.copy())
 
-        widened(compact, copy)
+        widened(table, copy)
         return sum(sent)
 
 
@@ -173,7 +173,7 @@ def widening(bench: Bench) -> Shown:
         )
         with recipe.sources[0]:
             portion = Portion.of(recipe, packing)
-            fields, _ = placer.place(portion.compact())
+            fields, _ = placer.place(portion.table())
             bench.wait()
             if (found := difference(portion.built(), fields)) is not None:
                 print(f"  {name}: {found}")
@@ -181,7 +181,7 @@ def widening(bench: Bench) -> Shown:
             yield Row(
                 name=f"bytes of finished fields, {name}",
                 against="bytes sent",
-                value=portion.bytes_built() / portion.bytes_compact(),
+                value=portion.bytes_built() / portion.bytes_of_table(),
                 aim=8 if dtype == "uint16" else None,
                 at_least=True,
             )
@@ -201,7 +201,7 @@ def times_of(bench: Bench, placer: Any, portion: Portion, name: str) -> Iterator
 
     ways = {
         "finished fields": lambda: until_there(portion.built(placer.allocate)),
-        "as stored": lambda: until_there(portion.compact()),
+        "as stored": lambda: until_there(portion.table()),
     }
     for way, times in in_turn(ways, rounds=5 if bench.short else 50).items():
         yield Row(

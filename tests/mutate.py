@@ -92,7 +92,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "sequence": (
         ["sequence/*.py", "sequence/multimodal/*.py", "parts/*.py"],
         [
-            *_in("sequence", "multimodal_random compact columns documents windows samples masked chat arena"),
+            *_in("sequence", "multimodal_random table columns documents windows samples masked chat arena"),
             *_in("sequence", "multimodal_rule encoder_balanced whisper multimodal_plans processors mrope"),
             *_in("parts", "part_counts"),
             *_in("outer/cli", "trace"),

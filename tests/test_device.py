@@ -161,14 +161,14 @@ def test_a_loop_that_ends_early_waits_for_its_copies(
 
 
 class Shifted(mf.Windows):
-    """Replaces `build` alone, so the compact form of its base is not its own."""
+    """Replaces `build` alone, so the table of its base is not its own."""
 
     def build(self, *args: Any) -> Any:
         return [arrays | {"tokens": arrays["tokens"] + 1} for arrays in super().build(*args)]
 
 
 @pytest.mark.parametrize("rule", [Shifted(48), mf.Masked(32, vocab_size=60_000, mask_token=7)], ids=repr)
-def test_a_rule_without_a_compact_form_is_built_on_the_host(
+def test_a_rule_without_a_table_is_built_on_the_host(
     rule: SequenceRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_corpus(tmp_path / "c", num_tokens=9_000)

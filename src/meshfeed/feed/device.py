@@ -15,7 +15,7 @@ from meshfeed.columns import Array, Arrays, Constant, Stacked
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Together, Value
 from meshfeed.feed.nested import changed, leaves_of
-from meshfeed.sequence import Compact, Portion, widened
+from meshfeed.sequence import FieldTable, Portion, widened
 
 _MOST_KEPT = 128
 _MOST_CONSTANTS = 16
@@ -27,7 +27,7 @@ class Placer(Protocol):
     """Moves a microbatch's arrays to their device.
 
     Attributes:
-        widens: whether it takes portions in compact form, and their fields are wanted so.
+        widens: whether it takes the tables of fields, and expands them itself.
     """
 
     widens: bool
@@ -36,7 +36,7 @@ class Placer(Protocol):
         """An uninitialised array to build a field in."""
         ...
 
-    def place(self, built: Sequence[Arrays] | Compact) -> tuple[Sequence[Mapping[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | FieldTable) -> tuple[Sequence[Mapping[str, Value]], Any]:
         """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
         ...
 
@@ -89,8 +89,8 @@ class OnHost:
                 del made[0]
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
-    def place(self, built: Sequence[Arrays] | Compact) -> tuple[Sequence[Mapping[str, Value]], Any]:
-        if isinstance(built, Compact):
+    def place(self, built: Sequence[Arrays] | FieldTable) -> tuple[Sequence[Mapping[str, Value]], Any]:
+        if isinstance(built, FieldTable):
             return _widened(built, lambda array: torch.from_numpy(array.copy()), _tensors), None
         return _placed(built, self._tensors), None
 
@@ -127,7 +127,7 @@ class OnCuda:
         """Page-locked."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
-    def place(self, built: Sequence[Arrays] | Compact) -> tuple[Sequence[Mapping[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | FieldTable) -> tuple[Sequence[Mapping[str, Value]], Any]:
         staged: list[Any] = [built]
 
         def stage(array: Array) -> torch.Tensor:
@@ -136,7 +136,7 @@ class OnCuda:
             return torch.from_numpy(staged[-1]).to(self._device, non_blocking=True)
 
         with torch.cuda.stream(self._stream):
-            if isinstance(built, Compact):
+            if isinstance(built, FieldTable):
                 fields = _widened(built, stage, self._copied)
             else:
                 fields = _placed(built, self._copied)
@@ -196,7 +196,7 @@ def _room_for(num_bytes: int) -> int:
 
 
 def microbatches_of(
-    portion: Portion, built: Sequence[Arrays] | Compact, placer: Placer
+    portion: Portion, built: Sequence[Arrays] | FieldTable, placer: Placer
 ) -> tuple[list[Microbatch], Any]:
     """The microbatches of a portion on their device, and the placer's ticket for them."""
     placed, ticket = placer.place(built)
@@ -204,10 +204,10 @@ def microbatches_of(
 
 
 def _widened(
-    compact: Compact, copy: Callable[[Array], torch.Tensor], tensors: Callable[[Any], Value]
+    table: FieldTable, copy: Callable[[Array], torch.Tensor], tensors: Callable[[Any], Value]
 ) -> Sequence[Mapping[str, Value]]:
-    """The fields of each microbatch, from their compact form."""
-    return _together(widened(compact, copy), compact.ready, tensors)
+    """The fields of each microbatch, from their table."""
+    return _together(widened(table, copy), table.ready, tensors)
 
 
 def _placed(built: Sequence[Arrays], tensors: Callable[[Any, int], Value]) -> Sequence[Mapping[str, Value]]:

@@ -42,7 +42,7 @@ from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
-from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact, run_by
+from meshfeed.sequence import Arrays, Columns, FieldTable, Portion, has_table, run_by
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
@@ -393,14 +393,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _built(
         self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None
-    ) -> Sequence[Arrays] | Compact:
-        """A portion's fields; in compact form where the device widens them and nobody compares digests."""
+    ) -> Sequence[Arrays] | FieldTable:
+        """A portion's fields; as a table where the device expands it and nobody compares digests."""
         rule, recipe, names = self._rule, self.recipe, self.role.fields
-        compact = None
-        if placer.widens and digester is None and has_compact(rule):
-            compact = rule.compact(recipe, portion, columns, names)
-        if compact is not None:
-            return compact
+        table = None
+        if placer.widens and digester is None and has_table(rule):
+            table = rule.table(recipe, portion, columns, names)
+        if table is not None:
+            return table
         built = rule.build(recipe, portion, columns, names, placer.allocate)
         if digester:
             digester.add(built)

@@ -3,17 +3,17 @@
 from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
-from meshfeed.sequence.compact import Compact, RunField, widened
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.multimodal import Multimodal
-from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan, table_of_pack
 from meshfeed.sequence.patches import NativePatches
 from meshfeed.sequence.pixels import ImageProcessor, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize, Processor
-from meshfeed.sequence.rule import SequenceRule, has_compact, run_by
+from meshfeed.sequence.rule import SequenceRule, has_table, run_by
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
+from meshfeed.sequence.table import FieldTable, RunField, widened
 from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
 from meshfeed.sequence.whisper import WhisperFeatures
 from meshfeed.sequence.windows import Windows
@@ -24,9 +24,9 @@ __all__ = [
     "Arrays",
     "Chat",
     "Columns",
-    "Compact",
     "DocumentRule",
     "Documents",
+    "FieldTable",
     "FixedPixels",
     "ImageProcessor",
     "Masked",
@@ -46,10 +46,11 @@ __all__ = [
     "Windows",
     "document_lengths",
     "fields_of_plan",
-    "has_compact",
+    "has_table",
     "portions_of",
     "rgb_image",
     "rule_of",
     "run_by",
+    "table_of_pack",
     "widened",
 ]

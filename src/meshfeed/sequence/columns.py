@@ -22,10 +22,10 @@ from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.compact import Compact, RunField
 from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.rule import SequenceRule, TokenRule, has_compact
+from meshfeed.sequence.rule import SequenceRule, TokenRule, has_table
 from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import MultimodalStore
 
 _REPLACED = ("labels", "loss_mask")
@@ -264,29 +264,24 @@ class WithColumns(SequenceRule):
                 arrays[name] = part
         return built
 
-    def compact(
+    def table(
         self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
-    ) -> Compact | None:
+    ) -> FieldTable | None:
         """See SequenceRule. Each column is cut like the tokens."""
         mine = {name for name in names if name in self.recipes or (name == "loss_mask" and self._masks)}
         others = [name for name in names if name not in mine]
-        if not has_compact(self.rule):
+        if not has_table(self.rule):
             return None
         if not (columns and mine):
-            return self.rule.compact(recipe, portion, columns, others)
-
-        def cut(column: str, names: Sequence[str]) -> Compact | None:
-            return self.rule.compact(recipe, portion, {"tokens": columns[column]}, names)
-
-        if (base := cut("tokens", [*others, "tokens", "labels", "loss_mask"])) is None:
+            return self.rule.table(recipe, portion, columns, others)
+        base = self.rule.table(recipe, portion, columns, [*others, "tokens", "labels", "loss_mask"])
+        if base is None:
             return None
         runs = {each.field.name: each.runs for each in base.fields}
         fields = [each for each in base.fields if each.field.name in others]
         fields += [self._run_field(field, runs) for field in self.fields if field.name in mine]
         used = {each.column for each in fields if each.column is not None}
-        made = {name: cut(name, ["tokens"]) for name in used}
-        stored = {name: each.columns["tokens"] for name, each in made.items() if each is not None}
-        return replace(base, columns=stored, fields=fields)
+        return replace(base, columns={name: np.asarray(columns[name]) for name in used}, fields=fields)
 
     def _run_field(self, field: Field, runs: Mapping[str, Runs]) -> RunField:
         """A field of a column. runs: those of the rule's own fields; labels and loss mask begin alike."""

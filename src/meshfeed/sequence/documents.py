@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.compact import Compact, RunField
-from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan, lengths_of_plan, runs_of_plan
+from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of
+from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 
 _FIELDS = (
@@ -165,59 +165,12 @@ class Documents(DocumentRule, TokenRule):
         """The held slices, each followed by one more token if its document continues."""
         return portion.read(extra=1)
 
-    def build(
-        self,
-        recipe: Recipe,
-        portion: Portion,
-        columns: Columns | None,
-        names: Sequence[str],
-        allocate: Allocate,
-    ) -> list[Arrays]:
-        """The named fields of the one pack; see the class."""
-        arrays: Arrays = {}
-        for field in _FIELDS:
-            if field.name not in names or field in PLAN_FIELDS:
-                continue
-            out = allocate((1, portion.num_tokens), field.dtype)
-            out[:] = field.pad
-            runs = portion.runs(extra=1, ahead=int(field.name != "tokens"))
-            if field.name == "loss_mask":
-                runs.fill(1, out[0])  # wherever there is a label
-            elif columns is not None:
-                runs.copy(np.asarray(columns["tokens"]), out[0])
-            arrays[field.name] = out
-        return [arrays | fields_of_plan(portion, names, allocate)]
-
-    def compact(
+    def table(
         self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
-    ) -> Compact:
-        """See SequenceRule. The column holds this rank's own tokens, and a label after each slice."""
+    ) -> FieldTable:
+        """The named fields of the one pack; see the class."""
         tokens, labels = portion.runs(extra=1), portion.runs(extra=1, ahead=1)
-        sizes = np.maximum(tokens.size, labels.size + 1)
-        at = np.cumsum(sizes) - sizes
-        runs = {
-            "tokens": (Runs(tokens.at, at, tokens.size), 1, "tokens"),
-            "labels": (Runs(tokens.at, at + 1, labels.size), 1, "tokens"),
-            "loss_mask": (Runs(tokens.at, np.ones_like(at), labels.size), 0, None),
-        }
-        fields = [field for field in _FIELDS if field.name in names and field.name in runs]
-        read: dict[str, Array] = {}
-        if columns and any(field.stored for field in fields):
-            read["tokens"] = _cut(np.asarray(columns["tokens"]), Runs(at, tokens.start, sizes))
-        made = [RunField(field, *runs[field.name]) for field in fields]
-        return Compact(
-            shape=(1, portion.num_tokens),
-            columns=read,
-            fields=[*made, *runs_of_plan(portion, names)],
-            ready=[lengths_of_plan(portion, names)],
-        )
-
-
-def _cut(read: Array, runs: Runs) -> Array:
-    """The runs of what was read, one after the other; the same memory if they are all of it."""
-    size = int(runs.size.sum())
-    if size == read.size:
-        return read
-    out = np.empty(size, read.dtype)
-    runs.copy(read, out)
-    return out
+        bearing = Runs(labels.at, np.ones_like(labels.at), labels.size)  # wherever there is a label
+        runs = (tokens, 1, "tokens"), (labels, 1, "tokens"), (bearing, 0, None)
+        fields = [RunField(field, *each) for field, each in zip(_FIELDS, runs)]
+        return table_of_pack(portion, columns, names, fields)

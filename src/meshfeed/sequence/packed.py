@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array, Arrays
+from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.roles import Field
-from meshfeed.sequence.compact import RunField
-from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.runs import Portion, Runs
+from meshfeed.sequence.table import FieldTable, RunField, table_of
 
 PLAN_FIELDS = (
     Field(name="position_ids", dtype="int64", split=True, stored=False),
@@ -42,22 +42,10 @@ def fields_of_packs(portions: Sequence[Portion], names: Sequence[str], allocate:
     """The named PLAN_FIELDS of each portion's one pack. One pass makes those of all of them."""
     made = [lengths_of_plan(portion, names) for portion in portions]
     places, num_tokens = places_of(portions)
-    ids = runs_at(places, [_sequence_runs(portion) for portion in portions])
-    padding = _gaps(ids, num_tokens)
-    for field in PLAN_FIELDS:
-        if field.name not in names or not field.split:
-            continue
-        out, gaps = allocate((num_tokens,), field.dtype), padding
-        if field.name == "position_ids":
-            runs = runs_at(places, [_position_runs(portion) for portion in portions])
-            gaps = _gaps(runs, num_tokens) if runs.at.size > ids.at.size else padding
-            _count(out, runs.at, runs.start, 1)
-        elif field.name == "sequence_ids":
-            _count(out, ids.at, ids.start, 0)
-        else:
-            out[:] = False
-        for start, stop in gaps:
-            out[start:stop] = field.pad
+    for same in zip(*(runs_of_plan(portion, names) for portion in portions)):
+        field = same[0].field
+        out = allocate((num_tokens,), field.dtype)
+        replace(same[0], runs=runs_at(places, [each.runs for each in same])).write(out)
         for arrays, portion, place in zip(made, portions, places):
             arrays[field.name] = out[place : place + portion.num_tokens].reshape(1, portion.num_tokens)
     return made
@@ -78,12 +66,6 @@ def runs_at(places: Sequence[int], runs: Sequence[Runs]) -> Runs:
     return Runs(at, start, size)
 
 
-def _gaps(runs: Runs, num_tokens: int) -> list[tuple[int, int]]:
-    """The ranges between ascending runs, and after them, in a field of `num_tokens`."""
-    starts, stops = (runs.at + runs.size).tolist(), runs.at.tolist()
-    return [(start, stop) for start, stop in zip([0, *starts], [*stops, num_tokens]) if start < stop]
-
-
 def _position_runs(portion: Portion) -> Runs:
     """Where the tokens of a pack have positions, from which on; the dummy at its end has some, too."""
     (own, at), tail = portion.own_tokens, portion.tail_tokens
@@ -98,7 +80,7 @@ def _sequence_runs(portion: Portion) -> Runs:
 
 
 def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
-    """The named PLAN_FIELDS that cp splits, in compact form."""
+    """The named PLAN_FIELDS that cp splits, as runs."""
     ids = _sequence_runs(portion)
     runs_and_steps = {
         "position_ids": (_position_runs(portion), 1),
@@ -112,13 +94,15 @@ def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
     return made
 
 
-def _count(row: Array, at: Longs, first: npt.NDArray[np.integer], by: int) -> None:
-    """From each index `at` on, count from `first` in steps of `by`; int64 [m], `at` ascending."""
-    row[:] = by
-    # as differences, summed in place: no loop over runs, and no allocation of this size
-    reached = np.append(by * at[:1], first[:-1] + by * (np.diff(at) - 1))
-    row[at] = first - reached
-    np.cumsum(row, out=row, dtype=row.dtype)
+def table_of_pack(
+    portion: Portion, columns: Columns | None, names: Sequence[str], fields: Sequence[RunField]
+) -> FieldTable:
+    """The named fields of a portion's one pack, PLAN_FIELDS among them.
+
+    fields: the others. columns: as read; if None, only fields without a column are made.
+    """
+    every = [*fields, *runs_of_plan(portion, names)]
+    return table_of((1, portion.num_tokens), columns, names, every, [lengths_of_plan(portion, names)])
 
 
 def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:

@@ -19,9 +19,9 @@ from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.compact import Compact, RunField
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, holding, runs_of
+from meshfeed.sequence.table import FieldTable, RunField, table_of
 
 Starts = tuple[Longs, Longs]
 """Document starts: the row of each, and its offset in that row."""
@@ -140,33 +140,29 @@ class Rows(SequenceRule):
                 _fill(np.asarray(columns["tokens"]), in_read[field.name == "labels"], out, k, field.pad)
         return Stacked(whole, self._others(starts, portion, names))
 
-    def compact(
+    def table(
         self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
-    ) -> Compact:
-        """See SequenceRule. The column holds this rank's own slices of each row, each with its last label."""
-        shape, k = self._shape(portion), len(portion.draws)
-        own, starts = portion.own_row, _NO_STARTS
+    ) -> FieldTable:
+        """The fields for a device, in runs that documents end. For a CPU, `build` fills whole rows sooner."""
+        shape, own, starts = self._shape(portion), portion.own_row, _NO_STARTS
         if self._minds_documents:
             starts = self._document_starts(recipe, portion.draws)
-        cut = Slices(own.sequence, own.start, own.stop + 1)
-        pieces = _pieces_of(starts, own, k, self.length)
-        at = pieces.row * shape[1] + (own.offsets - own.start)[pieces.slice] + pieces.offset
-        token = pieces.row * width_of(own) + (cut.offsets - own.start)[pieces.slice] + pieces.offset
+        pieces = _pieces_of(starts, own, len(portion.draws), self.length)
+        inside = pieces.offset - own.start[pieces.slice]
+        at = pieces.row * shape[1] + own.offsets[pieces.slice] + inside
+        in_read = _runs_of_row(_edges(own), _edges(portion.held_row))[1].start
+        token = pieces.row * width_of(portion.held_row) + in_read[pieces.slice] + inside
         bearing = pieces.size - (pieces.ends if self.eod_mask_loss else 0)
         labels_left = self._tokens_in(recipe, portion.draws)[pieces.row] - 1 - pieces.offset
         position = pieces.offset - (pieces.first if self.reset_position_ids else 0)
-        runs = {
-            "tokens": (Runs(at, token, pieces.size), 1, "tokens"),
-            "labels": (Runs(at, token + 1, pieces.size), 1, "tokens"),
-            "loss_mask": (Runs(at, np.ones_like(at), np.minimum(bearing, labels_left).clip(0)), 0, None),
-            "position_ids": (Runs(at, position, pieces.size), 1, None),
-        }
-        fields = [field for field in self.fields if field.name in names and field.name in runs]
-        stored: dict[str, Array] = {}
-        if columns and any(field.stored for field in fields):
-            stored["tokens"] = _cut_rows(np.asarray(columns["tokens"]), cut, portion)
-        ready = self._others(starts, portion, names)
-        return Compact(shape, stored, [RunField(field, *runs[field.name]) for field in fields], ready)
+        runs = (
+            (Runs(at, token, pieces.size), 1, "tokens"),
+            (Runs(at, token + 1, pieces.size), 1, "tokens"),
+            (Runs(at, np.ones_like(at), np.minimum(bearing, labels_left).clip(0)), 0, None),
+            (Runs(at, position, pieces.size), 1, None),
+        )
+        fields = [RunField(field, *each) for field, each in zip(_FIELDS, runs)]
+        return table_of(shape, columns, names, fields, self._others(starts, portion, names))
 
     # -- defined by the rule ----------------------------------------------------------------------------
 
@@ -294,16 +290,6 @@ def _pieces_of(starts: Starts, own: Slices, num_rows: int, length: int) -> _Piec
     first = keys[np.searchsorted(keys, rows * (length + 1) + offsets, side="right") - 1] % (length + 1)
     ends = np.isin(rows * (length + 1) + stops, keys).astype(np.int64)
     return _Pieces(rows, slices, offsets, stops - offsets, first, ends)
-
-
-def _cut_rows(read: Array, cut: Slices, portion: Portion) -> Array:
-    """Slices of each row, out of the held ones with one more token each; [rows, width of the cut]."""
-    if portion.held is portion.own:
-        return read
-    held = portion.held_row
-    out = np.empty((len(read), int(cut.sizes.sum())), read.dtype)
-    runs_of(cut, Slices(held.sequence, held.start, held.stop + 1), cut.offsets).copy(read, out)
-    return out
 
 
 Edges = tuple[int, ...]

@@ -1,8 +1,8 @@
 """The interface of a sequence rule: two halves, with the delivery between them.
 
-`load` reads *columns*, the compact stored bytes. Only they are sent. `build` turns columns and the plan into
-the fields of a microbatch. It runs on every rank and is pure, so that all deliveries give the same bytes, and
-fields computed from lengths alone are never sent.
+`load` reads *columns*, the compact stored bytes. Only they are sent. `table`, or `build`, turns columns and
+the plan into the fields of a microbatch. It runs on every rank and is pure, so that all deliveries give the
+same bytes, and fields computed from lengths alone are never sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Arrays, Columns
-from meshfeed.errors import OptionError
+from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
@@ -25,9 +25,9 @@ from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
-from meshfeed.sequence.compact import Compact
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.table import FieldTable
 
 _PLAIN = asdict(Machine())
 
@@ -77,7 +77,7 @@ class SequenceRule(Rule):
     @property
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
-        """Every field that `build` can make."""
+        """Every field that it can make."""
 
     def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
         """The draws of a step, with what the rule will need of the index: see `Located`.
@@ -149,7 +149,15 @@ class SequenceRule(Rule):
         """
         return False
 
-    @abstractmethod
+    def table(
+        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
+    ) -> FieldTable | None:
+        """The named fields of this rank, as runs; None for a rule that defines `build`.
+
+        The CPU expands the table, or a GPU. columns: may be None if no stored field is named.
+        """
+        return None
+
     def build(
         self,
         recipe: Recipe,
@@ -158,20 +166,15 @@ class SequenceRule(Rule):
         names: Sequence[str],
         allocate: Allocate,
     ) -> Sequence[Arrays]:
-        """The named fields of this rank, for each microbatch of the portion.
+        """The named fields of this rank, for each microbatch of the portion; by default those of `table`.
 
         columns: may be None if no stored field is named. They are valid until the call returns: copy what is
         kept.
         """
-
-    def compact(
-        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
-    ) -> Compact | None:
-        """What `build` makes, in compact form for a GPU to widen; None for a rule that has no such form.
-
-        It may share memory with the columns.
-        """
-        return None
+        table = self.table(recipe, portion, columns, names)
+        if table is None:
+            raise RecipeError(f"{type(self).__name__} makes no fields; define its table, or its build")
+        return table.built(allocate)
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:
@@ -187,17 +190,17 @@ def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, 
     return (recipe if rule is given else replace(recipe, sequence=rule)), machine
 
 
-def has_compact(rule: SequenceRule) -> bool:
-    """Whether the rule's `compact` agrees with its `build`: a subclass may replace `build` alone."""
-    methods = [vars(kind).keys() & {"build", "compact"} for kind in type(rule).__mro__]
-    return "compact" in next(filter(None, methods))
+def has_table(rule: SequenceRule) -> bool:
+    """Whether the rule's `table` agrees with its `build`: a subclass may replace `build` alone."""
+    methods = [vars(kind).keys() & {"build", "table"} for kind in type(rule).__mro__]
+    return "table" in next(filter(None, methods))
 
 
 class TokenRule(SequenceRule):
     """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token.
 
-    Such a rule serves the further columns of a store too; see `columns`. In its compact form, the runs of
-    tokens, labels and loss mask begin at the same tokens.
+    Such a rule serves the further columns of a store too; see `columns`. In its table, the runs of tokens,
+    labels and loss mask begin at the same tokens.
     """
 
     eod_mask_loss: bool = False

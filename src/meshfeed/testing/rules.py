@@ -15,7 +15,7 @@ from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
 from meshfeed.plan import Packing
 from meshfeed.recipe import Batch, Recipe
-from meshfeed.sequence import Portion, SequenceRule, has_compact
+from meshfeed.sequence import Portion, SequenceRule, has_table
 from meshfeed.testing.difference import difference, require
 
 
@@ -27,8 +27,8 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
 
     Raises AssertionError if a pickled copy of the rule differs; if a field has not its declared dtype, or cp
     splits fields differently; if what one reader holds for several ranks makes other fields than what each
-    reads itself; if the compact form makes other fields; if a field shares memory with the columns; if a
-    field that is not stored needs columns; or if loss_mask and valid_tokens disagree.
+    reads itself; if a device makes other fields from the table; if a field shares memory with the columns; if
+    a field that is not stored needs columns; or if loss_mask and valid_tokens disagree.
     """
     copied: SequenceRule = pickle.loads(pickle.dumps(rule))
     _equal(rule.summary(), copied.summary(), "summary() of a pickled copy")
@@ -91,9 +91,9 @@ def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: s
         list(rule.build(recipe, alone, None, unstored, np.empty)),
         f"{where}: fields that are not stored, built without columns",
     )
-    if has_compact(rule) and (compact := rule.compact(recipe, shared, held, names)) is not None:
-        wide = microbatches_of(shared, compact, OnHost())[0]
-        _equal(made, [each.fields for each in wide], f"{where}: fields from the compact form")
+    if has_table(rule) and (table := rule.table(recipe, shared, held, names)) is not None:
+        wide = microbatches_of(shared, table, OnHost())[0]
+        _equal(made, [each.fields for each in wide], f"{where}: fields that a device makes from the table")
     for arrays in made:
         _equal(sorted(names), sorted(arrays), f"{where}: the fields that are declared, and those made")
         _check_types(rule, arrays, where)

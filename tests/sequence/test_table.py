@@ -1,4 +1,4 @@
-"""The compact form of a portion, widened, against the fields that the rule builds."""
+"""The table of a portion: what a device makes of it, against what the CPU does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import meshfeed as mf
 from meshfeed.columns import Array, Arrays
 from meshfeed.feed.device import OnHost
 from meshfeed.feed.stepping import Stepping
-from meshfeed.sequence import Portion, widened
+from meshfeed.sequence import FieldTable, Portion, RunField, Runs, widened
 from meshfeed.store import IndexedWriter
 from meshfeed.testing import difference
 from soak import cases
@@ -38,7 +38,7 @@ def write(path: Path, dtype: str, sizes: list[int]) -> mf.Recipe:
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, mf.Recipe]:
-    folder = tmp_path_factory.mktemp("compact")
+    folder = tmp_path_factory.mktemp("table")
     sizes = [*np.random.default_rng(4).integers(0, 30, 40).tolist(), 1, 1, 2, 0, 150, 64]
     made = {dtype: write(folder / dtype, dtype, sizes) for dtype in DTYPES}
     both: Any = {dtype: made[dtype].data for dtype in ("uint16", "int32")}
@@ -66,9 +66,9 @@ def check(stepping: Stepping, portion: Portion, stages: list[str]) -> None:
         columns = None
         if any(field.stored for field in fields):
             columns = rule.load(recipe, portion, np.empty)
-        compact = rule.compact(recipe, portion, columns, names)
-        assert compact is not None
-        found = difference(rule.build(recipe, portion, columns, names, np.empty), OnHost().place(compact)[0])
+        table = rule.table(recipe, portion, columns, names)
+        assert table is not None
+        found = difference(rule.build(recipe, portion, columns, names, np.empty), OnHost().place(table)[0])
         assert found is None, found
 
 
@@ -164,18 +164,54 @@ def test_a_device_is_sent_an_eighth_of_the_bytes(rule: Any, tmp_path: Path) -> N
         portion = portions(stepping, 0, is_shared=False)[0]
         columns = rule.load(recipe, portion, np.empty)
         names = [field.name for field in rule.fields]
-        compact = rule.compact(recipe, portion, columns, names)
+        table = rule.table(recipe, portion, columns, names)
         sent: list[int] = []
 
         def copy(array: Array) -> torch.Tensor:
             sent.append(array.nbytes)
             return torch.from_numpy(array.copy())
 
-        widened(compact, copy)
-        sent += [bytes_of(arrays) for arrays in compact.ready]
+        widened(table, copy)
+        sent += [bytes_of(arrays) for arrays in table.ready]
         built = rule.build(recipe, portion, columns, names, np.empty)
         assert sum(map(bytes_of, built)) >= 8 * sum(sent)
 
 
 def bytes_of(arrays: Arrays) -> int:
     return sum(np.asarray(value).nbytes for value in arrays.values())
+
+
+@settings(max_examples=cases(200), deadline=None)
+@given(
+    dtype=st.sampled_from(["int64", "int32", "uint8", "float32", "bool"]),
+    step=st.sampled_from([0, 1]),
+    follows=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_any_runs(dtype: str, step: int, follows: bool, seed: int) -> None:
+    """Runs of all sizes, empty ones too, and columns of which some tokens are in no run, or in several."""
+    rng = np.random.default_rng(seed)
+    ends = np.sort(rng.integers(0, 30, 2 * int(rng.integers(0, 7))))
+    at, size = ends[::2], ends[1::2] - ends[::2]
+    column = rng.integers(0, 200, (2, 30)).astype("uint16")
+    runs = [Runs(at, rng.integers(0, 31, at.size), size) for _ in range(2)]
+    pad = int(rng.integers(0, 2))
+    fields = [
+        RunField(
+            mf.Field(name=name, dtype=dtype, pad=pad), each, 1 if follows else step, "c" if follows else None
+        )
+        for name, each in zip("ab", runs)
+    ]
+    table = FieldTable((3, 10), {"c": column} if follows else {}, fields, [{}, {}, {}])
+    for name, each in zip("ab", runs):
+        wanted = np.full(30, pad).astype(dtype)
+        for a, value, n in zip(each.at, each.start, each.size):
+            values = value + step * np.arange(n)
+            wanted[a : a + n] = column.reshape(-1)[value : value + n] if follows else values
+        found = np.concatenate([arrays[name] for arrays in table.built(np.empty)])
+        np.testing.assert_array_equal(found, wanted.reshape(3, 10))
+    assert difference(table.built(np.empty), OnHost().place(table)[0]) is None
+    taken = {
+        int(t) for each in runs for start, n in zip(each.start, each.size) for t in range(start, start + n)
+    }
+    assert [each.size for each in table.cut().columns.values()] == [len(taken)] * follows

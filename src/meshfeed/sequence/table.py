@@ -1,0 +1,215 @@
+"""A portion's fields as a table: what was read, as stored, and runs.
+
+Along a run, a field counts up, keeps one value, or follows the tokens that were read. `FieldTable.built`
+expands a table on the CPU. A GPU needs only the tokens as stored, 2 or 4 bytes each, and short tables; with
+`widened` it makes the wide fields itself. Both make the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from meshfeed.columns import Allocate, Array, Arrays, Columns, Stacked
+from meshfeed.roles import Field
+from meshfeed.sequence.runs import Longs, Runs
+
+
+@dataclass(frozen=True, slots=True)
+class RunField:
+    """A field as runs: token `runs.at + i` has the value `runs.start + step * i`, for i < `runs.size`.
+
+    Tokens outside all runs are padding.
+
+    Attributes:
+        field: gives name, dtype and padding.
+        runs: ascending and apart; the rows of the field count as one.
+        step: 1 to count up along a run, 0 to keep one value.
+        column: the column that these values are indices into; None if the field has the values themselves.
+    """
+
+    field: Field
+    runs: Runs
+    step: int
+    column: str | None = None
+
+    def write(self, out: Array, column: Array | None = None) -> None:
+        """Fill the field, [tokens]. column: the one that it follows, as one row."""
+        runs, first = self.runs, self.runs.start
+        if column is not None:
+            runs.copy(column, out)
+        elif not self.step and (first[:1] == first).all():
+            out[:] = first[0] if first.size else self.field.pad
+        elif out.dtype.kind in "iu":
+            some = runs.size > 0
+            _count(out, runs.at[some], first[some], self.step)
+        else:
+            for at, value, size in zip(runs.at.tolist(), first.tolist(), runs.size.tolist()):
+                out[at : at + size] = value + self.step * np.arange(size)
+        starts, stops = (runs.at + runs.size).tolist(), runs.at.tolist()
+        for start, stop in zip([0, *starts], [*stops, out.size]):
+            if start < stop:
+                out[start:stop] = self.field.pad
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTable:
+    """The fields of a portion.
+
+    Attributes:
+        shape: rows and tokens of each field, over all microbatches of the portion.
+        columns: name -> real numbers as read, in any shape; indices count them as one row.
+        fields: those that cp splits.
+        ready: the other fields of each microbatch, all small.
+    """
+
+    shape: tuple[int, int]
+    columns: Mapping[str, Array]
+    fields: Sequence[RunField]
+    ready: Sequence[Arrays]
+
+    def built(self, allocate: Allocate) -> Stacked:
+        """The fields of each microbatch."""
+        columns = {name: column.reshape(-1) for name, column in self.columns.items()}
+        rows: dict[str, Array] = {}
+        for each in self.fields:
+            out = rows[each.field.name] = allocate(self.shape, each.field.dtype)
+            each.write(out.reshape(-1), None if each.column is None else columns[each.column])
+        return Stacked(rows, self.ready)
+
+    def cut(self) -> FieldTable:
+        """The same with no more of each column than the fields take, one run after the other."""
+        columns, fields = dict[str, Array](), list(self.fields)
+        for name, column in self.columns.items():
+            mine = [i for i, each in enumerate(fields) if each.column == name]
+            begins, sizes = _union([fields[i].runs for i in mine])
+            before = np.cumsum(sizes) - sizes
+            columns[name] = out = column.reshape(-1)
+            if (total := int(sizes.sum())) == column.size:
+                continue
+            columns[name] = out = np.empty(total, column.dtype)
+            Runs(before, begins, sizes).copy(column.reshape(-1), out)
+            for i in mine:
+                runs = fields[i].runs
+                # an empty run may be outside of all: it takes nothing from anywhere
+                within = np.searchsorted(begins, runs.start, side="right") - 1
+                moved = runs.start + (before - begins)[within] if begins.size else runs.start
+                fields[i] = replace(fields[i], runs=Runs(runs.at, moved, runs.size))
+        return replace(self, columns=columns, fields=fields)
+
+
+def table_of(
+    shape: tuple[int, int],
+    columns: Columns | None,
+    names: Sequence[str],
+    fields: Sequence[RunField],
+    ready: Sequence[Arrays],
+) -> FieldTable:
+    """The table of the named ones of some fields. Without columns, fields that follow one are left out."""
+    made = [each for each in fields if each.field.name in names and (columns or each.column is None)]
+    used = {each.column: np.asarray(columns[each.column]) for each in made if columns and each.column}
+    return FieldTable(shape, used, made, ready)
+
+
+def _union(runs: Sequence[Runs]) -> tuple[Longs, Longs]:
+    """Begins and sizes of the ranges that runs cover together, ascending and apart."""
+    start, size = (np.concatenate([getattr(each, name) for each in runs]) for name in ("start", "size"))
+    order = start[some := np.flatnonzero(size)].argsort(kind="stable")
+    start, stop = start[some][order], (start + size)[some][order]
+    reach = np.maximum.accumulate(stop)
+    is_new = np.append(True, start[1:] > reach[:-1])[: start.size]
+    begins = start[is_new]
+    return begins, reach[np.append(is_new[1:], True)[: start.size]] - begins
+
+
+def _count(row: Array, at: Longs, first: Longs, by: int) -> None:
+    """From each index `at` on, count from `first` in steps of `by`; int64 [m], `at` ascending."""
+    row[:] = by
+    # as differences, summed in place: no loop over runs, and no allocation of this size
+    reached = np.append(by * at[:1], first[:-1] + by * (np.diff(at) - 1))
+    row[at] = first - reached
+    np.cumsum(row, out=row, dtype=row.dtype)
+
+
+def widened(table: FieldTable, copy: Callable[[Array], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of `table.fields`, each [rows, tokens]; on every device equal to those of `built`.
+
+    copy: array -> tensor on the device; called once for each column, and once for all tables.
+    """
+    table = table.cut()
+    tables = _Tables(table, copy)
+    columns = {name: _Column(array, copy) for name, array in table.columns.items()}
+    made: dict[str, torch.Tensor] = {}
+    for each in table.fields:
+        runs = each.runs
+        run, along = tables.place(runs.at)
+        padding = along >= tables.of(runs.size)[run]
+        value = tables.of(runs.start)[run]
+        if each.step:
+            value += along
+        if each.column is not None:
+            value = columns[each.column].values_at(value.masked_fill_(padding, 0))
+        value.masked_fill_(padding, each.field.pad)
+        made[each.field.name] = _converted(value, each.field.dtype).view(table.shape)
+    return made
+
+
+class _Tables:
+    """The arrays of all runs on the device, moved there by one copy; arrays that fields share, once.
+
+    Each gets a run of size 0 in front, which holds the padding before the first run.
+    """
+
+    def __init__(self, table: FieldTable, copy: Callable[[Array], torch.Tensor]) -> None:
+        arrays: dict[int, Longs] = {}
+        for runs in (each.runs for each in table.fields):
+            arrays |= {id(array): array for array in (runs.at, runs.size, runs.start)}
+        if arrays:
+            flat = np.concatenate(
+                [part for array in arrays.values() for part in ((0,), array)], dtype=np.int64
+            )
+            parts = copy(flat).split([array.size + 1 for array in arrays.values()])
+            self._parts = dict(zip(arrays, parts))
+            self._token = torch.arange(table.shape[0] * table.shape[1], device=parts[0].device)
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, array: Longs) -> torch.Tensor:
+        """An array of some runs on the device."""
+        return self._parts[id(array)]
+
+    def place(self, at: Longs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The run that each token belongs to, and how far along; int64 [rows * tokens] each."""
+        if id(at) not in self._places:
+            run = torch.bucketize(self._token, self.of(at), right=True) - 1
+            self._places[id(at)] = run, self._token - self.of(at)[run]
+        return self._places[id(at)]
+
+
+class _Column:
+    """A column on the device. Unsigned integers go as signed ones: few operations of torch take them."""
+
+    def __init__(self, array: Array, copy: Callable[[Array], torch.Tensor]) -> None:
+        flat = np.ascontiguousarray(array).reshape(-1) if array.size else np.zeros(1, array.dtype)
+        self._is_float, self._mask = flat.dtype.kind == "f", None
+        if flat.dtype.name in ("uint16", "uint32"):
+            self._mask = np.iinfo(flat.dtype).max
+        if flat.dtype.kind == "u" and flat.itemsize > 1:
+            flat = flat.view(f"i{flat.itemsize}")
+        self._values = copy(flat)
+
+    def values_at(self, index: torch.Tensor) -> torch.Tensor:
+        """The values at some indices; int64, or the column's own floating-point type."""
+        values = self._values[index]
+        if self._is_float:
+            return values
+        return values.long() if self._mask is None else values.long().bitwise_and_(self._mask)
+
+
+def _converted(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Values in a field's type, wrapped around like NumPy's."""
+    if dtype in ("uint16", "uint32", "uint64"):
+        return values.to(getattr(torch, dtype.removeprefix("u"))).view(getattr(torch, dtype))
+    return values.to(getattr(torch, dtype))
