@@ -1,4 +1,8 @@
-"""meshfeed calibrate: what a transformer layer costs on this machine, so that plans balance real time."""
+"""meshfeed calibrate: what a transformer layer costs on this machine, so that plans balance real time.
+
+It is a command and no benchmark of this repository: users run it on their own GPUs, for their own model, and
+give its CSV to `meshfeed plan` and `CostModel.from_csv`.
+"""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def _add(group: Any, each: Field[Any], hint: Any) -> None:
     elif get_origin(hint) is list:
         how |= {} if "nargs" in how else {"action": "append"}
     elif hint in _KINDS:
-        metavar, read = _KINDS[hint]
-        how = {**{"metavar": metavar, "type": read(least)}, **how}
+        metavar, convert, advice = _KINDS[hint]
+        how = {"metavar": metavar, "type": _reader(convert, advice, least)} | how
     if (default := each.default) is not MISSING:
         how["default"] = default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -144,14 +144,14 @@ def refuse_given(options: Any, names: Iterable[str], why: str) -> None:
 # -- how values are read ------------------------------------------------------------------------------
 
 
-def _reads(convert: Callable[[str], Any], hint: str) -> Callable[[str], Any]:
-    """Reads what `convert` does; where it raises ValueError, the hint says what to write."""
+def _reader(convert: Callable[[str, int], Any], hint: str, least: int = 1) -> Callable[[str], Any]:
+    """Reads a value by `convert(text, least)`; where that raises ValueError, the hint says what to write."""
 
     def read(text: str) -> Any:
         try:
-            return convert(text)
+            return convert(text, least)
         except ValueError as bad:
-            raise argparse.ArgumentTypeError(f"{text!r}: {hint}") from bad
+            raise argparse.ArgumentTypeError(f"{text!r}: {hint.format(least=least)}") from bad
 
     return read
 
@@ -162,23 +162,19 @@ def _number(text: str, least: int) -> int:
     return number
 
 
-def _amount(text: str) -> float:
+def _amount(text: str, _: int) -> float:
     if not 0 < (number := float(text)) < float("inf"):
         raise ValueError
     return number
 
 
-def _share(text: str) -> float:
+def _share(text: str, _: int) -> float:
     if not 0 <= (number := float(text)) < 1:
         raise ValueError
     return number
 
 
-read_share = _reads(_share, "write a share from 0 to below 1")
-"""The `type` of an option that is a share."""
-
-
-def _span(text: str) -> range:
+def _span(text: str, _: int) -> range:
     """first:stop, or one number alone."""
     first, colon, stop = text.partition(":")
     if not (found := range(int(first), int(stop) if colon else int(first) + 1)) or found.start < 0:
@@ -186,28 +182,28 @@ def _span(text: str) -> range:
     return found
 
 
-_KINDS: Mapping[Any, tuple[str, Callable[[int], Callable[[str], Any]]]] = {
-    int: ("N", lambda least: _reads(lambda text: _number(text, least), f"write a whole number from {least}")),
+read_share = _reader(_share, "write a share from 0 to below 1")
+"""The `type` of an option that is a share."""
+
+_KINDS: Mapping[Any, tuple[str, Callable[[str, int], Any], str]] = {
+    int: ("N", _number, "write a whole number from {least}"),
     int | Literal["fewest"]: (
         "N",
-        lambda least: _reads(
-            lambda text: text if text == "fewest" else _number(text, least),
-            f"write a whole number from {least}, or fewest",
-        ),
+        lambda text, least: text if text == "fewest" else _number(text, least),
+        "write a whole number from {least}, or fewest",
     ),
     tuple[int, ...]: (
         "N,...",
-        lambda least: _reads(
-            lambda text: tuple(_number(part, least) for part in text.split(",")),
-            f"write whole numbers from {least}, several joined by commas, such as 4,6",
-        ),
+        lambda text, least: tuple(_number(part, least) for part in text.split(",")),
+        "write whole numbers from {least}, several joined by commas, such as 4,6",
     ),
-    float: ("X", lambda least: _reads(_amount, "write a number above 0")),
-    range: ("A:B", lambda least: _reads(_span, "write first:stop, such as 0:4, or one number")),
+    float: ("X", _amount, "write a number above 0"),
+    range: ("A:B", _span, "write first:stop, such as 0:4, or one number"),
     datetime.date: (
         "DATE",
-        lambda least: _reads(datetime.date.fromisoformat, "write a date such as 2025-06-01"),
+        lambda text, _: datetime.date.fromisoformat(text),
+        "write a date such as 2025-06-01",
     ),
-    Path: ("FILE", lambda least: Path),
+    Path: ("FILE", lambda text, _: Path(text), "write a path"),
 }
-"""Type -> how its value is called in help, and how it is read. Other values stay text."""
+"""Type -> how its value is called in help, how it is read, and what to write. Other values stay text."""

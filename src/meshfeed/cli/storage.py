@@ -1,4 +1,8 @@
-"""What `doctor` looks at in storage: the cache folder, a disk, a remote object."""
+"""What `doctor` checks in storage: the cache folder, a disk, a remote object.
+
+It times a disk and some requests, too. These probes belong to the command: users diagnose a slow run on the
+machine that is slow, where this package is installed and the repository's benchmarks are not.
+"""
 
 from __future__ import annotations
 

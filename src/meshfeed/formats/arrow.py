@@ -1,4 +1,4 @@
-"""Arrow as a token store, as Hugging Face `datasets` saves it: a document per row, read where it lies."""
+"""Arrow as a token store, as Hugging Face `datasets` saves it: a document per row, read in place."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import joined
 
 STATE = "state.json"
-"""In a folder of `save_to_disk`: the names of its data files."""
+"""File in a folder of `save_to_disk` that names its data files."""
 SPLITS = "dataset_dict.json"
-"""In a folder with several of these: their names."""
+"""File in a folder of several such folders that names them."""
 _ROWS_TOGETHER = 1024
 
 
 class ArrowStore(DocumentFiles):
     """Arrow streams or files; each row is a document, its tokens in one column of lists or of text.
 
-    To find the lengths of lists, only their offsets are read. Tokens are read where they lie, and only those
-    that are asked for. Their dtype is the least of uint16, int32 and int64 that holds all numbers of the
-    column's type. A shard is a file. Needs pyarrow. See `DocumentFiles`.
+    Lengths of lists come from their offsets alone. Only requested tokens are read, in place. Their dtype is
+    the smallest of uint16, int32 and int64 that holds all numbers of the column's type. A shard is a file.
+    Needs pyarrow. See `DocumentFiles`.
     """
 
     format = "arrow"
@@ -46,17 +46,17 @@ class ArrowStore(DocumentFiles):
 
     @property
     def largest_token(self) -> int | None:
-        """That of text; lists are not read for the index."""
+        """The largest token of text; lists are not read for the index."""
         return super().largest_token if self._column.is_text else None
 
     def check(self) -> ArrowStore:
-        """Load tokenizer and pyarrow, and look whether the files are there."""
+        """Load tokenizer and pyarrow, and check that the files exist."""
         _ = arrow_for(self.path, "Arrow")
         super().check()
         return self
 
     def beside(self) -> Mapping[str, DocumentFiles]:
-        """Every other column of the first file, as a store whose tokens it is."""
+        """Each other column of the first file, as a token store."""
         with self._files[0] as file, typed_arrow(file.url):
             schema = schema_of(arrow_for(file.url, "Arrow"), file)
         mine = name_in(schema, self._column.names, file.url)
@@ -66,7 +66,7 @@ class ArrowStore(DocumentFiles):
     # -- the index --------------------------------------------------------------------------------------
 
     def _spans(self) -> list[FileSpan]:
-        """Whole files: of each, little is read."""
+        """Whole files: little of each is read."""
         return [FileSpan(i, 0, file.size_bytes) for i, file in enumerate(self._files)]
 
     def _scan(self, span: FileSpan) -> Mapping[str, Array]:
@@ -155,7 +155,7 @@ class ArrowStore(DocumentFiles):
         return np.dtype(str(self._index["dtype"][f]))
 
     def _bytes(self, f: int, pieces: Pieces, mine: I64) -> tuple[I64, I64]:
-        """Bytes (begin, size) of some pieces of lists, which are of one file."""
+        """Bytes (begin, size) of some pieces of lists, all of one file."""
         width = self._dtype_of(f).itemsize
         begins = self._index["at"][pieces.documents[mine]] + pieces.begin[mine] * width
         return begins, pieces.lengths[mine] * width
@@ -203,7 +203,7 @@ class ArrowFormat(DocumentFilesFormat):
     suffix, store = ".arrow", ArrowStore
 
     def files(self, place: Place) -> list[ByteFile] | None:
-        """Those that state.json names, in its order, also where HTTP lists nothing; else as other formats.
+        """The files that state.json names, in its order, also over HTTP; else as for other formats.
 
         Raises StoreError for several splits, rows that are reordered by an index, or no data file.
         """
@@ -231,12 +231,12 @@ class ArrowFormat(DocumentFilesFormat):
 
 
 def _holds(place: Place, name: str) -> bool:
-    """Whether a folder has such a file; asked for by its name where nothing is listed."""
+    """Whether a folder has such a file; requested by name if folders cannot be listed."""
     return place.holds(place.within, name) if is_http(place.given) else name in place.names
 
 
 def _splits(place: Place) -> list[str]:
-    """The splits of a DatasetDict: its folders, or, where nothing is listed, those that it names."""
+    """The splits of a DatasetDict: its folders, or, if they cannot be listed, those that it names."""
     if not is_http(place.given):
         return sorted({name.partition("/")[0] for name in place.names if "/" in name})
     file = place.within.file(SPLITS)

@@ -1,8 +1,7 @@
-"""Where the rows of one column lie in an Arrow stream, or in an Arrow file, which has a footer.
+"""Byte positions of the rows of one column in an Arrow stream, or in an Arrow file, which has a footer.
 
-pyarrow reads the record batches without copying, so that the address of what it gives tells where in the file
-that lies. A file of this machine is mapped, so little more than the offsets of the column is read; a remote
-stream is read through.
+pyarrow reads record batches without copying, so the address of a buffer gives its position in the file. A
+local file is mapped, so little more than the offsets of the column is read; a remote stream is read through.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshfeed.store.base import I64
 _FILE_MAGIC = b"ARROW1"
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 _INLINE_BYTES = 12
-"""A view of no more text has it within itself."""
+"""Text up to this size is stored in the view itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,10 @@ class ArrowColumn:
 
 
 def column_of(arrow: Any, schema: Any, name: str, where: str, how: TokenColumn) -> ArrowColumn:
-    """The column of a name. how: it is used. Raises OptionError for any but text or lists of fit numbers."""
+    """The column of a name. how: the column's use.
+
+    Raises OptionError for any type but text or lists of fitting numbers.
+    """
     types, index = arrow.types, schema.names.index(name)
     kind = declared = schema.field(index).type
     if isinstance(kind, arrow.BaseExtensionType):  # `datasets`, if it is imported, registers types of its own
@@ -72,7 +74,7 @@ def column_of(arrow: Any, schema: Any, name: str, where: str, how: TokenColumn) 
         raise OptionError(f"{where}: column {name!r} is {declared}, where {belongs}")
     if not is_text and types.is_boolean(of_list):
         raise OptionError(
-            f"{where}: column {name!r} is {declared}: bits are not read where they lie; cast it to int8, as "
+            f"{where}: column {name!r} is {declared}: bits cannot be read in place; cast it to int8, as "
             f"cast_column({name!r}, List(Value('int8'))) of datasets does, or save it as Parquet"
         )
     dtype = np.dtype(np.uint8 if is_text else of_list.to_pandas_dtype())
@@ -95,7 +97,7 @@ def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Reco
         reader, is_file = _opened(arrow, file, source.stream)
         for batch in _in_file(reader) if is_file else _in_stream(reader, file, source):
             values = batch.column(column.index)
-            values.validate()  # that its buffers hold its length, which is taken on trust
+            values.validate()  # checks that its buffers hold its length, which is trusted below
             values = getattr(values, "storage", values)
             found = _BatchRows(arrow, source, column, first, file.url).located(values)
             yield found
@@ -107,16 +109,16 @@ def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Reco
 
 
 class _Source(Protocol):
-    """A file as pyarrow reads it, and where in the file lies what it gives."""
+    """A file as pyarrow reads it, and the positions of its buffers in the file."""
 
     stream: Any
 
     def place_of(self, buffer: Any) -> int | None:
-        """The byte of the file at which a buffer's memory begins; None where it is a copy."""
+        """The byte of the file at which a buffer begins; None if the buffer is a copy."""
         ...
 
     def forget(self, values: Any) -> None:
-        """These values have been looked at."""
+        """Release what was kept for these values."""
         ...
 
 
@@ -137,7 +139,7 @@ class _MappedSource:
 
 
 class _RemoteSource(RawStream):
-    """A remote file; what is read of it is kept until its values have been looked at."""
+    """A remote file. What is read is kept until its values have been located."""
 
     def __init__(self, arrow: Any, file: ByteFile) -> None:
         super().__init__(file)
@@ -201,7 +203,10 @@ class _BatchRows:
     url: str
 
     def located(self, values: Any) -> RecordBatch:
-        """Where the values lie. Raises StoreError for a null, and for what is not in the file as it is."""
+        """Positions of the values.
+
+        Raises StoreError for a null, and for values that are not stored as they are.
+        """
         refuse_null_row(values, self._where, is_text=self.column.is_text)
         if hasattr(values, "dictionary"):
             words, keys = self.located(values.dictionary), values.indices.to_numpy().astype(np.int64)
@@ -223,7 +228,7 @@ class _BatchRows:
 
     def _damaged(self) -> StoreError:
         return StoreError(
-            f"{self.url}: rows from {self.first} on: values that lie nowhere; copy the file again"
+            f"{self.url}: rows from {self.first} on: offsets outside the data; copy the file again"
         )
 
     def _place(self, buffer: Any) -> int:
@@ -256,7 +261,7 @@ class _BatchRows:
         return begins, sizes
 
     def _views(self, values: Any) -> RecordBatch:
-        """A view is its size, then the text, or its first bytes, its buffer, and where in that."""
+        """A view is its size, then the text itself, or its first bytes, its buffer, and the offset in it."""
         _, views, *data = values.buffers()
         words = np.frombuffer(views, np.int32, 4 * len(values)).reshape(-1, 4).astype(np.int64)
         sizes, which, begins = words[:, 0], words[:, 2], words[:, 3]

@@ -1,4 +1,4 @@
-"""Files of documents that say nowhere how long these are, as a token store; jsonl and parquet build on it."""
+"""Files that do not record document lengths, as a token store. JSON lines, Parquet and Arrow build on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshfeed.store.open import stores_inside
 VERSION = 1
 """Part of the fingerprint."""
 _INDEX_VERSION = 3
-"""Of the index: part of its key, so that a change here never meets an old one."""
+"""Part of the index's key: after a change here, an old index is never used."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
@@ -42,7 +42,7 @@ _NUM_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """A part of a file that is indexed as one: what begin and end count, the format says."""
+    """A part of a file that is indexed as one. The unit of begin and end depends on the format."""
 
     file: int
     begin: int
@@ -52,14 +52,14 @@ class FileSpan:
 class DocumentFiles(ForeignColumns):
     """Records in files, each a document, as one stream of tokens.
 
-    Making one only remembers. What counts documents or tokens reads the files through once per node, one
-    process for all, and keeps what it finds in the cache; the rest wants `with store:`. Threads may share an
-    entered store. Pickled or copied, it arrives not entered.
+    The constructor only stores its arguments. To count documents or tokens, one process per node reads the
+    files once and keeps the result in the cache. Use everything else inside `with store:`. Threads may share
+    an entered store. A pickled or copied store is not entered.
 
     Args:
         path: what messages call it.
         files: of the records, in order.
-        column: which one is the tokens, and how.
+        column: which one holds the tokens, and how.
         cache: where the lengths index is kept.
 
     All methods raise StoreError, naming file and record.
@@ -86,11 +86,11 @@ class DocumentFiles(ForeignColumns):
     def _joined(
         self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
     ) -> Mapping[str, Array]:
-        """Its own arrays, of all parts."""
+        """Arrays of the format itself, of all parts."""
 
     @abstractmethod
     def _tokens(self, documents: I64) -> list[Array]:
-        """All tokens of each document, as often as it is named."""
+        """All tokens of each document; a document may be given several times."""
 
     @abstractmethod
     def _announce(self, pieces: Pieces) -> None:
@@ -105,7 +105,7 @@ class DocumentFiles(ForeignColumns):
 
     @property
     def stats(self) -> FileStats:
-        """What reading has cost so far, making the index too."""
+        """The cost of reading so far, including the index."""
         return sum((file.stats for file in self._files), FileStats())
 
     @property
@@ -117,10 +117,10 @@ class DocumentFiles(ForeignColumns):
     def fingerprint(self) -> str:
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
 
-        What is used of LOSS_COLUMNS is part of it; to know what there is, token lists are indexed.
+        The LOSS_COLUMNS in use are part of it, so token lists are indexed to find them.
 
-        On the Hub, it has the Hub's hashes instead of blocks; elsewhere, it is the same wherever the files
-        lie. It tells two corpora apart, not a single changed token.
+        On the Hub, its hashes replace the blocks; elsewhere, the digest does not depend on the path. It
+        detects another corpus, not a single changed token.
         """
         return self._fingerprint
 
@@ -160,7 +160,7 @@ class DocumentFiles(ForeignColumns):
         return self._cache
 
     def beside(self) -> Mapping[str, DocumentFiles]:
-        """LOSS_COLUMNS, where the files have them; a format adds what else it reads."""
+        """LOSS_COLUMNS that the files have; a format adds other columns that it reads."""
         return self._columns_of_loss()
 
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
@@ -190,7 +190,7 @@ class DocumentFiles(ForeignColumns):
         return int(self._index["most"][0])
 
     def check(self) -> Self:
-        """Load the tokenizer, and look whether the files are there."""
+        """Load the tokenizer, and check that the files exist."""
         self._column.check()
         for file in self._files:
             _ = file.size_bytes
@@ -276,8 +276,8 @@ class DocumentFiles(ForeignColumns):
 def sampled_digest(head: str, files: Sequence[ByteFile]) -> str:
     """Hex digest of a text, and of the sizes and sampled blocks of files.
 
-    On the Hub it is of its hashes of all bytes, which take no requests, so that a copy has another digest.
-    Anywhere else it is the same wherever the files lie.
+    On the Hub, its hashes of all bytes are used, which takes no requests; a copy elsewhere has another
+    digest. Anywhere else, the digest does not depend on the path.
     """
     digest = hashlib.blake2b(head.encode(), digest_size=16)
     for file in files:
@@ -299,7 +299,7 @@ def read_bytes(file: ByteFile, begin: int, end: int) -> bytes:
 
 
 class DocumentFilesFormat(StoreFormat):
-    """A file of documents, or a folder of such. Subclasses say which suffix they have."""
+    """A file of documents, or a folder of them. Subclasses give the suffix."""
 
     options = ("column", "tokenizer")
     suffix: ClassVar[str]

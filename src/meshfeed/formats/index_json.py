@@ -1,4 +1,4 @@
-"""index.json of a dataset, field by field: each is what it should be, or an error names file and field."""
+"""index.json of a dataset, read field by field. An error names the file and the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshfeed.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class IndexReader:
-    """Fields of a foreign index. `where` is the path of what is given; every method raises StoreError.
+    """Fields of a foreign index. `where` is the path of the given object; every method raises StoreError.
 
     Attributes:
         url: of the index.
@@ -26,7 +26,7 @@ class IndexReader:
         raise StoreError(f"{self.url}: {where} {what}; recreate the index, or copy it again")
 
     def json(self, text: bytes | str, where: str = "it") -> Any:
-        """What a text says."""
+        """A text, parsed."""
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:

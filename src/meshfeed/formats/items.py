@@ -1,4 +1,4 @@
-"""A file of items that begins with a table of where they lie, as MDS and litdata write them.
+"""A file of items that begins with a table of their positions, as MDS and litdata write it.
 
 Little-endian. An item gives the sizes of some of its values, then the values:
 
@@ -37,7 +37,7 @@ class Column:
 
 
 class Head(ABC):
-    """What lies before the elements of an array."""
+    """The header of an array, before its elements."""
 
     @abstractmethod
     def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
@@ -54,23 +54,23 @@ class Head(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """What the items of all shards are made of.
+    """The layout of items, the same in all shards.
 
     Attributes:
         noun: what messages call one.
         sizes: bytes of each column's values; None where values differ.
-        told: the columns whose sizes an item gives, in words before its values. Where a size differs and is
-            not told, the value takes what the others leave.
+        stored_sizes: the columns whose sizes an item stores, in words before its values. A value whose size
+            varies and is not stored takes the bytes that the others leave.
         at: the column of the tokens.
         dtype: of the tokens, little-endian.
-        head: of an array of tokens; None where nothing lies before them.
+        head: header of an array of tokens; None if there is none.
         num_tokens: of every item; None where items differ.
-        has_gap: whether bytes of the format may lie between the table and the first item.
+        has_gap: whether there may be other bytes between the table and the first item.
     """
 
     noun: str
     sizes: tuple[int | None, ...]
-    told: tuple[int, ...]
+    stored_sizes: tuple[int, ...]
     at: int
     dtype: np.dtype[Any]
     head: Head | None = None
@@ -79,8 +79,8 @@ class Items:
 
     @property
     def least_bytes(self) -> int:
-        """That an item has at least."""
-        return 4 * len(self.told) + sum(size or 0 for size in self.sizes)
+        """Size of the smallest possible item."""
+        return 4 * len(self.stored_sizes) + sum(size or 0 for size in self.sizes)
 
 
 class ItemsFile:
@@ -111,9 +111,9 @@ class ItemsFile:
     def places(self) -> tuple[I64, I64]:
         """(byte where its tokens begin, tokens) of every item; int64 [count] each.
 
-        By the table alone where that tells, else by the heads of all items, for which the whole file is
-        announced. Where it is for arrays to tell their shapes, they are taken to have one dimension if their
-        sizes fit that, and the first and the last of the file do.
+        From the table alone if that is enough, else from the headers of all items, for which the whole file
+        is announced. Arrays that store their shapes are assumed to have one dimension if their sizes allow it
+        and the first and the last array of the file have one.
         """
         found = self._by_table()
         if found is not None:
@@ -122,9 +122,9 @@ class ItemsFile:
         return np.concatenate(begins), np.concatenate(counts)
 
     def verify(self) -> None:
-        """Look at every item, and raise where what `places` takes for granted does not hold of one."""
-        told, found = self._by_table(), self._tokens_of(np.arange(self._count))
-        wrong = np.zeros(0) if told is None else (told[0] != found[0]) | (told[1] != found[1])
+        """Check every item, and raise where an assumption of `places` is wrong."""
+        guessed, found = self._by_table(), self._tokens_of(np.arange(self._count))
+        wrong = np.zeros(0) if guessed is None else (guessed[0] != found[0]) | (guessed[1] != found[1])
         if wrong.any():
             i = int(wrong.argmax())
             raise StoreError(
@@ -137,12 +137,12 @@ class ItemsFile:
         items, begins, wholes = self.items, self._offsets[which], np.diff(self._offsets)[which]
         fixed = np.array([size or 0 for size in items.sizes], np.int64)
         sizes = np.tile(fixed, (which.size, 1))
-        if items.told:
-            sizes[:, items.told] = self.words(begins, len(items.told))
+        if items.stored_sizes:
+            sizes[:, items.stored_sizes] = self.words(begins, len(items.stored_sizes))
         elif None in items.sizes:
             sizes[:, items.sizes.index(None)] = wholes - items.least_bytes
         known = [at for at, size in enumerate(items.sizes) if size is not None]
-        lead = 4 * len(items.told)
+        lead = 4 * len(items.stored_sizes)
         wrong = (lead + sizes.sum(axis=1) != wholes) | (sizes[:, known] != fixed[known]).any(axis=1)
         if wrong.any():
             i = int(wrong.argmax())
@@ -203,7 +203,7 @@ class ItemsFile:
     def _by_table(self) -> tuple[I64, I64] | None:
         items = self.items
         size, before, after = items.sizes[items.at], items.sizes[: items.at], items.sizes[items.at + 1 :]
-        begins = self._offsets[:-1] + 4 * len(items.told) + sum(each or 0 for each in before)
+        begins = self._offsets[:-1] + 4 * len(items.stored_sizes) + sum(each or 0 for each in before)
         ends = self._offsets[1:] - sum(each or 0 for each in after)
         if size is not None and None not in before:
             ends = begins + size
@@ -239,9 +239,9 @@ class ItemsFile:
 
     def _counted(self, begins: I64, sizes: I64) -> tuple[I64, I64]:
         """(first byte, number) of the tokens in some bytes."""
-        dtype, told = self.items.dtype, self.items.num_tokens
+        dtype, expected = self.items.dtype, self.items.num_tokens
         counts, rest = np.divmod(sizes, dtype.itemsize)
         self.refuse(begins, (sizes < 0) | (rest != 0), f"no whole number of {dtype.name}")
-        if told is not None:
-            self.refuse(begins, counts != told, f"not the {told} tokens that its encoding says")
+        if expected is not None:
+            self.refuse(begins, counts != expected, f"not the {expected} tokens that its encoding says")
         return begins, counts

@@ -1,4 +1,4 @@
-"""JSON lines as a token store: a document per line, read by the byte where its line begins."""
+"""JSON lines as a token store: a document per line, read from the byte at which its line begins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_LINE_BYTES = 1 << 28
 class JsonlStore(DocumentFiles):
     """Files of JSON objects, one in a line; each is a document, its tokens in one column.
 
-    A line of white space alone is none. A shard is a file. See `DocumentFiles`.
+    Lines of white space are skipped. A shard is a file. See `DocumentFiles`.
     """
 
     format = "jsonl"
@@ -41,7 +41,7 @@ class JsonlStore(DocumentFiles):
         return self._index["file_ends"]
 
     def _spans(self) -> list[FileSpan]:
-        """Bytes of files; a line is of the span in which it begins."""
+        """Bytes of files; a line belongs to the span in which it begins."""
         return [
             FileSpan(i, begin, min(begin + _SPAN_BYTES, file.size_bytes))
             for i, file in enumerate(self._files)
@@ -112,7 +112,7 @@ class JsonlStore(DocumentFiles):
             record = record_of(line, partial(where, i))
             if beside is not None:
                 beside[:] |= [name in record for name in LOSS_COLUMNS]
-            wrong = StoreError if begins[i] else OptionError  # the first line has the columns that there are
+            wrong = StoreError if begins[i] else OptionError  # the first line shows which columns exist
             return value_in(record, self._column.names, partial(where, i), wrong)
 
         return self._column.encoded([value(i, line) for i, line in enumerate(lines)], where)
@@ -132,19 +132,19 @@ def value_in(
     where: Callable[[], str],
     wrong: type[StoreError] = StoreError,
 ) -> Any:
-    """The value of the first of some columns that a record has. Raises `wrong`, naming the place."""
+    """The value of the first of `names` that a record has. Raises `wrong`, with the file and line."""
     for name in names:
         if name in record:
             return record[name]
     there = ", ".join(map(repr, list(record)[:8])) or "nothing"
     hint = hint_for(names, has_text=isinstance(record.get("text"), str))
     if any(name.partition(".")[0] in record for name in names):
-        hint = f"what lies in another is not reached: lift it first, as jq -c '{{text: .{names[0]}}}' does"
+        hint = f"nested keys are not searched: lift the key first, as jq -c '{{text: .{names[0]}}}' does"
     raise wrong(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
 
 
 def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
-    """What a line says. Raises StoreError, naming the place."""
+    """The object in a line. Raises StoreError, with the file and line."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -157,9 +157,9 @@ def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
 def lines_of(file: ByteFile, span: FileSpan, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Where each line that begins in the span begins, and the line without its newline.
 
-    In place of a line longer than `most_bytes` comes None, and it is not kept in memory.
+    For a line longer than `most_bytes`, None is yielded, and the line is not kept in memory.
     """
-    # The line that holds the byte before the span is not of it, even if nothing but its newline is there.
+    # The byte before the span belongs to a line of the previous span, even if it is that line's newline.
     first = max(span.begin - 1, 0)
     pieces = _pieces_from(file, first, span.end)
     return split_lines(pieces, most_bytes, at=first, stop=span.end, within=span.begin > 0)
@@ -178,10 +178,10 @@ def _bounded_lines(file: ByteFile, span: FileSpan) -> Iterator[tuple[int, bytes]
 def split_lines(
     pieces: Iterable[bytes], most_bytes: int, *, at: int = 0, stop: int | None = None, within: bool = False
 ) -> Iterator[tuple[int, bytes | None]]:
-    """The lines in some bytes that come in pieces, as `lines_of` yields them.
+    """The lines in a sequence of pieces, as `lines_of` yields them.
 
-    at: where the first piece begins. stop: lines that begin there or later are left out; None for no end.
-    within: whether the first piece begins within a line, which is left out.
+    at: byte at which the first piece begins. stop: lines from this byte on are skipped; None for no end.
+    within: whether the first piece begins within a line, which is skipped.
     """
     here, rest, dropping = at, b"", within
     for piece in pieces:
@@ -207,7 +207,7 @@ def split_lines(
 
 
 def _pieces_from(file: ByteFile, begin: int, stop: int) -> Iterator[bytes]:
-    """The bytes of a file in pieces, in large ones up to `stop`."""
+    """The bytes of a file in pieces, large ones up to `stop`."""
     size, beyond = file.size_bytes, _BEYOND_BYTES
     while begin < size:
         if begin < stop:

@@ -1,4 +1,4 @@
-"""litdata's datasets as a token store; what is pickled stays so."""
+"""litdata's datasets as a token store. Pickles are never loaded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ZSTD_HEAD_BYTES = 18
 
 
 class LitdataStore(ShardedStore):
-    """A litdata dataset: a document is the tokens of an item as it was written, and documents lie end to end.
+    """A litdata dataset: a document is the tokens of an item as it was written; documents follow each other.
 
-    litdata's own TokensLoader knows no items when it reads: it cuts the tokens of each chunk into blocks of
-    one size, leaves out what remains at a chunk's end, and shuffles blocks. Here no token is left out:
+    litdata's own TokensLoader ignores items when it reads: it cuts the tokens of each chunk into blocks of
+    one size, drops the rest at a chunk's end, and shuffles blocks. Here no token is dropped:
     `Windows` cuts the stream of all chunks, and `Documents` gives the items back.
 
     Args:
@@ -36,10 +36,10 @@ class LitdataStore(ShardedStore):
         column: of the tokens, by its path in the item ("meta.ids"); None takes "tokens", "input_ids", or the
             only tensor or array of integers. One of several dimensions is read row by row.
 
-    How long documents are is in each chunk's head where nothing but their tokens differs in length. Else
-    every item has to be looked at: the first process of a node to ask fetches the whole dataset once.
+    If nothing but the tokens varies in length, the lengths of documents are in each chunk's head. Otherwise
+    every item must be read: the first process of a node fetches the whole dataset once.
 
-    Raises StoreError for what is encrypted, compressed item by item, or no integers.
+    Raises StoreError for data that are encrypted, compressed item by item, or not integers.
     """
 
     kind, format = "litdata", "litdata"
@@ -56,7 +56,7 @@ class LitdataStore(ShardedStore):
 
     @property
     def _fields(self) -> Sequence[Column]:
-        """Those that items hold: TokensLoader keeps only the first."""
+        """The columns of an item; TokensLoader keeps only the first."""
         return self._index.columns[:1] if self._index.is_bare else self._index.columns
 
     def _laid_out(self) -> Items:
@@ -73,8 +73,8 @@ class LitdataStore(ShardedStore):
 
     def _made_of(self, at: int, dtype: np.dtype[Any], head: Head | None = None) -> Items:
         sizes = tuple(field.size_bytes for field in self._fields)
-        told = () if self._index.is_bare else tuple(range(len(sizes)))
-        return Items(noun="item", sizes=sizes, told=told, at=at, dtype=dtype, head=head)
+        stored = () if self._index.is_bare else tuple(range(len(sizes)))
+        return Items(noun="item", sizes=sizes, stored_sizes=stored, at=at, dtype=dtype, head=head)
 
     def _identity(self) -> bytes:
         index = asdict(self._index)
@@ -100,7 +100,7 @@ class LitdataStore(ShardedStore):
 
     @cached_property
     def _leaves_out_heads(self) -> bool:
-        """Whether the index gives sizes without heads: what zstd says of the first chunk's decides."""
+        """Whether the sizes in the index exclude heads, according to the first chunk's zstd header."""
         chunk = self._index.chunks[0]
         file = self._folder.file(chunk.name)
         (head,) = file.peek([(0, _ZSTD_HEAD_BYTES)])
@@ -151,7 +151,7 @@ class TensorHead(Head):
     order: str
 
     def dtype_in(self, value: bytes) -> np.dtype[Any]:
-        """Of the elements of an array. Raises ValueError for what are not integers."""
+        """Dtype of an array's elements. Raises ValueError unless they are integers."""
         if len(value) < 8:
             raise ValueError("has an array without a whole header")
         return _integers(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))
@@ -165,7 +165,7 @@ class TensorHead(Head):
         file.refuse(begins, ndims > _MOST_DIMS, f"an array of more than {_MOST_DIMS} dimensions")
         heads = 8 + 4 * ndims
         file.refuse(begins, sizes < heads, short)
-        elements = np.ones(begins.size, np.float64)  # exact where it matters, and beyond 2**53 wrong anyway
+        elements = np.ones(begins.size, np.float64)  # exact up to 2**53; larger ones are wrong anyway
         for dim in range(int(ndims.max())):
             deep = np.flatnonzero(ndims > dim)
             elements[deep] *= file.words(begins[deep] + 8 + 4 * dim, 1, self.order)[:, 0]
@@ -177,7 +177,7 @@ class TensorHead(Head):
 def _tokens_in(encoding: str) -> np.dtype[Any] | TensorHead:
     """The dtype of the tokens in such a column, or the head of each value, which tells it.
 
-    Raises ValueError for what holds no integers.
+    Raises ValueError unless they are integers.
     """
     name, _, code = encoding.partition(":")
     if name == "tensor":

@@ -1,4 +1,4 @@
-"""index.json of a litdata dataset: chunks and columns, believed once checked."""
+"""index.json of a litdata dataset: its chunks and columns, checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chunk:
     """A file of items.
 
     Attributes:
-        name: of the file as it lies there, compressed if there is a codec.
+        name: of the stored file, which is compressed if there is a codec.
         num_documents: items in it.
         given_bytes: its size, uncompressed where the codec is "zstd"; before litdata 0.2.40 without its head.
         num_tokens: in it; None where the index does not say.
@@ -45,15 +45,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LitdataIndex:
-    """What an index says.
+    """The content of an index.
 
     Attributes:
         columns: in the order in which items hold them. Names are paths in the item, such as "meta.ids", or
             "item" where the item is the leaf; an encoding is litdata's serializer, with a code where all
             values have one dtype: "no_header_tensor:16".
         is_bare: items are the bytes of the first column and nothing else, as TokensLoader has them.
-        codec: "zstd" where each chunk is compressed as a whole, "litdata" where some items at a time are,
-            inside it; None where nothing is.
+        codec: "zstd" if each chunk is compressed as a whole, "litdata" if groups of items inside it are;
+            None without compression.
         chunks: in the order of the items.
     """
 
@@ -73,7 +73,7 @@ def is_litdata(text: bytes) -> bool:
 
 
 def parse_index(url: str, text: bytes) -> LitdataIndex:
-    """The index, checked. Raises StoreError for what is encrypted, or laid out in an unknown way."""
+    """The index, checked. Raises StoreError for an encrypted dataset, or an unknown layout."""
     reader = _LitdataIndexReader(url)
     given = reader.json(text)
     config = reader.entry(given, "config")
@@ -89,7 +89,7 @@ def parse_index(url: str, text: bytes) -> LitdataIndex:
         reader.chunk(each, f"chunks[{i}]") for i, each in enumerate(reader.listed(given, "chunks"))
     )
     reader.refuse_twice("chunks", [chunk.name for chunk in chunks])
-    # before litdata had loaders write items, a tensor of one dimension lay bare wherever it was alone
+    # litdata once wrote a lone tensor of one dimension without a header
     alone = len(columns) == 1 and columns[0].encoding.startswith(_FLAT)
     return LitdataIndex(
         columns=columns,
@@ -118,8 +118,8 @@ class _LitdataIndexReader(IndexReader):
             self.refuse("config.compression", f"is {str(compression)[:50]}; only zstd is known")
         if level == "sample":
             raise StoreError(
-                f"{self.url}: every item is compressed by itself (compression_level='sample'), so that "
-                f"nothing tells its length; write it again uncompressed, or with compression_level='batch'"
+                f"{self.url}: every item is compressed by itself (compression_level='sample'), so "
+                f"its length is not known; write it again uncompressed, or with compression_level='batch'"
             )
         if level not in (None, "", "chunk", "batch"):
             self.refuse("config.compression_level", f"is {str(level)[:50]}; known are chunk and batch")
@@ -158,7 +158,7 @@ class _LitdataIndexReader(IndexReader):
         return found
 
     def keys(self, context: Any, count: int) -> Sequence[str]:
-        """Of a dict's children; their numbers for lists and whatever else."""
+        """Keys of a dict's children; for lists and other containers, their numbers."""
         keys: Any = self.json(context, "config.data_spec") if isinstance(context, str) else None
         if isinstance(keys, list) and len(cast(list[Any], keys)) == count:
             return [str(key)[:200] for key in cast(list[Any], keys)]

@@ -25,7 +25,7 @@ from meshfeed.store.format import Place, StoreFormat
 
 
 class MDSStore(ShardedStore):
-    """An MDS dataset: a document is the token column of a sample, and documents lie end to end.
+    """An MDS dataset: a document is the token column of a sample, and documents follow each other.
 
     `verify` checks the hashes of local shards, which are read in place.
 
@@ -36,11 +36,11 @@ class MDSStore(ShardedStore):
         column: of the tokens; None takes "tokens", "input_ids", or the only ndarray.
         dtype: of the tokens, where the column is plain bytes.
 
-    How long documents are is known from the index where every array has one shape, and from the head of every
-    shard, 4 bytes a sample, where only one column differs in size. (An ndarray column with a dtype is then
-    taken to have one dimension, if sizes and some samples agree; `verify` looks at all.) Where several
-    columns differ, or arrays tell their own dtype, every sample has to be looked at: the first process of a
-    node to ask fetches the whole dataset once, as it does where shards are compressed or have hashes.
+    If every array has the same shape, the lengths of documents are in the index. If only one column varies in
+    size, they are in the head of every shard, 4 bytes a sample. (An ndarray column with a dtype is then
+    assumed to have one dimension, if sizes and some samples agree; `verify` checks all.) If several columns
+    vary, or arrays store their own dtype, every sample must be read: the first process of a node fetches the
+    whole dataset once, as it does if shards are compressed or have hashes.
     """
 
     kind, format = "mds", "MDS, version 2"
@@ -51,7 +51,7 @@ class MDSStore(ShardedStore):
         super().__init__(folder, column=column)
         self._given_dtype = dtype
 
-    # -- what ShardedStore asks ---------------------------------------------------------------------------
+    # -- for ShardedStore ----------------------------------------------------------------------------------
 
     @cached_property
     def _parsed(self) -> tuple[bytes, list[Column], list[MDSShard]]:
@@ -85,7 +85,7 @@ class MDSStore(ShardedStore):
                 )
             return self._made_of(at, np.dtype(given))
         if kind.dtype is None:
-            if not given:  # what the first array says; the others must say the same
+            if not given:  # as in the first array; the others must agree
                 value = self._first_value(self._made_of(at, np.dtype(np.uint8)))
                 if value and value[0] not in DTYPE_CODES:
                     raise StoreError(f"{where} has no array in sample 0; copy the shard again")
@@ -108,7 +108,7 @@ class MDSStore(ShardedStore):
         return Items(
             noun="sample",
             sizes=sizes,
-            told=tuple(at for at, size in enumerate(sizes) if size is None),
+            stored_sizes=tuple(at for at, size in enumerate(sizes) if size is None),
             at=at,
             dtype=np.dtype(dtype.name),
             head=head,
@@ -132,7 +132,7 @@ class MDSStore(ShardedStore):
 
     @cached_property
     def _even(self) -> EvenDocuments | None:
-        """Where no value differs in size, samples fill a shard up to its end."""
+        """If no value varies in size, samples fill a shard up to its end."""
         items = self._items
         if items.num_tokens is None or None in items.sizes:
             return None

@@ -1,4 +1,4 @@
-"""index.json of an MDS dataset (MosaicML Streaming's format): shards and columns, believed once checked."""
+"""index.json of an MDS dataset (MosaicML Streaming's format): its shards and columns, checked."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class MDSShard:
     """A file of samples.
 
     Attributes:
-        name: of the file as it lies there, compressed if there is a codec.
+        name: of the stored file, which is compressed if there is a codec.
         raw_bytes: its size uncompressed.
         num_documents: samples in it.
-        content: what must hold of its bytes; None where the index does not say and nothing is compressed.
+        content: its compression and hashes; None if the index has neither.
     """
 
     name: str
@@ -54,7 +54,7 @@ def parse_index(url: str, text: bytes) -> tuple[list[Column], list[MDSShard]]:
 
 
 def least_bytes(columns: Sequence[Column]) -> int:
-    """Of a sample: a word for each value that says its size, and the values of fixed size."""
+    """Size of the smallest sample: a word for each size that varies, and the values of fixed size."""
     return sum(4 if column.size_bytes is None else column.size_bytes for column in columns)
 
 
@@ -101,9 +101,9 @@ class _MDSIndexReader(IndexReader):
                 stored_bytes=self.whole(packed, "bytes", _MOST_BYTES, where),
                 stored_hashes=self.hashes(packed, f"{where}.zip_data"),
             )
-        told = content.codec is not None or raw_hashes
+        is_checked = content.codec is not None or raw_hashes
         return MDSShard(
-            name=name, raw_bytes=raw_bytes, num_documents=samples, content=content if told else None
+            name=name, raw_bytes=raw_bytes, num_documents=samples, content=content if is_checked else None
         )
 
     def hashes(self, given: Any, where: str) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""How MDS writes a value of each encoding, and how it is read back; pickles never are."""
+"""Values of MDS's encodings, decoded. Pickles are never loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PICKLE = "pkl"
 
 
 class MDSSample(dict[str, Any]):
-    """The columns of a sample by name, but those that are pickled, which raise StoreError when asked for."""
+    """The columns of a sample by name. Looking up a pickled one raises StoreError."""
 
     def __init__(self, columns: Mapping[str, Any], where: str, pickled: tuple[str, ...]) -> None:
         super().__init__(columns)
@@ -49,7 +49,7 @@ class MDSSample(dict[str, Any]):
 
 
 def refused_pickle(where: str) -> StoreError:
-    """The error of who asks for a pickled value."""
+    """The error for a pickled value."""
     return StoreError(
         f"{where}: pickled (pkl), which would run what somebody else wrote; write the column again as json, "
         f"ndarray or bytes"
@@ -58,11 +58,11 @@ def refused_pickle(where: str) -> StoreError:
 
 @dataclass(frozen=True, slots=True)
 class Ndarray:
-    """What an `ndarray` encoding says of all its values.
+    """The dtype and shape in an `ndarray` encoding.
 
     Attributes:
-        dtype: of the elements; None where each value has a byte for it.
-        shape: of every array; None where each value tells its own.
+        dtype: of the elements; None if each value stores its own, in one byte.
+        shape: of every array; None if each value stores its own.
     """
 
     dtype: np.dtype[Any] | None
@@ -108,7 +108,7 @@ def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> A
         raise StoreError(f"{where}: {missing}") from missing
     except StoreError:
         raise
-    except Exception as error:  # whatever a decoder makes of foreign bytes
+    except Exception as error:  # a decoder may raise anything for foreign bytes
         raise StoreError(
             f"{where}: {len(value)} bytes that are no {encoding}: {error}; copy the shard again"
         ) from error
@@ -157,7 +157,7 @@ def _pil(encoding: str, value: bytes) -> Any:
 
 
 def _several(one: Callable[[str, bytes], Any], lead: int) -> Callable[[str, bytes], list[Any]]:
-    """Values one after the other, behind `lead` words, their number and their sizes."""
+    """Several values, after `lead` words, their number and their sizes."""
 
     def decoded(encoding: str, value: bytes) -> list[Any]:
         count = int(np.frombuffer(value, "<u4", 1, 4 * lead)[0])

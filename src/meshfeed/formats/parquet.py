@@ -54,7 +54,7 @@ class ParquetStore(DocumentFiles):
         self._announced: set[int] = set()
 
     def check(self) -> Self:
-        """Load tokenizer and pyarrow, and look whether the files are there."""
+        """Load tokenizer and pyarrow, and check that the files exist."""
         _ = arrow_for(self.path)
         return super().check()
 
@@ -75,7 +75,7 @@ class ParquetStore(DocumentFiles):
         return self._index["rows"].cumsum()
 
     def beside(self) -> Mapping[str, DocumentFiles]:
-        """Every other column of the first file, as a store whose tokens it is."""
+        """Each other column of the first file, as a token store."""
         with self._files[0] as file, typed_arrow(file.url):
             names, mine = self._parquet(0).schema_arrow.names, self._name(0)
         others = [name for name in names if name != mine]
@@ -139,7 +139,7 @@ class ParquetStore(DocumentFiles):
         groups = np.unique(self._group_ends.searchsorted(pieces.documents, side="right")).tolist()
         with self._lock:
             for group in groups:
-                # Announced once for all the documents that will come out of one decoding.
+                # Announced once for all documents of one decoded group.
                 if group not in self._held and group not in self._announced:
                     self._announced.add(group)
                     f, g = self._index["groups"][group].tolist()
@@ -203,9 +203,9 @@ class _RowGroup:
     """One decoded row group: lists of tokens, flat, or texts.
 
     Attributes:
-        where: a row's place, as messages name it.
+        where: file and row, for messages.
         count: rows.
-        num_bytes: that it takes.
+        num_bytes: its size in memory.
         ends: where each row's tokens end; None for text.
         values: all tokens, int64, or an Arrow array of text.
     """
@@ -276,7 +276,7 @@ def name_in(schema: Any, names: Sequence[str], url: str) -> str:
 
 
 class RawStream(io.RawIOBase):
-    """An entered ByteFile as Python's file objects are."""
+    """An entered ByteFile as a Python file object."""
 
     def __init__(self, file: ByteFile) -> None:
         self._file, self._at = file, 0
@@ -296,7 +296,7 @@ class RawStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, but for what lies past the end."""
+        """Fill the buffer up to the end of the file."""
         out = np.frombuffer(buffer, np.uint8)
         size = max(min(out.size, self._file.size_bytes - self._at), 0)
         self._file.read_into(out[:size], np.array([self._at]), np.array([size]))
@@ -305,7 +305,7 @@ class RawStream(io.RawIOBase):
 
 
 def extent_of(parquet: Any, group: int, name: str) -> tuple[int, int]:
-    """Bytes begin..end of a column in a row group; its leaves lie side by side."""
+    """Bytes begin..end of a column in a row group; its leaves are adjacent."""
     facts = parquet.metadata.row_group(group)
     chunks = [facts.column(i) for i in range(facts.num_columns)]
     spans = [
@@ -326,10 +326,10 @@ def arrow_for(path: str, kind: str = "Parquet") -> Any:
 
 @contextlib.contextmanager
 def typed_arrow(where: str) -> Generator[None, None, None]:
-    """Turn what pyarrow says into a StoreError."""
+    """Turn pyarrow's errors into StoreError."""
     try:
         yield
     except StoreError:
         raise
-    except Exception as error:  # pyarrow raises ValueError, OSError and kinds of its own
+    except Exception as error:  # pyarrow raises ValueError, OSError and its own types
         raise StoreError(f"{where}: not readable: {error}; copy it again") from error

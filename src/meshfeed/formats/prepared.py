@@ -1,4 +1,4 @@
-"""Folders that `meshfeed prepare` wrote: the files in them beside the tokens are not documents to read."""
+"""Outputs of `meshfeed prepare`: which of their files are not documents."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from meshfeed.files import Folder
 FORMAT = "meshfeed prepare"
 """The "format" in a manifest."""
 MANIFEST = "manifest.json"
-"""In an output: what was asked and what came out; the last file to be written."""
+"""File of an output with its request and results; written last."""
 ERRORS = "errors.jsonl"
-"""In an output: the records that were left out."""
+"""File of an output that lists skipped records."""
 MARKER = "meshfeed-prepare.lock"
-"""In the folder of a job that has not finished."""
+"""File in the folder of an unfinished job."""
 
 _HEAD_BYTES = 1 << 12  # "format" is among the first keys, and a list of many inputs follows
 
 
 def documents_in(folder: Folder, names: Sequence[str]) -> list[str]:
-    """The names, of all files below a folder, that may be documents: not what `prepare` wrote beside tokens.
+    """The names of files below a folder that may be documents: not the other files of an output.
 
     Raises StoreError for a manifest that cannot be read.
     """
@@ -31,12 +31,12 @@ def documents_in(folder: Folder, names: Sequence[str]) -> list[str]:
 
 
 def is_report(folder: Folder, name: str) -> bool:
-    """Whether a file of a folder lists what `prepare` left out. Raises StoreError."""
+    """Whether a file of a folder lists records that `prepare` skipped. Raises StoreError."""
     if name != ERRORS:
         return False
     try:
         return folder.holds(MANIFEST) and _is_output(folder, name, {MANIFEST})
-    except AccessError:  # what a bucket that may not be listed says of a missing object
+    except AccessError:  # a bucket that may not be listed answers so for a missing object
         return False
 
 

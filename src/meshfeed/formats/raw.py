@@ -25,12 +25,12 @@ _STEP_BYTES = 1 << 24
 class RawStore(StreamStore):
     """Tokens of one dtype, little-endian, from the first byte of a file to its last.
 
-    Nothing says where documents end: `Windows` cuts the stream as it is, and the file is a single document.
+    The file does not record where documents end: it is one document, and `Windows` cuts the whole stream.
 
     Args:
         file: holds the tokens.
         dtype: of them.
-        cache: where a node keeps what it derives of the file; None for the default.
+        cache: where a node keeps data derived from the file; None for the default.
     """
 
     def __init__(self, file: ByteFile, dtype: np.dtype[Any], cache: Cache | None = None) -> None:
@@ -38,7 +38,7 @@ class RawStore(StreamStore):
         self.path, self._file, self._dtype, self._cache = file.url, file, dtype, cache or Cache()
 
     def check(self) -> RawStore:
-        """Look whether the file holds whole tokens. Raises StoreError."""
+        """Check that the file holds whole tokens. Raises StoreError."""
         if not self._file.size_bytes:
             raise StoreError(f"{self.path}: an empty file holds no tokens; write it or copy it again")
         if self._file.size_bytes % self._dtype.itemsize:
@@ -61,7 +61,7 @@ class RawStore(StreamStore):
     def fingerprint(self) -> str:
         """Hex digest of the dtype, the size and sampled blocks; on the Hub, of its hash instead of blocks.
 
-        The same wherever else the file lies.
+        Elsewhere it does not depend on the path.
         """
         return self._fingerprint
 
@@ -121,7 +121,7 @@ class RawStore(StreamStore):
 
 
 class RawFormat(StoreFormat):
-    """A file without an index, whose dtype the user says."""
+    """A file without an index, whose dtype the user gives."""
 
     name = "raw tokens"
     lies_at = "a file of raw tokens with dtype="

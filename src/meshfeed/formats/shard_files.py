@@ -72,7 +72,7 @@ class ShardFiles:
         return sum((file.stats for file in files if file is not None), FileStats())
 
     def open(self) -> None:
-        """Let files be read."""
+        """Allow reads."""
         self._is_open = True
 
     def close(self) -> None:
@@ -95,12 +95,12 @@ class ShardFiles:
 
     def read_into(self, number: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
         file = self.file(number)
-        if not file.is_remote:  # there, a range is announced and settled by itself
+        if not file.is_remote:  # each remote range is announced and read by itself
             begins, sizes, places = _joined(begins, sizes, places)
         file.read_into(out, begins, sizes, places)
 
     def will_need(self, number: int, begins: I64, ends: I64) -> None:
-        """See ByteFile; waits for nothing."""
+        """See ByteFile; returns at once."""
         shard = self._shard(number)
         shard.pending.append((begins, ends))
         if shard.is_announced or not self._is_remote:
@@ -112,7 +112,7 @@ class ShardFiles:
             threading.Thread(target=self._open_in_background, args=(self._to_open,), daemon=True).start()
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet will not be."""
+        """Drop announcements that were not read."""
         for shard in list(self._shards.values()):
             shard.pending.clear()  # first: a file that is being opened then finds nothing pending
             if shard.file is not None:

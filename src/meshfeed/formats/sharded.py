@@ -41,18 +41,18 @@ class Shard(Protocol):
 
     @property
     def name(self) -> str:
-        """Of its file, relative to the index."""
+        """Name of its file, relative to the index."""
         ...
 
     @property
     def num_documents(self) -> int:
-        """In it."""
+        """Number of documents in it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvenDocuments:
-    """Documents that lie at equal distances in each shard.
+    """Documents at equal distances in each shard.
 
     Attributes:
         first: byte of each shard where its first document's tokens begin; int64 [num_shards].
@@ -64,16 +64,17 @@ class EvenDocuments:
 
 
 class ShardedStore(ForeignColumns):
-    """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
+    """A StreamStore over the shards of a folder: documents follow each other in the order of the index.
 
-    Making one only remembers. Everything but the attributes wants `with store:`. A shard that is compressed,
-    or far away with hashes in the index, is fetched and checked as a whole before a byte of it is used. All
-    methods raise StoreError.
+    The constructor only stores its arguments. Use everything but the attributes inside `with store:`. A shard
+    that is compressed, or remote with hashes in the index, is fetched and checked as a whole before any of
+    its bytes are used. All methods raise StoreError.
 
-    How long documents are, and where in their shards, is known from the index or, where that does not tell,
-    read from the head of every shard, several at a time. It is done once per node and kept beside the cache;
-    for a local folder of few shards, in every process anew, which takes milliseconds and leaves nothing
-    behind. After that to read or to announce a range looks at nothing but its own bytes.
+    The lengths of documents and their positions in the shards come from the index. If it does not have them,
+    they are read from the head of every shard, several at a time, once per node, and kept next to the cache.
+    A
+    local folder of few shards is read again in every process: that takes milliseconds and leaves no files.
+    After that, reading or announcing a range touches only its own bytes.
     """
 
     not_pickled = ("_files", "_looked", "_known_table")
@@ -112,31 +113,31 @@ class ShardedStore(ForeignColumns):
     @property
     @abstractmethod
     def _fields(self) -> Sequence[Column]:
-        """The columns that items hold, in their order."""
+        """The columns of an item, in order."""
 
     @abstractmethod
     def _laid_out(self) -> Items:
-        """What items are made of, and which column is the tokens."""
+        """The layout of items, and which column holds the tokens."""
 
     @abstractmethod
     def _identity(self) -> bytes:
-        """All that decides the tokens but the bytes of the shards."""
+        """Everything that decides the tokens, except the bytes of the shards."""
 
     @abstractmethod
     def _content(self, number: int) -> Content | None:
-        """What must hold of a shard's bytes; None where nothing is said and nothing is compressed."""
+        """How a shard is compressed, and its hashes; None if it is not compressed and has no hashes."""
 
     @abstractmethod
     def _refuse_size(self, number: int, file: ByteFile) -> None:
-        """Raise StoreError for a shard that has not the size that the index says."""
+        """Raise StoreError if the size of a shard differs from the index."""
 
     def _within(self, folder: Folder) -> Self:
-        """The same dataset of another folder."""
+        """The same dataset in another folder."""
         return type(self)(folder, column=self._column)
 
     @cached_property
     def _even(self) -> EvenDocuments | None:
-        """Where documents lie, where the index says so."""
+        """The positions of documents, if the index has them."""
         return None
 
     # -- what it is ---------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class ShardedStore(ForeignColumns):
         return {field.name: field.encoding for field in self._fields}
 
     def beside(self) -> Mapping[str, Self]:
-        """Every other column, as a store whose tokens it is."""
+        """Each other column as a token store."""
         others = [field.name for at, field in enumerate(self._fields) if at != self._items.at]
         stores = {name: type(self)(self._folder, column=name) for name in others}
         for store in stores.values():
@@ -182,7 +183,7 @@ class ShardedStore(ForeignColumns):
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether the shards lie far away, so that ranges should be announced many steps before."""
+        """Whether the shards are remote, so that ranges should be announced many steps ahead."""
         return self._folder.is_remote
 
     @property
@@ -209,7 +210,10 @@ class ShardedStore(ForeignColumns):
         return digest.hexdigest()
 
     def content_digest(self) -> str:
-        """See `Store`. Remote shards are taken at the hashes of the index, which are checked on fetching."""
+        """See `Store`.
+
+        For remote shards, the hashes in the index are used; they are checked when a shard is fetched.
+        """
         files = [self._folder.file(shard.name) for shard in self.shards]
         if not self._folder.is_remote or all(file.content_id is not None for file in files):
             return digest_of_files(self.path, files, self.marks_cache)
@@ -277,7 +281,7 @@ class ShardedStore(ForeignColumns):
         """The first document of each shard; int64 [num_shards]."""
         return np.concatenate(([0], self.shard_ends[:-1]))
 
-    # -- where documents lie, and how long they are ----------------------------------------------------------
+    # -- positions and lengths of documents -----------------------------------------------------------------
 
     @property
     def documents(self) -> LengthsIndex:
@@ -288,7 +292,7 @@ class ShardedStore(ForeignColumns):
     @property
     def _table(self) -> Mapping[str, Array]:
         """starts: see LengthsIndex. begins: byte of its shard where each document's tokens begin."""
-        # no cached_property: its lock, of Python 3.11, would be held while storage is waited for
+        # not a cached_property: Python 3.11 would hold its lock while we wait for storage
         if self._known_table is None:
             self._known_table = self._looked_up()
         return self._known_table
@@ -302,7 +306,10 @@ class ShardedStore(ForeignColumns):
         return built_in_parts(self._folder.kept, key, lambda: parts, self._part, _whole)
 
     def _versions(self) -> str | None:
-        """Digest of sizes and times of local shards; far away only the fingerprint tells versions apart."""
+        """Digest of sizes and times of local shards.
+
+        Versions of remote ones differ only in the fingerprint.
+        """
         if self._folder.is_remote:
             return None
         digest = hashlib.blake2b(digest_size=16)
@@ -332,13 +339,16 @@ class ShardedStore(ForeignColumns):
             return items.places()
 
     def _verify(self, number: int) -> None:
-        """Check all that the format tells of a shard."""
+        """Check a shard against everything that its format records."""
         shard = self.shards[number]
         with ItemsFile(self._checked_file(number, whole=True), shard.num_documents, self._items) as items:
             items.verify()
 
     def _checked_file(self, number: int, *, whole: bool = False) -> ByteFile:
-        """A shard's file, of the size that the index says; local hashes are checked only if the whole is."""
+        """A shard's file, whose size matches the index.
+
+        Hashes of local files are checked only with `whole`.
+        """
         content = self._content(number)
         if content is not None and content.codec is None and not self._folder.is_remote and not whole:
             content = None  # read in place
@@ -347,7 +357,7 @@ class ShardedStore(ForeignColumns):
         return file
 
     def _column_of_tokens(self, fit: Sequence[str]) -> int:
-        """The column that was asked for, "tokens", "input_ids", or the only one of those that fit."""
+        """The given column, "tokens", "input_ids", or the only column that fits."""
         names = [field.name for field in self._fields]
         usual = next((name for name in TOKEN_COLUMNS if name in names), None)
         name = self._column or usual or (fit[0] if len(fit) == 1 else None)

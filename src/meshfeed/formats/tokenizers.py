@@ -1,4 +1,4 @@
-"""The tokenizers of meshfeed itself: UTF-8 bytes, and those of three libraries."""
+"""The tokenizers that meshfeed brings: UTF-8 bytes, and those of three libraries."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ _O200K = "|".join(
     )
 )
 _PATTERNS = {"gpt2": _GPT2, "r50k_base": _GPT2, "cl100k_base": _CL100K, "o200k_base": _O200K}
-"""Encoding -> how it cuts text into words: the ranks in a file do not say."""
+"""Encoding -> pattern that cuts text into words; a file of ranks does not have it."""
 
 
 def _ranks(file: TokenizerFile) -> dict[str, Any]:
@@ -170,5 +170,5 @@ def _made(name: str, hint: str) -> Generator[None, None, None]:
         yield
     except StoreError:
         raise
-    except Exception as error:  # tokenizers raises Exception itself, the others what comes
+    except Exception as error:  # tokenizers raises Exception itself, the others various types
         raise StoreError(f"{name}: no tokenizer: {' '.join(str(error).split())}; {hint}") from error

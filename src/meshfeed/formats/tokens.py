@@ -21,17 +21,17 @@ TOKEN_COLUMNS = ("tokens", "input_ids")
 """The default columns of token lists; the first that exists counts."""
 
 Where = Callable[[int], str]
-"""Index of a value -> its place as messages name it: file, and line or row."""
+"""Index of a value -> its file, and line or row, for messages."""
 
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """Which column of a record is its tokens, and how.
+    """Which column of a record holds its tokens, and how.
 
     Attributes:
         name: of the column; None for "text" with a tokenizer, else the first of TOKEN_COLUMNS.
         tokenizer: None for a column of token lists; for text, one of `tokenizer.KNOWN`.
-        of_loss: whether it is one of LOSS_COLUMNS beside the tokens: labels are int32, masks float32.
+        of_loss: whether it is one of LOSS_COLUMNS: labels are int32, masks float32.
 
     Raises StoreError for a tokenizer that cannot be read, or a package that is missing.
     """
@@ -68,7 +68,7 @@ class TokenColumn:
 
     @property
     def belongs(self) -> str:
-        """The end of a message about a column of another type."""
+        """What a column of the wrong type should be; ends a message."""
         if self.of_loss:
             return f"lists of {'whole ' * (self.name == LABELS)}numbers belong; {_LOSS_HINT}"
         what = "text" if self.is_text else "lists of whole numbers"
@@ -80,7 +80,7 @@ class TokenColumn:
             _ = self.encoder
 
     def dtype(self, most: int) -> np.dtype[Any]:
-        """The type of the tokens, the largest of which is `most`."""
+        """Dtype of the tokens; `most` is the largest."""
         if self.of_loss:
             return np.dtype(np.int32 if self.name == LABELS else np.float32)
         if self.tokenizer == BYTES:
@@ -98,7 +98,10 @@ class TokenColumn:
         return self.encoder.encode([_text(value, where, i) for i, value in enumerate(values)])
 
     def of_dtype(self, numbers: Array, where: Callable[[int], str]) -> Array:
-        """Numbers of a loss column in its dtype, [n]. where: of a number. Raises StoreError for others."""
+        """Numbers of a loss column in its dtype, [n]. where: names a number.
+
+        Raises StoreError unless they fit.
+        """
         dtype = self.dtype(0)
         given = numbers if numbers.dtype.kind in "iufb" else numbers.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -154,7 +157,7 @@ def refuse_null_row(rows: Any, where: Where, *, is_text: bool) -> None:
 def refuse_null_token(values: Any, ends: I64, where: Where) -> None:
     """Raises StoreError for a null in an Arrow array of tokens.
 
-    ends: where each row's tokens end; int64 [rows]. where: of a row.
+    ends: where each row's tokens end; int64 [rows]. where: names a row.
     """
     if values.null_count:
         row = int(ends.searchsorted(_first_null(values), side="right"))
@@ -164,7 +167,7 @@ def refuse_null_token(values: Any, ends: I64, where: Where) -> None:
 def refuse_unfit(numbers: Array, ends: I64, where: Where) -> None:
     """Raises StoreError for whole numbers that are not tokens.
 
-    ends: where each row's numbers end; int64 [rows]. where: of a row.
+    ends: where each row's numbers end; int64 [rows]. where: names a row.
     """
     wide = numbers.itemsize == 8  # unsigned numbers from 2**63 on are negative then
     unfit = (numbers.view(numbers.dtype.str.replace("u", "i")) if wide else numbers) < 0

@@ -1,4 +1,4 @@
-"""Whatever `mf.open` reads -> a token store: .bin/.idx or, with columns beside the tokens, dataset.json."""
+"""Any store that `mf.open` reads -> a token store: .bin/.idx or, with further columns, dataset.json."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ _BATCH_DOCUMENTS = 1 << 14
 _BATCHES_AHEAD = 8
 _SUFFIXES = (".bin", ".idx")
 _AT_ENDS = {LABELS: -100, LOSS_MASK: 0}
-"""What shifted columns have at a document's last token, which has no label."""
+"""Value of shifted columns at a document's last token, which has no label."""
 
 
 class Conversion:
-    """A store, about to be written again as a token store.
+    """A store to be written again as a token store.
 
-    Documents keep their order, ends and tokens, empty ones too. A column beside the tokens is carried if it
-    has one number for each token, and else refused by name, unless it is dropped by name. Of JSON lines only
-    the tokens, `labels` and a loss mask are read; the mask is called `loss_mask` then.
-    Labels that are not shifted are written shifted, as
-    dataset.json has them, and the loss mask with them: the new store trains the same. An attention mask that
-    is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by name. Memory is bounded by
-    some 2**20 tokens (or one document), and by what the source decodes at once.
+    Documents keep their order, ends and tokens, empty ones too. A further column is kept if it has one number
+    for each token; otherwise it is refused by name, unless it is dropped by name. Of JSON lines, only the
+    tokens, `labels` and a loss mask are read, and the mask becomes `loss_mask`. Labels that are not shifted
+    are written shifted, as in dataset.json, and the loss mask with them, so the new store trains the same. An
+    attention mask that is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by name.
+    Memory is bounded by some 2**20 tokens (or one document), and by what the source decodes at once.
 
     Args:
-        store: what `mf.open` gave.
-        path: to write, on this machine: the prefix of .bin and .idx or, with columns beside the tokens, a
-            folder with dataset.json.
-        dtype: of the tokens, which must hold each; None for the store's.
-        drop: columns to leave behind; also "sequences" and "modes", which only .bin/.idx has.
+        store: as `mf.open` returns it.
+        path: to write, on this machine: the prefix of .bin and .idx or, with further columns, a folder with
+            dataset.json.
+        dtype: of the tokens, large enough for each; None for the store's.
+        drop: columns to leave out; also "sequences" and "modes", which only .bin/.idx has.
         overwrite: whether a store at the path may be replaced.
     """
 
@@ -75,7 +74,7 @@ class Conversion:
         self.num_documents = self.num_tokens = 0
 
     def run(self) -> Iterator[float]:
-        """Write it, yielding the part done, in (0, 1]; it appears with the end of the iterator.
+        """Write it, yielding the share done, in (0, 1]; it appears when the iterator ends.
 
         Raises StoreError.
         """
@@ -98,7 +97,7 @@ class Conversion:
                 yield self.num_documents / self._store.num_documents
 
     def facts(self) -> dict[str, Any]:
-        """What was done, as JSON-able values."""
+        """The results, as JSON-able values."""
         path = self._path()
         alone = len(self._dtypes) == 1
         files = [Path(f"{path}{suffix}") for suffix in (".bin", ".idx", ".sums")] if alone else path.iterdir()
@@ -114,7 +113,7 @@ class Conversion:
         }
 
     def _path(self) -> Path:
-        """Where to write. Raises StoreError for what cannot be such a place."""
+        """The path to write. Raises StoreError for a path that cannot be used."""
         path = Path(self._given)
         if is_remote(self._given):
             raise StoreError(f"{self._given}: convert to a path of this machine, and copy it from there")
@@ -126,7 +125,7 @@ class Conversion:
         return path
 
     def _stores(self) -> Mapping[str, StreamStore]:
-        """The columns to write, each as a store. Raises StoreError for what would be lost unasked."""
+        """The columns to write, each as a store. Raises StoreError for data that would be lost."""
         store, drop = self._store, self._drop
         others, losses = store.beside(), _losses(store)
         for name in drop:
@@ -166,7 +165,7 @@ class Conversion:
 
 
 def _losses(store: StreamStore) -> Mapping[str, str]:
-    """What a .bin/.idx pair has that is not written again: name -> what it is."""
+    """Data of a .bin/.idx pair that are not written again: name -> description."""
     tokens = store.tokens if isinstance(store, DatasetStore) else store
     pairs = [each for each in (tokens, *store.beside().values()) if isinstance(each, IndexedStore)]
     losses: dict[str, str] = {}
@@ -241,6 +240,6 @@ def _shifted(values: Array, lengths: I64, at_end: int) -> Array:
 
 
 def _range(store: StreamStore, documents: I64, lengths: I64) -> tuple[I64, I64]:
-    """Begin and end in the stream of documents that lie back to back; int64 [1] each."""
+    """Begin and end in the stream of adjacent documents; int64 [1] each."""
     begin = store.offsets(documents[:1])
     return begin, begin + lengths.sum()

@@ -1,14 +1,14 @@
-"""Text -> token store, by parts that are encoded anywhere and merged in order.
+"""Text -> token store: parts are encoded on any machine and merged in order.
 
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
-    OUT/                appears complete, at one moment; in object storage, see `storage`
+    OUT/                appears complete, at one moment; in object storage, see `storage_output`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
         parts.*, part_sizes.*    images and audio, if any; see `store.part_files`
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
-        manifest.json   what was asked, and what came out
+        manifest.json   the request and the results
 
-The output depends on the inputs and on what was asked alone: not on engine, workers, parts, or kills.
+The output depends on the inputs and the request alone: not on engine, workers, parts, or kills.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Progress:
 
     Attributes:
         doing: "encoding", "merging" or "uploading".
-        done_parts, num_parts: of what it is doing.
+        done_parts, num_parts: of this stage.
         num_documents, num_tokens, num_bytes: encoded so far, earlier runs included; bytes alone are uploaded.
     """
 
@@ -69,11 +69,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was made.
+    """The result.
 
     Attributes:
         path: of the folder, or its URL.
-        manifest: what lies in its manifest.json.
+        manifest: content of its manifest.json.
     """
 
     path: str
@@ -107,8 +107,8 @@ def prepare(
     out: the folder to make, or its URL: s3://, gs://, az://.
 
     inputs: files, folders, globs, URLs: .txt and source files are a document each, .jsonl(.gz, .zst) one per
-    line, .parquet one per row; with images or audio, tars of WebDataset instead of text files. They stay in
-    the order given, those of a folder in the order of their names.
+    line, .parquet one per row; with images or audio, tars of WebDataset instead of text files. They keep
+    the order given; within a folder, they are sorted by name.
     pattern, kind: see `find_inputs`.
     dedup: keep the first of the documents with the same text.
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
@@ -121,17 +121,17 @@ def prepare(
             `Multimodal.folder`, always may be. Say so only for records that you trust.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
-    engine: who encodes; None for a process per core of this machine.
-    resume: continue an earlier run of the same job, if there is one; if it has finished, nothing is done.
-    overwrite: replace what an earlier run put at `out`, and only that, once the new output is complete.
+    engine: runs the encoding; None for a process per core of this machine.
+    resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is.
+    overwrite: replace an earlier run's output at `out`, and nothing else, once the new one is complete.
     work: for an output in storage: a folder on a disk, seen by all machines of the engine, in which the job
     has its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
-    part_bytes: input per part; None for what suits the input's size. The output does not depend on it.
-    on_progress: called now and then with the progress.
-    on_passed_over: called once, where folders have files that are not read: suffix -> how many.
+    part_bytes: input per part; None for a size that suits the input. The output does not depend on it.
+    on_progress: called from time to time.
+    on_passed_over: called once if folders have files that are not read: suffix -> number.
 
-    Raises PrepareError, StoreError. Encoded parts are kept for `resume`, whatever happens; a run that ends
-    before there are any leaves nothing.
+    Raises PrepareError, StoreError. Encoded parts are kept for `resume` in any case; a run that ends before
+    the first leaves nothing.
     """
     if not 0 <= validation < 1:
         raise PrepareError(f"--validation {validation}: a share of all documents, from 0 to less than 1")
@@ -176,7 +176,7 @@ def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Ou
         if work is not None:
             raise PrepareError(
                 f"--work {os.fspath(work)}: only for an output in storage; one on a disk is "
-                f"made beside {shown}"
+                f"made next to {shown}"
             )
         return OnDisk(Path(local_path(out)).absolute())
     if is_http(out):
@@ -195,7 +195,7 @@ def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Ou
 def _published(
     job: Job, output: Output, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
 ) -> dict[str, Any]:
-    """Encode, merge and publish what is left; the manifest."""
+    """Encode, merge and publish the rest; returns the manifest."""
 
     def uploading(done_bytes: int, num_bytes: int) -> None:
         done, total = (-(-each // PIECE_BYTES) for each in (done_bytes, num_bytes))
@@ -261,7 +261,7 @@ def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _encoded(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> list[PartSummary]:
-    """Have the missing parts encoded; what each part holds."""
+    """Have the missing parts encoded; returns each part's summary."""
     summaries: dict[int, PartSummary] = {}
     malformed: list[Malformed] = []
     progress = Progress("encoding", 0, job.num_parts)
@@ -294,7 +294,7 @@ def _encoded(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) 
 def _merged(
     job: Job, summaries: Sequence[PartSummary], on_progress: Callable[[Progress], None]
 ) -> dict[str, Any]:
-    """Merge the parts into the job's `out`, its manifest last, unless that is done; the manifest."""
+    """Merge the parts into the job's `out`, its manifest last, unless that is done; returns the manifest."""
     out = job.folder / "out"
     if (out / MANIFEST).exists():
         return read_json(out / MANIFEST)

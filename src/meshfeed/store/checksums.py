@@ -120,7 +120,7 @@ def compare(store: IndexedStore) -> Iterator[float]:
 def refuse_others(store: IndexedStore) -> IndexedStore:
     """The store, known to be the one whose checksums guard its files, if any do. Raises StoreError.
 
-    What is peeked for header and fingerprint is not guarded, and may come wrong: it is looked at again before
+    What is peeked for header and fingerprint is not guarded, and may be wrong: it is reread before
     anything that is not as it should be counts. What stays wrong is looked at through the guard.
     """
     data, idx = store.files

@@ -1,9 +1,9 @@
-"""A folder with dataset.json: several .bin/.idx pairs of the same documents, tokens and columns beside them.
+"""A folder with dataset.json: several .bin/.idx pairs of the same documents: tokens and further columns.
 
     {"format": "meshfeed", "version": 1, "columns": {"tokens": "tokens", "loss_mask": "mask"}}
 
-A column's value is the relative prefix of its pair. All have the same documents with the same lengths: what
-is of a token lies at the token's place in each column's stream.
+A column's value is the relative prefix of its pair. All have the same documents with the same lengths, so
+a token's values are at its position in the stream of each column.
 
 Version 2 has parts, too: images, audio and video of the documents; see `part_files`.
 
@@ -43,8 +43,8 @@ _BLOCK = 1 << 18
 class DatasetStore(HasColumns):
     """The tokens of a folder with dataset.json as a token store, and its further columns.
 
-    Making one only remembers. It is read as its tokens are (see `IndexedStore`); entered, its columns are,
-    too. Pickled or copied, it arrives not entered.
+    The constructor only stores its arguments. It is read like its tokens (see `IndexedStore`); entering it
+    also enters its columns. A pickled or copied store is not entered.
 
     Attributes:
         path: of the folder.
@@ -69,7 +69,7 @@ class DatasetStore(HasColumns):
         return self.columns
 
     def check(self) -> Self:
-        """Check each index as `IndexedStore.check` does, and that all have as many documents and tokens."""
+        """Check each index as `IndexedStore.check` does, and that numbers of documents and tokens agree."""
         expected = self.tokens.check()
         for name, store in self._columns.items():
             found = store.check()
@@ -117,7 +117,7 @@ class DatasetStore(HasColumns):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of all names and fingerprints, the same wherever the folder lies."""
+        """Hex digest of all names and fingerprints; it does not depend on the path."""
         return self._fingerprint
 
     @cached_property
@@ -130,13 +130,13 @@ class DatasetStore(HasColumns):
         return digest_of_texts(f"{name} {store.content_digest()}" for name, store in stores.items())
 
     def _fingerprint_of_columns(self) -> str:
-        told = {name: store.fingerprint for name, store in sorted(self._columns.items())}
-        text = json.dumps({"tokens": self.tokens.fingerprint, "columns": told})
+        columns = {name: store.fingerprint for name, store in sorted(self._columns.items())}
+        text = json.dumps({"tokens": self.tokens.fingerprint, "columns": columns})
         return self._as_used(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
     @property
     def stats(self) -> FileStats:
-        """What reading tokens and columns has cost so far."""
+        """The cost of reading tokens and columns so far."""
         return sum((store.stats for store in self._columns.values()), self.tokens.stats)
 
     @property
@@ -161,7 +161,7 @@ class DatasetStore(HasColumns):
 
     @property
     def documents(self) -> LengthsIndex:
-        """Where documents begin: as in its tokens."""
+        """Where documents begin, as in its tokens."""
         return self.tokens.documents
 
     @property
@@ -209,7 +209,7 @@ class DatasetStore(HasColumns):
 class MultimodalStore(DatasetStore):
     """A DatasetStore whose documents have parts: images, audio and video.
 
-    In the text, each part is one token, its placeholder. All but the members below is of that text.
+    In the text, each part is one token, its placeholder. The inherited members describe that text.
     """
 
     def __init__(
@@ -224,9 +224,9 @@ class MultimodalStore(DatasetStore):
         self._parts = parts
 
     def parts(self, documents: I64) -> Parts:
-        """Kind, sizes, bytes and placeholder of each part of some documents, of the index alone; int64 [n].
+        """Kind, sizes, bytes and placeholder of each part of some documents, from the index alone; int64 [n].
 
-        In the order of `documents`, each document's in the order of its text. Raises StoreError.
+        In the order of `documents`, and within a document in the order of its text. Raises StoreError.
         """
         return self._parts.of(self._existing(documents))
 
@@ -240,7 +240,7 @@ class MultimodalStore(DatasetStore):
         return self._parts.read(self._existing(documents), np.asarray(places, np.int64))
 
     def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
-        """Where those parts lie: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
+        """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
         return self._parts.ranges(self._existing(documents), np.asarray(places, np.int64))
 
     def will_need_parts(self, documents: I64, places: I64) -> None:
@@ -258,7 +258,7 @@ class MultimodalStore(DatasetStore):
         return f"{self._parts.data.path}.bin"
 
     def check(self) -> Self:
-        """Check as DatasetStore does, and that documents and parts are as many in each file."""
+        """Check as DatasetStore does, and that all files have the same numbers of documents and parts."""
         super().check()
         self._parts.check(self.num_documents)
         return self
@@ -283,7 +283,7 @@ class MultimodalStore(DatasetStore):
 
     @property
     def stats(self) -> FileStats:
-        """What reading tokens, columns and parts has cost so far."""
+        """The cost of reading tokens, columns and parts so far."""
         return super().stats + self._parts.stats
 
     def forget_needs(self) -> None:
@@ -297,20 +297,20 @@ class MultimodalStore(DatasetStore):
 
 
 def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
-    """The store of a folder that has a dataset.json, checked. Raises StoreError where it cannot be."""
+    """The store of a folder that has a dataset.json, checked. Raises StoreError."""
     where = f"{shown}/{NAME}"
     file = folder.file(NAME)
     if file.size_bytes > _MOST_BYTES:
         raise StoreError(f"{where}: {file.size_bytes} bytes, at most {_MOST_BYTES}; it is not a dataset.json")
     try:
-        told: Any = json.loads(file.peek([(0, file.size_bytes)])[0])
+        given: Any = json.loads(file.peek([(0, file.size_bytes)])[0])
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where}: not valid JSON: {error}; write it again") from error
 
     def pairs(prefixes: Mapping[str, str]) -> dict[str, IndexedStore]:
         return {name: indexed_in(folder, prefix, f"{shown}/{prefix}") for name, prefix in prefixes.items()}
 
-    said = _said(told, where)
+    said = _said(given, where)
     stores = pairs(_prefixes(said, where, "columns", ("tokens",)))
     tokens = stores.pop("tokens")
     if said["version"] == VERSION:
@@ -320,11 +320,11 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
     return MultimodalStore(shown, tokens, stores, cache, parts).check()
 
 
-def _said(told: Any, where: str) -> dict[str, Any]:
-    """What a dataset.json says. Raises StoreError unless it is one, of a known version."""
-    if not isinstance(told, dict):
+def _said(given: Any, where: str) -> dict[str, Any]:
+    """The content of a dataset.json. Raises StoreError unless it is one, of a known version."""
+    if not isinstance(given, dict):
         raise StoreError(f"{where}: a JSON object belongs there; write it again")
-    said = cast(dict[str, Any], told)
+    said = cast(dict[str, Any], given)
     if said.get("format") != FORMAT:
         raise StoreError(f'{where}: "format" is {said.get("format")!r}, where {FORMAT!r} belongs')
     if said.get("version") not in (VERSION, WITH_PARTS) or type(said["version"]) is not int:

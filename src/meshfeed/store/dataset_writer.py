@@ -115,7 +115,7 @@ class DatasetWriter:
         sizes_writer.add_documents(rows_of(parts).ravel(), np.diff(parts.starts) * len(SIZES))
 
     def _refuse_others(self, columns: Mapping[str, object]) -> int:
-        """The document that comes next, whose columns are those of the dataset."""
+        """The number of the next document. Raises StoreError unless it has the dataset's columns."""
         document = self._writers["tokens"].num_documents
         if columns.keys() != self._writers.keys():
             raise StoreError(
@@ -131,12 +131,12 @@ class DatasetWriter:
         if stack is None:
             raise StoreError(f"{self.folder}: not writing; use it inside `with`")
         if kind is not None:
-            stack.__exit__(kind, error, trace)  # the writers remove what they wrote
+            stack.__exit__(kind, error, trace)  # the writers remove their files
             return
         with stack:
             self._refuse_apart(self._writers["tokens"].num_documents - 1)
             self._refuse_parts_apart()
-            with typed_errors(self.folder):  # at no moment does it name files that are not its own
+            with typed_errors(self.folder):  # so that it never names files of another dataset
                 (self.folder / NAME).unlink(missing_ok=True)
         self._publish()
 
@@ -159,12 +159,12 @@ class DatasetWriter:
                 )
 
     def _publish(self) -> None:
-        told: dict[str, Any] = {
+        content: dict[str, Any] = {
             "format": FORMAT,
             "version": WITH_PARTS if self._parts else VERSION,
             "columns": {name: name for name in self._writers},
         }
         if self._parts:
-            told["parts"] = FILES
+            content["parts"] = FILES
         with durable_file(self.folder / NAME) as stream:
-            stream.write(json.dumps(told, indent=2).encode())
+            stream.write(json.dumps(content, indent=2).encode())

@@ -1,7 +1,7 @@
-"""The base class of formats that `mf.open` recognises, and the path that they are asked about.
+"""The base class of formats that `mf.open` recognises, and the path that they are given.
 
-Formats are entry points of the group `meshfeed.stores`. Each is imported and asked in the order of the names,
-until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, 70-arrow,
+Formats are entry points of the group `meshfeed.stores`. They are imported and tried in the order of their
+names, until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, 70-arrow,
 80-raw, then names that begin with a letter.
 """
 
@@ -30,9 +30,9 @@ class StoreFormat(ABC):
     """How a format recognises and opens its stores.
 
     Attributes:
-        name: as messages call it.
-        lies_at: what the user gives the path of.
-        options: those of column, dtype and tokenizer that apply; others are refused.
+        name: for messages.
+        lies_at: what the user's path points to.
+        options: which of column, dtype and tokenizer apply; others are refused.
     """
 
     name: ClassVar[str]
@@ -41,22 +41,22 @@ class StoreFormat(ABC):
 
     @abstractmethod
     def open(self, place: Place) -> StreamStore | None:
-        """The store, checked, without an open file; None if no store of this format lies there.
+        """The store, checked, without an open file; None if the path has no store of this format.
 
         Raises StoreError for a damaged one.
         """
 
 
 def formats() -> Iterator[StoreFormat]:
-    """Every registered format in the order in which they are asked, each imported when it is reached."""
+    """Every registered format in the order in which they are tried, each imported when it is reached."""
     return (loaded(point)() for point in registered(STORES))
 
 
 def tokenizer_name(given: object) -> str:
     """A tokenizer as users give it: a name or a path. Raises OptionError for an object of another library.
 
-    Only files are taken: every process and every later run reads the same ones, and their bytes are part of
-    the fingerprint.
+    It must be a file: every process and every later run reads the same one, and its bytes are part of the
+    fingerprint.
     """
     if isinstance(given, (str, os.PathLike)):
         return os.fspath(cast("str | os.PathLike[str]", given))
@@ -78,10 +78,10 @@ class Place:
 
     Attributes:
         given: as the user gave it.
-        beside: the folder that it lies in, and `name` its name there; "" if it ends in a slash.
+        beside: the folder that contains it, and `name` its name there; "" if it ends in a slash.
         within: itself, as a folder.
-        column, dtype, tokenizer: how tokens are found in records; None if the user does not say.
-        tried: file -> whether it is there; None if storage refuses to say.
+        column, dtype, tokenizer: how tokens are found in records; None if not given.
+        tried: file -> whether it exists; None if storage refuses to answer.
     """
 
     given: str
@@ -95,12 +95,12 @@ class Place:
 
     @property
     def shown(self) -> str:
-        """As messages show it."""
+        """For messages."""
         return without_secrets(self.given) if self.beside.is_remote else local_path(self.given)
 
     @property
     def cache(self) -> Cache:
-        """Where a node keeps what it fetches and derives."""
+        """Where a node keeps fetched and derived data."""
         return self.beside.cache or Cache()
 
     @property
@@ -109,7 +109,7 @@ class Place:
         return bool(Path(self.name).suffix) and self.holds(self.beside, self.name)
 
     def holds(self, folder: Folder, name: str) -> bool:
-        """Whether there is such a file, as far as storage says; asked once.
+        """Whether the file exists, as far as storage reveals it; requested once.
 
         A bucket that may not be listed answers "forbidden" for a missing object.
         """
@@ -123,7 +123,7 @@ class Place:
 
     @cached_property
     def names(self) -> list[str]:
-        """Files below it, without hidden ones; empty unless it is a folder that can be listed."""
+        """Files below it, except hidden ones; empty unless it is a folder that can be listed."""
         folder = self.within
         is_folder = not is_http(self.given) if folder.is_remote else Path(local_path(self.given)).is_dir()
         if not is_folder:
@@ -139,7 +139,7 @@ class Place:
 
     @cached_property
     def matches(self) -> list[str]:
-        """Files beside it, without hidden ones, that it matches as a pattern, such as train-*.parquet."""
+        """Files of its folder, except hidden ones, that match it as a pattern, such as train-*.parquet."""
         if self.beside.is_remote:
             there = [name for name, _ in self.beside.names() if "/" not in name]
         else:
@@ -159,7 +159,7 @@ class Place:
             raise OptionError(
                 f"{self.shown}: dtype={self.dtype!r}: choose one of {', '.join(choices)}, little-endian"
             )
-        return np.dtype(found.name)  # what "<i4" equals, and what memoryviews agree with
+        return np.dtype(found.name)  # equal to "<i4", and accepted by memoryviews
 
     def refuse_options(self, form: StoreFormat) -> None:
         """Refuse options that have no effect on a format."""
@@ -167,5 +167,5 @@ class Place:
         for name, value in given.items():
             if value is not None and name not in form.options:
                 raise OptionError(
-                    f"{self.shown}: {name}={value!r} says nothing about {form.name}; leave it out"
+                    f"{self.shown}: {form.name} has no option {name}; leave out {name}={value!r}"
                 )

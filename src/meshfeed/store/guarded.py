@@ -1,4 +1,4 @@
-"""The .bin of a store on this machine, whose blocks are compared with the .sums when they are first read."""
+"""The .bin of a local store. Each block is compared with the .sums when it is first read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOKS = 3
 
 
 class GuardedFile(LocalFile):
-    """A LocalFile that raises ChecksumError instead of giving bytes of a block that its .sums does not know.
+    """A LocalFile that raises ChecksumError instead of returning a block whose checksum differs.
 
     A block is compared once per node and version of the files; see `NodeIndex`. Where somebody writes to the
     file during a run, or only touches it, this process compares its blocks again. Without a .sums nothing is.

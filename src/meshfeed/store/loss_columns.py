@@ -1,4 +1,4 @@
-"""Columns beside the tokens that say which tokens bear loss: `labels`, loss masks, `attention_mask`."""
+"""Columns that decide which tokens bear loss: `labels`, loss masks, `attention_mask`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCK = 1 << 18
 
 
 class HasColumns(StreamStore):
-    """A store that may have columns beside its tokens."""
+    """A store that may have further columns."""
 
     _used = ""
     """What differs from the default, for the fingerprint."""
@@ -124,8 +124,8 @@ class ForeignColumns(HasColumns):
 
     def _use(self) -> str:
         """The columns in use: a state of the time when they were not used trains without them."""
-        told = [f"{name} {self.labels_are}" if name == LABELS else name for name in self.used_columns]
-        return f"uses {', '.join(told)}" if told else ""
+        used = [f"{name} {self.labels_are}" if name == LABELS else name for name in self.used_columns]
+        return f"uses {', '.join(used)}" if used else ""
 
     @property
     def columns(self) -> Mapping[str, StreamStore]:
@@ -174,9 +174,9 @@ class ForeignColumns(HasColumns):
         """Columns, one of OTHER_MASKS under the name LOSS_MASK. Raises StoreError; see `columns`."""
         masks = [name for name in (LOSS_MASK, *OTHER_MASKS) if name in found]
         if len(masks) > 1:
-            told = " and ".join(map(repr, masks))
+            both = " and ".join(map(repr, masks))
             raise OptionError(
-                f"{self.path}: columns {told} are all masks of the loss; use one, and {_cure(*masks[1:])}"
+                f"{self.path}: columns {both} are all masks of the loss; use one, and {_cure(*masks[1:])}"
             )
         if masks in ([], [LOSS_MASK]):
             return found

@@ -74,7 +74,7 @@ def built_in_parts(
     build: Callable[[Part], Mapping[str, Array]],
     join: Callable[[Sequence[Part], Sequence[Mapping[str, Array]]], Mapping[str, Array]],
 ) -> dict[str, Array]:
-    """`cached_arrays`, made part by part and joined: who comes after a killed builder goes on from there.
+    """`cached_arrays`, made part by part and joined: after a killed builder, the next one resumes.
 
     A part is an entry of its own, in <key>.parts, until the whole is there. Everything that the arrays depend
     on is in the key, how they are cut into parts too.

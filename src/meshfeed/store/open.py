@@ -1,4 +1,4 @@
-"""Path or URL -> store, by what lies there."""
+"""Path or URL -> store, by the files there."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def open_store(
     litdata dataset, or of datasets.save_to_disk; of a .jsonl, .parquet or .arrow file, or a folder of these;
     or the URL: s3://, gs://, az://, http(s)://, hf://datasets/OWNER/NAME@REVISION/PATH. Several .jsonl,
     .parquet or .arrow files of one folder: folder/train-*.parquet.
-    column: of MDS, litdata, JSONL, Parquet or Arrow: what holds each document's tokens, "tokens" or
-    "input_ids" if there; or its text, "text", if there is a tokenizer.
+    column: of MDS, litdata, JSONL, Parquet or Arrow: the column of tokens, by default "tokens" or
+    "input_ids"; with a tokenizer, the column of text, by default "text".
     dtype: of the tokens in a file of nothing else, such as nanoGPT's train.bin; of MDS: in a column of plain
     bytes.
     tokenizer: of JSONL, Parquet or Arrow: "bytes" for UTF-8, or one on this machine, used without special
@@ -51,10 +51,10 @@ def open_store(
     in a folder with dataset.json, "unshifted" elsewhere.
     ignore: columns that are not used: of "labels", "loss_mask", "attention_mask", "completion_mask",
     "assistant_masks" and "assistant_mask"; of a folder with dataset.json, any.
-    cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
-    does not tell them; or that folder alone; None for the default.
-    options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
-    cloud's usual chain of environment variables, files and services decides.
+    cache: where a node keeps fetched blocks of a remote store, and the lengths of documents if the format
+    does not record them; or that folder alone; None for the default.
+    options: for the storage client, such as {"endpoint": ..., "region": ...}; for the rest, the cloud's
+    usual chain of environment variables, files and services applies.
 
     Raises StoreError if there is none, or if its header, sizes or entries cannot be right.
     """
@@ -92,14 +92,16 @@ def open_store(
 
 
 def _used_as(store: StreamStore, labels: LabelsAre | None, ignore: frozenset[str]) -> StreamStore:
-    """The store, its columns used as the user says. Raises OptionError where it has none."""
+    """The store, with its columns used as given. Raises OptionError where it has none."""
     if labels is None and not ignore:
         return store
     if labels not in (None, *get_args(LabelsAre)):
         raise OptionError(f"labels={labels!r}: choose one of {', '.join(get_args(LabelsAre))}")
     if not isinstance(store, HasColumns):
         given = f"labels={labels!r}" if labels is not None else f"ignore={sorted(ignore)}"
-        raise OptionError(f"{store.path}: {given} is about columns, and this has tokens alone; leave it out")
+        raise OptionError(
+            f"{store.path}: {given} is about columns, but this store has tokens only; leave it out"
+        )
     return store.used_as(labels, ignore)
 
 
@@ -138,11 +140,11 @@ def _none_there(place: Place) -> StoreError:
 
 
 def stores_inside(folder: Folder) -> str:
-    """Names the stores right below a folder, as the end of a message; nothing where there is none."""
+    """Names the stores directly below a folder, to end a message; empty without any."""
     shown = without_secrets(folder.url) if folder.is_remote else local_path(folder.url)
     listed: list[str] = []
     if folder.is_remote:
-        with contextlib.suppress(StoreError):  # HTTP lists nothing, and credentials may not allow it
+        with contextlib.suppress(StoreError):  # HTTP cannot list, and credentials may not allow it
             listed = [name for name, _ in folder.names()]
     else:
         listed = sorted(f"{each.parent.name}/{NAME}" for each in Path(shown).glob(f"*/{NAME}"))

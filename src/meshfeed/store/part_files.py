@@ -1,11 +1,11 @@
-"""The parts of a dataset's documents: images, audio and video, as bytes that nobody has decoded.
+"""The parts of a dataset's documents: images, audio and video, as stored bytes.
 
-Two .bin/.idx pairs beside the tokens, with the same documents:
+Two .bin/.idx pairs next to the tokens, with the same documents:
 
     parts.bin .idx .sums        uint8: the parts' bytes, unchanged; a part is a sequence
-    part_sizes.bin .idx .sums   float64 [parts, 6]: what SIZES names of each part; all but the rate are whole
+    part_sizes.bin .idx .sums   float64 [parts, 6]: the SIZES of each part; all but the rate are whole
 
-So a plan reads 48 bytes of a part, and of `parts` the index alone.
+So a plan reads 48 bytes per part, and only the index of `parts`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from meshfeed.store.indexed import IndexedStore
 SIZES = ("kind", "height", "width", "length", "rate", "at")
 """Columns of a part's sizes; see `Parts`."""
 FILES = {"bytes": "parts", "sizes": "part_sizes"}
-"""What dataset.json says under "parts": the prefixes of both pairs."""
+"""The entry "parts" of dataset.json: the prefixes of both pairs."""
 
 _BLOCK = 1 << 16
 
 
 class PartFiles:
-    """The two pairs. Everything but making one and `fingerprint` needs `acquire`. All may raise StoreError.
+    """The two pairs. All but the constructor and `fingerprint` needs `acquire`, and may raise StoreError.
 
     path: of the dataset, as messages name it. data: the bytes, a sequence per part. sizes: of the parts.
     """
@@ -44,7 +44,7 @@ class PartFiles:
         self.path, self.data, self.sizes = path, data, sizes
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Open what reading needs."""
+        """Open the files."""
         for store in (self.data, self.sizes):
             stack.enter_context(store)
 
@@ -60,7 +60,7 @@ class PartFiles:
 
     @property
     def stats(self) -> FileStats:
-        """What reading bytes and sizes has cost so far."""
+        """The cost of reading bytes and sizes so far."""
         return self.data.stats + self.sizes.stats
 
     @property
@@ -74,7 +74,7 @@ class PartFiles:
         return self.data.num_tokens
 
     def of(self, documents: I64) -> Parts:
-        """The parts of some documents, without reading the parts; int64 [n]."""
+        """The parts of some documents, without their bytes; int64 [n]."""
         first, counts = self._sequences(documents)
         lengths = self.sizes.lengths(documents)
         wrong = lengths != counts * len(SIZES)

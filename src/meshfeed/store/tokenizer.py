@@ -55,7 +55,7 @@ class Tokenizer(ABC):
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer as it is named, and the bytes that make it; pickled, it takes them along.
+    """A tokenizer's name and the bytes of its file; both are pickled.
 
     Attributes:
         name: as KNOWN says.
@@ -71,14 +71,14 @@ class TokenizerFile:
 
     @property
     def digest(self) -> str:
-        """All that decides its tokens: its file, and the code of a class that is not meshfeed's."""
+        """Everything that decides its tokens: its file, and the code of a class that is not meshfeed's."""
         own = hashlib.blake2b(self.content, digest_size=16).hexdigest() if self.content else self.name
         code = "" if self.kind == BYTES else code_of(_maker_of(self))
         return f"{own} {code}" if code else own
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What tokenizer_config.json says. Raises StoreError."""
+        """The content of tokenizer_config.json. Raises StoreError."""
         try:
             found: Any = json.loads(self.config or b"{}")
         except (ValueError, RecursionError) as error:
@@ -107,10 +107,12 @@ def tokenizer_file(name: str) -> TokenizerFile:
     with typed_errors(name):
         path, config = Path(name), b""
         if not path.exists():
-            raise MissingError(f"{name}: missing; give its path on this node; no hub is asked for names")
+            raise MissingError(
+                f"{name}: missing; give its path on this node; names are not looked up on a hub"
+            )
         if path.is_dir():
-            told = path / "tokenizer_config.json"
-            config = told.read_bytes() if told.exists() else b""
+            settings = path / "tokenizer_config.json"
+            config = settings.read_bytes() if settings.exists() else b""
             inside = [path / "tokenizer.json", path / "tokenizer.model"]
             there = [each for each in inside if each.exists()]
             if not there:

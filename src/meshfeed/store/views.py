@@ -1,4 +1,4 @@
-"""Datasets seen another way: by EpochIndex where they take whole numbers, and the reverse."""
+"""Adapters of datasets: whole-number indices to EpochIndex, and the reverse."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class Resampled:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        asked = f"Resampled(num_epochs={num_epochs}, num_samples={num_samples})"
+        given = f"Resampled(num_epochs={num_epochs}, num_samples={num_samples})"
         if num_epochs is not None and num_samples is not None:
-            raise RecipeError(f"{asked}: give one of them")
+            raise RecipeError(f"{given}: give one of them")
         by_samples, size = num_samples is not None, len(dataset)
         count = (1 if num_epochs is None else num_epochs) if num_samples is None else num_samples
         if type(count) is not int or count < (not by_samples) or (by_samples and count and not size):
             raise RecipeError(
-                f"{asked} of {size} items: whole numbers, num_epochs from 1, num_samples from 0, and no "
+                f"{given} of {size} items: whole numbers, num_epochs from 1, num_samples from 0, and no "
                 f"samples of nothing"
             )
         self._dataset, self._size, self._shuffle, self._seed = dataset, size, shuffle, seed

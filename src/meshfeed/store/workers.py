@@ -1,7 +1,7 @@
 """Worker processes that make the items of a user's dataset ahead.
 
 Each worker has a pipe of its own, so one that is killed in the middle of a message breaks only that pipe, and
-a thread of its own, which hands it what is next and receives what it made; whoever fetches waits for those.
+a thread of its own, which sends it the next task and receives the item; a fetch waits for these threads.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Failure:
 class Workers(Generic[P]):
     """Makes announced items ahead, and hands them over by their place.
 
-    Items are to be fetched in the order in which they were announced: what was announced before one that is
-    fetched, and was not fetched itself, belongs to an iteration that was left, and is dropped. What was never
-    announced is made at once.
+    Items are to be fetched in the order in which they were announced: an item that was announced before a
+    fetched one, but not fetched, belongs to an abandoned iteration and is dropped. Items that were never
+    announced are made at once.
 
     Args:
         make: place, or what `read` gives for it -> item; runs in the workers.
-        count: worker processes, from 1. They start with the first item asked for.
+        count: worker processes, from 1. They start with the first requested item.
         timeout_s: how long to wait for one item.
         name: of what makes them, for messages.
         read: place -> what a worker needs to make the item; runs in this process, on the worker's thread. A
@@ -76,7 +76,7 @@ class Workers(Generic[P]):
         self._queue: deque[P] = deque()  # not yet given to a worker
         self._order: deque[P] = deque()  # announced, not yet fetched
         self._uses: Counter[P] = Counter()  # how often each stands in `_order`
-        self._now: frozenset[P] = frozenset()  # asked for by the fetch under way
+        self._now: frozenset[P] = frozenset()  # requested by the current fetch
         self._made: dict[P, Any] = {}
         self._threads: list[threading.Thread] = []
         self._processes: list[Any] = []
@@ -91,7 +91,7 @@ class Workers(Generic[P]):
                 self._uses[at] += 1
                 if self._uses[at] == 1:
                     self._queue.append(at)
-            self._go_on()
+            self._wake()
 
     def fetch(self, places: Sequence[P]) -> list[Any]:
         """What `make` gave for each place, or a Failure.
@@ -104,7 +104,7 @@ class Workers(Generic[P]):
             for at in places:
                 if self._uses[at]:
                     self._advance(at)
-            self._go_on()
+            self._wake()
             for at in places:
                 self._await(at)
             items = [self._made[at] for at in places]
@@ -115,7 +115,7 @@ class Workers(Generic[P]):
         return items
 
     def close(self) -> None:
-        """End the workers. A fetch under way raises StoreError."""
+        """End the workers. The current fetch raises StoreError."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -174,8 +174,8 @@ class Workers(Generic[P]):
             f"it in a worker, or raise timeout_s"
         )
 
-    def _go_on(self) -> None:
-        """Have the threads look at the queue; the first time, start them."""
+    def _wake(self) -> None:
+        """Wake the threads; the first time, start them."""
         if not self._threads and not self._closing:
             for number in range(self._count):
                 thread = threading.Thread(
@@ -208,8 +208,8 @@ class Workers(Generic[P]):
                 watch.join(_GRACE_S)
                 process.kill()
                 watch.join()
-                process.close()  # its descriptors, now: an error may refer to it for long
-        except BaseException:  # told to whoever waits for an item
+                process.close()  # close its descriptors now: an error may keep a reference for long
+        except BaseException:  # raised by the fetch that waits for an item
             self._broken = traceback.format_exc()
         with self._changed:
             self._changed.notify_all()
@@ -225,7 +225,7 @@ class Workers(Generic[P]):
             handed = self._handed(pipe, wait=True) if following is None else following
 
     def _handed(self, pipe: Connection, *, wait: bool) -> tuple[P, Any] | None:
-        """What was handed to a worker, as its place and task; None where there is nothing, or all is over."""
+        """The place and task that were sent to a worker; None if there are none, or all is over."""
         while (at := self._next(wait=wait)) is not None:
             try:
                 task = at if self._read is None else self._read(at)
@@ -237,7 +237,7 @@ class Workers(Generic[P]):
         return None
 
     def _next(self, *, wait: bool) -> P | None:
-        """Take what is next off the queue; None where there is nothing, or all is over."""
+        """Take the next task off the queue; None if there is none, or all is over."""
         with self._changed:
             while not (self._closing or self._dead or self._broken):
                 while self._queue and not self._wanted(self._queue[0]):
@@ -307,7 +307,7 @@ def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
 
 
 def _pickled(number: int, item: Any) -> Any:
-    """An item as it travels, its tensors in shared memory; or a Failure that says why it cannot."""
+    """An item ready to be sent, its tensors in shared memory; or a Failure with the reason."""
     pickler = cast(Any, ForkingPickler)
     try:
         return pickler.dumps(item)

@@ -192,7 +192,7 @@ def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.Captur
     [
         (("--tokenizer", "bytes"), "add --show N"),
         (("--show", "1", "--tokenizer", "nowhere.json"), "nowhere.json: missing; give its path on this node"),
-        (("--column", "tokens"), "column='tokens' says nothing about a Megatron store"),
+        (("--column", "tokens"), "a Megatron store has no option column; leave out column='tokens'"),
         (("--storage", "region"), "--storage region: write NAME=VALUE"),
     ],
 )

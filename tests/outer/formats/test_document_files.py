@@ -431,7 +431,7 @@ def test_tokenizers_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"c\.jsonl: no tokenizer"):
         open_store(path, tokenizer=path)
     write_indexed(tmp_path / "d", [[1]])
-    with pytest.raises(StoreError, match="says nothing about a Megatron store"):
+    with pytest.raises(StoreError, match="a Megatron store has no option"):
         open_store(tmp_path / "d", column="text")
 
 

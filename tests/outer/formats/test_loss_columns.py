@@ -289,7 +289,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         mf.open(path, ignore=["weight"])
     with mf.IndexedWriter(tmp_path / "pair", "uint16") as writer:
         writer.add_document([1, 2])
-    with pytest.raises(OptionError, match="is about columns, and this has tokens alone"):
+    with pytest.raises(OptionError, match="is about columns, but this store has tokens only"):
         mf.open(tmp_path / "pair", labels="shifted")
     with mf.DatasetWriter(tmp_path / "set", {"tokens": "uint16", "weight": "float32"}) as writer:
         writer.add_document(tokens=[1, 2], weight=[1, 2])

@@ -147,7 +147,7 @@ BAD = [
     ("2.png", bomb(30_000, 30_000), "2: part 0 (image): Image size (900000000 pixels)"),
     ("3.png", b"", "3: part 0 (image): empty"),
     ("4.jpg", JPG[:30], "4: part 0 (image): "),
-    ("5.jpg", wav(9), "5: part 0: audio, where image is said to be"),
+    ("5.jpg", wav(9), "5: part 0: audio, but the record says image"),
     ("6.mp4", bytes(4) + b"ftypisom", "6: part 0 (video): MP4 video, whose size prepare cannot read"),
 ]
 
@@ -190,7 +190,7 @@ def test_samples_that_make_no_sense_are_refused_by_name(tmp_path, captions):
     assert "0: .json: not valid JSON" in said(("0.json", b"{"))
     assert "0: .json: list where an object belongs" in said(("0.json", b"[]"))
     assert "0: .txt: not valid UTF-8" in said(("0.txt", b"\xff"))
-    assert "0: 2 of <image> in the text, and 1 of image beside it" in of(
+    assert "0: 2 of <image> in the text, but 1 of image in the record" in of(
         {"text": "<image><image>"}, ("0.png", PNG)
     )
     assert "0: its text spells a placeholder" in of({"text": f"an {PAD} here"}, ("0.png", PNG))

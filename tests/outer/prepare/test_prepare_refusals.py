@@ -231,7 +231,7 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["a.jsonl", "--out", "https://h/x"], "https://h/x: cannot write to a web server; give s3://"),
         (["a.jsonl", "--out", "gcs://b/x"], "gcs://b/x: scheme 'gcs' is unknown; use s3, gs, az"),
         (["a.jsonl", "--out", "s3://b/x", "--engine", "slurm"], "name a folder that all of them see: --work"),
-        (["a.jsonl", "--work", "w"], "--work w: only for an output in storage; .* made beside out"),
+        (["a.jsonl", "--work", "w"], "--work w: only for an output in storage; .* made next to out"),
         (["a.jsonl", "--dtype", "uint8", "--eod"], "257 tokens, of which uint8 holds 256"),
         (["a.jsonl", "--chat"], "bytes: has no chat template; give a transformers directory"),
         (

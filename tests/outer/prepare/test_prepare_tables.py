@@ -224,7 +224,7 @@ def test_what_datasets_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert lengths == [len(text.encode()) for text in TEXTS]
     words = ["prepare", str(folder / "train"), "--tokenizer", "none", "--out", str(tmp_path / "tokens")]
     assert main([*words, "--workers", "1"]) == 2, "it has labels"
-    assert "'labels' beside the tokens, which prepare does not keep" in capsys.readouterr().err
+    assert "'labels' next to the tokens: prepare does not keep such columns" in capsys.readouterr().err
     save(
         tmp_path / "own",
         [pa.table({"input_ids": TOKENS, "attention_mask": [[1] * len(each) for each in TOKENS]})],

@@ -169,7 +169,7 @@ def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path, capsys):
     how = ["--tokenizer", str(folder / "hf"), "--chat", "--chat-template", str(template), "--column", "conv"]
     words = ["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--workers", "1", *how]
     assert main(words) == 2
-    assert "it asks for today's date" in capsys.readouterr().err
+    assert "it uses today's date" in capsys.readouterr().err
     assert main([*words, "--chat-date", "2025-06-01"]) == 0
     own = ChatEncoder(folder / "hf", template, date=datetime.date(2025, 6, 1))
     told = own.encode([turns, {"messages": turns, "tools": rows[1]["tools"]}, turns * 2])

@@ -40,8 +40,8 @@ class Chats:
         tokenizer: a transformers directory, or a tokenizers JSON file with a template.
         template: a file to use instead of the tokenizer's own template.
         train_on: "assistant" for all its messages, "last" for the last one.
-        date: for templates that ask for today's; None lets them do without, or refuses them.
-        column: of JSON lines and tables; None for the first of CHAT_KEYS that is there. "tools" is beside it.
+        date: for templates that print today's date; without one, they do without or are refused.
+        column: of JSON lines and tables; None for the first of CHAT_KEYS that exists. "tools" is read, too.
         dtype: see Text.
     """
 
@@ -58,7 +58,7 @@ class Chats:
 
     @property
     def columns(self) -> Columns:
-        """What to take of a record."""
+        """The columns to read."""
         names = CHAT_KEYS if self.column is None else (self.column,)
         return Columns(names, beside=("tools",), called="messages")
 
@@ -75,7 +75,7 @@ class Chats:
         }
 
     def encoder(self, trained: Path | None = None) -> ChatEncoder:
-        """What makes the tokens and the mask. Raises StoreError."""
+        """The encoder of tokens and mask. Raises StoreError."""
         dtype = None if self.dtype == "auto" else self.dtype
         encoder = ChatEncoder(
             self.tokenizer, self.template, train_on=self.train_on, dtype=dtype, date=self.date
@@ -85,7 +85,7 @@ class Chats:
 
 
 class ChatEncoder:
-    """Makes tokens and a loss mask of conversations, as transformers' `apply_chat_template` does.
+    """Turns conversations into tokens and a loss mask, as transformers' `apply_chat_template` does.
 
     A conversation is a list of messages, {"role": ..., "content": ...} with whatever else the template reads,
     or ShareGPT's {"from": ..., "value": ...}; or an object with that list as "messages", or alone, and
@@ -115,7 +115,7 @@ class ChatEncoder:
     Attributes:
         columns: name -> dtype of what comes out: tokens, and loss_mask uint8.
 
-    Files are read when they are first needed, and are pickled with it. All methods raise StoreError.
+    Files are read when they are first needed, and pickled with the encoder. All methods raise StoreError.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ChatEncoder:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of all that decides what comes out."""
+        """Hex digest of everything that decides the output."""
         file, config, templates = self._files
         how = [config, templates, self._variables, self._train_on, str(self._date), self._token_dtype.str]
         text = json.dumps(how, sort_keys=True, default=repr)
@@ -203,7 +203,7 @@ class ChatEncoder:
             mask[first:last] = 1
         return {"tokens": tokens.astype(self._token_dtype), "loss_mask": mask}
 
-    # -- what lies in the files -------------------------------------------------------------------------
+    # -- content of the files ---------------------------------------------------------------------------
 
     @cached_property
     def _files(self) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:

@@ -1,7 +1,7 @@
-"""A chat template run in a process of its own, with a limit on memory and on time.
+"""Runs a chat template in a separate process, with limits on memory and time.
 
-A template comes with a tokenizer that someone published. jinja2's sandbox keeps it from files and code, but a
-line of it may ask for a terabyte or for a year.
+A template comes with a tokenizer that someone published. jinja2's sandbox keeps it from files and code, but
+one line of it can take a terabyte of memory or a year.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ except ImportError:  # not on every system
 
 
 class Confined:
-    """`Conversations` in a process that is started when it is first needed, and again where it died.
+    """`Conversations` in a process that starts when it is first needed, and again after it died.
 
-    All methods raise StoreError. They may be called by several threads, one after the other.
+    All methods raise StoreError. Several threads may call them; calls run one at a time.
     """
 
     def __init__(self, conversations: Conversations) -> None:
@@ -68,7 +68,10 @@ class Confined:
 
 
 class _Process:
-    """One such process. Requests are pickles; responses, which it may be made to forge, are lines of JSON."""
+    """One such process.
+
+    Requests are pickles; responses are lines of JSON, because a template might forge them.
+    """
 
     def __init__(self, conversations: Conversations) -> None:
         self._owner, self._where = os.getpid(), conversations.path
@@ -78,11 +81,11 @@ class _Process:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it has not died, and is this process's own: a fork shares its pipes."""
+        """Whether it is alive, and was started by this process: a fork shares its pipes."""
         return self._end.alive and self._owner == os.getpid()
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Its response. Raises StoreError for an error, and where it died."""
+        """Its response. Raises StoreError for an error, or if it died."""
         requests, responses = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         line = b""
         try:
@@ -121,14 +124,14 @@ def _end(owner: int, process: subprocess.Popen[bytes]) -> None:
             cast(IO[bytes], pipe).close()
 
 
-# -- in the process of its own ----------------------------------------------------------------------------
+# -- in the separate process ------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Compile the templates, then render each request on standard input, until there are no more."""
     requests = sys.stdin.buffer
     with os.fdopen(os.dup(1), "w") as responses, contextlib.suppress(EOFError):
-        os.dup2(2, 1)  # what a template prints is not a response
+        os.dup2(2, 1)  # a template's own prints are not responses
         conversations, memory_bytes, cpu_s = pickle.load(requests)
         _limit("RLIMIT_AS", memory_bytes)
         work = conversations.check

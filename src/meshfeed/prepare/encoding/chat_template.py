@@ -1,7 +1,7 @@
-"""Conversations -> their text by a chat template, and what of it the assistant says.
+"""Conversations -> their text by a chat template, and the spans that the assistant says.
 
-Templates are what tokenizers bring along: jinja2, sandboxed, in the dialect that transformers gives them.
-There are no arrays and no tokens: a process of its own runs this; see `chat_process`.
+Templates come with tokenizers: jinja2, sandboxed, in the dialect of transformers. There are no arrays and no
+tokens here, because a separate process runs it; see `chat_process`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tools = list[Any] | None
 Spans = list[tuple[int, int]]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of templates, where there are several."""
+"""Names of templates, if there are several."""
 MOST_CHARACTERS = 16 << 20
-"""Of a conversation's text: tokenizing it takes a hundred times as much memory."""
+"""Limit of a conversation's text: tokenizing it takes a hundred times as much memory."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
@@ -41,10 +41,10 @@ class ChatTemplate:
 
     Attributes:
         source: in jinja2.
-        variables: what it may name beside the messages, such as bos_token; JSON values.
+        variables: further names for it, such as bos_token; JSON values.
         where: what messages call it.
-        date: what `strftime_now` tells; None leaves that undefined, and many templates then have a date of
-            their own. The day on which a conversation is prepared must not decide its tokens.
+        date: for `strftime_now`; None leaves that undefined, and many templates then use a fixed date. The
+            day on which a conversation is prepared must not decide its tokens.
 
     All methods raise StoreError.
     """
@@ -83,8 +83,8 @@ class ChatTemplate:
             return _bounded(compiled.generate(**{**self.variables, **given, **named}))
         except MemoryError:
             raise StoreError(f"{self.where}: takes too much memory; use another template") from None
-        except Exception as error:  # whatever a template stumbles over in foreign messages
-            asks = "; it asks for today's date: say by date= (--chat-date) which one"
+        except Exception as error:  # a template may fail in any way on foreign messages
+            asks = "; it uses today's date: give one as date= (--chat-date)"
             hint = asks if _NOW in str(error) else ""
             raise StoreError(f"{self.where}: {error or type(error).__name__}{hint}") from error
 
@@ -190,7 +190,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """How conversations become text.
+    """Turns conversations into text.
 
     Attributes:
         templates: by name.

@@ -1,4 +1,4 @@
-"""What a job's records become: one of the encodings, as it is given and as a job's file says it."""
+"""The encoding of a job: as the user gives it, and as job.json stores it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshfeed.prepare.encoding.text import TRAINED, Text, TextEncoder
 from meshfeed.prepare.inputs.samples import Sample
 
 Encoding = Text | Chats | Multimodal
-"""How records become tokens, before anything is loaded."""
+"""How records become tokens; nothing is loaded yet."""
 Encoder = TextEncoder | ChatEncoder | MultimodalEncoder
-"""Makes documents of values."""
+"""Turns values into documents."""
 
 
 def encoding_of(request: Mapping[str, Any]) -> Encoding:
@@ -37,9 +37,9 @@ def encoding_of(request: Mapping[str, Any]) -> Encoding:
 
 
 def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
-    """The encoder of a job in a folder, where the tokenizer is if one was trained for it.
+    """The encoder of a job. Its folder has the tokenizer if one was trained for it.
 
-    Raises StoreError, and PrepareError where the tokenizer has changed.
+    Raises StoreError, and PrepareError if the tokenizer has changed.
     """
     encoder = encoding_of(request).encoder(folder / TRAINED)
     if encoder.digest != request.get("digest", encoder.digest):
@@ -51,7 +51,7 @@ def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
 
 
 def hash_of(value: Any) -> bytes:
-    """128 bits that tell a document from every other, by its text and its parts."""
+    """128 bits that identify a document by its text and its parts."""
     if isinstance(value, Sample):
         value = value.key()
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -39,13 +39,13 @@ class Multimodal:
 
     Attributes:
         text: how the text becomes tokens; its tokenizer knows the placeholders.
-        tokens: kind -> the token that stands for a part, such as {"image": "<|image_pad|>"}. A PartRule says
-            later how often a model wants it.
-        around: kind -> what stands in a text for a part, with its token in it, such as
-            {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; the token alone where nothing is said.
-            In chats, the template says it.
+        tokens: kind -> placeholder of a part, such as {"image": "<|image_pad|>"}. A PartRule later decides
+            how often it is repeated.
+        around: kind -> text for a part, with its placeholder in it, such as
+            {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; by default the placeholder alone. In
+            chats, the template prints it.
         max_pixels: height times width of an image, at most.
-        folder: that paths of parts in JSON lines and Parquet begin at, or its URL; None for the file's own.
+        folder: base of the paths of parts in JSON lines and Parquet, or its URL; None for the file's own.
     """
 
     text: Text | Chats
@@ -65,7 +65,7 @@ class Multimodal:
         return SampleColumns(chat=isinstance(self.text, Chats), column=self.text.column, folder=self.folder)
 
     def request(self) -> dict[str, Any]:
-        """All that decides what comes out, as JSON values. Raises StoreError, PrepareError."""
+        """Everything that decides the output, as JSON values. Raises StoreError, PrepareError."""
         return {
             "kind": "multimodal",
             "digest": self.encoder().digest,
@@ -77,7 +77,7 @@ class Multimodal:
         }
 
     def encoder(self, trained: Path | None = None) -> MultimodalEncoder:
-        """What makes the tokens. Raises PrepareError for a placeholder that the tokenizer does not know."""
+        """The encoder. Raises PrepareError for a placeholder that the tokenizer does not know."""
         if self.text.tokenizer is None:
             raise PrepareError("--multimodal: give --tokenizer, one that knows the placeholders")
         if not self.tokens:
@@ -134,17 +134,17 @@ class MultimodalEncoder:
 
     @property
     def beside(self) -> Mapping[str, np.dtype[Any]]:
-        """Of what else a document has; see PART_DTYPES."""
+        """Further columns of a document; see PART_DTYPES."""
         return PART_DTYPES
 
     @property
     def digest(self) -> str:
-        """Of all that decides what comes out."""
+        """Of everything that decides the output."""
         text = json.dumps([self.inner.digest, sorted(self.ids.items())])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, values: Sequence[Sample], where: Where) -> list[Mapping[str, Array]]:
-        """Each sample's columns and parts. Raises StoreError, at its `where`, for one that has none."""
+        """Each sample's columns and parts. Raises StoreError, naming `where`, for a sample that is none."""
         return self._encoded(values, lambda i: ": ".join(each for each in (where(i), values[i].name) if each))
 
     def _encoded(self, values: Sequence[Sample], where: Where) -> list[Mapping[str, Array]]:
@@ -174,7 +174,7 @@ class MultimodalEncoder:
             except StoreError as error:
                 raise StoreError(f"{where}: part {k} ({part.kind}): {error}") from error
             if size.kind != part.kind:
-                raise StoreError(f"{where}: part {k}: {size.kind}, where {part.kind} is said to be")
+                raise StoreError(f"{where}: part {k}: {size.kind}, but the record says {part.kind}")
             if size.kind not in self.ids:
                 raise StoreError(
                     f"{where}: part {k}: {size.kind}; say which token stands for it: --{size.kind}-token"
@@ -186,12 +186,12 @@ class MultimodalEncoder:
         found: list[dict[str, Array]] = []
         for columns in self.inner.encode([sample.text for sample in values], where):
             tokens, mask = columns["tokens"], columns["loss_mask"]
-            # A placeholder is no word that a model says, even in a message of the assistant.
+            # A model never predicts a placeholder, even in a message of the assistant.
             found.append({"tokens": tokens, "loss_mask": mask * ~np.isin(tokens, list(self.ids.values()))})
         return found
 
     def _texts(self, values: Sequence[Sample], where: Where) -> list[dict[str, Array]]:
-        """Pieces of text are encoded each for itself, as a tokenizer does between special tokens."""
+        """Pieces of text are encoded separately, as a tokenizer does between special tokens."""
         pieces = [(i, each) for i, sample in enumerate(values) for each in sample.text if each is not None]
         made = self.column.encoded([each for _, each in pieces], lambda k: where(pieces[k][0]))
         placeholders = list(self.ids.values())

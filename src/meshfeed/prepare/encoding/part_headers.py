@@ -1,6 +1,6 @@
 """The kind and size of a part, from the header of its bytes. Only MP3 is decoded, to count its samples.
 
-What the bytes are decides, not what the file is called. An animated picture counts as its first frame.
+The bytes decide the kind, not the file's name. An animated picture counts as its first frame.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshfeed.parts.sound import audio_format, audio_size
 from meshfeed.parts.types import in_pixels
 
 MOST_PIXELS = 89_478_485
-"""Of an image, unless the user says otherwise: where Pillow begins to warn of a decompression bomb."""
+"""Default limit of an image: from here on, Pillow warns of a decompression bomb."""
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
@@ -28,7 +28,7 @@ _PAGE = re.compile(rb"\s*<(?:!doctype\s+)?html", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a header says of a part; see `Parts` for the units.
+    """The size of a part; see `Parts` for the units.
 
     Attributes:
         kind: of the part.
@@ -61,7 +61,7 @@ def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
 
 
 def _other(data: bytes) -> tuple[str, str] | None:
-    """What the bytes are, if nobody here reads their size, and what to do; None for what may be an image."""
+    """(format, cure) of bytes in a format that is not supported; None if they may be an image."""
     brand = data[8:12]
     if data[4:8] == b"ftyp":
         return _other_of_iso(data)
@@ -120,7 +120,7 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
 
 
 def _refusal(error: Exception, data: bytes) -> str:
-    """What is said of an image that Pillow cannot open; none of its bytes."""
+    """The reason for an image that Pillow cannot open, without its bytes."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, Image.DecompressionBombError):
@@ -128,12 +128,12 @@ def _refusal(error: Exception, data: bytes) -> str:
     if isinstance(error, UnidentifiedImageError):
         what = " (a web page)" if _PAGE.match(data) else ""
         return f"not an image or audio: {len(data)} bytes{what}; fetch it again, or leave its sample out"
-    # Pillow's message may repeat bytes, and whoever named a URL must not learn what its server said.
+    # Pillow's message may repeat bytes, which must not reach the author of a URL.
     return f"its header is broken ({type(error).__name__}); fetch it again"
 
 
 def _orientation(image: Any, data: bytes) -> int:
-    """As EXIF numbers it; 1 where nothing is said, or nothing that can be read."""
+    """As EXIF numbers it; 1 without a readable entry."""
     from PIL import Image
 
     if image.format == "PNG":  # Pillow would decode it, since its EXIF may come last

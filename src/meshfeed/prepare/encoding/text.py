@@ -19,9 +19,9 @@ from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
 from meshfeed.store.tokenizer import BYTES, Tokenizer
 
 TRAINED = "tokenizer.json"
-"""What a tokenizer that was trained for a job is called."""
+"""File name of a tokenizer that was trained for a job."""
 END = "<|endoftext|>"
-"""What ends a document there."""
+"""Its token at the end of a document."""
 DTYPES = ("uint8", "uint16", "int32")
 
 
@@ -30,9 +30,9 @@ class TextEncoder:
     """Text, or lists of tokens, as documents of one column.
 
     Attributes:
-        column: which one it is in a record, and its tokenizer.
-        columns: of what comes out: name -> dtype.
-        digest: of all that decides it.
+        column: in a record, and its tokenizer.
+        columns: of the output: name -> dtype.
+        digest: of everything that decides it.
         end: the token after each document; None for none.
     """
 
@@ -81,7 +81,7 @@ class Text:
 
     @property
     def columns(self) -> Columns:
-        """What to take of a record."""
+        """The columns to read."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
         names = TokenColumn(self.column, BYTES if is_text else None).names
         return (
@@ -91,7 +91,10 @@ class Text:
         )
 
     def request(self) -> dict[str, Any]:
-        """All that decides the tokens, as JSON values. Raises StoreError, PrepareError where it is wrong."""
+        """Everything that decides the tokens, as JSON values.
+
+        Raises StoreError, PrepareError if it is wrong.
+        """
         shared = {"kind": "text", "column": self.column, "eod": self.eod, "dtype": self.dtype}
         if self.train_bpe is None:
             return shared | {"tokenizer": absolute(self.tokenizer), "digest": self.encoder().digest}
@@ -100,7 +103,7 @@ class Text:
         return shared | {"train_bpe": self.train_bpe}
 
     def encoder(self, trained: Path | None = None) -> TextEncoder:
-        """What makes the tokens. trained: the file of a tokenizer that was trained for the job.
+        """The encoder. trained: the file of a tokenizer that was trained for the job.
 
         Raises PrepareError for a tokenizer that lacks the token to end with, or has more tokens than the
         dtype holds; StoreError for one that cannot be loaded.
@@ -132,7 +135,7 @@ class Text:
 
 
 def absolute(name: str | None) -> str | None:
-    """The path of a file or folder, or another name, the same for a worker in another directory."""
+    """The absolute path of a file or folder, for workers in other directories; other names unchanged."""
     return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
 
 

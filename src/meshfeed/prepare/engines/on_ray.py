@@ -1,4 +1,4 @@
-"""Parts encoded on Ray: a cluster that is there, or one that is started on this machine for the run."""
+"""Parts encoded on Ray: on a running cluster, or on one that is started on this machine for the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REACH_S, _LOOK_S = 30.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """An Engine of Ray tasks, a core each; Ray restarts a task whose node is lost elsewhere.
+    """An Engine of Ray tasks, one core each. If a node is lost, Ray restarts its tasks elsewhere.
 
     Attributes:
         num_workers: tasks, at most.
         address: of a running cluster, "auto" for that of this machine. None takes $RAY_ADDRESS; where that is
             not set either, Ray is started here, for this run and this machine alone.
 
-    Folder and inputs must lie where every node sees them, and meshfeed must be installed there.
+    Every node must see the folder and the inputs, and have meshfeed installed.
     """
 
     num_workers: int

@@ -33,7 +33,7 @@ class OnSlurm:
         num_workers: tasks of the array, at most.
         options: of sbatch, such as "--partition=cpu".
 
-    Folder, inputs and this Python must lie where every node sees them. A run that is killed leaves its tasks
+    Every node must see the folder, the inputs and this Python. A run that is killed leaves its tasks
     to Slurm; the next one, with --resume, takes what they have made and ends them.
     """
 

@@ -1,13 +1,13 @@
 """The tasks of a run: they claim parts, one at a time, and encode them. Engines start them.
 
-A run and its tasks meet in the job's folder, so that tasks may run anywhere that sees it.
+A run and its tasks share the job's folder, so tasks may run on any machine that sees it.
 
     FOLDER/tasks/RUN/parts.json   the parts to encode
     FOLDER/tasks/RUN/PART.claim   symbolic link that names the task that encodes the part
     FOLDER/tasks/RUN/TASK.error   why the task gave up
 
-An engine starts `run_task(tasks, task)` for some tasks, with the folder of its run, and says how they ended;
-`encoded` does the rest. Tasks that a killed run left behind find their folder gone.
+An engine starts `run_task(tasks, task)` for some tasks, with the folder of its run, and reports how they
+ended; `encoded` does the rest. Tasks of a killed run find that their folder is gone.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshfeed.prepare.job.encode_part import encode
 from meshfeed.prepare.job.job import load_job, read_json, write_json
 
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""Environment of each task: processes share nothing, so many of one thread encode more than few of many."""
+"""Environment of each task: many processes of one thread encode more than a few of many threads."""
 
 
 class Engine(Protocol):
-    """Has parts of a job encoded, somewhere."""
+    """Runs the encoding of a job's parts."""
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
         """Call `encode_part(folder, part)` for each part, anywhere that sees the folder and the inputs.
@@ -71,13 +71,13 @@ def encoded(
 ) -> Generator[int, None, None]:
     """Each of the parts once it is encoded.
 
-    end: says that no more will come, by the task that ended and how; None as long as all goes well.
+    end: returns the task that failed and how, once no more parts will come; None while all is well.
 
     Raises the error of the first task that gave up, and PrepareError for a task that died.
     """
     missing = set(parts)
     while missing:
-        ended = end()  # first: what that task has written is there by now
+        ended = end()  # before the listing, which then has everything that the task wrote
         with typed_errors(tasks):
             names = [path.name for path in (tasks.parents[1] / "parts").iterdir()]
         done = missing & {int(name) for name in names if name.isdecimal()}
@@ -95,11 +95,9 @@ def encoded(
 
 
 def _claim(tasks: Path, part: int, task: int) -> bool:
-    """Whether the part is this task's."""
+    """Whether this task has claimed the part."""
     try:
-        (tasks / f"{part}.claim").symlink_to(
-            str(task)
-        )  # made whole or not at all, unlike a file that is written
+        (tasks / f"{part}.claim").symlink_to(str(task))  # atomic, unlike writing a file
     except FileExistsError:
         return _owner(tasks, part) == str(task)
     return True

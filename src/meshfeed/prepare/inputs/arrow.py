@@ -17,7 +17,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"
 def batches_in(file: ByteFile) -> Iterator[Any]:
     """The record batches of an entered file, in order. Raises StoreError.
 
-    A file of this machine is mapped, so that columns that nobody reads cost nothing.
+    A local file is mapped, so unused columns cost nothing.
     """
     arrow = arrow_for(file.url, "Arrow")
     with typed_arrow(file.url), _source(arrow, file) as source:
@@ -40,12 +40,12 @@ def _of_stream(opened: Any, source: Any, url: str) -> Iterator[Any]:
         at = source.tell()
         yield batch
     source.seek(at)
-    if source.read(len(_END)) != _END:  # pyarrow takes any end for the end
+    if source.read(len(_END)) != _END:  # pyarrow does not notice a missing end
         raise ChecksumError(f"{url}: byte {at}: no end mark; it was cut short: write it or copy it again")
 
 
 def rows_of(batch: Any, names: Sequence[str], most: int) -> Iterator[dict[str, Any]]:
-    """The rows of a batch, from so many columns. most: bytes that some of them may take at a time."""
+    """The rows of a batch, of some columns. most: bytes that are converted at a time."""
     some = batch.select(list(names))
     together = max(min(most * max(len(some), 1) // max(some.nbytes, 1), _ROWS_TOGETHER), 1)
     for first in range(0, len(some), together):

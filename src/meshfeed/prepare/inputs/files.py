@@ -1,4 +1,4 @@
-"""Paths, globs, folders and URLs -> files of text, and how they are cut into parts."""
+"""Paths, globs, folders and URLs -> input files, and their cut into parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ I64 = npt.NDArray[np.int64]
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
 MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
 """Kinds of files that may have images and audio."""
-_INTERMEDIATE = "cache-*.arrow"  # what `datasets` keeps of a map or a filter beside its data
+_INTERMEDIATE = "cache-*.arrow"  # what `datasets` caches of a map or a filter, next to its data
 _HEAD_BYTES, _STEP_BYTES = 1 << 12, 1 << 20
 _CODECS = {".gz": "gz", ".zst": "zstd"}
 _SUFFIX_OF = {
@@ -53,7 +53,7 @@ class Input:
         url: its absolute path, or its URL.
         kind: "text", one document; "jsonl", one in a line; "json", a list of them; "parquet" and "arrow", one
             in a row; "webdataset", a tar; "mds", the index.json of an MDS dataset.
-        codec: "gz" or "zstd" where it is compressed.
+        codec: "gz" or "zstd" if it is compressed.
         size_bytes: as stored.
         modified_ns: when it was last written; 0 of a remote file.
     """
@@ -76,20 +76,20 @@ def find_inputs(
     kind: str | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> tuple[tuple[Input, ...], Mapping[str, int]]:
-    """The files of some paths, globs, folders and URLs, in the order given, those of a folder by name.
+    """The files of some paths, globs, folders and URLs, in the order given; within a folder, sorted by name.
 
     pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl, .parquet and
-    .arrow. Names that begin with a dot are left out, and links to folders are not followed. Of a folder of
-    `datasets.save_to_disk`, the files that its state.json names are taken. kind: one of `kinds`; None goes by
-    the suffix, and takes other files for text. kinds: KINDS or MULTIMODAL_KINDS.
+    .arrow. Names that begin with a dot are skipped, and links to folders are not followed. In a folder of
+    `datasets.save_to_disk`, the files are those that its state.json names. kind: one of `kinds`; None decides
+    by the suffix; other files are text. kinds: KINDS or MULTIMODAL_KINDS.
 
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
-    Raises PrepareError where there is nothing, a file comes twice, or a .json that was named may be lines or
-    one document; StoreError where it cannot be read, and for a DatasetDict, which is several datasets.
+    Raises PrepareError if nothing is found, a file is given twice, or a named .json may be lines or one
+    document; StoreError if something cannot be read, and for a DatasetDict, which is several datasets.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
-    # Where "*" takes the files of a source tree, a package.json is one of them.
+    # With "*" for the files of a source tree, a package.json is one of them.
     by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
     found: list[Input] = []
     passed_over = Counter[str]()
@@ -129,10 +129,10 @@ def find_inputs(
 def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole_rows: bool = False) -> I64:
     """Spans of the inputs, in order: part, input, begin and end; int64 [num_spans, 4].
 
-    What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), bytes of
-    whole elements of a JSON list, rows of Parquet and Arrow, samples of MDS, and nothing elsewhere: 0 and 1.
-    A part has about `part_bytes`, one span at least. A file is one span where it has to be read from its
-    beginning: compressed, or Arrow in storage. whole_rows: all columns of Parquet are read, so a row group
+    Begin and end count bytes of plain JSON lines (a line belongs to the span in which it begins), bytes of
+    whole elements of a JSON list, rows of Parquet and Arrow, and samples of MDS; other files are 0 to 1. A
+    part has about `part_bytes`, and at least one span. A file that must be read from its beginning
+    (compressed, or remote Arrow) is one span. whole_rows: all columns of Parquet are read, so a row group
     counts with all its bytes, and is one span.
     """
     spans: list[tuple[int, int, int, int]] = []
@@ -204,7 +204,7 @@ def _batches(each: Input) -> Iterator[tuple[int, int, int]]:
 
 
 def _elements(each: Input, part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Each span ends where an element does, before the comma."""
+    """Each span ends with an element, before the comma."""
     first = last = None
     with each.file() as file:
         for begin, end, _ in elements(pieces_of(file, 0, each.size_bytes), 0, without_secrets(each.url)):
@@ -228,7 +228,7 @@ def mds_of(url: str) -> MDSStore:
 
 
 def version_of(url: str) -> tuple[int, int]:
-    """(bytes, when it was last written) of a file, now. Raises StoreError."""
+    """(size in bytes, time of the last write) of a file, now. Raises StoreError."""
     file = _file_of(url)
     if file.is_remote:
         return file.size_bytes, 0
@@ -280,7 +280,7 @@ def _urls_of(
 
 
 def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
-    """The files of a dataset that `datasets` saved in a folder; None where there is none.
+    """The files of a dataset that `datasets` saved in a folder; None if there is none.
 
     Raises StoreError for several splits, or rows that an index reorders.
     """
@@ -296,7 +296,7 @@ def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
 
 
 def _below(folder: Folder) -> list[str]:
-    """All files of a folder, without what an earlier run wrote beside its tokens."""
+    """All files of a folder, except those of an earlier run's output that are not documents."""
     return documents_in(folder, [name for name, _ in folder.names()])
 
 
@@ -313,7 +313,7 @@ def _kind_of(name: str) -> str | None:
 
 
 def _kind_of_json(url: str) -> str | None:
-    """ "json" for a .json file that is a list of objects; None where nothing says so."""
+    """ "json" for a .json file that is a list of objects; None if it is not known."""
     if Path(url).suffix != ".json" or Path(url).name == INDEX:
         return None
     file = _file_of(url)

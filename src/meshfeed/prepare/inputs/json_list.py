@@ -24,14 +24,14 @@ def elements(
 ) -> Iterator[tuple[int, int, bytes | None]]:
     """(begin, end, text) of each element: its bytes in the file, with the white space around it.
 
-    In place of a text longer than `most_bytes` comes None, and it is not kept in memory. Only brackets,
-    commas and quotes are read here: what an element says is for a parser.
+    For a text longer than `most_bytes`, None is yielded, and the text is not kept in memory. Only brackets,
+    commas and quotes are read here; a parser reads the elements.
 
     at: the byte of the file at which the first piece begins.
     within: whether the pieces are some elements and the commas between them, and not a whole list.
 
-    Raises StoreError for what is not a list, and ChecksumError for one that ends too early, or where brackets
-    do not match, or there is not one value between two commas.
+    Raises StoreError unless it is a list, and ChecksumError for a list that ends too early, whose brackets do
+    not match, or that has not one value between two commas.
     """
     scanner, begin, here = _Scanner(within=within), at, at
     text, too_long, after_comma = b"", False, False
@@ -72,9 +72,9 @@ class _Scanner:
     """Reads JSON as far as its brackets go.
 
     Attributes:
-        lists: how many have been opened that lie in no other.
-        values: how many texts, lists and objects have begun right in the outermost list; the reader of an
-            element sets it to 0 for the next.
+        lists: number of outermost lists opened so far.
+        values: texts, lists and objects begun directly in the outermost list; the reader of an element
+            resets it for the next.
         is_damaged: whether a bracket was closed by one of another kind.
     """
 
@@ -91,7 +91,7 @@ class _Scanner:
         return len(self._open) - self._beyond
 
     def cuts(self, piece: bytes) -> Iterator[tuple[int, bytes]]:
-        """Where, in the next piece, the outermost list begins and ends, and its commas."""
+        """Positions in the next piece at which the outermost list begins and ends, and of its commas."""
         at, self._is_escaped = int(self._is_escaped), False
         while (found := (_INSIDE if self._in_text else _OUTSIDE).search(piece, at)) is not None:
             at, mark = found.end(), found[0]

@@ -25,7 +25,7 @@ from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, t
 from meshfeed.prepare.inputs.webdataset import grouped, sample_of
 
 HERE = "here"
-"""What errors call a record until it is known which line it is in."""
+"""Stands for a record in errors until its line is known."""
 
 UTF8 = "utf-8-sig"
 """With or without a byte order mark."""
@@ -39,14 +39,14 @@ _ROWS_TOGETHER = 256
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What may be a document.
+    """A candidate document.
 
     Attributes:
-        number: of the line or row, from the first of its span on.
-        byte: where the line begins, uncompressed; -1 of rows and whole files.
-        value: of its column, as its file says it.
-        num_bytes: that it took there.
-        reason: why it is not a document; None where it may be one.
+        number: of the line or row in its span, from 0.
+        byte: at which the line begins, uncompressed; -1 for rows and whole files.
+        value: of its column, as in its file.
+        num_bytes: its size there.
+        reason: why it is not a document; None if it may be one.
     """
 
     number: int
@@ -58,14 +58,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of a record are its value.
+    """The columns that make a record's value.
 
     Attributes:
-        names: to look for; the first that is there counts.
-        beside: further ones; where a record has one, its value is an object of all of them.
+        names: to look for; the first that exists counts.
+        beside: further columns; if a record has one, its value is an object of all of them.
         called: the key of the first in that object.
-        refused: further ones that would be lost, and say how to train.
-        masks: further ones that would be lost, and say nothing where they are 1 everywhere.
+        refused: further columns that say how to train, and would be lost.
+        masks: further columns that would be lost, harmless if they are 1 everywhere.
     """
 
     names: Sequence[str]
@@ -75,7 +75,7 @@ class Columns:
     masks: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any]) -> Any:
-        """Of a record. Raises StoreError."""
+        """The value of a record. Raises StoreError."""
         self.refuse_lost([name for name in self.refused if record.get(name) is not None])
         for name in self.masks:
             if record.get(name) is not None:
@@ -85,18 +85,18 @@ class Columns:
         return {self.called: value} | more if more else value
 
     def refuse_lost(self, there: Sequence[str]) -> None:
-        """Raises StoreError for columns that are there and would be lost. there: names of columns."""
+        """Raises StoreError for columns that would be lost. there: the names of all columns."""
         lost = [name for name in self.refused if name in there]
         if lost:
             raise StoreError(
-                f"{HERE}: {' and '.join(map(repr, lost))} beside the tokens, which prepare does not keep, so "
-                f"that every token would bear loss; open the files as they are, mf.open(PATH), or by "
+                f"{HERE}: {' and '.join(map(repr, lost))} next to the tokens: prepare does not keep such "
+                f"columns, so every token would bear loss; open the files as they are, mf.open(PATH), or use "
                 f"meshfeed convert"
             )
 
 
 def _refuse_padding(name: str, mask: Any) -> None:
-    """Raises StoreError for what is not a list of numbers other than 0. name: of its column."""
+    """Raises StoreError unless a mask is a list of numbers without a 0. name: of its column."""
     numbers: list[Any] = cast(list[Any], mask) if isinstance(mask, list) else [None]
     if not (set(map(type, numbers)) <= {int, float, bool} and all(numbers)):
         raise StoreError(
@@ -110,8 +110,8 @@ class Reading:
     """How records are read.
 
     Attributes:
-        columns: that are their values; or how samples with parts are made of them.
-        encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is taken.
+        columns: of the values; or how samples with parts are made.
+        encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is used.
         most_bytes: of a record, uncompressed; of a sample, with its parts.
         url_timeout_s: of all attempts at the URL of a part.
         allow_private: whether any host and storage may be named; see `fetch_from`.
@@ -124,7 +124,7 @@ class Reading:
     allow_private: bool = False
 
     def value(self, record: Mapping[str, Any], url: str) -> Any:
-        """Of a record of a file. Raises StoreError."""
+        """The value of a record of a file. Raises StoreError."""
         if isinstance(self.columns, Columns):
             return self.columns.value(record)
         own = parent(url)[0]
@@ -141,8 +141,8 @@ class Reading:
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
     """The records of a span of an input, in order; None for an empty line, which counts but is not a record.
 
-    Raises StoreError where a file cannot be read or uncompressed, and PrepareError for a record that is too
-    long. No more of such a record than `most_bytes` is kept in memory, whatever it is compressed to.
+    Raises StoreError if a file cannot be read or decompressed, and PrepareError for a record that is too
+    long. At most `most_bytes` of such a record are kept in memory, even if it is compressed.
     """
     with each.file() as file:
         if each.kind == "parquet":
@@ -171,7 +171,7 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
 
 
 def reason_of(error: StoreError) -> str:
-    """What an error says, without the place."""
+    """The text of an error, without the record."""
     return str(error).removeprefix(f"{HERE}: ")
 
 
@@ -317,7 +317,7 @@ def _arrow_rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[
 
 
 def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
-    """The columns of a table that are read. Raises StoreError where there is none."""
+    """The columns of a table that are read. Raises StoreError if there are none."""
     columns = how.columns
     if isinstance(columns, Columns):
         try:
@@ -351,9 +351,9 @@ def _of_row(
 def _of_group(
     parquet: Any, group: int, wanted: Sequence[str], how: Reading, url: str
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each of its rows, and the bytes that it takes."""
+    """Its rows, each with its size in bytes."""
     facts = parquet.metadata.row_group(group)
-    # Fewer at once where rows are long, by what the footer says.
+    # Fewer at a time if rows are long, according to the footer.
     mean = facts.total_byte_size // max(facts.num_rows, 1)
     some = min(max(how.most_bytes // max(mean, 1), 1), _ROWS_TOGETHER)
     with typed_arrow(f"{url}: row group {group}"):
@@ -366,7 +366,7 @@ def _of_group(
 
 
 def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
-    """What comes out of a compressed file, member after member, in pieces of at most _PIECE_BYTES."""
+    """The decompressed content of a file, member after member, in pieces of at most _PIECE_BYTES."""
     stream = io.BufferedReader(RawStream(file), 1 << 20)
     try:
         if codec == "zstd":
@@ -380,7 +380,7 @@ def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
     except MeshfeedError:
         raise
     except Exception as error:  # each codec has its own
-        raise ChecksumError(f"{file.url}: cannot be uncompressed: {error}; copy it again") from error
+        raise ChecksumError(f"{file.url}: cannot be decompressed: {error}; copy it again") from error
 
 
 def _unzstd(stream: BinaryIO) -> Iterator[bytes]:

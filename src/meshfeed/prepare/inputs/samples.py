@@ -2,8 +2,8 @@
 
 The conventions of the field, by the keys that a record has:
 
-    text, caption          text; <image> and <audio> say where parts stand, else they come first
-    texts with images      interleaved documents, as OBELICS has them: of each place, one is null
+    text, caption          text; <image> and <audio> mark the parts, else parts come first
+    texts with images      interleaved documents, as in OBELICS: at each position, one of both is null
     messages, conversations   chats: role and content, or from and value; content is text with <image>, or a
                            list of {"type": "text", "text": ...} and {"type": "image", "image": ...};
                            without either, parts come first in the first question
@@ -32,7 +32,7 @@ from meshfeed.prepare.inputs.web import Web
 from meshfeed.prepare.inputs.within_folder import read_beneath
 
 URL_TIMEOUT_S = 60.0
-"""For the bytes of a part that a URL names, unless the user says otherwise."""
+"""Default time for the bytes of a part that a URL names."""
 
 Fetch = Callable[[str], bytes]
 """The bytes of a part that a record names. Raises StoreError."""
@@ -54,7 +54,7 @@ _MARK = re.compile("<(image|audio|video)>")
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """A part of a sample. kind: as the record has it. data: its bytes."""
+    """A part of a sample. kind: as in the record. data: its bytes."""
 
     kind: str
     data: bytes
@@ -65,10 +65,10 @@ class Sample:
     """Text with parts.
 
     Attributes:
-        text: pieces of text, None where a part stands; of a chat, {"messages": ...} and perhaps "tools",
+        text: pieces of text, None for each part; of a chat, {"messages": ...} and perhaps "tools",
             where {"type": "image"} stands for a part.
         parts: in order.
-        name: as messages call it; "" where its line or row says enough.
+        name: for messages; "" if its line or row is enough.
     """
 
     text: Any
@@ -77,11 +77,11 @@ class Sample:
 
     @property
     def size_bytes(self) -> int:
-        """Of its parts."""
+        """Size of its parts."""
         return sum(len(each.data) for each in self.parts)
 
     def key(self) -> str:
-        """What tells it from every other."""
+        """Identifies it among all samples."""
         digests = [hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in self.parts]
         return json.dumps([self.text, digests], sort_keys=True)
 
@@ -93,7 +93,7 @@ class SampleColumns:
     Attributes:
         chat: whether they are conversations.
         column: of the text or the messages; None for the usual names.
-        folder: that paths of parts begin at, or its URL; None for that of the file that names them.
+        folder: base of the paths of parts, or its URL; None for the folder of the file that names them.
     """
 
     chat: bool
@@ -102,7 +102,7 @@ class SampleColumns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Columns of the text; the first that is there counts."""
+        """Columns of the text; the first that exists counts."""
         if self.column is not None:
             return (self.column,)
         return CHAT_KEYS if self.chat else (*TEXT_KEYS, "texts")
@@ -117,7 +117,7 @@ class SampleColumns:
         return any(record.get(name) is not None for name in self.names)
 
     def sample(self, record: Mapping[str, Any], fetch: Fetch) -> Sample:
-        """The sample of a record. Raises StoreError that says what of it is not as it should be."""
+        """The sample of a record. Raises StoreError that names what is wrong with it."""
         name = next((name for name in self.names if record.get(name) is not None), None)
         if name is None:
             there = ", ".join(map(repr, record)) or "nothing"
@@ -144,13 +144,12 @@ class SampleColumns:
 def fetch_from(
     folder: str, most_bytes: int, url_timeout_s: float, *, own: str = "", allow_private: bool = False
 ) -> Fetch:
-    """How the parts are fetched that a record names: by path from a folder, never out of it, or by URL.
+    """A function that fetches the parts that a record names, by path within a folder or by URL.
 
-    A URL below a folder that the user has named is read with the user's credentials, from whatever address
-    its host has. Any other is asked for without them, and only from public addresses, as is what a redirect
-    to another host leads to.
+    A URL below a folder that the user has named is read with the user's credentials, from any address. Other
+    URLs, and redirects to other hosts, are read without credentials, and from public addresses only.
 
-    folder: that paths begin at, or its URL.
+    folder: base of the paths, or its URL.
     most_bytes: of the parts of a record together.
     url_timeout_s: of all attempts at each request for a URL.
     own: the folder of the file that has the record, or its URL.
@@ -200,12 +199,12 @@ def fetch_from(
 
 
 def too_large(most_bytes: int) -> str:
-    """What is said of a sample of more bytes."""
+    """The reason for a sample of more bytes."""
     return f"more than {most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
 
 
 def _relative(name: str, folder: str) -> str:
-    """A path in a folder, from there. Raises StoreError for one that lies elsewhere."""
+    """A path relative to a folder. Raises StoreError for a path outside it."""
     path = Path(name)
     if not path.is_absolute() or is_remote(folder):
         return name
@@ -224,7 +223,7 @@ def _refuse_unreadable(name: str) -> None:
 
 
 def _below(url: str, folder: str) -> str | None:
-    """The path of a URL from a folder's URL on; None where it does not lie below that."""
+    """The path of a URL relative to a folder's URL; None if it is not below that."""
     if not is_remote(folder):
         return None
     (root, path), (base, first) = (_root_and_path(each) for each in (url, folder))
@@ -233,13 +232,13 @@ def _below(url: str, folder: str) -> str | None:
 
 
 def _is_below(url: str, folder: str) -> bool:
-    """Whether a web address lies below a folder's, and no server can take it for another place."""
+    """Whether a web address is below a folder's, however a server reads the path."""
     path = unquote(urlsplit(url).path)
     return _below(url, folder) is not None and "\\" not in path and ".." not in path.split("/")
 
 
 def _as_named(url: str, folder: str) -> str:
-    """A web address below a folder's, with the user and password of that, where it has them."""
+    """A web address below a folder's, with that folder's user and password, if any."""
     netloc = urlsplit(folder).netloc
     return urlunsplit(urlsplit(url)._replace(netloc=netloc)) if "@" in netloc else url
 
@@ -265,7 +264,7 @@ def _of_data_url(url: str) -> bytes:
 
 
 def _of_text(text: str, given: Sequence[SamplePart]) -> Sample:
-    """Text with marks, or parts and then their text."""
+    """Text with marks; without marks, the parts come first."""
     pieces, kinds = _split(text)
     if not kinds:
         return Sample((*(None for _ in given), text), tuple(given))
@@ -273,7 +272,7 @@ def _of_text(text: str, given: Sequence[SamplePart]) -> Sample:
 
 
 def _of_places(texts: list[Any], images: list[Any], fetch: Fetch) -> Sample:
-    """Texts, and images where a text is null: as many images, or, with nulls between them, as many places."""
+    """Interleaved texts and images, an image wherever the text is null. The images may have nulls, too."""
     there = [k for k, each in enumerate(images) if each is not None]
     places = [k for k, each in enumerate(texts) if each is None]
     if len(there) != len(places) or (len(images) == len(texts) and there != places):
@@ -298,12 +297,15 @@ def _split(text: str) -> tuple[list[str | None], list[str]]:
 
 
 def _matched(kinds: Sequence[str], given: Sequence[SamplePart]) -> tuple[SamplePart, ...]:
-    """The parts in the order of marks: of each kind, as they are given. Raises StoreError for too many."""
+    """The parts in the order of marks: those of a kind in their own order.
+
+    Raises StoreError if counts differ.
+    """
     rest = {kind: [each for each in given if each.kind == kind] for kind in PART_KEYS.values()}
     for kind, some in rest.items():
         if len(some) != kinds.count(kind):
             raise StoreError(
-                f"{kinds.count(kind)} of <{kind}> in the text, and {len(some)} of {kind} beside it"
+                f"{kinds.count(kind)} of <{kind}> in the text, but {len(some)} of {kind} in the record"
             )
     queues = {kind: iter(some) for kind, some in rest.items()}
     return tuple(next(queues[kind]) for kind in kinds)
@@ -325,7 +327,7 @@ def _of_chat(value: Any, given: Sequence[SamplePart], tools: Any, fetch: Fetch) 
             )
         messages.append(_message(k, cast(Mapping[str, Any], each), kinds, inside, fetch))
     if inside and given:
-        raise StoreError("parts both in the messages and beside them; leave one of them out")
+        raise StoreError("parts both inside and outside the messages; leave one of them out")
     if not kinds and given and messages:  # they belong to the first question
         first = next((k for k, each in enumerate(messages) if each.get("role") == "user"), 0)
         content: Any = messages[first].get("content") or []
@@ -386,7 +388,7 @@ def _items(where: str, given: Any, kinds: list[str], inside: list[SamplePart], f
 
 
 def _ref(item: Mapping[str, Any]) -> Any:
-    """What a message says of a part: a path, a URL, bytes, an object with these; None for nothing."""
+    """A message's reference to a part: a path, a URL, bytes, or an object with these; None without one."""
     return next((item[n] for n in (item["type"], "path", "url", "bytes") if item.get(n) is not None), None)
 
 
@@ -394,7 +396,7 @@ def _ref(item: Mapping[str, Any]) -> Any:
 
 
 def refs_in(record: Mapping[str, Any]) -> list[str]:
-    """The paths and URLs of parts that a record names, in its messages or beside them."""
+    """The paths and URLs of parts that a record names, inside or outside its messages."""
     found = [each for key in PART_KEYS for each in _list(record.get(key))]
     for key in CHAT_KEYS:
         for message in _list(record.get(key)):
@@ -419,7 +421,7 @@ def _bytes(ref: Any, where: str, fetch: Fetch) -> bytes:
         return ref
     if not isinstance(ref, str) or not ref:
         found = "null" if ref is None else "an empty name" if ref == "" else type(ref).__name__
-        hint = "; leave the list empty where there is none" if ref is None else ""
+        hint = "; leave the list empty if there is none" if ref is None else ""
         raise StoreError(f"{where}: {found} where a path, a URL or bytes belong{hint}")
     try:
         return fetch(ref)
@@ -428,7 +430,7 @@ def _bytes(ref: Any, where: str, fetch: Fetch) -> bytes:
 
 
 def _plain(ref: Any) -> Any:
-    """What is in an object with bytes, a path or a URL; bytes first, as in datasets' own columns."""
+    """The content of an object with bytes, a path or a URL; bytes first, as in the columns of datasets."""
     if not isinstance(ref, Mapping):
         return ref
     named = cast(Mapping[str, Any], ref)

@@ -1,10 +1,9 @@
 """The bytes of URLs that records name.
 
-Whoever wrote the records chose the URLs, so only hosts with public addresses are asked. Each redirect is
-checked again, and the address that was checked is the one that is connected to: a name that changes its
-address in between (DNS rebinding) gains nothing. A proxy finds the address of a name again by itself, so
-there the check is of what this machine finds. Sizes and times are bounded. No error repeats what a server
-sent.
+The author of the records chose the URLs, so requests go to public addresses only. Each redirect is checked
+again, and we connect to the very address that was checked, so a name that changes its address in between (DNS
+rebinding) gains nothing. A proxy resolves the name itself; there, the check uses the address that this
+machine finds. Sizes and times are bounded. No error repeats what a server sent.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NEVER_PUBLIC = tuple(
 _BARE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
 PRIVATE = "not a public address; leave it out, or allow private ones by --allow-private"
-"""What is said of a host on this machine or in its networks."""
+"""The reason for a host on this machine or in its networks."""
 _UNCHECKED = (
     "a host that only the proxy may find, so its address cannot be checked; allow it by --allow-private"
 )
@@ -72,7 +71,7 @@ class Web(Retries):
 
     Args:
         give_up_s: for all attempts at a URL.
-        allow_private: whether hosts may be asked whose addresses are not public.
+        allow_private: whether hosts may have addresses that are not public.
     """
 
     def __init__(self, give_up_s: float, *, allow_private: bool) -> None:
@@ -80,7 +79,7 @@ class Web(Retries):
         self._allow_private = allow_private
 
     def read(self, url: str, most_bytes: int, *, named: str = "") -> bytes:
-        """The bytes of a URL, without the rest where there are more than `most_bytes`, and one of it.
+        """The bytes of a URL, at most `most_bytes` + 1 of them.
 
         named: a URL that the user chose. Its host may have any address, at its port, until a redirect leads
         to another.
@@ -91,7 +90,7 @@ class Web(Retries):
         return self._retry(lambda: self._followed(url, most_bytes + 1, named), url, where)
 
     def _followed(self, url: str, most_bytes: int, named: str) -> bytes:
-        """From where its redirects lead."""
+        """The bytes at the end of its redirects."""
         url, is_named = _escaped(url), bool(named)
         for hop in range(1 + _MOST_REDIRECTS):
             is_named = is_named and _place_of(url) == _place_of(_escaped(named))
@@ -100,7 +99,7 @@ class Web(Retries):
                     location = answer.headers.get("Location")
                     if answer.status not in _REDIRECTS or location is None:
                         return _body(answer, most_bytes)
-            except http.client.HTTPException as error:  # some repeat what they have read
+            except http.client.HTTPException as error:  # its text may repeat what the server sent
                 raise ConnectionError(f"no whole answer of HTTP ({type(error).__name__})") from None
             url = _escaped(urljoin(url, location))
         raise _RefusedError("the server redirects endlessly")
@@ -153,11 +152,11 @@ class Web(Retries):
 
 
 class _RefusedError(Exception):
-    """What no further attempt will change."""
+    """An error that no further attempt can change."""
 
 
 class _StatusError(Exception):
-    """An answer with another status. wait_s: as long as the server asks to wait."""
+    """An answer with another status. wait_s: the wait that the server requests."""
 
     def __init__(self, status: int, wait: str | None) -> None:
         super().__init__(f"status {status}")
@@ -187,7 +186,7 @@ def _place_of(url: str) -> tuple[str | None, int | None]:
 
 
 def _addresses(to: SplitResult, hop: int, *, any_address: bool, through_proxy: bool) -> list[tuple[str, int]]:
-    """Where a host may be reached, at most so many; none of one that a proxy alone may find."""
+    """Addresses of a host, at most _MOST_ADDRESSES; none if only the proxy can resolve it."""
     try:
         found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -209,7 +208,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _connected(addresses: list[tuple[str, int]], timeout_s: float) -> socket.socket:
-    """A connection to the first address that takes one."""
+    """A connection to the first address that accepts."""
     for address in addresses[:-1]:
         with contextlib.suppress(OSError):
             return socket.create_connection(address, timeout_s)
@@ -218,7 +217,7 @@ def _connected(addresses: list[tuple[str, int]], timeout_s: float) -> socket.soc
 
 @contextlib.contextmanager
 def _limited(connection: socket.socket, seconds: float) -> Generator[None, None, None]:
-    """Ends a connection after so long: a timeout bounds each wait, and a server may make many short ones."""
+    """Ends a connection after some seconds: a timeout bounds each wait, but a server may cause many."""
     own = connection.dup()
     timer = threading.Timer(seconds, _end, (own,))
     timer.daemon = True
@@ -255,7 +254,7 @@ def _body(answer: http.client.HTTPResponse, most_bytes: int) -> bytes:
 
 
 def _proxy_of(to: SplitResult) -> SplitResult | None:
-    """The proxy that the environment names for a host; None for none. One that is not of http is refused."""
+    """The proxy for a host, from the environment; None without one. Only http proxies are accepted."""
     named = urllib.request.getproxies().get(to.scheme)
     if not named or urllib.request.proxy_bypass(str(to.hostname)):
         return None

@@ -1,11 +1,11 @@
-"""WebDataset tars: files with the same name but for the suffix are a sample.
+"""WebDataset tars: files whose names differ only in the suffix are a sample.
 
     0001.jpg, 0001.txt           a picture and its caption
     0002.0.png, 0002.1.png, 0002.json    pictures, and {"conversations": ...} or {"texts": ..., "images": ...}
 
-The name up to the first dot of its last component is the key; what has the same key stands together. The text
-is the .json's, if it has any, else the .txt's, else the .json's caption. The parts are those that the .json
-names, else all, in their order. No file is written, and no name of a tar is used as a path.
+The name up to the first dot of its last component is the key; files of one key are adjacent. The text comes
+from the .json, if it has any, else from the .txt, else from the .json's caption. The parts are those that the
+.json names, else all, in order. No file is written, and no name in a tar is used as a path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KIND_OF_SUFFIX = {
     **dict.fromkeys(_AUDIO.split(), "audio"),
     **dict.fromkeys(_VIDEO.split(), "video"),
 }
-"""Suffix -> kind, also of what prepare refuses to read: no part is left out in silence."""
+"""Suffix -> kind. Formats that prepare refuses are here, too, so that no part is skipped silently."""
 _TEXT = ("txt", "caption")
 _BLOCK_BYTES = 512
 
@@ -67,7 +67,7 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
 
 
 def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sample:
-    """The sample of a key. Raises StoreError that says what of it is not as it should be."""
+    """The sample of a key. Raises StoreError that names what is wrong with it."""
     told: dict[str, Any] = {}
     if "json" in files:
         try:
@@ -104,7 +104,7 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
     parts = {suffix: KIND_OF_SUFFIX[last] for suffix in files if (last := _last(suffix)) in KIND_OF_SUFFIX}
     named = refs_in(record)
     if not any(suffix_of(each) in files for each in named) and len(named) in (0, len(parts)):
-        # named as they were called before they came into the tar, or not at all
+        # the names are from before the tar was made, or missing
         record = {name: value for name, value in record.items() if name not in PART_KEYS}
         for suffix, kind in parts.items():
             record.setdefault(kind, []).append(files[suffix])
@@ -129,7 +129,7 @@ def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
             at = tar.offset
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise ChecksumError(f"{file.url}: not a tar: {error}; copy it again") from error
-    # tarfile takes whatever is not a header for the end
+    # tarfile takes anything but a header for the end
     rest = read_bytes(file, at, min(at + _BLOCK_BYTES, file.size_bytes)) if at < file.size_bytes else b""
     if rest.strip(b"\0"):
         raise _cut(file, at)

@@ -1,4 +1,4 @@
-"""Files that records name: none is read from outside the folder that their names begin at."""
+"""Files that records name. None outside their base folder is read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshfeed.files.url import join, local_path
 
 
 def read_beneath(folder: str, name: str, most_bytes: int) -> bytes:
-    """The bytes of a file below a folder of this machine, at most so many.
+    """The bytes of a file below a local folder, at most `most_bytes`.
 
-    Links are followed as long as they stay below the folder. Raises StoreError for what lies outside, and
-    for what is not a regular file.
+    Links are followed as long as they stay below the folder. Raises StoreError for a path
+    outside it, and unless it is a regular file.
     """
     path = join(folder, name)
     with typed_errors(path):
@@ -32,8 +32,8 @@ def read_beneath(folder: str, name: str, most_bytes: int) -> bytes:
 
 
 def _opened(base: str, names: tuple[str, ...]) -> int:
-    """A descriptor of a path below `base`, in which nothing is a link: what became one since is refused."""
-    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not make us wait
+    """A descriptor of a resolved path below `base`. A link that appeared since is refused."""
+    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
     at = os.open(base, how)
     for name in names:
         try:

@@ -1,6 +1,6 @@
-"""Encoding one part: what every engine runs, on any machine that sees the job's folder and the inputs.
+"""Encodes one part, on any machine that sees the job's folder and the inputs.
 
-It may run several times, even at once: the part file is the same, and appears complete.
+It may run several times, even at the same time: the part file is the same, and appears complete.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _together(found: Iterator[tuple[int, Record]]) -> Iterator[list[tuple[int, R
 def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary: PartSummary) -> Block:
     try:
         found = encoder.encode([record.value for _, record in some], lambda i: HERE)
-    except StoreError:  # one of them; which, only trying tells
+    except StoreError:  # one of them is at fault; encode each alone to find it
         given, some, found = some, [], []
         for span, record in given:
             try:

@@ -1,4 +1,4 @@
-"""The folder of a job: whose it is, who is at work in it, and what goes when the job is done."""
+"""The folder of a job: its marker and lock, and what is removed when the job is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNBEGUN = {JOB, "spans.npy", "parts", "tasks", MARKER}
 
 
 def forget_unbegun(work: Path) -> bool:
-    """Whether nothing of a job was done yet; it is then no job any more, and `held` clears up."""
+    """Whether no part of a job was encoded yet. If so, the job is dropped, and `held` cleans up."""
     with typed_errors(work):
         if {path.name for path in work.iterdir()} - _UNBEGUN:
             return False
@@ -32,9 +32,9 @@ def forget_unbegun(work: Path) -> bool:
 
 @contextmanager
 def held(output: Output) -> Generator[None, None, None]:
-    """The folder of a job, made if missing, and no other run's; it goes again where no job was saved in it.
+    """Holds the folder of a job, made if missing, for this run alone; removes it if no job was saved in it.
 
-    Raises PrepareError where another run has it.
+    Raises PrepareError if another run holds it.
     """
     work = output.work
     lock = _locked(work)
@@ -54,7 +54,7 @@ def held(output: Output) -> Generator[None, None, None]:
 
 
 def clear(work: Path) -> None:
-    """Remove what is ours, the job first; but the lock."""
+    """Remove our files, the job first, except the lock."""
     with typed_errors(work):
         (work / JOB).unlink(missing_ok=True)
         for path in sorted(work.iterdir()):
@@ -65,7 +65,7 @@ def clear(work: Path) -> None:
 
 
 def _locked(work: Path) -> int:
-    """The lock of a job's folder. It is the folder's marker, too: no other folder is touched."""
+    """The lock of a job's folder. It also marks the folder: no folder without it is touched."""
     path = work / MARKER
     while True:
         with typed_errors(work):
@@ -79,14 +79,14 @@ def _locked(work: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
                 return lock
-            os.close(lock)  # whoever had it has removed it since
+            os.close(lock)  # its holder has removed it since
         except BlockingIOError:
             os.close(lock)
             raise PrepareError(f"{work}: another run is preparing this; wait for it, or stop it") from None
 
 
 def _refuse_unmarked(work: Path) -> None:
-    """Raises PrepareError for a folder that a user has filled. An empty one may be used."""
+    """Raises PrepareError for a folder with other files. An empty one may be used."""
     names = sorted(path.name for path in work.iterdir())
     if names and MARKER not in names:
         raise PrepareError(

@@ -1,9 +1,9 @@
 """A job: inputs, their parts, and how to encode them, in a folder that every worker reads.
 
-job.json    written last: what was asked (`Request`), and the limits
-spans.npy   which spans of which inputs make up which part; see `inputs.files.cut`
+job.json    written last: the `Request`, and the limits
+spans.npy   the spans of inputs in each part; see `inputs.files.cut`
 parts/      the parts that are encoded; see `part_file`
-tasks/      who encodes what; see `engines.tasks`
+tasks/      which task encodes which part; see `engines.tasks`
 out/        the output, while it is merged and until it is published
 meshfeed-prepare.lock   held by the process that runs the job; marks the folder as this tool's own
 """
@@ -33,16 +33,16 @@ from meshfeed.prepare.job.part_file import write_array
 I64 = npt.NDArray[np.int64]
 
 JOB = "job.json"
-"""Says what the job is; a folder without it has none."""
+"""Describes the job; a folder without it has none."""
 VERSION = 1
-"""Of what a job says, and so of what it makes."""
+"""Version of the job's content, and so of its output."""
 LIMITS = ("max_malformed", "max_record_bytes", "url_timeout_s", "allow_private")
 """Attributes of a job that may change on resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that decides the bytes that come out.
+    """Everything that decides the bytes of the output.
 
     Attributes:
         inputs: in order.
@@ -64,7 +64,7 @@ class Request:
         return self.dedup or self.validation > 0
 
     def record(self) -> dict[str, Any]:
-        """As JSON values, without passwords; a manifest has it."""
+        """As JSON values, without passwords, for a manifest."""
         record = {"version": VERSION} | json.loads(json.dumps(asdict(self)))
         for each in record["inputs"]:
             each["url"] = without_secrets(each["url"])
@@ -79,13 +79,13 @@ class Job:
 
     Attributes:
         folder: of the job.
-        request: what was asked.
+        request: what to make.
         spans: part, input, begin, end; int64 [num_spans, 4].
         max_malformed: records that may be left out.
         max_record_bytes: of a record.
         url_timeout_s: of all attempts at the URL of a part.
         allow_private: whether records may name any host and storage. All four may change on resume: they
-            decide only what is left out, and whether the run finishes.
+            decide only what is skipped, and whether the run finishes.
     """
 
     folder: Path
@@ -120,7 +120,7 @@ class Job:
         return {name: getattr(self, name) for name in LIMITS}
 
     def encoder(self) -> Encoder:
-        """What encodes its records, newly loaded. Raises StoreError, PrepareError."""
+        """The encoder of its records, newly loaded. Raises StoreError, PrepareError."""
         return encoder_of(self.request.encoder, self.folder)
 
     def save(self) -> None:
@@ -164,6 +164,6 @@ def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What such a file says. Raises StoreError."""
+    """The content of such a file. Raises StoreError."""
     with typed_errors(path):
         return json.loads(path.read_bytes())

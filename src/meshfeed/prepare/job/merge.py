@@ -1,4 +1,4 @@
-"""Parts -> token stores, in the order of the inputs: the only step that is one process's work."""
+"""Parts -> token stores, in the order of the inputs: the only step that runs in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an output goes, and what there may be replaced; on a disk, it appears at one moment, by a rename."""
+"""The place of an output, and what may be replaced there. On a disk, it appears at once, by a rename."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
 from meshfeed.prepare.job.job import JOB, Request
 
 OnBytes = Callable[[int, int], None]
-"""Is called with bytes: that are there so far, and in the end."""
+"""Called with bytes: written so far, and in total."""
 
 _SHOWN = 3
 _FOLDER, _COLUMN = r"((train|validation)/)?", r"(tokens|loss_mask|parts|part_sizes)"
@@ -34,9 +34,9 @@ OPENS, FOREIGN = 2, len(_STEPS)
 
 
 def step_of(name: str) -> int:
-    """When a file of an output is written: those of lower steps come before it, and are removed after it.
+    """The step at which a file of an output is written; files are removed in the reverse order.
 
-    From OPENS on, files let a store be opened. FOREIGN is for whatever `prepare` does not write.
+    Files from step OPENS on make a store readable. FOREIGN is for files that `prepare` does not write.
     """
     return next((step for step, names in enumerate(_STEPS) if re.fullmatch(names, name)), FOREIGN)
 
@@ -48,10 +48,10 @@ def some(names: Sequence[str]) -> str:
 
 
 class Output(ABC):
-    """Where an output goes, and the folder of the job that makes it.
+    """The place of an output, and the folder of the job that makes it.
 
     Attributes:
-        url: of the folder to be, or its path.
+        url: of the folder to make, or its path.
         shown: the same in messages, without secrets.
         work: folder of the job, on a disk; what is published is its `out`.
     """
@@ -66,18 +66,18 @@ class Output(ABC):
 
     @abstractmethod
     def manifest(self) -> dict[str, Any]:
-        """What `prepare` says of what it put there; {} where it put nothing. Raises StoreError."""
+        """The manifest of what `prepare` wrote there; {} if it wrote nothing. Raises StoreError."""
 
     @abstractmethod
     def publish(self, on_bytes: OnBytes, *, overwrite: bool) -> None:
-        """Put the job's `out` there; what was there goes. Raises StoreError, PrepareError."""
+        """Put the job's `out` there, and remove what was there. Raises StoreError, PrepareError."""
 
     def begin(self) -> None:
-        """Find out, as far as possible, whether it can be published in the end. Raises StoreError."""
+        """Check, as far as possible, that it can be published in the end. Raises StoreError."""
         return
 
     def restore(self) -> None:
-        """Put back what an earlier run moved away before it was killed. Raises StoreError."""
+        """Restore what an earlier run moved before it was killed. Raises StoreError."""
         return
 
     def holds(self, path: str) -> bool:
@@ -89,24 +89,22 @@ class Output(ABC):
         return False
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """The manifest of a finished output, where it is of the same request. Raises StoreError."""
+        """The manifest of a finished output of the same request; else None. Raises StoreError."""
         found = self.manifest()
         return found if found.get("request") == request.record() else None
 
     def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
-        """Raises PrepareError where something is in the way; with resume, what this job made is not."""
+        """Raises PrepareError if something is in the way; with resume, this job's own output is not."""
         if resume and (self.is_claimed() or self.finished(request) is not None):
             return
         given = (request.encoder.get(name) for name in ("tokenizer", "template"))
         for each in [one.url for one in request.inputs] + [str(name) for name in given if name is not None]:
             if overwrite and not is_remote(each) and Path(each).exists() and self.holds(each):
-                raise PrepareError(
-                    f"{each}: is an input, and lies in {self.shown}, which would be replaced; move it"
-                )
+                raise PrepareError(f"{each}: is an input in {self.shown}, which would be replaced; move it")
         self.refuse_kept(overwrite=overwrite, resume=resume)
 
     def refuse_kept(self, *, overwrite: bool, resume: bool = False) -> None:
-        """Raises PrepareError where files must stay: all, or with overwrite all but what `prepare` made."""
+        """Raises PrepareError if files must stay: all, or with overwrite those that are not prepare's."""
         names = self.names()
         if not names:
             return
@@ -136,7 +134,7 @@ class Output(ABC):
 
 
 class OnDisk(Output):
-    """See Output. target: the folder to be; the job works beside it."""
+    """See Output. target: the folder to make; the job works next to it."""
 
     def __init__(self, target: Path) -> None:
         self._target, self.url, self.shown = target, str(target), str(target)
@@ -173,7 +171,7 @@ class OnDisk(Output):
                 self._old.rename(self._target)
 
     def publish(self, on_bytes: OnBytes, *, overwrite: bool) -> None:
-        """See Output. What was there waits in the job's `old` to be removed."""
+        """See Output. What was there moves to the job's `old`, to be removed."""
         self.refuse_kept(overwrite=overwrite)
         with typed_errors(self._target):
             if self._target.exists():

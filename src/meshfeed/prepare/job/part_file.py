@@ -27,7 +27,7 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 VERSION = 2
-"""Of part files; a job goes on only with its own."""
+"""Of part files; a job resumes only with its own version."""
 
 _MAGIC = b"MFPART\0\2"
 _TAIL = struct.Struct("<Q8s")
@@ -38,9 +38,9 @@ class Malformed:
     """A record that is not a document.
 
     Attributes:
-        span: that it is in; a row of the job's spans.
+        span: its row in the job's spans.
         number: of its line or row in the span, from 0.
-        byte: where its line begins; -1 of rows and whole files.
+        byte: at which its line begins; -1 for rows and whole files.
         reason: what is wrong.
     """
 
@@ -52,7 +52,7 @@ class Malformed:
 
 @dataclass(slots=True)
 class PartSummary:
-    """What a part holds, or what of it is encoded so far.
+    """Totals of a part, or of what is encoded so far.
 
     Attributes:
         num_documents, num_tokens: in it.
@@ -76,7 +76,7 @@ class Block:
 
     Attributes:
         lengths: tokens of each; int64 [n].
-        hashes: 128 bits of each; uint64 [n, 2], or [0, 2] where nobody wants them.
+        hashes: 128 bits of each; uint64 [n, 2], or [0, 2] if they are not needed.
         columns: name -> the values of all documents, back to back; of tokens, and of images and
             audio as `encoding.multimodal.PART_DTYPES`.
     """
@@ -87,7 +87,7 @@ class Block:
 
 
 def part_path(folder: Path, part: int) -> Path:
-    """Where a part lies in the folder of its job."""
+    """The path of a part in the folder of its job."""
     return folder / "parts" / f"{part:08}"
 
 
@@ -104,14 +104,14 @@ def write_summary(stream: IO[bytes], summary: PartSummary) -> None:
 
 
 def write_array(stream: IO[bytes], array: npt.NDArray[Any]) -> None:
-    """Write an array as .npy. NumPy's own way with files does not say what the system says of a full disk."""
+    """Write an array as .npy. NumPy's own writer hides the system's error for a full disk."""
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
     stream.write(array.view(np.uint8).data if array.size else b"")
 
 
 def summary_of_part(path: Path) -> PartSummary:
-    """What a part holds. Raises StoreError."""
+    """The summary of a part. Raises StoreError."""
     with typed_errors(path), path.open("rb") as stream:
         end = stream.seek(-_TAIL.size, os.SEEK_END)
         size, _ = _TAIL.unpack(stream.read())

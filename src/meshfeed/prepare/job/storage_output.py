@@ -1,8 +1,8 @@
-"""An output in storage: uploaded so that an incomplete one cannot be opened, and that a kill loses little.
+"""An output in storage. An incomplete one cannot be opened, and a kill loses little.
 
-    manifest.json           first a claim, which names the run at work; at last the manifest
+    manifest.json           first a claim, which names the current run; last the manifest
     *.sums, *.bin, ...      once the old objects are gone; readers of the old store see other sums
-    *.idx, dataset.json     once all before is still what was sent: now stores can be opened
+    *.idx, dataset.json     once everything before is confirmed: now stores can be opened
 
 The job's folder notes what was uploaded, so a later run sends only the rest.
 """
@@ -64,7 +64,7 @@ class InStorage(Output):
         return claim is not None and self.manifest().get("claim") == claim
 
     def begin(self) -> None:
-        """Where nothing lies, claim it: a user who may not write there learns it before the work is done."""
+        """Claim it if it is empty, so that missing permission to write shows before the work is done."""
         if not self.names():
             self._claim()
 
