@@ -240,7 +240,7 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         ),
         (
             ["a.jsonl", "--column", "text.body"],
-            "is not reached: lift it first, as jq -c '{text: .text.body}'",
+            "nested keys are not searched: lift the key first, as jq -c '{text: .text.body}'",
         ),
     ],
 )
