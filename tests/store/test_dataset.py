@@ -207,7 +207,7 @@ def test_other_documents_are_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path / "c")  # counts alone agree
     with pytest.raises(StoreError, match="document 2 has 699 values in column 'loss_mask', 700 tokens"):
         list(store.verify())
-    with pytest.raises(StoreError, match="a dataset has no option"):
+    with pytest.raises(StoreError, match="has no option tokenizer; leave out"):
         open_store(tmp_path / "c", tokenizer="bytes")
 
 
