@@ -12,7 +12,8 @@ import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
 OUTER = {"cli", "formats", "integrations", "prepare", "report"}
-PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "design.md").read_text()
 SECTION = PAGE.partition("## Terms\n")[2].partition("\n## ")[0]
 TABLES = ["".join(table) for table in re.findall(r"((?:^\|.*\n?)+)", SECTION, re.MULTILINE)]
 MOST = (35, 10, 14)
@@ -40,3 +41,10 @@ def test_each_term_is_a_class_or_function() -> None:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef))
     }
     assert [name for table in TABLES for name in terms(table) if name not in defined] == []
+
+
+def test_the_files_that_the_page_names_are_there() -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.(?:py|c))\b", PAGE))
+    assert len(named) > 20
+    there = [name for name in named if (ROOT / name).exists() or list(SOURCE.rglob(name))]
+    assert sorted(named) == sorted(there)
