@@ -185,7 +185,10 @@ def __getattr__(name: str) -> typing.Any:
         return importlib.import_module(f"meshfeed.{name}")
     if name == "MegatronGPT":  # an adapter: the core knows it by its registered name alone
         plugins = importlib.import_module("meshfeed.plugins")
-        return globals().setdefault(name, plugins.named(plugins.RULES, "megatron_gpt"))
+        try:
+            return globals().setdefault(name, plugins.named(plugins.RULES, "megatron_gpt"))
+        except OptionError as error:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, other_name = _ON_FIRST_USE[name].partition(":")

@@ -30,7 +30,7 @@ def renamed(**new_of_old: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 new = new_of_old[old]
                 if new in given:
                     raise TypeError(f"{old}= is the old name of {new}=; leave {old}= out")
-                _warn(f"{old}= is called {new}= now; the next version refuses the old name")
+                _warn(f"{old}= is called {new}= now; meshfeed 0.5 refuses the old name")
                 given[new] = given.pop(old)
             return function(*args, **given)
 
@@ -53,10 +53,10 @@ def moved(**new_of_old: str) -> Callable[[Callable[P, None]], Callable[P, None]]
             for old, new in new_of_old.items():
                 if new in settings:
                     where = f"machine=mf.Machine({new}=...)" if new in _OF_MACHINE else f"{new}=..."
-                    _warn(f"{old}= is an argument of the Feed now, {where}; the next version refuses it here")
+                    _warn(f"{old}= is an argument of the Feed now, {where}; meshfeed 0.5 refuses it here")
             init(*args, **given)
             if settings:
-                own = {new: value for new, value in settings.items() if new in vars(args[0])}
+                own = {new: value for new, value in settings.items() if hasattr(args[0], new)}
                 for name, value in {**own, _MOVED: settings}.items():
                     object.__setattr__(args[0], name, value)
 

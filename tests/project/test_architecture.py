@@ -18,7 +18,17 @@ import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
 FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate", "nemo_automodel"}
-OPTIONAL = {"rich", "tokenizers", "pyarrow", "obstore", "opentelemetry", "hypothesis", "pytest"} | FRAMEWORKS
+OPTIONAL = {
+    "rich",
+    "tokenizers",
+    "pyarrow",
+    "obstore",
+    "opentelemetry",
+    "hypothesis",
+    "pytest",
+    "soundfile",
+    "PIL",
+} | FRAMEWORKS
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
 
 
@@ -49,6 +59,26 @@ def test_imports_run_downward() -> None:
         ("plan/in_order.py", "import torch", "the pure core touches no effect BROKEN"),
         ("plan/in_order.py", "import meshfeed.formats", "the core never imports the outer circle BROKEN"),
         ("__init__.py", "import meshfeed.__main__", "the core never imports the outer circle BROKEN"),
+        (
+            "files/local/lock.py",
+            "import meshfeed.files.fetcher.start",
+            "imports run downward in files BROKEN",
+        ),
+        (
+            "prepare/inputs/sharegpt.py",
+            "import meshfeed.prepare.job",
+            "imports run downward in prepare BROKEN",
+        ),
+        (
+            "integrations/rl.py",
+            "import meshfeed.integrations.lightning",
+            "adapters know nothing of each other BROKEN",
+        ),
+        (
+            "integrations/lightning.py",
+            "import meshfeed.integrations.bridge",
+            "nobody imports Megatron-Bridge's adapter BROKEN",
+        ),
         ("newcomer.py", "", "newcomer"),
     ],
 )

@@ -42,7 +42,7 @@ class JobOptions:
     objective: Objective | None = option(f"where ranks wait for each other ({_DEFAULT.objective})")
     cp_sizes: tuple[int, ...] | None = option("sizes of cp groups for dynamic_cp (such as 1,2,4,8)")
     cp_split: CpSplit = option("how cp ranks split a sequence or a pack", default="zigzag")
-    encoder: Encoder = option("which ranks encode images, audio and video", default="with sample")
+    encoder: Encoder | None = option("which ranks encode images, audio and video (with sample)")
     tolerance: float | None = option(
         f"how far above the ideal a step may be: a share of it, from 0 to below 1 ({_DEFAULT.tolerance})",
         type=read_share,
@@ -76,7 +76,7 @@ class JobOptions:
                 f"{rule.summary()} needs packing; give --capacity N, and --policy, as the job has"
             )
         return Stepping(
-            recipe=run_by(recipe, mf.Machine(), self.encoder)[0],
+            recipe=run_by(recipe, mf.Machine(), self.encoder or "with sample")[0],
             layout=mf.Layout.parse(self.layout),
             micro_batch_size=micro_batch_size,
             packing=None if self.capacity is None else self.packing_of(self.capacity),

@@ -9,8 +9,9 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module("meshfeed.store.tokenizer"), name)
+    place = "meshfeed.store" if name == "Tokenizer" else "meshfeed.store.tokenizer"
     warnings.warn(
-        f"meshfeed.formats.tokenizer is now in meshfeed.store: from meshfeed.store import {name}",
+        f"meshfeed.formats.tokenizer has moved: from {place} import {name}",
         DeprecationWarning,
         stacklevel=2,
     )

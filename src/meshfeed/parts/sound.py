@@ -34,10 +34,11 @@ def audio_format(data: bytes) -> str | None:
 
 
 def audio_size(data: bytes) -> tuple[int, int]:
-    """Samples of one channel, and samples per second: exactly what `decoded_audio` gives.
+    """Samples of one channel, and samples per second: what `decoded_audio` gives, or it raises PartError.
 
-    WAV, FLAC and Ogg record their length. MP3 is decoded to count it: many files have no header, or were cut
-    since it was written. Raises PartError for bytes that cannot be read, and ImportError without soundfile.
+    WAV, FLAC and Ogg record their length; a FLAC file that was cut off is found only by decoding it. MP3 is
+    decoded to count it: many files have no header, or were cut since it was written. Raises PartError for
+    bytes that cannot be read, and ImportError without soundfile.
     """
     with _opened(data) as (audio, stream):
         if audio.format != "MP3":
@@ -87,7 +88,8 @@ def _opened(data: bytes) -> Generator[tuple[Any, io.BytesIO]]:
     try:
         with soundfile.SoundFile(stream) as audio:
             if _FORMATS.get(audio.format) != form:
-                raise PartError(f"{audio.format} audio in what begins as {form}; convert it to FLAC")
+                cure = "remove the tag before it" if data[:3] == b"ID3" else "convert it to FLAC"
+                raise PartError(f"{audio.format} audio in what begins as {form}; {cure}")
             yield audio, stream
     except soundfile.LibsndfileError as error:
         raise PartError(f"{form} audio that cannot be decoded: {error.error_string}") from error

@@ -152,6 +152,7 @@ LENGTHS = ["--lengths", "FILE"]
     ("arguments", "says"),
     [
         ([*LENGTHS, "--steps", "0:2"], "--steps is of a recipe or store"),
+        ([*LENGTHS, "--encoder", "balanced"], "--encoder is of a recipe or store"),
         ([*LENGTHS, "--seed", "0"], "--seed is of a recipe or store"),
         ([*LENGTHS, "--column", "tokens"], "--column is of a recipe or store"),
         (["corpus", "--first", "9"], "--first is of --lengths"),

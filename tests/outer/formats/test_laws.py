@@ -72,3 +72,5 @@ def test_the_former_place_of_the_base_class_warns() -> None:
 
     with pytest.warns(DeprecationWarning, match="from meshfeed.store import Tokenizer"):
         assert tokenizer.Tokenizer is mf.store.Tokenizer
+    with pytest.warns(DeprecationWarning, match=r"from meshfeed\.store\.tokenizer import tokenizer_file"):
+        assert tokenizer.tokenizer_file is mf.store.tokenizer.tokenizer_file

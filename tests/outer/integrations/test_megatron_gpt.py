@@ -324,6 +324,7 @@ def test_caches_give_the_same_samples_and_are_shared(corpora, tmp_path):
     ):
         old = ours(corpora[:3], weights, length=24, samples=50, cache=str(tmp_path / "cache"))
     assert old.fingerprint == plain.fingerprint
+    assert old.sequence.index_cache == str(tmp_path / "cache")
     again = samples_of(plain, machine=machine)
     for one, *others in zip(samples_of(plain), samples_of(cached), again, samples_of(old), strict=True):
         assert all(torch.equal(one["tokens"], other["tokens"]) for other in others)

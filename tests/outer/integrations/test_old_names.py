@@ -1,4 +1,4 @@
-"""Old names of Megatron's arguments, which warn for one version."""
+"""Old names of arguments, which warn for one version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
-from meshfeed.integrations import megatron
+from meshfeed.integrations import loader, megatron
 
 RECIPE = mf.Recipe(data=mf.Lengths(np.ones(8, int)), sequence=mf.Documents(), batch=1)
 SAYS = "loading= is called readers= now"
@@ -31,3 +31,12 @@ def test_so_it_is_of_functions(function: Any) -> None:
     assert "readers" in inspect.signature(function).parameters
     with pytest.warns(DeprecationWarning, match=SAYS), pytest.raises(TypeError):
         function(loading="shared", no_such_option=1)
+
+
+def test_reads_reaches_a_feed_through_an_adapter() -> None:
+    loader.check_feed_options("DataModule()", {"reads": [0]})
+    with (
+        pytest.warns(DeprecationWarning, match="reads= is called readers= now"),
+        pytest.raises(mf.LayoutError, match="no process groups"),
+    ):
+        megatron.feed(RECIPE, reads=[0], no_such_option=1)

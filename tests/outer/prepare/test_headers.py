@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from media import bomb, flac, picture, sound, turned, wav
 from PIL import Image, ImageOps, features
 
-from meshfeed.errors import PartError, StoreError
+from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.parts.sound import decoded_audio
 from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
@@ -126,6 +127,15 @@ def test_cut_or_damaged_audio_has_a_size_or_is_refused(form, share, bad, where):
             assert decoded_audio(each, size.length, size.rate, 1 << 20).size == size.length
 
 
+@pytest.mark.parametrize(("module", "data"), [("soundfile", wav(100)), ("PIL", picture(1, 1, "PNG"))])
+def test_a_missing_package_is_no_fault_of_the_record(module, data, monkeypatch):
+    for name in [each for each in sys.modules if each.partition(".")[0] == module]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(PrepareError, match=r"pip install"):
+        size_of(data)
+
+
 def boxes(*brands):
     """The beginning of a file of ISO boxes: the major brand, and what it is compatible with."""
     box = b"ftyp" + brands[0] + bytes(4) + b"".join(brands)
@@ -173,10 +183,10 @@ def test_a_pillow_without_a_format_says_so(monkeypatch):
         assert size_of(data) == Size("image", 5, 9, 1, 0.0)
         with monkeypatch.context() as patch:
             patch.setattr(features, "check", lambda name: False)
-            with pytest.raises(StoreError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
+            with pytest.raises(PrepareError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
                 size_of(data)
             patch.delitem(Image.OPEN, form.upper())
-            with pytest.raises(StoreError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
+            with pytest.raises(PrepareError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
                 size_of(data)
             with pytest.raises(StoreError, match="not an image or audio"):
                 size_of(b"<html>")

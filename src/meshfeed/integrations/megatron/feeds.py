@@ -18,7 +18,7 @@ from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 
 
-@renamed(loading="readers")
+@renamed(loading="readers", reads="readers")
 def feed(
     recipe: Recipe,
     config: Any = None,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshfeed.errors import PartError, StoreError
+from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.parts import Kind
 from meshfeed.parts.opened import brands_of, opened_image
 from meshfeed.parts.sound import audio_format, audio_size
@@ -106,8 +106,8 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
                 if image.format == "TIFF":  # newer versions of Pillow have turned its size
                     width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
                 turned = _orientation(image, data) in _TURNED
-    except ImportError as missing:
-        raise StoreError(str(missing)) from missing
+    except ImportError as missing:  # of this machine, not of the record
+        raise PrepareError(str(missing)) from missing
     except Exception as error:  # each format has its own for a broken header
         raise StoreError(_refusal(error, data)) from error
     if height < 1 or width < 1:
@@ -161,7 +161,9 @@ def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _size_of_audio(data: bytes) -> Size:
     try:
         length, rate = audio_size(data)
-    except (ImportError, PartError) as error:
+    except ImportError as missing:
+        raise PrepareError(str(missing)) from missing
+    except PartError as error:
         raise StoreError(str(error)) from error
     if length < 1 or rate < 1:
         raise StoreError(f"audio of {length} samples at {rate} Hz; write it again, with its length known")
