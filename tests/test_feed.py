@@ -190,7 +190,9 @@ class Streamed(torch.utils.data.IterableDataset):
 def test_a_dataloader_with_workers_is_refused(corpus: str) -> None:
     feed = mf.Feed(recipe_of(corpus, epochs=1))
     loader = torch.utils.data.DataLoader(Streamed(feed), batch_size=None, num_workers=2)
-    with pytest.raises(mf.DeliveryError, match=r"a Feed in worker \d of a torch DataLoader.*Mapped\("):
+    with pytest.raises(
+        mf.DeliveryError, match=r"a Feed in worker \d of a torch DataLoader.*Machine\(workers"
+    ):
         list(loader)
     alone = torch.utils.data.DataLoader(Streamed(feed), batch_size=None)
     assert list(alone) == list(range(10))

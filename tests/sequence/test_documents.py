@@ -152,3 +152,18 @@ def test_a_step_looks_its_documents_up_once(
             for microbatch in step.microbatches:
                 assert microbatch["tokens"].shape == microbatch["labels"].shape
     assert store.asked == [12] * 3
+
+
+def test_a_store_with_lengths_of_its_own_is_asked_for_them(corpus: tuple[Path, list[np.ndarray]]) -> None:
+    class Cut(IndexedStore):
+        def lengths(self, documents: np.ndarray) -> np.ndarray:
+            return np.minimum(super().lengths(documents), 5)
+
+    path, documents = corpus
+    recipe = mf.Recipe(
+        data=Cut(path), sequence=mf.Documents(), batch=len(documents), epochs=1, shuffle="none"
+    )
+    with mf.Feed(recipe, packing=mf.Packing(capacity=512)) as feed:
+        plan = next(iter(feed)).plan
+    got = plan.lengths[np.argsort(plan.sequence)]
+    np.testing.assert_array_equal(got, [min(each.size, 5) for each in documents])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from meshfeed.feed.device import OnHost
+from meshfeed.order import draws_of_step
 from meshfeed.plan import Align, plan_fixed
 from meshfeed.sequence import portions_of
 from meshfeed.store import IndexedWriter
@@ -317,6 +318,29 @@ def test_crops_and_tokens_that_are_never_hidden(corpus: str, crop: Any, special:
         changed = shown[hidden & (shown != labels) & (shown != MASK)]
         assert ((changed >= 10) & (changed < 20)).all()
     assert starts and all(len(seen) > (crop == "random") for seen in starts.values()), "other crops by epoch"
+
+
+def test_tokens_are_read_where_the_crop_is_without_a_look_up_before(corpus: str) -> None:
+    rule = rule_of(16, crop="random")
+    recipe = recipe_of(corpus, rule, shuffle="none")
+    draws, read = draws_of_step(recipe, 0), []
+    with recipe.sources[0]:
+        lengths = rule.lengths(recipe, draws)
+        plan = plan_fixed(lengths, dp=1, cp=1, micro_batch_size=6, align=Align())
+        for each in (draws, rule.look_up(recipe, draws)):
+            (portion,) = portions_of(
+                plan,
+                each,
+                lengths,
+                0,
+                group=[0],
+                rows=6,
+                split="zigzag",
+                together=1,
+                rank_of_dp_cp=np.zeros(1, np.int64),
+            )
+            read.append(rule.load(recipe, portion, np.empty)["tokens"])
+    np.testing.assert_array_equal(*read)
 
 
 def test_crops_are_one_function_of_recipe_and_place(corpus: str) -> None:

@@ -24,6 +24,7 @@ from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
+from meshfeed.store.base import extents_of
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -39,7 +40,7 @@ def located(recipe: Recipe, draws: Draws) -> Located:
         return draws
     begins, stored = np.zeros((2, len(draws)), np.int64)
     for s, mine, of_source in draws.by_source():
-        begins[mine], stored[mine] = recipe.sources[s].extents(of_source.index)
+        begins[mine], stored[mine] = extents_of(recipe.sources[s], of_source.index)
     return Located(draws.source, draws.epoch, draws.index, begins, stored)
 
 
@@ -101,7 +102,7 @@ class DocumentRule(SequenceRule):
 
     def _ranges(self, recipe: Recipe, portion: Portion) -> tuple[npt.NDArray[np.int32], Longs, Longs, Longs]:
         """The held slices that are not empty: source, number, and stream range of each; [m]."""
-        held, draws = self.held(recipe, portion), located(recipe, portion.draws)
+        held, draws = self.held(recipe, portion), self.look_up(recipe, portion.draws)
         some: Longs = np.flatnonzero(held.sizes)
         of = held.sequence[some]
         first = draws.begins[of]
@@ -172,5 +173,6 @@ class Documents(DocumentRule, TokenRule):
         tokens, labels = portion.runs(extra=1), portion.runs(extra=1, ahead=1)
         bearing = Runs(labels.at, np.ones_like(labels.at), labels.size)  # wherever there is a label
         runs = (tokens, 1, "tokens"), (labels, 1, "tokens"), (bearing, 0, None)
-        fields = [RunField(field, *each) for field, each in zip(_FIELDS, runs)]
+        own_fields = {each.name: each for each in self.fields}
+        fields = [RunField(own_fields[each.name], *how) for each, how in zip(_FIELDS, runs)]
         return table_of_pack(portion, columns, names, fields)

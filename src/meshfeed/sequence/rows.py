@@ -161,7 +161,8 @@ class Rows(SequenceRule):
             (Runs(at, np.ones_like(at), np.minimum(bearing, labels_left).clip(0)), 0, None),
             (Runs(at, position, pieces.size), 1, None),
         )
-        fields = [RunField(field, *each) for field, each in zip(_FIELDS, runs)]
+        own_fields = {each.name: each for each in self.fields}
+        fields = [RunField(own_fields[each.name], *how) for each, how in zip(_FIELDS, runs)]
         return table_of(shape, columns, names, fields, self._others(starts, portion, names))
 
     # -- defined by the rule ----------------------------------------------------------------------------

@@ -53,6 +53,11 @@ class Located(Draws):
     begins: Longs
     stored: Longs
 
+    def __post_init__(self) -> None:
+        Draws.__post_init__(self)
+        for array in (self.begins, self.stored):
+            array.flags.writeable = False
+
     def between(self, start: int, stop: int) -> Located:
         """The draws start..stop of this run."""
         return self.take(np.arange(len(self))[start:stop])

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -277,6 +278,19 @@ class Multiples:
         """As of an array."""
         found = -(-values // self.step) if side == "left" else values // self.step + 1
         return found.clip(0, self.size)
+
+
+def extents_of(store: StreamStore, documents: I64) -> tuple[I64, I64]:
+    """Offsets and lengths of a store's documents: by one look-up, unless a subclass has its own of either."""
+    if _looks_up_once(type(store)):
+        return store.extents(documents)
+    return store.offsets(documents), store.lengths(documents)
+
+
+@lru_cache
+def _looks_up_once(kind: type[StreamStore]) -> bool:
+    methods = (vars(each).keys() & {"extents", "offsets", "lengths"} for each in kind.__mro__)
+    return "extents" in next(filter(None, methods))
 
 
 @dataclass(frozen=True, eq=False)

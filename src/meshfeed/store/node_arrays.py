@@ -54,13 +54,24 @@ def cached_arrays(
 
     Raises StoreError for a folder that cannot be written, is full, or knows no locks.
     """
-    entry = Path(folder) / key
+    entry, of_build = Path(folder) / key, list[OSError]()
+
+    def make(part: Path) -> None:
+        try:
+            arrays = build()
+        except OSError as error:
+            of_build.append(error)
+            raise
+        _write(part, arrays)
+
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        return once_per_node(entry, _opened, lambda part: _write(part, build()), lock_mode=0o666)
+        return once_per_node(entry, _opened, make, lock_mode=0o666)
     except MeshfeedError:
         raise
     except OSError as error:
+        if error in of_build:
+            raise
         raise StoreError(
             f"{entry}: {error.strerror or error}; give cache= a folder that this process can write and lock, "
             f"or cache=None to build in memory"

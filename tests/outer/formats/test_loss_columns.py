@@ -260,7 +260,9 @@ def test_masks_of_other_numbers(tmp_path: Path, kind: str, as_type: Any) -> None
 def test_bits_of_arrow_are_refused(tmp_path: Path) -> None:
     mask = [[bool(value) for value in row] for row in MASK]
     path = written("arrow", tmp_path / "a", input_ids=TOKENS, loss_mask=mask)
-    with pytest.raises(StoreError, match=r"'loss_mask' is list<.*bits are not read.*cast it to int8"):
+    with pytest.raises(
+        StoreError, match=r"'loss_mask' is list<.*bits cannot be read in place.*cast it to int8"
+    ):
         trained(mf.open(path))
 
 

@@ -392,7 +392,7 @@ def test_templates_that_do_not_tell(theirs: PreTrainedTokenizerFast, tmp_path: P
     [
         ("{% for %}", r"template 'default' of .*, line 1: not a template"),
         ("{% generation %}x", "not a template"),
-        ("{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}", "today's date: say by date="),
+        ("{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}", "today's date: give one as date="),
         ("{{ messages[0].nobody.there }}", "'dict object' has no attribute 'nobody'"),
         ("{{ messages.append(1) }}{% generation %}x{% endgeneration %}", "unsafe"),
         ("{{ messages.__class__.__mro__ }}{% generation %}x{% endgeneration %}", "unsafe"),

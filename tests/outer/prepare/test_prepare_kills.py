@@ -98,7 +98,7 @@ def test_a_restarted_task_leaves_no_part_to_nobody(tmp_path):
     for name, each in ("whole", Here()), ("out", restarted := Restarted()):
         prepare([tmp_path / "a.jsonl"], tmp_path / name, Text(tokenizer="bytes"), part_bytes=900, engine=each)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert restarted.kills > 10
+    assert restarted.kills >= 10, "the lines of a task were not seen"
 
 
 def test_real_kills_of_the_command_and_its_workers(tmp_path):

@@ -283,7 +283,7 @@ def test_conversations_keep_their_loss_mask(tmp_path, words):
         ],
     )
     prepare([tmp_path / "in.tar"], tmp_path / "out", how, engine=Here(), max_errors=1)
-    assert "3: 2 of <image> in the text, and 1" in (tmp_path / "out/errors.jsonl").read_text()
+    assert "3: 2 of <image> in the text, but 1" in (tmp_path / "out/errors.jsonl").read_text()
     found = read(tmp_path / "out", words)
     assert [text for text, _ in found] == [
         f"user: {IMAGE}\nwhat?<|im_end|>\nassistant: a cat<|im_end|>\n",

@@ -270,7 +270,7 @@ def test_labels_beside_tokens_are_refused_in_every_format(tmp_path: Path) -> Non
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     save(tmp_path / "a", [pa.Table.from_pylist([row])])
     for name in ("a.jsonl", "a.json", "a.parquet", "a"):
-        with pytest.raises(MeshfeedError, match=r"'labels' beside the tokens, .*mf\.open\(PATH\)"):
+        with pytest.raises(MeshfeedError, match=r"'labels' next to the tokens: .*mf\.open\(PATH\)"):
             prepare([tmp_path / name], tmp_path / "out", Text(), engine=Here())
         prepare([tmp_path / name], tmp_path / f"text-{name}", BYTES, engine=Here())
 

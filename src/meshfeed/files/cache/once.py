@@ -7,6 +7,7 @@ one rename, so a killed process leaves only a `.part`, which the next one throws
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def once_per_node(
             if is_durable:
                 sync(entry.parent)
         finally:
-            _remove(part)
+            with contextlib.suppress(OSError):  # the next one removes it
+                _remove(part)
         found = read(entry)
     if found is None:
         raise OSError(errno.EIO, "damaged as soon as it was written", str(entry))

@@ -30,7 +30,10 @@ def text_values(
 ) -> Values:
     """The named fields that have a value for each token. dropped: parts whose documents bear no loss."""
     made: Values = {}
-    whole, tokens = among.whole, None if columns is None else np.asarray(columns["tokens"])
+    whole, tokens = among.whole, None
+    # without such a field, columns may be without tokens
+    if columns is not None and {"tokens", "labels", "loss_mask"} & set(names):
+        tokens = np.asarray(columns["tokens"])
     if {"labels", "loss_mask"} & set(names):
         bears = np.ones(whole.repeats.size, np.bool_)
         bears[whole.placeholders] = False
