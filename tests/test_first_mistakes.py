@@ -107,8 +107,8 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
         ),
         (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
-        (lambda: mf.Machine(workers=-1), mf.OptionError, r"workers=-1.*from 0"),
-        (lambda: mf.Machine(timeout_s=0), mf.OptionError, "timeout_s=0.*above 0"),
+        (lambda: mf.Machine(workers=-1), mf.OptionError, r"workers=-1\): give a whole number, 0 or more"),
+        (lambda: mf.Machine(timeout_s=0), mf.OptionError, r"timeout_s=0\): give seconds, more than 0"),
         (lambda: mf.Feed(ROWS, machine=8), mf.OptionError, r"machine=8: give a mf\.Machine"),
         (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from meshfeed.errors import OptionError
 
@@ -30,7 +32,11 @@ class Machine:
     index_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
-            raise OptionError(
-                f"Machine(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
-            )
+        if type(self.workers) is not int or self.workers < 0:
+            raise OptionError(f"Machine(workers={self.workers!r}): give a whole number, 0 or more")
+        seconds: Any = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise OptionError(f"Machine(timeout_s={seconds!r}): give seconds, more than 0")
+        folder: Any = self.index_cache
+        if folder is not None and not isinstance(folder, (str, os.PathLike)):
+            raise OptionError(f"Machine(index_cache={folder!r}): give the path of a folder, or None")

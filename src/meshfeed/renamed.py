@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from meshfeed.machine import Machine
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MOVED = "_moved_settings"
+Moved = tuple[tuple[str, Any], ...]
+"""The settings that an object was made with by old spellings: (new name, value) of each."""
+
+_MOVED = "_moved"
 _OF_MACHINE = {each.name for each in fields(Machine)}
 
 
@@ -42,34 +46,44 @@ def renamed(**new_of_old: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def moved(**new_of_old: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """For an `__init__` that still takes arguments which a Feed has now, with a DeprecationWarning.
 
-    new_of_old: old name -> that of a Feed or its Machine. `moved_settings` finds the values; an attribute of
-    the object that has the new name gets its value.
+    new_of_old: old name -> that of a Feed or its Machine. The `__init__` gets their values as `_moved`, which
+    its signature does not show. It keeps that as an attribute, so that `dataclasses.replace` gives it again.
+    Raises OptionError for what a Machine refuses.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(init)
         def call(*args: P.args, **given: P.kwargs) -> None:
-            settings = {new: given.pop(old) for old, new in new_of_old.items() if old in given}
+            settings: dict[str, Any] = {
+                new: given.pop(old) for old, new in new_of_old.items() if old in given
+            }
             for old, new in new_of_old.items():
                 if new in settings:
                     where = f"machine=mf.Machine({new}=...)" if new in _OF_MACHINE else f"{new}=..."
                     _warn(f"{old}= is an argument of the Feed now, {where}; meshfeed 0.5 refuses it here")
-            init(*args, **given)
             if settings:
-                own = {new: value for new, value in settings.items() if hasattr(args[0], new)}
-                for name, value in {**own, _MOVED: settings}.items():
-                    object.__setattr__(args[0], name, value)
+                Machine(**{name: settings[name] for name in _OF_MACHINE & settings.keys()})
+                given[_MOVED] = tuple({**dict(cast(Moved, given.get(_MOVED, ()))), **settings}.items())
+            init(*args, **given)
 
+        shown = inspect.signature(init)
+        kept = [each for each in shown.parameters.values() if each.name != _MOVED]
+        cast(Any, call).__signature__ = shown.replace(parameters=kept)
         return call
 
     return decorate
 
 
 def moved_settings(objects: Iterable[object]) -> dict[str, Any]:
-    """The settings that objects were made with by old spellings, by their new names."""
+    """The settings that objects were made with by old spellings, by their new names.
+
+    Of several workers or timeout_s, the largest: all objects of a feed share its Machine.
+    """
     found: dict[str, Any] = {}
     for each in objects:
-        found |= getattr(each, _MOVED, {})
+        for name, value in cast(Moved, getattr(each, _MOVED, ())):
+            larger = name in found and name in ("workers", "timeout_s")
+            found[name] = max(found[name], value) if larger else value
     return found
 
 

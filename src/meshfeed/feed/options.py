@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedOptions(Options):
-    """The options of a Feed."""
+    """The options of a Feed. `sequence.run_by` checks its machine and encoder."""
 
     machine: Machine
     encoder: Encoder
@@ -79,10 +79,6 @@ class FeedOptions(Options):
         check_counts(0, read_ahead_bytes=self.read_ahead_bytes)
         check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
         check_flags(pad_rows=self.pad_rows)
-        if not isinstance(cast(object, self.machine), Machine):
-            raise OptionError(f"machine={self.machine!r}: give a mf.Machine, such as mf.Machine(workers=8)")
-        if self.encoder not in get_args(Encoder):
-            raise OptionError(f"encoder={self.encoder!r}: choose one of {', '.join(get_args(Encoder))}")
         if self.packing is not None and (self.micro_batch_size is not None or self.pad_rows):
             given = {"micro_batch_size": self.micro_batch_size, "pad_rows": self.pad_rows or None}
             shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)

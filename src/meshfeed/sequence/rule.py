@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from typing import cast
+from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -180,10 +180,16 @@ class SequenceRule(Rule):
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:
     """The recipe, its rule set as a feed runs it; and the machine, completed by settings of old spellings.
 
-    Raises OptionError; see `SequenceRule.run_by`.
+    Both are checked here, for every caller. Raises OptionError; see `SequenceRule.run_by` too.
     """
     old = moved_settings((recipe.sequence, *recipe.sources))
-    encoder = old.pop("encoder", encoder)
+    old_encoder = old.pop("encoder", "with sample")
+    for each in (encoder, old_encoder):
+        if each not in get_args(Encoder):
+            raise OptionError(f"encoder={each!r}: choose one of {', '.join(get_args(Encoder))}")
+    if not isinstance(cast(object, machine), Machine):
+        raise OptionError(f"machine={machine!r}: give a mf.Machine, such as mf.Machine(workers=8)")
+    encoder = old_encoder if encoder == "with sample" else encoder
     machine = replace(Machine(**old), **{n: v for n, v in asdict(machine).items() if v != _PLAIN[n]})
     given = cast(SequenceRule, recipe.sequence)
     rule = given.run_by(machine, encoder)

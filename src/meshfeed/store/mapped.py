@@ -25,7 +25,7 @@ from meshfeed.files import FileStats
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
-from meshfeed.renamed import moved
+from meshfeed.renamed import Moved, moved
 from meshfeed.store.workers import Failure, Workers
 
 I64 = npt.NDArray[np.int64]
@@ -81,6 +81,7 @@ class Mapped(Store):
         lengths: npt.ArrayLike | None = None,
         valid: npt.ArrayLike | None = None,
         version: str = "",
+        _moved: Moved = (),
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise StoreError(
@@ -93,6 +94,7 @@ class Mapped(Store):
         self._lengths = self._counts("lengths", lengths)
         self._valid = self._counts("valid", valid)
         self.stats = FileStats()
+        self._moved = _moved
         self._depth = 0
         self._workers: Workers[EpochIndex] | None = None
 
@@ -171,9 +173,9 @@ class Mapped(Store):
 
     @contextmanager
     def opened(self, machine: Machine) -> Generator[Self]:
-        """Entered, with the machine's workers unless it was entered already."""
+        """Entered, with the machine's workers unless it has some already; the last exit ends them."""
         with self:
-            if self._depth == 1 and machine.workers:
+            if self._workers is None and machine.workers:
                 make = functools.partial(item_of, self._dataset)
                 # No process starts before the first item is announced: not every rank reads.
                 self._workers = Workers(make, machine.workers, machine.timeout_s, repr(self))

@@ -334,6 +334,17 @@ def test_caches_give_the_same_samples_and_are_shared(corpora, tmp_path):
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) > 4
 
 
+def test_the_folder_of_an_old_spelling_goes_where_the_rule_goes(tmp_path):
+    with pytest.warns(DeprecationWarning, match="machine=mf.Machine"):
+        rule = mf.MegatronGPT(8, samples=4, cache=tmp_path)
+    for each in (rule, replace(rule, samples=5), pickle.loads(pickle.dumps(rule)), copy.deepcopy(rule)):
+        assert each.index_cache == tmp_path
+        recipe = mf.Recipe(data=mf.Lengths([9] * 50), sequence=each, batch=mf.Batch(2))
+        feed = mf.Feed(mf.Feed(recipe).recipe)
+        assert feed._machine.index_cache == feed.recipe.sequence.index_cache == tmp_path
+    assert rule.summary() == mf.MegatronGPT(8, samples=4).summary()
+
+
 def test_a_rule_travels_without_what_it_has_open(corpora):
     recipe = ours(corpora[:1], None, length=24, samples=20)
     want = samples_of(recipe)

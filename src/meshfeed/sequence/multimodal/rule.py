@@ -26,7 +26,7 @@ from meshfeed.plan import EncoderPlan, Slices, StepPlan
 from meshfeed.plan.encoder_routes import ROUTE
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.renamed import moved
+from meshfeed.renamed import Moved, moved, moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.decoding import Decoder, PartPlace
@@ -101,11 +101,15 @@ class Multimodal(DocumentRule, TokenRule):
     on_bad: OnBad = "error"
     positions: Positions = "tokens"
     max_bad_share: float = dataclass_field(default=0.01, repr=False)
+    _moved: Moved = dataclass_field(default=(), repr=False, compare=False)
     _encoder: Encoder = dataclass_field(default="with sample", init=False, repr=False)
     _machine: Machine = dataclass_field(default=Machine(), init=False, repr=False, compare=False)
     _decoder: Decoder | None = dataclass_field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if old := moved_settings((self,)):
+            object.__setattr__(self, "_encoder", old.pop("encoder", self._encoder))
+            object.__setattr__(self, "_machine", Machine(**old))
         for kind, processor in self.processors.items():
             check_processor(f"Multimodal({kind}=...)", processor)
         check_rules({kind: processor.rule for kind, processor in self.processors.items()})
@@ -141,10 +145,10 @@ class Multimodal(DocumentRule, TokenRule):
 
     def run_by(self, machine: Machine, encoder: Encoder) -> Multimodal:
         """The rule with these settings. Raises OptionError where parts cannot be shared."""
-        if (machine, encoder) == (self._machine, self._encoder):
-            return self
         if encoder == "balanced":
             self._check_sharing()
+        if (machine, encoder) == (self._machine, self._encoder):
+            return self
         made = self._with(_machine=machine, _encoder=encoder)
         made._check_names()
         return made
