@@ -52,7 +52,7 @@ def test_old_settings_are_seen_outside_a_feed_and_in_copies(recipe: Callable[...
     )
     for each in twins:
         told = recipe(each)
-        assert each.sees_step and rule_of(told).sees_step
+        assert each.sees_step and rule_of(told).sees_step and each._machine.workers == 3
         feed = mf.Feed(told, **PACKS)
         assert feed._rule.sees_step and feed._machine.workers == 3
         assert {field.name for field in each.fields} == {field.name for field in feed._rule.fields}
@@ -60,7 +60,8 @@ def test_old_settings_are_seen_outside_a_feed_and_in_copies(recipe: Callable[...
     plain = mf.Multimodal(**RULE)
     assert rule.summary() == plain.summary() and repr(rule._moved) not in repr(rule)
     assert recipe(rule).fingerprint == recipe(plain).fingerprint
-    assert not old(replace, rule, encoder="with sample").sees_step
+    other = old(replace, rule, encoder="with sample")
+    assert not other.sees_step and mf.Feed(recipe(other), **PACKS)._machine.workers == 3
 
 
 def test_the_recipe_of_a_feed_keeps_old_settings(recipe: Callable[..., mf.Recipe]) -> None:
