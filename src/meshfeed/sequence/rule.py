@@ -28,6 +28,7 @@ from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
+from meshfeed.store.base import replaces_together
 
 _PLAIN = asdict(Machine())
 
@@ -190,7 +191,7 @@ def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, 
     if not isinstance(cast(object, machine), Machine):
         raise OptionError(f"machine={machine!r}: give a mf.Machine, such as mf.Machine(workers=8)")
     encoder = old_encoder if encoder == "with sample" else encoder
-    machine = replace(Machine(**old), **{n: v for n, v in asdict(machine).items() if v != _PLAIN[n]})
+    machine = Machine(**(old | {n: v for n, v in asdict(machine).items() if v != _PLAIN[n]}))
     given = cast(SequenceRule, recipe.sequence)
     rule = given.run_by(machine, encoder)
     return (recipe if rule is given else replace(recipe, sequence=rule)), machine
@@ -198,8 +199,7 @@ def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, 
 
 def has_table(rule: SequenceRule) -> bool:
     """Whether the rule's `table` agrees with its `build`: a subclass may replace `build` alone."""
-    methods = [vars(kind).keys() & {"build", "table"} for kind in type(rule).__mro__]
-    return "table" in next(filter(None, methods))
+    return replaces_together(type(rule), "table", "build")
 
 
 class TokenRule(SequenceRule):

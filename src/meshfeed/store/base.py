@@ -282,15 +282,19 @@ class Multiples:
 
 def extents_of(store: StreamStore, documents: I64) -> tuple[I64, I64]:
     """Offsets and lengths of a store's documents: by one look-up, unless a subclass has its own of either."""
-    if _looks_up_once(type(store)):
+    if replaces_together(type(store), "extents", "offsets", "lengths"):
         return store.extents(documents)
     return store.offsets(documents), store.lengths(documents)
 
 
 @lru_cache
-def _looks_up_once(kind: type[StreamStore]) -> bool:
-    methods = (vars(each).keys() & {"extents", "offsets", "lengths"} for each in kind.__mro__)
-    return "extents" in next(filter(None, methods))
+def replaces_together(kind: type, method: str, *others: str) -> bool:
+    """Whether `method` agrees with the others: no subclass has replaced one of these without it.
+
+    Of a class and its bases, the first that defines any of them decides.
+    """
+    own = (vars(each).keys() & {method, *others} for each in kind.__mro__)
+    return method in next(filter(None, own))
 
 
 @dataclass(frozen=True, eq=False)
