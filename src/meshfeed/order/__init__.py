@@ -1,4 +1,8 @@
-"""Position -> draw: the order of the training stream as a function. Pure."""
+"""Position -> draw: the order of the training stream as a function. Pure.
+
+Read it in this order: `permutation` (the shuffle of an epoch), `blocks` (the same by shards), `interleave`
+(which source is next), `schedule` (when sources and batch sizes change), `stream` (all of it: step -> draws).
+"""
 
 from meshfeed.order.interleave import Interleaving
 from meshfeed.order.permutation import key_of, permute, philox, rng, unpermute
