@@ -101,7 +101,10 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "stepping": (
         ["feed/stepping.py", "feed/ahead.py", "feed/batch.py"],
-        _in("", "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation"),
+        _in(
+            "",
+            "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation roles layout",
+        ),
     ),
     "deliver": (
         ["deliver/*.py"],
