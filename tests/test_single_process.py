@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -224,3 +226,29 @@ def test_microbatches_are_handed_out_once(corpus: Path) -> None:
         assert len(list(step.microbatches)) == step.num_microbatches - 1, "what is left of a pass"
         with pytest.raises(mf.StateError, match=r"taken already.*list\(step.microbatches\)"):
             list(step.microbatches)
+
+
+def test_a_microbatch_is_a_mapping_of_its_own(corpus: Path) -> None:
+    """Read together or not: its length and names agree with what it yields, and it equals itself alone."""
+    with mf.Feed(recipe_of(corpus), micro_batch_size=2) as feed:
+        first, second = list(next(iter(feed)).microbatches)[:2]
+    for microbatch in (first, second):
+        names = list(microbatch)
+        assert len(microbatch) == len(names) == len(microbatch.fields) == len({*names})
+        assert all(name in microbatch and microbatch[name] is not None for name in names)
+        assert "no such field" not in microbatch
+        assert dict(microbatch.items()).keys() == {*names}
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            microbatch.index = 7  # pyright: ignore[reportAttributeAccessIssue]
+    again = copy.copy(first)
+    assert first == first and first != again and first != second, "tensors have no one truth of equality"
+    assert len({first, second, first}) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 16, 17])
+def test_the_number_of_microbatches_is_known_before_the_step(corpus: Path, rows: int) -> None:
+    recipe = recipe_of(corpus, length=1000, epochs=1)
+    with mf.Feed(recipe, micro_batch_size=rows, pad_rows=True) as feed:
+        told = [feed.num_microbatches(step) for step in range(3)]
+        made = [len(list(step.microbatches)) for step in feed]
+    assert told == [*made, 0]
