@@ -20,7 +20,8 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch
-from meshfeed.plan import Account, EncoderPlan, Load, StepPlan, account_of, loads_of, plan_step
+from meshfeed.plan import Account, EncoderPlan, StepPlan, account_of, plan_step
+from meshfeed.report.loads import Load, loads_of
 from meshfeed.report.plan import page
 from meshfeed.report.words import counted
 

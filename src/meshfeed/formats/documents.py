@@ -20,12 +20,13 @@ from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
+from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
 from meshfeed.store.base import I64, LengthsIndex, Pieces
 from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
-from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
+from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 from meshfeed.store.open import stores_inside
 

@@ -20,12 +20,13 @@ from meshfeed.columns import Array
 from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join, without_secrets
+from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.content import digest_of_files, digest_of_texts, remote_refused
-from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
+from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 T = TypeVar("T")

@@ -4,8 +4,8 @@ Read it in this order: `types` (what a plan is), `cost` and `policy` (what a use
 groups there are), `step` (the front door). Then along the line: `problem` (the rows and the room of a step),
 `choose` with `candidates` (how many microbatches), `fill` by `reach` and `place` (which sequences share a
 group), `placement` (on which ranks). Beside it: `in_order`; `two_costs` with `swap` (even for encoders, too),
-`encoders` and `encoder_routes` (who encodes what, and who gets it); `account` and `loads` (how good a plan
-is); `split` (context parallelism).
+`encoders` and `encoder_routes` (who encodes what, and who gets it); `account` (how good a plan is); `split`
+(context parallelism).
 """
 
 from meshfeed.plan.account import Account, account_of, flops
@@ -14,7 +14,6 @@ from meshfeed.plan.encoder_routes import EncoderRoute, encoder_routes
 from meshfeed.plan.encoders import EncoderPlan, plan_encoder
 from meshfeed.plan.groups import cp_groups
 from meshfeed.plan.in_order import plan_fixed
-from meshfeed.plan.loads import Load, loads_of
 from meshfeed.plan.policy import Packing
 from meshfeed.plan.split import CpSplit, Slices, slices_of
 from meshfeed.plan.step import plan_step
@@ -27,7 +26,6 @@ __all__ = [
     "CpSplit",
     "EncoderPlan",
     "EncoderRoute",
-    "Load",
     "ModelShape",
     "Pack",
     "PackShape",
@@ -38,7 +36,6 @@ __all__ = [
     "cp_groups",
     "encoder_routes",
     "flops",
-    "loads_of",
     "packs_of",
     "plan_encoder",
     "plan_fixed",

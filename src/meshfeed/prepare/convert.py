@@ -16,6 +16,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.url import is_remote
+from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.store import (
     DatasetStore,
     DatasetWriter,
@@ -24,7 +25,7 @@ from meshfeed.store import (
     MultimodalStore,
     StreamStore,
 )
-from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK, ForeignColumns
+from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
 
 I64 = npt.NDArray[np.int64]
 Add = Callable[[I64, Mapping[str, Array]], None]

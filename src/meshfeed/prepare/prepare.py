@@ -26,7 +26,6 @@ from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import Cache, typed_errors
-from meshfeed.files.remote.writer import PIECE_BYTES
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encoding.encodings import Encoding
@@ -45,6 +44,7 @@ from meshfeed.prepare.job.output import OnDisk, Output
 from meshfeed.prepare.job.part_file import Malformed, PartSummary, part_path, summary_of_part
 from meshfeed.prepare.job.storage_output import InStorage
 from meshfeed.prepare.job.train_bpe import train_bpe
+from meshfeed.prepare.job.writer import PIECE_BYTES
 
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshfeed.plan import Account, EncoderPlan, Load, StepPlan
-from meshfeed.plan.loads import LANGUAGE_MODEL
+from meshfeed.plan import Account, EncoderPlan, StepPlan
 from meshfeed.plan.types import FloatArray
+from meshfeed.report.loads import LANGUAGE_MODEL, Load
 from meshfeed.report.words import escape
 
 _WIDTH, _LEFT, _MOST_RANKS, _MOST_HEIGHT = 1100, 60, 256, 1400

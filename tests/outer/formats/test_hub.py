@@ -29,9 +29,9 @@ from meshfeed.files.remote import retries
 from meshfeed.files.remote.hub import HubClient
 from meshfeed.files.remote.hub_url import hub_path
 from meshfeed.files.remote.retries import Patience
-from meshfeed.files.remote.writer import Writer
 from meshfeed.files.revision import pinned
 from meshfeed.prepare.inputs.files import find_inputs
+from meshfeed.prepare.job.writer import Writer
 from services.hub import Hub
 from soak import cases
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshfeed.files.remote.writer import Writer
+from meshfeed.prepare.job.writer import Writer
 from services.azure import ACCOUNT, KEY, Azure
 from services.faults import NOTHING, Faults
 from services.needs import needs

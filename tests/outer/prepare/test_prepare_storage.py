@@ -23,9 +23,9 @@ from meshfeed.errors import (
 )
 from meshfeed.files.remote.errors import options_of_environment
 from meshfeed.files.remote.retries import Patience
-from meshfeed.files.remote.writer import Writer
 from meshfeed.prepare import Text, prepare
 from meshfeed.prepare.job.storage_output import step_of
+from meshfeed.prepare.job.writer import Writer
 from services.faults import NOTHING, Fault
 from soak import some
 
@@ -57,7 +57,7 @@ def replaced(**values):
     """Attributes of the writer, for a while."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
-            patch.setattr(f"meshfeed.files.remote.writer.{name}", value)
+            patch.setattr(f"meshfeed.prepare.job.writer.{name}", value)
         yield
 
 

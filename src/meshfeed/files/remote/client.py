@@ -1,6 +1,6 @@
 """The storage client: stat, ranges and listing over obstore, asked as `retries` says.
 
-Used by the fetcher, and for writing (`writer`): obstore's runtime does not survive a fork.
+Used by the fetcher, and by `prepare`, which writes: obstore's runtime does not survive a fork.
 """
 
 from __future__ import annotations

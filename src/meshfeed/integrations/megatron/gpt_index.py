@@ -20,10 +20,10 @@ from meshfeed.integrations.megatron.gpt_order import (
     passes_of,
     sizes_of_blend,
 )
+from meshfeed.integrations.megatron.stored_sequences import sequences_of
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
-from meshfeed.store.sequences import sequences_of
 
 if TYPE_CHECKING:
     from meshfeed.integrations.megatron.gpt import MegatronGPT

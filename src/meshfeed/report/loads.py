@@ -40,40 +40,36 @@ def loads_of(
     """
     widest = widest_group(plan, packing)
     of_rows = packing.cost.work(plan.lengths) * (plan.microbatch >= 0)
-    loads = {LANGUAGE_MODEL: _load(account.loads, of_rows, [(of_rows, widest)], plan, packing)}
+    loads = {LANGUAGE_MODEL: _load(account.loads, of_rows, of_rows, widest, plan, packing)}
     for kind, encoder in encoders.items():
         of_rows = np.bincount(encoder.row, encoder.work, plan.lengths.size).astype(np.float64)
         # a rank that holds a row encodes all parts of it, unless all ranks share the parts
         pieces = of_rows if encoder.encoder == "with sample" else encoder.work
-        loads[f"{kind} encoder"] = _load(encoder.handed, of_rows, [(pieces, 1)], plan, packing)
+        loads[f"{kind} encoder"] = _load(encoder.handed, of_rows, pieces, 1, plan, packing)
     return loads
 
 
 def _load(
     by_rank: FloatArray,
     of_rows: FloatArray,
-    pieces: list[tuple[FloatArray, int]],
+    pieces: FloatArray,
+    most: int,
     plan: StepPlan,
     packing: Packing,
 ) -> Load:
-    """of_rows: work of each row of the plan; float64 [n]. pieces: (works, how many ranks can share each)."""
+    """of_rows: work of each row of the plan; float64 [n]. pieces: works that up to `most` ranks can share."""
     mean = float(of_rows.sum()) / plan.num_ranks
     if not mean:
         return Load(by_rank=by_rank, max_over_mean=1.0, bound=1.0)
-    least = max(mean, *(_least_of_busiest(works, plan.num_ranks, most) for works, most in pieces))
+    # of the busiest rank, in any plan
+    least = max(mean, least_pile(-np.sort(-pieces) / most, plan.num_ranks // most))
     busiest = by_rank.sum(axis=0).max()
     if packing.objective == "microbatch":
         busiest = by_rank.max(axis=1).sum()
         # the microbatch of the largest piece takes as long, though little else may fit into it
         beside = _most_in_a_microbatch(of_rows, plan, packing) / plan.num_ranks
-        largest = max(float(works.max()) / most for works, most in pieces)
-        least = max(least, mean + largest - beside)
+        least = max(least, mean + float(pieces.max()) / most - beside)
     return Load(by_rank=by_rank, max_over_mean=float(busiest) / mean, bound=least / mean)
-
-
-def _least_of_busiest(work: FloatArray, num_ranks: int, widest: int) -> float:
-    """The least load of the busiest rank in any plan in which up to `widest` ranks share each work."""
-    return least_pile(-np.sort(-work) / widest, num_ranks // widest)
 
 
 def _most_in_a_microbatch(of_rows: FloatArray, plan: StepPlan, packing: Packing) -> float:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshfeed.plan import Packing, StepPlan, account_of, loads_of, plan_encoder, plan_step
+from meshfeed.plan import Packing, StepPlan, account_of, plan_encoder, plan_step
 from meshfeed.plan.encoders import Encoder
 from meshfeed.plan.types import FloatArray
+from meshfeed.report.loads import loads_of
 from soak import cases
 
 CALM = settings(max_examples=cases(30), deadline=None, derandomize=True)
