@@ -1,9 +1,10 @@
 """Local and remote files: bytes at random offsets, each fetched once per node.
 
-Start at byte_file, the interface, and folder, which opens files. local is a file of this machine. cached is a
-remote object in the node's cache, where each block is a file: it asks its process's fetcher for blocks and
-reads their files. cache is what the processes of a node share. The fetcher is a light process; only it reads
-from storage, through remote. codec and sums are what bytes are checked with. Nothing here imports torch.
+Read byte_file, the interface, and folder, which opens files. local reads files of this machine. cached reads
+remote objects through the node's cache, which keeps each block as a file: it asks its process's fetcher for
+blocks, then reads their files. cache is that folder, which all processes of the node share. The fetcher is a
+light process, and the only one that reads from storage, through remote. codec and sums check what arrives.
+Nothing here imports torch.
 """
 
 from meshfeed.files.byte_file import ByteFile, Content, FileStats, Vector

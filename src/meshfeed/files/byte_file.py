@@ -119,7 +119,7 @@ class ByteFile(ABC):
 
     @property
     def content_id(self) -> str | None:
-        """A hash of all its bytes, where storage keeps one that identifies them; else None."""
+        """A hash of all its bytes, if storage keeps one that identifies them; else None."""
         return None
 
     @abstractmethod
@@ -165,9 +165,9 @@ class ByteFile(ABC):
         """Cancel announced ranges that have not been read."""
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """Entries looked up in place: (NumPy dtype, byte of the first, count) each.
+        """Arrays in the file, read as they are indexed. Each part: (NumPy dtype, first byte, count).
 
-        A lookup reads pages instead of a map, which would kill the process if the file were truncated.
+        They are read, not mapped: a map would kill the process if the file were truncated.
         """
         return [_Entries(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
 
@@ -212,7 +212,7 @@ class _Entries:
         return found
 
     def _gathered(self, places: I64) -> npt.NDArray[Any]:
-        """Entries anywhere in the file: each page with one of them is read once."""
+        """Entries anywhere in the file. Each page that holds some of them is read once."""
         size = self._dtype.itemsize
         at = self._begin + places * size
         pages = np.unique(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))

@@ -1,7 +1,7 @@
 """A remote object, read through the node's cache like a local file.
 
-The process's fetcher fetches and checks blocks; this process opens their files. A block that was evicted
-since is asked for again.
+The process's fetcher fetches and checks blocks; this process opens their files. It requests a block again if
+that was evicted in between.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CachedFile(ByteFile):
         self.forget_needs()
 
     def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
-        """Read ranges, block by block: of the blocks that are there, until none is left."""
+        """Read ranges block by block: from the blocks that have arrived, until all are read."""
         pieces = self._pieces(begins, sizes, places)
         while pieces[0].size:
             wanted = np.unique(pieces[0])
@@ -157,7 +157,7 @@ class CachedFile(ByteFile):
             pieces = tuple(each[is_left] for each in pieces)
 
     def _need(self, blocks: I64) -> I64:
-        """Wait for blocks; returns those that are there, at least one: all, unless the cache is small."""
+        """Wait for blocks; returns those in the cache: all, or at least one if the cache is small."""
         used = self._used
         if used[blocks].all():
             return blocks
@@ -169,7 +169,7 @@ class CachedFile(ByteFile):
 
     @cached_property
     def _used(self) -> npt.NDArray[np.float64]:
-        """When each block was last marked as used; 0 before this process has found it whole and right."""
+        """When each block was last marked as used; 0 until this process has verified it."""
         opened = self._opened
         return np.zeros(num_blocks_of(opened.size_bytes, opened.block_bytes))
 
@@ -186,7 +186,7 @@ class CachedFile(ByteFile):
         try:
             fill(fd, out, begins, sizes, places, self.url)
             now = time.monotonic()
-            if now - self._used[block] > _MARKED_S:  # or eviction would take it for unused
+            if now - self._used[block] > _MARKED_S:  # else eviction would take it for unused
                 self._used[block] = now
                 with contextlib.suppress(OSError):
                     os.utime(fd)
@@ -238,7 +238,7 @@ class CachedFile(ByteFile):
         return self._known or retried(self._open)[2]
 
     def _open(self) -> tuple[FetcherClient, int, Opened]:
-        """(fetcher, the number by which it knows this object, the object)."""
+        """(fetcher, its number for this object, the object)."""
         one = fetcher()
         if (at := self._at) is not None and at[0] is one:
             return at
@@ -246,7 +246,7 @@ class CachedFile(ByteFile):
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
         address = Address.of(self._given, self._options)
         number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
-        with self._lock:  # not while storage is asked: who leaves the file takes it, too
+        with self._lock:  # not held during the request, since leaving the file takes it, too
             if self._at is not None and self._at[0] is one:
                 return self._at
             if self._known not in (None, opened):

@@ -23,7 +23,7 @@ _CODECS = {
     "litdata": "zstd",
 }
 """Codecs of `Content`, and cramjam's names for them."""
-_TOO_SMALL = "write whole buffer", "output buffer"  # what cramjam says of an output
+_TOO_SMALL = "write whole buffer", "output buffer"  # in cramjam's errors for a full output
 
 
 def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -> memoryview:
@@ -43,7 +43,7 @@ def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -
         f"malicious"
     )
     try:
-        out = np.empty(raw_bytes + 1, np.uint8)  # a byte more shows what exceeds
+        out = np.empty(raw_bytes + 1, np.uint8)  # one more byte reveals data that exceed it
         match codec:
             case "snappy":
                 size = one.decompress_raw_into(data, out)
@@ -89,7 +89,7 @@ def digest_of(algorithm: str, data: memoryview | bytes, url: str) -> str:
 
 
 def _litdata(zstd: Any, data: memoryview | bytes, out: npt.NDArray[np.uint8]) -> int:
-    """A chunk of litdata with compressed frames of items, as if it were uncompressed; its size.
+    """Expand a chunk of litdata whose frames of items are compressed; returns its uncompressed size.
 
     "LDFZ01" 0 0 | u16 version, flags | u32 items, items of a frame, frames |
     u32 offsets[items + 1] | table | frames

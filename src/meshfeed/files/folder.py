@@ -75,8 +75,8 @@ class Folder:
     def names(self) -> list[tuple[str, int]]:
         """(relative name, bytes) of all files below it, sorted; links to folders are not followed.
 
-        A broken link is listed with 0 bytes; opening it fails. Raises StoreError if it cannot be listed: a
-        folder below it without permission, HTTP.
+        A broken link is listed with 0 bytes; opening it fails. Raises StoreError if the folder cannot be
+        listed: over HTTP, or without permission for a folder below it.
         """
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))

@@ -14,10 +14,10 @@ from meshfeed.files.url import is_hub
 
 
 def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
-    """A URL on the Hub at the commit of its revision; any other URL or path as it is.
+    """A URL on the Hub at the commit of its revision; any other URL or path unchanged.
 
-    Processes of a node that ask within half a minute share one request. In a job whose default process group
-    is initialised, all ranks get what the first one found. Raises StoreError.
+    Processes of a node that ask within half a minute share one request. If the default process group is
+    initialised, all ranks get the commit that the first one found. Raises StoreError.
     """
     if not is_hub(url) or is_commit(hub_path(url).revision):
         return url
@@ -32,8 +32,8 @@ def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
 
 
 def _first_found(key: str, ask: Callable[[], str]) -> str:
-    """What the first rank of the job found; the default process group's store keeps it."""
-    dist = sys.modules.get("torch.distributed")  # not imported: no process group
+    """What the first rank of the job found, shared through the default process group's store."""
+    dist = sys.modules.get("torch.distributed")  # not imported means no process group
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return ask()
     store = dist.distributed_c10d._get_default_store()

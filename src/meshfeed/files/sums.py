@@ -53,7 +53,7 @@ class FileSums:
     def wrong(self, data: memoryview, begin: int) -> list[tuple[int, int]]:
         """Byte ranges of the blocks of `data` with a wrong checksum.
 
-        data: the file's bytes from `begin`, the start of a block, to the end of a block or of the file.
+        data: bytes of the file from `begin`, the start of a block, to the end of a block or of the file.
         """
         size, first = self.block_bytes, begin // self.block_bytes
         starts = range(0, len(data), size)

@@ -1,4 +1,4 @@
-"""Paths and URLs: which are remote, and which names an untrusted index may use."""
+"""Paths and URLs: which are remote, and which file names an untrusted index may use."""
 
 from __future__ import annotations
 

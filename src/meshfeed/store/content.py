@@ -18,7 +18,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache
-from meshfeed.files.local.version import Version, settle, version_of
+from meshfeed.files.local.version import Version, version_of, wait_for_tick
 from meshfeed.files.sums import BLOCK_BYTES, Sums
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
@@ -58,7 +58,7 @@ def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
     ]
 
     def parts() -> list[list[_Piece]]:
-        settle(max((version[4] for version in versions), default=0))
+        wait_for_tick(max((version[4] for version in versions), default=0))
         return [pieces[at : at + _PART_PIECES] for at in range(0, len(pieces), _PART_PIECES)]
 
     def sums_of(part: Sequence[_Piece]) -> Mapping[str, Array]:

@@ -10,7 +10,7 @@ from meshfeed.errors import ChangedError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
 from meshfeed.files.local.file import Descriptor, fill
-from meshfeed.files.local.version import settle
+from meshfeed.files.local.version import wait_for_tick
 from meshfeed.files.sums import FileSums
 from meshfeed.store.base import runs
 from meshfeed.store.checksums import wrong_block
@@ -77,7 +77,7 @@ class GuardedFile(LocalFile):
         if self._guard is None:
             super()._allow_written(modified_ns)
         else:
-            settle(modified_ns)
+            wait_for_tick(modified_ns)
             sums, _ = self._guard
             self._guard = sums, np.zeros(sums.sums.size, np.uint8)
 

@@ -34,7 +34,7 @@ from meshfeed.files import Cache, LocalFile, Vector
 from meshfeed.files.byte_file import Bytes
 from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.mapping import mapped
-from meshfeed.files.local.version import Version, settle, version_of
+from meshfeed.files.local.version import Version, version_of, wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
 from meshfeed.store.checksums import checksums_of, wrong_block
 from meshfeed.store.index import fingerprint_of, read_header
@@ -214,7 +214,7 @@ def _private(path: str, flags: int) -> int:
 
 def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
     """The bytes of a copy, made of the files themselves. Raises StoreError."""
-    settle(max(each[4] for each in versions if each is not None))
+    wait_for_tick(max(each[4] for each in versions if each is not None))
     idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)
     try:
         sums = checksums_of(prefix, fingerprint)

@@ -1,1 +1,1 @@
-"""The node's cache: its folder (cache, owned_folder), blocks of objects, and what one process makes once."""
+"""The node's cache: its folder (cache, owned_folder), blocks of objects, and entries made once."""

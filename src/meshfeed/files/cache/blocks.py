@@ -7,14 +7,14 @@
     room                       bytes of all blocks and parts without sums, in decimal; locked on change
     limit                      the last limit
 
-Any number of processes of one user share a folder, without talking to each other. What it keeps:
+Any number of processes of one user share a folder, without messages between them. What always holds:
 
-- A block is fetched once: whoever holds the lock on its part fetches it, and the others wait for that lock.
+- A block is fetched once: the process that holds the lock on its part fetches it; others wait for the lock.
 - A reader never gets half a block: a rename publishes it, and each process checks its sum before first use.
 - A process may be killed at any point. The kernel releases its locks, and the next process takes over its
   parts or removes them.
-- A shared lock on a block pins it: someone will read it. Eviction takes unpinned blocks first, the least
-  recently used first. Pins only save work: a reader that finds a block gone asks for it again.
+- A shared lock on a block pins it, because some process will read it. Eviction takes unpinned blocks first,
+  the least recently used first. Pins only save work: a reader that misses a block requests it again.
 - Blocks and parts together take at most the limit, except where all of them are needed right now.
 """
 
@@ -41,18 +41,18 @@ SUM_BYTES = 4
 """Of the checksum behind each block."""
 _PART = ".part"
 _DEFAULT_LIMIT_BYTES = 64 << 30
-_SPARE = 32  # an eviction frees this part of the limit besides, so that the next ones need no scan
+_SPARE = 32  # an eviction frees 1/32 of the limit more than it must, so that the next ones need no scan
 _PAUSE_S = 0.001
 
 
 class CacheFolder:
     """One user's part of a cache folder, as one process sees it. All methods may raise OSError.
 
-    Only `join` makes files besides blocks: a user may remove a temporary folder while a fetcher tidies up.
+    Only `join` creates files other than blocks: a user may remove a temporary folder under a running fetcher.
 
     Attributes:
         path: of that part.
-        seen_limit_bytes: the limit when it was last looked up, which each reservation does.
+        seen_limit_bytes: the limit at the last reservation, each of which reads it.
         most_pinned_bytes: this process's share of half of it.
     """
 
@@ -162,15 +162,15 @@ class CacheFolder:
     # -- under the lock -----------------------------------------------------------------------------------
 
     def _tidy(self) -> None:
-        """Remove what killed processes and, where no process is left, earlier jobs have left."""
+        """Remove what killed processes left and, if no other process is there, what earlier jobs left."""
         limit = self._limit()
         if len(list(self._jobs.iterdir())) == 1:
             for folder in self._blocks.iterdir():
-                _forget_peeks(folder)  # perhaps damaged: storage has no checksums of them
+                _forget_peeks(folder)  # they may be damaged: storage has no checksums for them
         self._evict(limit, (), over_pins=False)
 
     def _count(self, num_bytes: int) -> None:
-        """Note the bytes held, in place: a file that is truncated first stays empty if the disk is full."""
+        """Record the bytes held, in place: a file truncated first would stay empty on a full disk."""
         with self._room.open("r+b", buffering=0) as file:
             file.write(b"%020d" % max(num_bytes, 0))
 
@@ -205,11 +205,11 @@ class CacheFolder:
         """Remove blocks until at most that many bytes are held; returns the bytes held then."""
         held, found = 0, dict[Path, os.stat_result]()
         for file in self._files():
-            if file.suffix == _PART and not _removed_if_free(file):  # else whoever fetched it has died
+            if file.suffix == _PART and not _removed_if_free(file):  # else its fetcher has died
                 with contextlib.suppress(FileNotFoundError):
                     held += _counted(file.stat())
                     continue
-            block = file.with_suffix("")  # which a part may have become just now
+            block = file.with_suffix("")  # a part may just have become this block
             with contextlib.suppress(FileNotFoundError):
                 found[block] = block.stat()
         held += sum(map(_counted, found.values()))
@@ -234,7 +234,7 @@ class CacheFolder:
                         is_empty = False
                         yield Path(file.path)
                 if is_empty:
-                    with contextlib.suppress(OSError):  # a block has just come
+                    with contextlib.suppress(OSError):  # a block was just added
                         Path(each.path).rmdir()
 
 
@@ -262,11 +262,11 @@ class Claim:
                     written -= len(pieces.pop(0))
                 if pieces:
                     pieces[0] = pieces[0][written:]
-        except OSError:  # on a full disk, others need the room that half a block takes
+        except OSError:  # on a full disk, others need the space that half a block takes
             os.ftruncate(self.fd, 0)
             os.ftruncate(self.fd, self.num_bytes + SUM_BYTES)
             raise
-        if not _is_same(self.fd, self.part):  # the folder was cleared, and this may be another's part by now
+        if not _is_same(self.fd, self.part):  # the folder was cleared; the part may be another's
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.part))
         self.part.replace(self.part.with_suffix(""))
         os.close(self.fd)
@@ -299,11 +299,11 @@ class CachedBlocks:
         _forget_peeks(self.folder)
 
     def touch(self, block: Piece) -> bool:
-        """Mark a block as used; whether it is there and this process has checked it."""
+        """Mark a block as used; True if it exists and this process has checked it."""
         if isinstance(block, tuple) or not self._is_checked[block]:
             return False
         path = self.path(block)
-        with contextlib.suppress(OSError):  # on a disk that is read-only by now, what is there can be read
+        with contextlib.suppress(OSError):  # the disk may have become read-only; its blocks can still be read
             os.utime(path)
         try:
             return path.stat().st_size == self.num_bytes(block) + SUM_BYTES
@@ -325,9 +325,9 @@ class CachedBlocks:
         return None
 
     def claim(self, block: Piece, *, wait: bool) -> Claim | None:
-        """The right to fetch a block; None if it is there.
+        """The right to fetch a block; None if it exists.
 
-        wait: for another process that is fetching it; otherwise None means that, too.
+        wait: for another process that is fetching it; if False, None may also mean that one is.
         """
         path = self.path(block)
         part = path.with_suffix(_PART)
@@ -339,12 +339,12 @@ class CachedBlocks:
                 continue
             if not path.exists():
                 return Claim(part, fd, self.num_bytes(block))
-            part.unlink(missing_ok=True)  # published just before
+            part.unlink(missing_ok=True)  # another process has just published it
             os.close(fd)
         return None
 
     def is_checked(self, block: int) -> bool:
-        """Whether this process has checked the block, and so it has been there."""
+        """Whether this process has checked the block, which therefore existed."""
         return bool(self._is_checked[block])
 
     def published(self, block: Piece) -> None:
@@ -356,7 +356,7 @@ class CachedBlocks:
         """The part, open and locked; None if another process has it. wait: until that process is done."""
         try:
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # the object's first block, or its last one was evicted just now
+        except FileNotFoundError:  # this is the object's first block, or its last one was just evicted
             self.folder.mkdir(mode=0o700, exist_ok=True)
             return self._locked_part(part, wait=wait)
         try:
@@ -365,18 +365,18 @@ class CachedBlocks:
                 return fd
         except BlockingIOError:
             if wait:
-                fcntl.flock(fd, fcntl.LOCK_SH)  # until the other has published it, or has died
+                fcntl.flock(fd, fcntl.LOCK_SH)  # until the other process has published it or died
         os.close(fd)
         if wait:
-            time.sleep(random.uniform(0, _PAUSE_S))  # others waited, too, and only one can have it
+            time.sleep(random.uniform(0, _PAUSE_S))  # others waited too, and only one can hold it
         return None
 
     def _is_there(self, block: Piece) -> bool:
-        """Whether a block is there and right."""
+        """Whether a block exists and its checksum is right."""
         return self.touch(block) or self.read(block) is not None
 
     def read(self, block: Piece) -> memoryview | None:
-        """A block, if it is there and right. A wrong one is removed."""
+        """A block, if it exists and its checksum is right. A wrong one is removed."""
         path = self.path(block)
         try:
             file = path.open("rb", buffering=0)
@@ -419,9 +419,9 @@ def _removed_if_free(part: Path) -> bool:
     try:
         with part.open("r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_same(stream.fileno(), part):  # another one by now
+            if not _is_same(stream.fileno(), part):  # replaced in the meantime
                 return False
-            part.unlink()  # whoever waits for the lock notices
+            part.unlink()  # those who wait for the lock notice
     except BlockingIOError:
         return False
     except FileNotFoundError:
@@ -443,7 +443,7 @@ def _is_same(fd: int, path: Path) -> bool:
 
 
 def _remove_old_layout(path: Path) -> None:
-    """Remove the blocks of an earlier meshfeed, whose cache had a leader, unless one still runs here."""
+    """Remove the blocks of an earlier meshfeed, whose cache had a leader, unless such a job runs here."""
     leader = path / "leader.lock"
     if leader.exists() and not _is_locked(leader):
         for table in path.glob("*/table"):

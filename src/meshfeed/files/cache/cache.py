@@ -17,7 +17,7 @@ from meshfeed.files.local.lock import locked
 from meshfeed.files.url import without_secrets
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""Errors of a disk without room, or without inodes, for this user."""
+"""Errors of a disk that has no space or no inodes left for this user."""
 _MIB = 1 << 20
 _checked: dict[Path, tuple[int, int]] = {}  # a job with 10,000 sources asks 10,000 times
 
@@ -32,8 +32,9 @@ class Cache:
 
     Attributes:
         folder: None takes $MESHFEED_CACHE, else meshfeed-cache-UID in the system's temporary folder.
-        limit_bytes: of a user's part; the largest limit of several jobs applies. One block is enough, but
-            below what is in use, blocks are fetched again. None takes the folder's last limit, else 64 GiB.
+        limit_bytes: of a user's part; of several jobs, the largest limit applies. One block is enough, but if
+            it is less than what is in use, blocks are fetched again. None takes the folder's last limit, else
+            64 GiB.
         block_bytes: the unit of fetching and eviction; a multiple of 4096.
 
     Raises CacheError for invalid sizes.
@@ -138,6 +139,6 @@ def cache_error(where: Path, error: OSError) -> CacheError:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """(device, inode). While it is unchanged, so are the folder's owner and path: see `refuse_swappable`."""
+    """(device, inode). While it stays the same, so do the folder's owner and path: see `refuse_swappable`."""
     found = os.stat(folder)  # noqa: PTH116 - a third of Path.stat's time
     return found.st_dev, found.st_ino

@@ -1,8 +1,8 @@
-"""What one process of a node makes and the others read.
+"""Entries that one process of a node makes and the others read.
 
-The first to ask makes it under the system's lock (flock) on a file, and the others sleep until that is free:
-nobody talks to anybody, nothing times out, and a killed process frees the lock by dying. An entry appears by
-one rename, so a killed process leaves only a `.part`, which the next one throws away.
+The first process to ask makes the entry while it holds a lock (flock) on a file; the others sleep until the
+lock is free. No messages are sent, nothing times out, and the kernel frees the lock of a killed process. An
+entry appears by one rename, so a killed process leaves only a `.part`, which the next one removes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def once_per_node(
     lock_mode: int = 0o600,
     is_durable: bool = True,
 ) -> T:
-    """What an entry holds; made by the first process to ask, or by the next one if that fails.
+    """The content of an entry; made by the first process to ask, or by the next one if that fails.
 
     Args:
-        entry: a file or a folder in one that exists; its name is a digest of all that it depends on.
-        read: what is at a path; None where nothing is, or something damaged.
-        make: writes a file or a folder at the path that it is given. What it raises passes through.
-        is_good: whether what was made earlier is still of use; what was made just now is.
+        entry: a file or folder, in a folder that exists. Its name is a digest of all that it depends on.
+        read: the content at a path; None if it is missing or damaged.
+        make: writes a file or a folder at the path that it is given. Its errors pass through.
+        is_good: whether content made earlier can still be used. Not called for what was just made.
         lock: the file to lock; None for one beside the entry. lock_mode: of that file, if it is made.
-        is_durable: whether the entry is synced to the disk. An entry that is not needs a name that changes
-            when the machine starts again.
+        is_durable: whether the entry is synced to the disk. If not, its name must change when the machine
+            restarts.
 
     Raises OSError.
     """
@@ -48,7 +48,7 @@ def once_per_node(
         return found
     part = entry.with_name(f"{entry.name}.part")
     with locked(lock or entry.with_name(f"{entry.name}.lock"), lock_mode):
-        found = read(entry)  # made by who held the lock before
+        found = read(entry)  # another process may have made it meanwhile
         if found is not None and is_good(found):
             return found
         _remove(part)
@@ -57,13 +57,13 @@ def once_per_node(
             if is_durable:
                 for each in (*part.rglob("*"), part):
                     sync(each)
-            if entry.is_dir():  # a damaged one; who has it mapped keeps it
+            if entry.is_dir():  # damaged; processes that have it mapped keep it
                 shutil.rmtree(entry)
             part.replace(entry)
             if is_durable:
                 sync(entry.parent)
         finally:
-            with contextlib.suppress(OSError):  # the next one removes it
+            with contextlib.suppress(OSError):  # the next process removes it
                 _remove(part)
         found = read(entry)
     if found is None:

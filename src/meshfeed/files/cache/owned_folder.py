@@ -2,7 +2,7 @@
 
 A user with write permission for a folder may rename its entries and replace them, unless the folder is
 sticky, as /tmp is; then only its owner may. So every folder on the path from the root must belong to root or
-this user. The check begins at the root: what a path means stays the same once its parents have passed.
+this user. The check begins at the root: once a folder's parents have passed, nobody can swap it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def refuse_swappable(path: Path) -> None:
     while names:
         below = at / names.pop()
         if not os.path.lexists(below):
-            with contextlib.suppress(FileExistsError):  # by another process, just now
+            with contextlib.suppress(FileExistsError):  # another process has just made it
                 below.mkdir(0o700)
         found = below.lstat()
         if stat.S_ISLNK(found.st_mode):

@@ -31,11 +31,11 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where something is in storage, and how to get at it.
+    """Where an object or folder is in storage, and how to access it.
 
     Attributes:
         root: such as s3://bucket; empty for a file of this machine.
-        path: in it; absolute for a file.
+        path: below the root; absolute for a file of this machine.
         options: of the storage client, credentials among them.
     """
 
@@ -66,7 +66,7 @@ class Opened:
     """What a reading process knows of an object. It stays the same whichever fetcher serves it.
 
     Attributes:
-        folder: of its blocks. Another version, or another way to check it, is in another folder.
+        folder: of its blocks. Each version, and each way to check it, has a folder of its own.
         size_bytes, block_bytes: of the object once uncompressed, and of its blocks.
         tag: its version.
         sums: fingerprint of its checksums; None without.
@@ -89,7 +89,7 @@ class StoredObject:
         blocks: in the cache.
         content: its declared size and hashes, with which it is fetched as a whole; None if unknown.
         sums: checksums of its blocks; None if unknown.
-        bytes_fetched: since they were last told to the reader.
+        bytes_fetched: since the reader last asked for them.
     """
 
     address: Address
@@ -191,7 +191,7 @@ def sums_at(reader: Reader, address: Address) -> Sums:
 
 
 def _retried(read: Callable[[], T], wrong: type[StoreError] = ChecksumError) -> tuple[T, int]:
-    """The result of `read`, called again for bytes that are wrong, and the number of calls."""
+    """The result of `read`, which is called again while bytes are wrong, and the number of calls."""
     for attempt in range(1, _ATTEMPTS):
         with contextlib.suppress(wrong):
             return read(), attempt

@@ -1,14 +1,14 @@
 """Congestion control: how many requests to send ahead of time.
 
 Fetching ahead must not delay what is needed now. So the number of requests ahead shrinks while more of them
-only slow the others down, and grows otherwise (after TCP Vegas; Brakmo and Peterson, 1995). The size of each
-is what storage delivers in about a second, so that a block arrives soon after it is requested.
+only slow the others down, and grows otherwise (after TCP Vegas; Brakmo and Peterson, 1995). Each asks
+for what storage delivers in about a second, so that a block arrives soon after it is requested.
 """
 
 from __future__ import annotations
 
 _MAX_REQUESTS = 24.0
-_SLOWED = 1.5  # a byte takes this many times the best time: requests slow each other down
+_SLOWED = 1.5  # if a byte takes this many times the best time, requests slow each other down
 _FORGET = 1.02  # the best time grows slowly, since storage changes
 _GROWTH, _RETREAT = 0.5, 0.8
 _RANGE_S = 1.0

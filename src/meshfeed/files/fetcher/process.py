@@ -1,6 +1,6 @@
 """The fetcher of a reading process: the only process that talks to storage, since obstore must not be forked.
 
-It is a light process without torch. It ends with its reader: when the other end of its channel closes.
+It is a light process without torch, and ends when its reader does: when the other end of its channel closes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class FetcherServer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._scheduler = Scheduler()
-        self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: one may be made anew
+        self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: a folder may be recreated
         self._objects: list[StoredObject] = []
         self._clients: dict[tuple[Any, ...], Client | HubClient] = {}
         self._of_files = LocalReader()
-        self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # answers of storage, and when
+        self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # key -> (time, answer of storage)
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
 
@@ -62,7 +62,7 @@ class FetcherServer:
                     self._answerers.submit(self._reply, number, getattr(self, request), arguments)
 
     def _advised(self, heed: Callable[..., None], of: int, *arguments: Any) -> None:
-        """Handle a message without an answer: it is advice, so an error of the disk is only logged."""
+        """Handle a message that needs no answer. It is advice, so an error of the disk is only logged."""
         one = self._objects[of]
         try:
             heed(one, *arguments)
@@ -99,7 +99,7 @@ class FetcherServer:
         content: Content | None,
         sums: tuple[Address, int] | None,
     ) -> tuple[int, Opened]:
-        """The number by which the reader names an object from now on, and what it is.
+        """Open an object; returns the number by which the reader will name it, and what it is.
 
         cache: path, limit_bytes and block_bytes. sums: the checksums of its store, and its index there.
         """
@@ -119,9 +119,9 @@ class FetcherServer:
         return number, Opened(blocks.folder, blocks.size_bytes, blocks.block_bytes, stat.tag, fingerprint)
 
     def need(self, of: int, blocks: Sequence[int]) -> tuple[list[Piece], int]:
-        """Wait for blocks: (those that are there now, bytes of the object fetched since the last answer)."""
+        """Wait for blocks: (those now in the cache, bytes of the object fetched since the last answer)."""
         one = self._objects[of]
-        return self._scheduler.need(one, blocks), self._scheduler.told_bytes(one)
+        return self._scheduler.need(one, blocks), self._scheduler.take_fetched_bytes(one)
 
     def list(self, address: Address, cache: Path) -> list[tuple[str, int]]:
         """(path, size) of all objects below it, sorted."""
@@ -139,10 +139,10 @@ class FetcherServer:
         while missing := [span for span, data in found.items() if data is None]:
             try:
                 self._scheduler.need(one, missing)
-            except CacheError:  # a peek is served where there is no room to keep it
+            except CacheError:  # a peek is served even without space to keep it
                 found |= {span: one.read(*span) for span in missing}
             else:
-                found |= {span: one.blocks.read(span) for span in missing}  # None if evicted just now
+                found |= {span: one.blocks.read(span) for span in missing}  # None if it was just evicted
         return [bytes(found.get(span) or b"") for span in spans]
 
     # -- messages without an answer -----------------------------------------------------------------------
@@ -157,7 +157,7 @@ class FetcherServer:
         one.blocks.cache.trim()
 
     def look_again(self, one: StoredObject) -> None:
-        """Forget what was peeked."""
+        """Forget peeks."""
         one.blocks.forget_peeks()
 
     # -- below --------------------------------------------------------------------------------------------
@@ -186,9 +186,9 @@ class FetcherServer:
         return self._remember(("sums", reader, address.path, cache), lambda: sums_at(reader, address))
 
     def _remember(self, key: tuple[Any, ...], ask: Callable[[], T]) -> T:
-        """An answer that is not older than half a minute.
+        """An answer at most half a minute old.
 
-        The key names the cache: a temporary one is for looking at storage as it is now.
+        The key names the cache: a temporary cache is for seeing storage as it is now.
         """
         now = time.monotonic()
         asked, answer = self._remembered.get(key, (-_REMEMBERED_S, None))
@@ -199,7 +199,7 @@ class FetcherServer:
 
 
 class _ToReader(logging.Handler):
-    """Passes what is logged to the reading process."""
+    """Passes log records to the reading process."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

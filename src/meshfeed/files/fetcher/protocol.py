@@ -35,11 +35,11 @@ _log = logging.getLogger("meshfeed")
 
 
 class LostError(Exception):
-    """The fetcher has died, and with it what it knew of this process; send the request to the next one."""
+    """The fetcher has died, with its state for this process; send the request to the next one."""
 
 
 class Channel:
-    """One end. Any thread may send, and so may a destructor: a thread of its own does the waiting."""
+    """One end. Any thread may send, even a destructor: only the channel's own thread waits."""
 
     def __init__(self, end: socket.socket) -> None:
         self._connection = Connection(end.detach())
@@ -50,7 +50,7 @@ class Channel:
         threading.Thread(target=self._send_all, name="meshfeed-send", daemon=True).start()
 
     def send(self, *message: Any) -> None:
-        """Send a message after those before; it is lost if the other end is gone."""
+        """Queue a message; it is lost if the other end is gone."""
         self._outgoing.put(ForkingPickler.dumps(message))
 
     def receive(self) -> Any:
@@ -70,7 +70,7 @@ class Channel:
 
 
 class FetcherClient:
-    """Sends requests to a fetcher, from any thread, while it lives."""
+    """Sends requests to a fetcher, from any thread, as long as it lives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -104,7 +104,7 @@ class FetcherClient:
         self._channel.send(None, request, arguments)
 
     def close(self) -> None:
-        """Close this end, without a word to the fetcher."""
+        """Close this end; sends nothing."""
         self._channel.close()
 
     def _receive_all(self) -> None:
@@ -148,7 +148,7 @@ class _Mine:
             self._client = None
 
     def fetcher(self) -> FetcherClient:
-        """This process's; a new one if there is none or if it has died. Raises LostError if that one dies."""
+        """This process's fetcher; a new one if there is none or it died. Raises LostError if that dies."""
         with self._lock:
             if self._client is None or self._client.is_lost:
                 self._client = _started()

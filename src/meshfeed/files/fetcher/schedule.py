@@ -1,7 +1,7 @@
 """Fetches blocks for one reading process: what it needs now first, then what it will need.
 
 A *need* is a reader that waits for blocks. A *wish* is a block that will be needed later: it is fetched when
-nothing is urgent, and pinned until it is released, so that others do not evict it before.
+nothing is urgent, and pinned until it is released, so that no process evicts it before it is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _THREADS = 24
 _MOST_WHOLE_BYTES = 1 << 28
 _DISK_PATIENCE_S, _PAUSE_S = 10.0, 0.2
-_WASTE = 0.2  # of the bytes fetched, above which it is logged that they are fetched again
+_WASTE = 0.2  # share of the bytes fetched that were evicted before; above it, this is logged
 
 Block = tuple[StoredObject, Piece]
 
@@ -48,9 +48,9 @@ class _Need:
 
     Attributes:
         blocks: all that it needs.
-        missing: those that are not there yet.
+        missing: those that have not arrived.
         error: why one of them cannot be fetched.
-        is_short: the disk has no room for the others before those that are there have been read.
+        is_short: the disk has no space for the missing ones until those that have arrived are read.
     """
 
     blocks: set[Block]
@@ -61,14 +61,14 @@ class _Need:
 
 @dataclass(slots=True)
 class _Traffic:
-    """Bytes fetched into a cache, and those of blocks that it had held and evicted."""
+    """Bytes fetched into a cache, and how many of them it had held and evicted before."""
 
     num_bytes: int = 0
     again_bytes: int = 0
     is_told: bool = False
 
     def add(self, cache: CacheFolder, num_bytes: int, *, is_again: bool) -> None:
-        """Count a block; once too many have come again, log it."""
+        """Count a block; log once too many are fetched again."""
         limit = cache.seen_limit_bytes
         self.num_bytes += num_bytes
         self.again_bytes += num_bytes if is_again else 0
@@ -91,14 +91,14 @@ class Scheduler:
         self._needs: list[_Need] = []
         self._urgent: deque[Block] = deque()
         self._wished: deque[Block] = deque()  # not fetched yet
-        self._elsewhere = deque[tuple[float, Block]]()  # another process fetches it; when to look again
+        self._elsewhere = deque[tuple[float, Block]]()  # (when to look again, block)
         self._pins: dict[Block, int | None] = {}  # wishes; None before they are fetched
         self._flying: set[Block] = set()
         self._pinned_bytes = self._ahead = 0  # wishes fetched or in flight; requests in flight for wishes
         self._no_room_until = 0.0
         self._pace = Pace(RANGE_BYTES)
         self._whole_bytes = 0  # memory for objects that are fetched as a whole
-        self._full_disks: set[CacheFolder] = set()  # that have been full
+        self._full_disks: set[CacheFolder] = set()  # whose disk was full at some time
         self._traffic: dict[CacheFolder, _Traffic] = {}
         self._most_pins = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # a pin is an open file
         self._num_pins = 0
@@ -109,11 +109,11 @@ class Scheduler:
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True).start()
 
     def need(self, one: StoredObject, blocks: Sequence[Piece]) -> list[Piece]:
-        """Wait for blocks: for as many as the cache may hold at one time, which are returned; at least one.
+        """Wait for as many of the blocks as the cache may hold at a time, at least one, and return these.
 
         Raises a MeshfeedError if they cannot be fetched; OSError.
         """
-        blocks = self._at_one_time(one, blocks)
+        blocks = self._fitting(one, blocks)
         missing = [(one, block) for block in blocks if not one.blocks.touch(block)]
         if not missing:
             return [*blocks]
@@ -128,8 +128,8 @@ class Scheduler:
             raise need.error
         return [block for block in blocks if (one, block) not in need.missing]
 
-    def told_bytes(self, one: StoredObject) -> int:
-        """The bytes of an object fetched since the last call."""
+    def take_fetched_bytes(self, one: StoredObject) -> int:
+        """Bytes of an object fetched since the last call."""
         with self._changed:
             num_bytes, one.bytes_fetched = one.bytes_fetched, 0
         return num_bytes
@@ -158,10 +158,10 @@ class Scheduler:
             self._no_room_until = 0.0
             self._changed.notify_all()
 
-    def _at_one_time(self, one: StoredObject, blocks: Sequence[Piece]) -> Sequence[Piece]:
-        """The first of some blocks that fit into this process's part of the cache together, and at least one.
+    def _fitting(self, one: StoredObject, blocks: Sequence[Piece]) -> Sequence[Piece]:
+        """The first blocks that together fit into this process's part of the cache, at least one; all peeks.
 
-        All peeks. Raises CacheError for a block that exceeds the cache.
+        Raises CacheError for a block that exceeds the cache.
         """
         first, cache = blocks[0], one.blocks.cache
         if isinstance(first, tuple):
@@ -209,7 +209,7 @@ class Scheduler:
         return any(block in need.missing and need.error is None for need in self._needs)
 
     def _is_wished(self, block: Block) -> bool:
-        """Whether a block is wished for, and neither fetched nor in flight."""
+        """Whether a block is wished for, but neither fetched nor in flight."""
         return block not in self._flying and self._pins.get(block, -1) is None
 
     def _run_from(self, first: Block, wanted: Callable[[Block], bool], most_bytes: int) -> list[Block]:
@@ -235,11 +235,11 @@ class Scheduler:
                 in_flight = 0 if urgent else sum(one.blocks.num_bytes(block) for one, block in run)
                 self._pinned_bytes += in_flight
                 self._ahead += not urgent
-            there: set[Block] = set()
+            present: set[Block] = set()
             error: MeshfeedError | None = None
             has_room = True
             try:
-                has_room = self._bring(run, urgent, there)
+                has_room = self._fetch_run(run, urgent, present)
             except MeshfeedError as known:
                 error = known
             except BaseException as unknown:  # if the thread died, its readers would wait endlessly
@@ -249,13 +249,13 @@ class Scheduler:
                 self._ahead -= not urgent
                 self._no_room_until = 0.0 if has_room else time.monotonic() + _PAUSE_S
                 self._flying.difference_update(run)
-                self._note(run, there, error, has_room=has_room)
+                self._note(run, present, error, has_room=has_room)
                 self._changed.notify_all()
 
-    def _bring(self, run: Sequence[Block], urgent: bool, there: set[Block]) -> bool:
+    def _fetch_run(self, run: Sequence[Block], urgent: bool, present: set[Block]) -> bool:
         """Fetch the first blocks of a run, or wait for another process that does; False if there is no room.
 
-        Adds to `there` those that are there.
+        Adds the blocks that are then in the cache to `present`.
         """
         one, first = run[0]
         claims: list[Claim] = []
@@ -267,7 +267,7 @@ class Scheduler:
                 claims.append(claim)
             if not claims:
                 if urgent or one.blocks.touch(first):
-                    there.add(run[0])
+                    present.add(run[0])
                 return True
             if not one.blocks.cache.reserve(claims, self._kept(), over_pins=urgent):
                 return False
@@ -275,7 +275,7 @@ class Scheduler:
             for block in run[: len(claims)]:
                 size = claims[0].num_bytes
                 self._publish(block, claims[0], data[at : at + size], urgent)
-                there.add(block)
+                present.add(block)
                 claims.pop(0)
                 at += size
             one.blocks.cache.trim(self._kept())
@@ -308,7 +308,7 @@ class Scheduler:
         return data
 
     def _fetch_whole(self, one: StoredObject, content: Content) -> tuple[memoryview, int]:
-        """As `StoredObject.whole`, once there is memory for it; a single object may exceed that."""
+        """As `StoredObject.whole`, once the limit of memory allows it; a single object may exceed that."""
         size = one.stat.size_bytes + one.blocks.size_bytes
         with self._changed:
             self._changed.wait_for(
@@ -323,7 +323,7 @@ class Scheduler:
                 self._changed.notify_all()
 
     def _claimed(self, block: Block, *, urgent: bool, is_first: bool) -> Claim | None:
-        """The right to fetch a block of a run; None if it is there, or, unless it is urgent, another's."""
+        """The right to fetch a block; None if it exists or, unless urgent, another process fetches it."""
         one, number = block
         if is_first:
             return self._with_room(block, urgent, lambda: one.blocks.claim(number, wait=urgent))
@@ -347,12 +347,12 @@ class Scheduler:
             traffic.add(one.blocks.cache, claim.num_bytes, is_again=is_again)
 
     def _with_room(self, block: Block, urgent: bool, act: Callable[[], T]) -> T:
-        """Do what needs room on the disk, and evict others while it is full.
+        """Do what needs space on the disk, evicting other blocks while the disk is full.
 
         Raises _NoRoomError if that does not suffice for a block that is not urgent; CacheError; OSError.
         """
         one, number = block
-        # a peek is served without the cache, too, and waits for no room
+        # a peek does not need the cache, so it waits for no space
         patience_s = 0.0 if isinstance(number, tuple) else _DISK_PATIENCE_S
         began, cache, size = time.monotonic(), one.blocks.cache, one.blocks.num_bytes(number)
         while True:
@@ -368,10 +368,10 @@ class Scheduler:
                     if time.monotonic() - began > patience_s:
                         raise cache_error(one.blocks.folder, error) from error
                     self._cut_short(block)
-                    time.sleep(random.uniform(0, _PAUSE_S))  # others may be done with theirs soon
+                    time.sleep(random.uniform(0, _PAUSE_S))  # other readers may soon release theirs
 
     def _cut_short(self, block: Block) -> None:
-        """Let those who wait for a block read what they have; then that may be evicted, and so may wishes."""
+        """Return to the readers of a block what has arrived; that can then be evicted, and so can wishes."""
         with self._changed:
             cache = block[0].blocks.cache  # a pin is an open file, which would keep an inode
             self._wished.extendleft(
@@ -382,16 +382,16 @@ class Scheduler:
             self._changed.notify_all()
 
     def _kept(self) -> set[Path]:
-        """The files of blocks that readers of this process wait for, with others."""
+        """The files of all blocks of needs: their readers wait for the missing ones among them."""
         with self._changed:
             return {one.blocks.path(block) for need in self._needs for one, block in need.blocks}
 
     def _note(
-        self, run: Sequence[Block], there: set[Block], error: MeshfeedError | None, *, has_room: bool
+        self, run: Sequence[Block], present: set[Block], error: MeshfeedError | None, *, has_room: bool
     ) -> None:
-        """Note for needs and wishes which blocks of a run came. The others follow later, or have an error."""
+        """Update needs and wishes after a run. Blocks that did not arrive are fetched later, or failed."""
         for need in self._needs:
-            need.missing -= there
+            need.missing -= present
             if not need.missing.isdisjoint(run):
                 need.error = need.error or error
         for block in reversed(run):
@@ -399,17 +399,17 @@ class Scheduler:
                 self._urgent.appendleft(block)
             if self._pins.get(block, -1) is not None:
                 continue  # not wished for
-            if block in there:
+            if block in present:
                 self._pin(block)
             elif error is not None:
-                del self._pins[block]  # its reader will need it, and be told
+                del self._pins[block]  # its reader will need it, and get the error
             elif has_room and block == run[0]:
                 self._elsewhere.append((time.monotonic() + _PAUSE_S, block))
             else:
                 self._wished.appendleft(block)
 
     def _unpin(self, block: Block) -> bool:
-        """Let a block be evicted, though its wish stays; whether it was pinned."""
+        """Let a block be evicted, although its wish stays; True if it was pinned."""
         fd = self._pins.get(block)
         if fd is None:
             return False
@@ -423,7 +423,7 @@ class Scheduler:
         """Keep a block until its wish is released."""
         one, number = block
         fd = one.blocks.pin(number)
-        if fd is None:  # evicted just now
+        if fd is None:  # just evicted
             del self._pins[block]
         else:
             self._pins[block] = fd

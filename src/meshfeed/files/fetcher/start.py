@@ -1,7 +1,7 @@
 """Script, started by path: `python start.py DESCRIPTOR READER` becomes a fetcher; see `process`.
 
-READER is only for whoever lists processes. The package's own `__init__` would import torch, which a fetcher
-does not need; an empty module replaces it.
+READER is for people who list processes. The package's own `__init__` would import torch, which a fetcher does
+not need; an empty module replaces it.
 """
 
 import os
@@ -12,11 +12,11 @@ from types import ModuleType
 if __name__ == "__main__":
     if os.fork():  # the reader need not collect it as a child
         os._exit(0)
-    os.setsid()  # Ctrl-C is for the reader, and so ends both
+    os.setsid()  # Ctrl-C goes to the reader alone, whose end ends the fetcher
     here = Path(__file__).resolve().parent
     sys.path[:] = [
         each for each in sys.path if Path(each).resolve() != here
-    ]  # no module of ours replaces another's
+    ]  # so that no module here hides one of another package
     package = ModuleType("meshfeed")
     package.__path__ = [str(here.parents[1])]
     sys.modules["meshfeed"] = package

@@ -1,4 +1,4 @@
-"""Files that are there, complete and on the disk, or not there at all."""
+"""Files that appear complete and on the disk, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshfeed.files.local.file import typed_errors
 def durable_file(path: Path, mode: int = 0o666) -> Generator[IO[bytes], None, None]:
     """A stream to write, which becomes `path` at a clean end of `with` and is removed otherwise.
 
-    mode: of the file, less the umask. Whoever finishes last wins. Raises StoreError.
+    mode: of the file, less the umask. Of several writers, the last to finish wins. Raises StoreError.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -35,7 +35,7 @@ def durable_file(path: Path, mode: int = 0o666) -> Generator[IO[bytes], None, No
 
 
 def sync(path: Path) -> None:
-    """Put a file's bytes on the disk, or a folder's names, which the fsync of its files does not cover.
+    """Write a file's bytes to the disk, or a folder's names, which an fsync of its files does not cover.
 
     Raises OSError.
     """

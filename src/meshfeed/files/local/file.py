@@ -1,7 +1,7 @@
 """A file on this machine, read by preadv, and the limit on how many are open.
 
-A recipe may have more files than a process may have descriptors. So files that nobody reads at the moment
-use at most half of them; opening one more closes the least recently used. There is no lock: each step on the
+A recipe may have more files than a process may have descriptors. So idle files use at
+most half of them; opening one more closes the least recently used. There is no lock: each step on the
 table of open files is atomic, so threads, forks and garbage collection may come at any point.
 """
 
@@ -25,7 +25,7 @@ _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announce
 
 
 class Descriptor:
-    """An open file, which is closed once nothing refers to it: neither the table nor a reader."""
+    """An open file; closed once neither the table nor a reader refers to it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -96,7 +96,7 @@ class LocalFile(ByteFile):
 
     def _leave(self) -> None:
         self._version = None
-        _open.pop(self, None)  # or the last current reader closes it
+        _open.pop(self, None)  # if a reader still has it, that one closes it
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
         if out.size:
@@ -112,7 +112,7 @@ class LocalFile(ByteFile):
         return file
 
     def _open(self) -> Descriptor:
-        """Called for the first read inside `with`, and after the file was closed for others."""
+        """Called for the first read inside `with`, and after the file was closed to make room for others."""
         with typed_errors(self.url):
             file = Descriptor(os.open(self.url, os.O_RDONLY | os.O_CLOEXEC))
             self._check_version(os.fstat(file.fd))
@@ -120,7 +120,7 @@ class LocalFile(ByteFile):
         return file
 
     def _check_version(self, found: os.stat_result) -> None:
-        """Raise ChangedError if it is another file than was opened, or has been written since."""
+        """Raise ChangedError if the file was replaced or written since it was opened."""
         self._refuse_resized(found)
         version = found.st_dev, found.st_ino, found.st_mtime_ns
         known = self._version or version
@@ -199,7 +199,7 @@ _read_ranges = compiled("mf_read_ranges", WHOLE, POINTER, WHOLE, WHOLE, POINTER,
 def _read_compiled(
     read_ranges: Callable[..., int], fd: int, out: Bytes, begins: I64, sizes: I64, places: I64
 ) -> int:
-    """Read ranges up to the first that cannot be read whole in one call; how many they are."""
+    """Read ranges up to the first that one call cannot read whole; returns how many were read."""
     begins, sizes, places = (np.ascontiguousarray(each, np.int64) for each in (begins, sizes, places))
     return read_ranges(fd, address(out), out.size, sizes.size, *addresses(begins, sizes, places))
 
@@ -223,7 +223,7 @@ def _opened(opens: Callable[[], Descriptor]) -> Descriptor:
     while True:
         try:
             return opens()
-        except StoreError as error:  # other code has used up the other half
+        except StoreError as error:  # other code may have used up the other half
             reason = getattr(error.__cause__, "errno", None)
             if reason not in (errno.EMFILE, errno.ENFILE) or not _closed_one():
                 raise

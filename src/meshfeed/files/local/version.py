@@ -1,4 +1,4 @@
-"""Versions of files on this machine: who wrote to one, or replaced it, gave it another version."""
+"""Versions of files on this machine: writing to a file or replacing it changes its version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COARSE_TICK_NS = 2_000_000_000
 
 
 def version_of(path: str) -> Version:
-    """The version of a file. Raises StoreError; MissingError where there is none."""
+    """The version of a file. Raises StoreError; MissingError if the file is missing."""
     with typed_errors(path):
         told = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
     if stat.S_ISDIR(told.st_mode):
@@ -26,10 +26,10 @@ def version_of(path: str) -> Version:
     return told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns
 
 
-def settle(newest: int) -> None:
-    """Wait until another change of files would show in their times, which tick every few milliseconds.
+def wait_for_tick(newest: int) -> None:
+    """Wait until a further change of files would show in their times, which advance every few milliseconds.
 
-    newest: of their times, in ns. Never waits for longer than a tick: a file server's clock may be ahead.
+    newest: the latest of their times, in ns. Waits for one tick at most: a file server's clock may be ahead.
     """
     tick = 20_000_000
     with suppress(OSError):

@@ -1,6 +1,6 @@
-"""The storage client: stat, ranges and listing over obstore, asked as `retries` says.
+"""The storage client: stat, ranges and listing over obstore, with the retries of `retries`.
 
-Used by the fetcher, and by `prepare`, which writes: obstore's runtime does not survive a fork.
+Only the fetcher and `prepare`, which writes, use it: obstore's runtime does not survive a fork.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
 
 _log = logging.getLogger("meshfeed")
 
-_MODIFIED, _SIZE = "modified ", "size "  # how tags begin that are not ETags
+_MODIFIED, _SIZE = "modified ", "size "  # begin a tag that is not an ETag
 
 
 class Client(Retries):
@@ -54,13 +54,13 @@ class Client(Retries):
                     raise
                 found = get()
             if _tag_of(found) is None and found["size"]:
-                found = get()  # some servers name it only with the bytes
+                found = get()  # some servers send it only with the bytes
             return Stat(found["size"], _tag_of(found) or self._unnamed(path, found["size"]))
 
         return self._retry(head, path, self._name(path))
 
     def _unnamed(self, path: str, size_bytes: int) -> str:
-        """The version of an object whose server does not name one; logged once."""
+        """A version for an object whose server sends none; logged once."""
         with self._lock:
             told, self._has_told = self._has_told, True
         if not told:
@@ -122,7 +122,7 @@ Reader = Client | HubClient | LocalReader
 
 
 def _tag_of(meta: Any) -> str | None:
-    """The version that an answer names; None if it names none."""
+    """The version in an answer; None without one."""
     if meta["e_tag"]:
         return str(meta["e_tag"])
     modified = meta["last_modified"]  # obstore: 1970 where the server does not say
@@ -130,7 +130,7 @@ def _tag_of(meta: Any) -> str | None:
 
 
 def _is_version(meta: Any, tag: str) -> bool:
-    """Whether an answer may be of a version: it is not if it names another one."""
+    """Whether an answer may be of a version: not if it names another one."""
     if tag.startswith(_SIZE):
         return tag == f"{_SIZE}{meta['size']}"
     return _tag_of(meta) in (tag, None)
@@ -159,7 +159,7 @@ def store_of(
     endpoint = next((value for name, value in given.items() if "endpoint" in name), root)
     most_s = max(min(_MOST_TIMEOUTS * patience.timeout_s, patience.give_up_s), patience.timeout_s)
     client: Any = {
-        "timeout": f"{most_s * 1e3:.0f}ms",  # a slow answer may go on while it makes progress
+        "timeout": f"{most_s * 1e3:.0f}ms",  # a slow answer may take this long while it makes progress
         "read_timeout": f"{patience.timeout_s * 1e3:.0f}ms",
         "connect_timeout": f"{min(patience.timeout_s, 5.0) * 1e3:.0f}ms",
         "allow_http": endpoint.startswith("http://"),
@@ -176,7 +176,7 @@ def store_of(
 
 
 _MOST_TIMEOUTS = 4
-"""That an answer may take in all."""
+"""The longest that an answer may take in all."""
 _process: int | None = None
 """The process that has used obstore."""
 

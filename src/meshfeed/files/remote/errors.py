@@ -1,8 +1,8 @@
 """Classifies the errors of storage services.
 
-obstore has a class for a missing object, a failed precondition and a lack of permission. Everything else is
-one class, and only its text holds the status and the code of the service's answer: so they are found there. A
-status alone does not do: 400 is an expired token or another region, 404 a missing bucket or upload.
+obstore has a class for a missing object, a failed precondition and a lack of permission. All other errors are
+one class, and only its text has the status and the code of the service's answer, so they are searched there.
+The status alone is not enough: 400 is an expired token or another region, 404 a missing bucket or upload.
 """
 
 from __future__ import annotations

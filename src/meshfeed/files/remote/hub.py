@@ -1,17 +1,17 @@
 """Datasets on the Hugging Face Hub: hf://datasets/OWNER/NAME@REVISION/PATH, read at one commit.
 
-What the Hub says of a commit never changes, so the processes of a node share it through a folder of the
-cache: the first to need an answer asks, under a lock, and the others read its file.
+The Hub's answers about a commit never change, so the processes of a node share them through a folder of the
+cache: the first to need an answer requests it while it holds a lock, and the others read its file.
 
-    revision-KEY    the commit of a branch or tag, and when it was asked
+    revision-KEY    the commit of a branch or tag, and when it was requested
     tree-KEY        size and hash of every file of a commit
-    url-KEY         where the bytes of a file are, signed for some time; asked again when it has expired
-    pause-KEY       its modification time: no request before it
-    *.failed        when the Hub last failed to answer one of these, and how: those who waited raise it too
+    url-KEY         a signed URL for the bytes of a file; requested again when it has expired
+    pause-KEY       no request before the modification time of this file
+    *.failed        when and how a request for one of these last failed; processes that waited raise it too
 
-So requests to the Hub grow with neither ranks nor blocks; blocks come from where the URL points. They are not
-read by obstore: it would need a client, with connections of its own, for each signed URL, and its errors do
-not say how long the server asks to wait. Used by the fetcher.
+So the number of requests to the Hub depends on neither ranks nor blocks; blocks come from the signed URL.
+They are not read by obstore, which would need a client with connections of its own for each signed URL, and
+whose errors do not say how long the server asks to wait. Used by the fetcher.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from meshfeed.files.remote.retries import Patience, Retries, Stat
 
 ENDPOINT = "https://huggingface.co"
 REMEMBERED_S = 30.0
-"""How long the commit of a branch is believed, for a process that starts."""
+"""How long the commit of a branch is reused by processes that start."""
 _MOST_PAUSE_S = 600.0
 _PAGE = 1000  # files in a page of the Hub's listing
 
 
 class HubError(Exception):
-    """An answer of the Hub, or of the storage behind it, that is not what was asked for.
+    """An unexpected answer of the Hub, or of the storage behind it.
 
     Attributes:
         status: of HTTP.
@@ -76,13 +76,13 @@ class HubClient(Retries):
         self._endpoint = given.get("endpoint", ENDPOINT).rstrip("/")
         self._given_token = given.get("token")
         self._folder = folder
-        # no cached_property: in Python 3.11, it holds a lock of the class while it asks
+        # not a cached_property: in Python 3.11, that holds a lock of the class during the request
         self._commit = self._revision if is_commit(self._revision) else None
         self._listing: dict[str, list[Any]] | None = None
 
     @property
     def commit(self) -> str:
-        """The commit of the revision, the same for all processes of the node that ask at one time."""
+        """The commit of the revision; the same for all processes of the node that ask at the same time."""
         if self._commit is None:
             self._commit = self._resolved()
         return self._commit
@@ -164,7 +164,7 @@ class HubClient(Retries):
         return self._shared("tree", self.commit, ask)
 
     def _url(self, path: str, tag: str, expired: str | None = None) -> str:
-        """Where the bytes of a file are. expired: what was said before, which no longer works."""
+        """The URL of a file's bytes. expired: an earlier URL that does not work any more."""
         url = f"{self._endpoint}/datasets/{self._repo}/resolve/{self.commit}/{quote(path)}"
 
         def ask() -> str:
@@ -181,7 +181,7 @@ class HubClient(Retries):
         return str(self._shared("url", f"{self.commit} {path}", ask, lambda said: said != expired))
 
     def _asked(self, ask: Callable[[], Any], path: str) -> Any:
-        """The answer of the Hub, asked by huggingface_hub; retried."""
+        """The Hub's answer through huggingface_hub; retried."""
 
         def one() -> Any:
             try:
@@ -195,7 +195,7 @@ class HubClient(Retries):
         return self._retry(one, path, self._name(path))
 
     def _range(self, url: str, begin: int, end: int) -> Any:
-        """Bytes [begin, end) from where the Hub has pointed."""
+        """Bytes [begin, end) from a signed URL."""
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         if self._token and urlsplit(url)[:2] == urlsplit(self._endpoint)[:2]:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -210,18 +210,18 @@ class HubClient(Retries):
         return body[begin:end] if answer.status_code == 200 else body  # a server that ignores Range
 
     def _wrong(self, response: Any, text: str) -> HubError:
-        """The error of an answer; if it asks to wait, all processes of the node will."""
+        """The error for an answer. If it asks to wait, all processes of the node do."""
         wait = str(response.headers.get("Retry-After") or "").strip()
         wait_s = min(float(wait), _MOST_PAUSE_S) if wait.isdecimal() else 0.0
         if wait_s:
             until = time.time() + wait_s
-            os.close(os.open(self._pause, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))  # its time stays
+            os.close(os.open(self._pause, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))  # keeps its time
             if self._pause.stat().st_mtime < until:
                 os.utime(self._pause, (until, until))
         return HubError(int(response.status_code), wait_s, f"status {response.status_code}: {text}")
 
     def _wait(self) -> float:
-        """Wait as long as the Hub has asked any process of this node to."""
+        """Wait for as long as the Hub has asked any process of this node to."""
         try:
             rest_s = self._pause.stat().st_mtime - time.time()
         except FileNotFoundError:
@@ -261,13 +261,13 @@ class HubClient(Retries):
     def _shared(
         self, kind: str, of: str, ask: Callable[[], Any], is_good: Callable[[Any], bool] = lambda said: True
     ) -> Any:
-        """What the Hub has told one process of the node, as JSON; all that waited share a failure."""
+        """An answer that one process of the node got, as JSON. All processes that waited share a failure."""
         came, path = time.time(), self._file(kind, of)
         failed = path.with_suffix(".failed")
 
         def make(part: Path) -> None:
             when, text = _json_of(failed) or (0, "")
-            if came < when <= time.time():  # another process has failed while this one waited
+            if came < when <= time.time():  # another process failed while this one waited
                 raise UnavailableError(text)
             try:
                 said = ask()
@@ -280,7 +280,7 @@ class HubClient(Retries):
 
     def _file(self, kind: str, of: str) -> Path:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # a token decides what may be read
+        # answers depend on what the token may read
         secret = hashlib.blake2b((self._token or "").encode(), digest_size=16).hexdigest()
         identity = json.dumps([self._endpoint, secret, self._repo, of])
         return self._folder / f"{kind}-{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}"
@@ -293,7 +293,7 @@ class HubClient(Retries):
 
     @cached_property
     def _token(self) -> str | None:
-        """The one given, or the one that `hf auth login` has left on this machine."""
+        """The given token, or the one that `hf auth login` saved on this machine."""
         return self._given_token or self._hub.get_token()
 
     @cached_property

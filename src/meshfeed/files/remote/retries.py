@@ -1,9 +1,9 @@
-"""How storage is asked: retries, hedging, and what they count.
+"""Requests to storage: retries, hedging, and counters.
 
 A request that takes far longer than similar recent ones is sent again on another thread, and the first good
 answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). Transient failures are retried after a
-random pause that doubles, or as late as the server asks. Requests that time out together are sent again fewer
-at a time. A permanent failure raises one of the errors of `meshfeed.errors`.
+random pause that doubles, or when the server asks. If requests time out together, fewer are sent at a time.
+A permanent failure raises one of the errors of `meshfeed.errors`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ENOUGH = 8
 _SLOW = 3.0  # times the ninth decile
 _MIN_SLOW_S = 0.25
 _HEDGED_SHARE, _HEDGED_BYTES = 0.015, 128 << 10  # share of the bytes fetched, and an initial allowance
-_LATE = 0.9  # of a time limit: a request that fails after it has run into it
+_LATE = 0.9  # share of a time limit after which a failure counts as running into it
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-_MOST_ASKED_S = 3600.0  # that a server may ask to wait, beyond the time after which a request is given up
+_MOST_ASKED_S = 3600.0  # how long servers may ask a request to wait, on top of its own time limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Patience:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Patience:
-        """That of storage options: see GIVE_UP. Raises StoreError for other text."""
+        """From storage options, see GIVE_UP. Raises StoreError for invalid text."""
         usual = cls()
         if GIVE_UP not in options:
             return usual
@@ -89,8 +89,8 @@ class Patience:
 class Line:
     """How many requests to a storage root may be in flight. Threads share one.
 
-    As many as there are, until one runs into its time limit beside others: they only slow each other down, so
-    half as many may be in flight from then on. Answers let the number grow again, by one for as many of them.
+    Any number, until a request runs into its time limit beside others. They slow each other down, so from
+    then on half as many may be in flight. Each time that many are answered, it grows by one.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Line:
         self._lowered_s = self._answered_s = -math.inf
 
     def enter(self, most_s: float) -> float:
-        """Wait for a turn, but no longer than most_s without an answer to any request.
+        """Wait for a turn, but at most most_s without an answer to any request.
 
         Returns the seconds until the last such answer: storage was not failing then.
         """
@@ -140,7 +140,7 @@ class Counts:
 
 
 class Retries:
-    """Asks one storage root. Threads share one.
+    """Sends requests to one storage root. Threads share one.
 
     Args:
         root: as messages name it.
@@ -156,13 +156,13 @@ class Retries:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="meshfeed-client")
 
     def close(self) -> None:
-        """Start no more requests."""
+        """Start no further requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, get: Callable[[str], Any], path: str, begin: int, end: int) -> Any:
-        """Exactly the bytes [begin, end) that `get` gives, as a buffer; hedged and retried.
+        """Exactly the bytes [begin, end) from `get`, as a buffer; hedged and retried.
 
-        get: asks once; it is given the words for the place in an error.
+        get: sends one request. Its argument names the range, for errors.
         """
         where = f"{self._name(path)}: bytes {begin}..{end}"
 
@@ -177,11 +177,11 @@ class Retries:
         return self._retry(lambda: self._hedged(whole, end - begin), path, where)
 
     def _retry(self, ask: Callable[[], T], path: str, where: str) -> T:
-        """Ask until there is an answer, a permanent error, or no time left."""
+        """Call `ask` until it answers, fails for good, or time is up."""
         began, pause_s, attempt, waited_s = time.monotonic(), _PAUSE_S, 0, 0.0
         while True:
             attempt += 1
-            # a server that names a time, here or to another process, is not failing: that time does not count
+            # a server that asks to wait, this process or another, is not failing: that time does not count
             rested_s = self._wait()
             began, waited_s = began + rested_s, waited_s + rested_s
             began += self._line.enter(self._patience.give_up_s - (time.monotonic() - began))
@@ -208,7 +208,7 @@ class Retries:
                 time.sleep(max(asked_s, random.uniform(pause_s / 2, pause_s)))
 
     def _in_line(self, ask: Callable[[], T]) -> T:
-        """Ask, once there is a turn."""
+        """Call `ask` when `Line` allows it."""
         began, is_answered, is_late = time.monotonic(), False, False
         try:
             answer = ask()
@@ -224,7 +224,7 @@ class Retries:
             self._line.leave(began, is_answered=is_answered, is_late=is_late)
 
     def _wait(self) -> float:
-        """Wait as long as the server has asked others to; returns for how many seconds."""
+        """Wait for as long as the server has asked others to; returns the seconds."""
         return 0.0
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
@@ -238,7 +238,7 @@ class Retries:
         return 0.0
 
     def _hedged(self, ask: Callable[[], T], num_bytes: int) -> T:
-        """The answer of a request, or the first of two if it is slow for its size."""
+        """The answer to a request; if it is slow for its size, the first answer of two requests."""
         recent = self._recent[num_bytes.bit_length()]
         first = self._pool.submit(self._timed, ask, recent)
         slow_s = self._slow_s(recent)
@@ -269,7 +269,7 @@ class Retries:
         return max(_SLOW * times[len(times) * 9 // 10], _MIN_SLOW_S)
 
     def _may_hedge(self, num_bytes: int) -> bool:
-        """Whether a body may be requested twice: hedging adds at most two per cent of bytes."""
+        """Whether a body may be requested twice: hedging adds at most two percent of bytes."""
         with self._lock:
             hedged = self.counts.hedged_bytes + num_bytes
             if hedged > max(_HEDGED_BYTES, _HEDGED_SHARE * self.counts.bytes_fetched):

@@ -1,4 +1,4 @@
-"""The writing side of the storage client: put objects, upload files in pieces, delete objects.
+"""Writing to storage: put objects, upload files in pieces, delete objects.
 
 An object appears as a whole or not at all. obstore retries each piece of a large file, within `Patience`; the
 client retries small objects.
