@@ -22,31 +22,30 @@ from meshfeed.store.index import Index
 I64 = npt.NDArray[np.int64]
 
 LabelsAre = Literal["shifted", "unshifted"]
-"""Whether a token's value in a column of labels is what it predicts, or its own, as Hugging Face has it."""
+"""Whether a column of labels holds, at a token, the next label (shifted) or its own, as in Hugging Face."""
 
 _NOT_PICKLED = ("_depth", "_lock", "_opened")
 
 
 class StreamStore(Store):
-    """Documents of tokens that lie back to back: one unshuffled stream.
+    """Documents of tokens, back to back: one unshuffled stream.
 
-    A format adds where documents begin, a dtype, a fingerprint and `read_into`.
+    A format adds the starts of documents, a dtype, a fingerprint and `read_into`.
 
-    A constructor only remembers its arguments. The attributes work at once; everything else needs
-    `with store:`. Threads may share an entered store. Pickled or copied, it arrives not entered. All methods
+    A constructor only stores its arguments. The attributes work at once; everything else needs
+    `with store:`. Threads may share an entered store. A pickled or copied store is not entered. All methods
     may raise StoreError.
 
     Attributes:
-        path: where it lies, as messages name it.
-        labels_are: what a column of labels holds at a token: with "shifted" the label of that token, which is
-            the next token or what replaces it; with "unshifted" its own, which is the label of the token
-            before it.
+        path: its path or URL, for messages.
+        labels_are: what a column of labels holds at a token. "shifted": the label that this token predicts,
+            usually the next token. "unshifted": the label of this token, which the token before it predicts.
     """
 
     path: str
     labels_are: LabelsAre = "shifted"
     not_pickled: ClassVar[tuple[str, ...]] = ()
-    """Names of attributes that a copy has to make again, such as those that `acquire` sets."""
+    """Names of attributes that a copy must make again, such as those that `acquire` sets."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -66,14 +65,14 @@ class StreamStore(Store):
 
     @abstractmethod
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        """Fill `out`, [sum(stops - starts)] of `dtype`, with ranges that are known to lie in the stream."""
+        """Fill `out`, [sum(stops - starts)] of `dtype`, with ranges that were checked to be in the stream."""
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Open what reading needs; `stack` closes it when the last `with` ends."""
+        """Open what reads need; `stack` closes it when the last `with` ends."""
         return
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Announce ranges that are going to be read, each once; returns at once.
+        """Announce ranges that will be read, each once; returns at once.
 
         starts, stops: int64 [m], stream offsets in tokens.
         """
@@ -85,11 +84,11 @@ class StreamStore(Store):
         return FileStats()
 
     def facts(self) -> dict[str, Any]:
-        """What its format says of it beside counts, as JSON-able values; "format" is one."""
+        """Facts about the store beside its counts, as JSON-able values; "format" is one."""
         return {"format": type(self).__name__}
 
     def verify(self) -> Iterator[float]:
-        """Check all that can be checked, as the files are now, yielding the part done, in (0, 1]."""
+        """Check the files in full, as they are now, yielding the fraction done, in (0, 1]."""
         yield 1.0
 
     @property
@@ -103,7 +102,7 @@ class StreamStore(Store):
         return True
 
     def beside(self) -> Mapping[str, StreamStore]:
-        """Every column but the tokens, as a store. One without lists of numbers raises when it is read."""
+        """Every column but the tokens, as a store; reading one without lists of numbers raises an error."""
         return {}
 
     def parts(self, documents: I64) -> Parts:
@@ -118,9 +117,9 @@ class StreamStore(Store):
         raise StoreError(f"{self.path}: its documents have no parts")
 
     def will_need_parts(self, documents: I64, places: I64) -> None:
-        """Announce parts that are going to be read, each once; returns at once. See `read_parts`."""
+        """Announce parts that will be read, each once; returns at once. See `read_parts`."""
 
-    # -- what all have in common ------------------------------------------------------------------------
+    # -- common to all formats ---------------------------------------------------------------------------
 
     @property
     def num_documents(self) -> int:
@@ -141,7 +140,7 @@ class StreamStore(Store):
         return self.documents.offsets(self._existing(documents))
 
     def extents(self, documents: I64) -> tuple[I64, I64]:
-        """`offsets` and `lengths` of documents, by one look-up; int64 [n] -> int64 [n] each."""
+        """`offsets` and `lengths` of documents, in one look-up; int64 [n] -> int64 [n] each."""
         return self.documents.extents(self._existing(documents))
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
@@ -162,7 +161,7 @@ class StreamStore(Store):
     def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
 
-        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
+        starts, stops: int64 [m], stream offsets in tokens, in any order, overlapping or not.
         out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
         """
         starts, stops = self._ranges(starts, stops)
@@ -265,23 +264,23 @@ def checked_places(name: str, places: I64, count: int, what: str) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class Multiples:
-    """0, step, 2 step, ..., as an array that takes no memory. step: at least 1. size: entries."""
+    """0, step, 2 step, ... as an array that takes no memory. step: at least 1. size: number of entries."""
 
     step: int
     size: int
 
     def __getitem__(self, places: Any) -> Any:
-        """Entries at some places that are there, counted from 0; whole numbers, int64 [n] or one alone."""
+        """Entries at some indices in range; an int or int64 [n]."""
         return places * self.step
 
     def searchsorted(self, values: I64, side: Literal["left", "right"] = "left") -> I64:
-        """As of an array."""
+        """As for an array."""
         found = -(-values // self.step) if side == "left" else values // self.step + 1
         return found.clip(0, self.size)
 
 
 def extents_of(store: StreamStore, documents: I64) -> tuple[I64, I64]:
-    """Offsets and lengths of a store's documents: by one look-up, unless a subclass has its own of either."""
+    """Offsets and lengths of a store's documents: in one look-up, unless a subclass overrides one of them."""
     if replaces_together(type(store), "extents", "offsets", "lengths"):
         return store.extents(documents)
     return store.offsets(documents), store.lengths(documents)
@@ -289,7 +288,7 @@ def extents_of(store: StreamStore, documents: I64) -> tuple[I64, I64]:
 
 @lru_cache
 def replaces_together(kind: type, method: str, *others: str) -> bool:
-    """Whether `method` agrees with the others: no subclass has replaced one of these without it.
+    """Whether `method` agrees with the others: no subclass replaces one of those without replacing `method`.
 
     Of a class and its bases, the first that defines any of them decides.
     """
@@ -299,18 +298,18 @@ def replaces_together(kind: type, method: str, *others: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LengthsIndex:
-    """Documents back to back as one stream of tokens, by array look-ups.
+    """Documents as one stream of tokens, by array look-ups.
 
     Attributes:
-        starts: stream offset of each document's first token, then the end; int64 [num_documents + 1], or what
-            looks them up.
+        starts: stream offset of each document's first token, then the end; int64 [num_documents + 1], or an
+            object that looks them up.
     """
 
     starts: I64 | Multiples | Index
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones too."""
+        """Documents, including empty ones."""
         return self.starts.size - 1
 
     @property
@@ -327,7 +326,7 @@ class LengthsIndex:
         return self.starts[documents]
 
     def extents(self, documents: I64) -> tuple[I64, I64]:
-        """`offsets` and `lengths` of documents, by one look-up; int64 [n] each."""
+        """`offsets` and `lengths` of documents, in one look-up; int64 [n] each."""
         begins, ends = np.split(self.starts[np.concatenate((documents, documents + 1))], 2)
         return begins, ends - begins
 
@@ -345,7 +344,7 @@ class LengthsIndex:
         return found[new], np.bincount(of_range[new], minlength=counts.size)
 
     def pieces(self, begins: I64, ends: I64) -> Pieces:
-        """The documents that stream ranges go through, range after range."""
+        """The pieces of documents in stream ranges, range after range."""
         first = self.starts.searchsorted(begins, side="right") - 1
         stop = self.starts.searchsorted(ends, side="left")
         counts = np.where(ends > begins, stop - first, 0)
@@ -359,7 +358,7 @@ class LengthsIndex:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Some tokens of some documents: begin..end of each; int64 [k] three times, no piece empty."""
+    """Pieces of documents: document, begin and end of each, int64 [k]; none is empty."""
 
     documents: I64
     begin: I64
@@ -377,7 +376,7 @@ def runs(first: I64, counts: I64) -> I64:
 
 
 def grouped(values: I64) -> Iterator[tuple[int, I64]]:
-    """Every value with the places where it stands, ascending: 5 7 5 -> (5, [0, 2]), (7, [1])."""
+    """Each value with its indices, ascending: 5 7 5 -> (5, [0, 2]), (7, [1])."""
     if not values.size:
         return
     order = values.argsort(kind="stable")

@@ -1,7 +1,7 @@
-"""Checksums of the blocks of a .bin/.idx pair: written, matched with their pair, and compared with it.
+"""Checksums of the blocks of a .bin/.idx pair: create them, match them with their pair, verify the pair.
 
-`files.sums` is the format of PREFIX.sums. What is read is compared as it comes: of remote files by
-`files.fetcher.objects`, of a .bin on this machine by `GuardedFile`.
+`files.sums` is the format of PREFIX.sums. Reads are verified elsewhere: of remote files by
+`files.fetcher.objects`, of a local .bin by `GuardedFile`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WrongAt = Callable[[int, int, int], ChecksumError | None]
 
 
 def checksums_beside(prefix: str) -> Sums | None:
-    """What `prefix`.sums says, on this machine; None where there is none. Raises StoreError."""
+    """The content of a local `prefix`.sums; None without one. Raises StoreError."""
     path = Path(prefix + SUFFIX)
     with typed_errors(path):
         if not path.exists():
@@ -40,9 +40,9 @@ def checksums_beside(prefix: str) -> Sums | None:
 
 
 def checksums_of(prefix: str, fingerprint: str) -> Sums | None:
-    """The checksums of a pair on this machine with that fingerprint; None where there are none.
+    """The checksums of a local pair with that fingerprint; None without any.
 
-    Raises StoreError for those of other files; ChecksumError if the pair is damaged, or they are.
+    Raises StoreError for checksums of other files; ChecksumError if the pair or its .sums is damaged.
     """
     sums = checksums_beside(prefix)
     if sums is not None and not is_of(sums, prefix, fingerprint):
@@ -51,13 +51,13 @@ def checksums_of(prefix: str, fingerprint: str) -> Sums | None:
 
 
 def is_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
-    """Whether checksums are of the files of a prefix, which has such a fingerprint."""
+    """Whether checksums belong to the files of a prefix, which have this fingerprint."""
     sizes = [LocalFile(f"{prefix}{suffix}").size_bytes for suffix in (".bin", ".idx")]
     return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
 
 
 def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
-    """Write `path`.sums for a store on this machine, or replace it, yielding the part done, in (0, 1].
+    """Write `path`.sums for a store on this machine, or replace it, yielding the fraction done, in (0, 1].
 
     Raises StoreError; the .sums appears whole or not at all.
     """
@@ -69,7 +69,7 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
         return [version_of(f"{store.path}{suffix}") for suffix in (".bin", ".idx")]
 
     files = (LocalFile(each.url) for each in reversed(store.files))
-    fresh = type(store)(store.path, *files)  # which has not looked at anything yet, and compares nothing
+    fresh = type(store)(store.path, *files)  # has read nothing yet, and verifies nothing
     before = versions()
     summers = Summer(block_bytes), Summer(block_bytes)
     for number, _, piece, done in _pieces(fresh):
@@ -83,21 +83,21 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
 
 
 def is_guarded(store: IndexedStore) -> bool:
-    """Whether a store has checksums, whatever they say."""
+    """Whether a store has checksums, valid or not."""
     if store.wants_ahead:
         return store.files[0].guarded_by is not None
     return Path(store.path + SUFFIX).is_file()
 
 
 def compare(store: IndexedStore) -> Iterator[float]:
-    """Read every block of a store that has checksums and compare it, yielding the part done, in (0, 1].
+    """Read and verify every block of a store that has checksums, yielding the fraction done, in (0, 1].
 
-    Raises ChecksumError that names the first block that differs; StoreError for checksums of another store.
+    Raises ChecksumError naming the first block that differs; StoreError for checksums of another store.
     """
     if not is_guarded(store):
         return
     sums = None if store.wants_ahead else checksums_beside(store.path)
-    if sums is None:  # from far away it comes compared
+    if sums is None:  # remote bytes were verified when they were fetched
         yield from (done for *_, done in _pieces(store))
         return
     if [each.size_bytes for each in sums.files] != [each.size_bytes for each in store.files]:
@@ -109,7 +109,7 @@ def compare(store: IndexedStore) -> Iterator[float]:
         yield done
     num_blocks = sum(each.sums.size for each in sums.files)
     num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
-    # one wrong block of one may be either: it is named
+    # if the one block of a file is wrong, either may be damaged: name the block
     is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)
     if wrong and (is_same_pair or sums.fingerprint == store.fingerprint):
         raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
@@ -118,10 +118,10 @@ def compare(store: IndexedStore) -> Iterator[float]:
 
 
 def refuse_others(store: IndexedStore) -> IndexedStore:
-    """The store, known to be the one whose checksums guard its files, if any do. Raises StoreError.
+    """The store, once any checksums that guard its files are known to be its own. Raises StoreError.
 
-    What is peeked for header and fingerprint is not guarded, and may be wrong: it is reread before
-    anything that is not as it should be counts. What stays wrong is looked at through the guard.
+    Peeks for header and fingerprint are not guarded, so they may be wrong: they are read again before a
+    mismatch is reported. If it persists, the blocks are read through the guard to find the cause.
     """
     data, idx = store.files
     guard = data.guarded_by
@@ -139,13 +139,13 @@ def refuse_others(store: IndexedStore) -> IndexedStore:
                 return store
         except StoreError as error:
             if type(error) is not StoreError:
-                raise  # storage fails, which another look does not change
+                raise  # storage fails; reading again does not help
             found = f"none ({error})"
     raise _refused_afar(store, f"fingerprint {guard}, the files have {found}")
 
 
 def refuse_block_bytes(path: str, block_bytes: int) -> None:
-    """Raises StoreError for a size that checksums cannot be of."""
+    """Raises StoreError for an invalid size of blocks."""
     if not is_block_size(block_bytes):
         raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
 
@@ -160,7 +160,7 @@ def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
 
 
 def _refused_here(prefix: str, sums: Sums) -> StoreError:
-    """The error for a pair on this machine that is not the one of its .sums: damage, or other files."""
+    """The error for a local pair that does not match its .sums: damaged, or other files."""
     files = LocalFile(f"{prefix}.bin"), LocalFile(f"{prefix}.idx")
     others = _others_sums(prefix, "other files than lie beside it")
     if [each.size_bytes for each in files] != [each.size_bytes for each in sums.files]:
@@ -178,7 +178,7 @@ def _refused_here(prefix: str, sums: Sums) -> StoreError:
 
 
 def _refused_afar(store: IndexedStore, what: str) -> StoreError:
-    """The error for a remote pair that is not the one of its .sums."""
+    """The error for a remote pair that does not match its .sums."""
     files = store.files
 
     def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
@@ -209,10 +209,10 @@ def _others_sums(prefix: str, what: str) -> StoreError:
 
 
 def _damage(sizes: tuple[int, int], wrong_at: WrongAt) -> ChecksumError | bool:
-    """Why a pair has another fingerprint than its .sums, by the blocks that the fingerprint is made of.
+    """Why a pair has another fingerprint than its .sums, from the blocks that the fingerprint covers.
 
-    sizes: of .bin and .idx. The error of a block, if others of the .bin are right. Otherwise whether the .bin
-    is right: False means that it is another one.
+    sizes: of .bin and .idx. Returns the error of a wrong block if other blocks of the .bin are right.
+    Otherwise whether the .bin is right: False means that it is another file.
     """
     first, *others, last = sampled_of_bin(sizes[BIN])
     wrong, is_right = None, False
@@ -230,7 +230,7 @@ def _damage(sizes: tuple[int, int], wrong_at: WrongAt) -> ChecksumError | bool:
 
 
 def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]:
-    """(which file, first byte, bytes, part done) of both files, from end to end."""
+    """(which file, first byte, bytes, fraction done) of both files, from begin to end."""
     total, done = sum(each.size_bytes for each in store.files), 0
     for number, file in enumerate(store.files):
         with file:

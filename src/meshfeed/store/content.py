@@ -1,7 +1,7 @@
 """Digests of every byte of a store's files, for `Recipe(verify_data="full")`.
 
-A digest is made of the sizes and of the CRC-32 of each MiB, as a .sums has them: a pair with a .sums needs no
-reading, and has the same digest without it. A node keeps what it has computed, for one version of the files.
+A digest covers the sizes and the CRC-32 of each MiB, as in a .sums. So a pair with a .sums need not be read,
+and has the same digest without it. A node keeps computed digests for the current version of the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THREADS = 8
 
 
 class _Piece(NamedTuple):
-    """Bytes begin..end of a file, whole blocks but for the file's last."""
+    """Bytes begin..end of a file: whole blocks, except at the end of the file."""
 
     file: int
     begin: int
@@ -37,10 +37,10 @@ class _Piece(NamedTuple):
 
 
 def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
-    """Hex digest of every byte of files, in their order; read once per node, one process for all.
+    """Hex digest of every byte of some files, in order; one process per node reads them.
 
-    On the Hub it is made of the Hub's own hashes. path: of the store, for messages. Raises OptionError for
-    other remote files, ChangedError for files that are written meanwhile.
+    For files on the Hub, of the Hub's own hashes. path: of the store, for messages. Raises OptionError for
+    other remote files, ChangedError for files that are written in the meantime.
     """
     ids = [file.content_id for file in files]
     if None not in ids:
@@ -76,7 +76,7 @@ def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
 
 
 def digest_of_sums(sums: Sums) -> str:
-    """The same digest of a .bin and an .idx, from their .sums."""
+    """The digest of a .bin and an .idx, as `digest_of_files` would compute it, from their .sums."""
     data, idx = sums.files
     crcs = np.concatenate((data.sums, idx.sums))
     return _digest(data.block_bytes, [data.size_bytes, idx.size_bytes], crcs)

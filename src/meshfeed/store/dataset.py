@@ -41,7 +41,7 @@ _BLOCK = 1 << 18
 
 
 class DatasetStore(HasColumns):
-    """The tokens of a folder with dataset.json as a token store, and its further columns.
+    """A folder with dataset.json: its tokens as a token store, and its other columns.
 
     The constructor only stores its arguments. It is read like its tokens (see `IndexedStore`); entering it
     also enters its columns. A pickled or copied store is not entered.
@@ -87,7 +87,7 @@ class DatasetStore(HasColumns):
         return self
 
     def verify(self) -> Iterator[float]:
-        """Check every entry of each index, and every length against the tokens', yielding the part done."""
+        """Check all entries of each index, and lengths against the tokens', yielding the fraction done."""
         stores = [self.tokens, *self._columns.values()]
         total = len(stores) + len(self._columns)
         for done, store in enumerate(stores):
@@ -125,7 +125,7 @@ class DatasetStore(HasColumns):
         return self._fingerprint_of_columns()
 
     def content_digest(self) -> str:
-        """See `Store`: of the tokens, and of every column in use."""
+        """See `Store`; covers the tokens and every column in use."""
         stores = {"tokens": self.tokens, **dict(sorted(self._columns.items()))}
         return digest_of_texts(f"{name} {store.content_digest()}" for name, store in stores.items())
 
@@ -153,7 +153,7 @@ class DatasetStore(HasColumns):
         self._columns = {name: store for name, store in self._columns.items() if name not in ignore}
         return super().used_as(labels, ignore)
 
-    # -- the face of its tokens -------------------------------------------------------------------------
+    # -- as its tokens ----------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -186,11 +186,11 @@ class DatasetStore(HasColumns):
         return self.tokens.wants_ahead
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        """Tokens of the stream's ranges; a column's: `columns[name].read_stream`."""
+        """Tokens of stream ranges. For a column, use `columns[name].read_stream`."""
         self.tokens.read_into(out, starts, stops)
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Announce ranges of the tokens; a column's are announced to it."""
+        """Announce ranges of the tokens. For a column, use `columns[name].will_need`."""
         self.tokens.will_need(starts, stops)
 
     def forget_needs(self) -> None:
@@ -231,7 +231,7 @@ class MultimodalStore(DatasetStore):
         return self._parts.of(self._existing(documents))
 
     def read_parts(self, documents: I64, places: I64) -> list[bytes]:
-        """The bytes of one part of each document, as they were prepared.
+        """The stored bytes of one part of each document.
 
         documents: may repeat; int64 [k]. places: which part of its document, from 0; int64 [k]. Raises
         StoreError.
@@ -244,7 +244,7 @@ class MultimodalStore(DatasetStore):
         return self._parts.ranges(self._existing(documents), np.asarray(places, np.int64))
 
     def will_need_parts(self, documents: I64, places: I64) -> None:
-        """Announce parts that are going to be read, each once; returns at once. See `read_parts`."""
+        """Announce parts that will be read, each once; returns at once. See `read_parts`."""
         self._parts.will_need(self._existing(documents), np.asarray(places, np.int64))
 
     @property
@@ -264,7 +264,7 @@ class MultimodalStore(DatasetStore):
         return self
 
     def verify(self) -> Iterator[float]:
-        """Check as DatasetStore does, and all sizes and placeholders, yielding the part done."""
+        """Check as DatasetStore does, and all sizes and placeholders, yielding the fraction done."""
         yield from (done / 2 for done in super().verify())
         yield from ((1 + done) / 2 for done in self._parts.verify(self.tokens))
 
@@ -278,7 +278,7 @@ class MultimodalStore(DatasetStore):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def content_digest(self) -> str:
-        """See `Store`: of the parts, too."""
+        """See `Store`; covers the parts, too."""
         return digest_of_texts(iter((super().content_digest(), self._parts.content_digest())))
 
     @property
@@ -321,9 +321,9 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
 
 
 def _said(given: Any, where: str) -> dict[str, Any]:
-    """The content of a dataset.json. Raises StoreError unless it is one, of a known version."""
+    """The checked content of a dataset.json. Raises StoreError unless its version is known."""
     if not isinstance(given, dict):
-        raise StoreError(f"{where}: a JSON object belongs there; write it again")
+        raise StoreError(f"{where}: not a JSON object; write it again")
     said = cast(dict[str, Any], given)
     if said.get("format") != FORMAT:
         raise StoreError(f'{where}: "format" is {said.get("format")!r}, where {FORMAT!r} belongs')
@@ -335,7 +335,7 @@ def _said(given: Any, where: str) -> dict[str, Any]:
 
 
 def _prefixes(said: Mapping[str, Any], where: str, key: str, wanted: tuple[str, ...]) -> dict[str, str]:
-    """Name -> prefix of each pair under a key of dataset.json. Raises StoreError where one is missing."""
+    """Name -> prefix of each pair under a key of dataset.json. Raises StoreError if one is missing."""
     found = said.get(key)
     if not isinstance(found, dict) or not all(name in found for name in wanted):
         names = " and ".join(f'"{name}"' for name in wanted)

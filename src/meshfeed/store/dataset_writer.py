@@ -23,13 +23,13 @@ from meshfeed.store.part_files import FILES, SIZES, rows_of
 
 
 class DatasetWriter:
-    """Writes a folder of columns; its dataset.json appears, last and whole, at a clean end of `with`.
+    """Writes a folder of columns. Its dataset.json appears last, complete, at a clean end of `with`.
 
         with DatasetWriter("chats", {"tokens": "u2", "loss_mask": "u1"}) as writer:
             writer.add_document(tokens=[5, 7, 9], loss_mask=[0, 1, 1])
 
     Args:
-        folder: made if missing; its parent must exist.
+        folder: created if missing; its parent must exist.
         columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too:
             with parts, none is "parts" or "part_sizes".
         overwrite: whether an existing dataset may be replaced.
@@ -96,7 +96,7 @@ class DatasetWriter:
         self._refuse_apart(document)
 
     def add_parts(self, parts: Parts, data: Sequence[bytes]) -> None:
-        """Add the parts of the next documents, with or without any; before or after the documents themselves.
+        """Add the parts of the next documents, also of those without any; before or after their tokens.
 
         data: the bytes of each part; [p], as long as `parts.num_bytes` says. Raises StoreError.
         """
@@ -136,7 +136,7 @@ class DatasetWriter:
         with stack:
             self._refuse_apart(self._writers["tokens"].num_documents - 1)
             self._refuse_parts_apart()
-            with typed_errors(self.folder):  # so that it never names files of another dataset
+            with typed_errors(self.folder):  # so that no dataset.json names files of another dataset
                 (self.folder / NAME).unlink(missing_ok=True)
         self._publish()
 

@@ -22,8 +22,8 @@ _LOOKS = 3
 class GuardedFile(LocalFile):
     """A LocalFile that raises ChecksumError instead of returning a block whose checksum differs.
 
-    A block is compared once per node and version of the files; see `NodeIndex`. Where somebody writes to the
-    file during a run, or only touches it, this process compares its blocks again. Without a .sums nothing is.
+    A block is compared once per node and version of the files; see `NodeIndex`. If the file is written or
+    touched during a run, this process compares its blocks again. Without a .sums, nothing is compared.
     """
 
     def __init__(self, index: NodeIndex) -> None:
@@ -59,7 +59,7 @@ class GuardedFile(LocalFile):
         )
 
     def will_need(self, begins: I64, ends: I64) -> None:
-        """See LocalFile. Of blocks that are to be compared, the whole is announced."""
+        """See LocalFile. Blocks that are still to be compared are announced whole."""
         unseen = np.array(self._unseen(begins, ends), np.int64)
         if unseen.size and self._guard is not None:
             size = self._guard[0].block_bytes
@@ -69,7 +69,7 @@ class GuardedFile(LocalFile):
         super().will_need(begins, ends)
 
     def _open(self) -> Descriptor:
-        # Shared marks are of the version that the index saw, even where the file was written since.
+        # Shared marks belong to the version that the index saw, even if the file was written since.
         self._version = self._version or self._index.data_version
         return super()._open()
 
@@ -82,7 +82,7 @@ class GuardedFile(LocalFile):
             self._guard = sums, np.zeros(sums.sums.size, np.uint8)
 
     def _unseen(self, begins: I64, ends: I64) -> list[int]:
-        """Blocks that ranges touch and nobody on this node has compared, ascending."""
+        """Blocks in some ranges that no process of this node has compared, ascending."""
         if not self._is_asked:
             self._refuse_not_entered()
             guard = self._index.guard()

@@ -1,6 +1,6 @@
-"""The .idx file of a Megatron token store: its header, its entries, and what must hold of them.
+"""The .idx file of a Megatron token store: its header, its entries, and their checks.
 
-Little-endian, no padding, so the arrays lie at any byte and are never copied as a whole:
+Little-endian, without padding, so the arrays are unaligned. They are never copied as a whole:
 
     byte 0        "MMIDIDX" 0 0 | u64 version | u8 dtype code | u64 S | u64 D
     byte 34       i32 lengths[S]      tokens of each sequence
@@ -37,9 +37,9 @@ DTYPES: dict[int, np.dtype[Any]] = {
 """Dtype code -> NumPy dtype of the tokens."""
 
 CHECKED_WHOLE = 1 << 20
-"""Arrays of up to so many entries are checked entirely when a store is opened."""
+"""Arrays of up to this many entries are checked in full when a store is opened."""
 CHECKED_ENDS = 1 << 16
-"""Of longer ones, so many entries at either end."""
+"""Of longer arrays, this many entries at either end are checked."""
 _CHUNK = 1 << 18
 _GUIDE_SIZE = 1 << 8
 _IDX_BLOCK_BYTES = 1 << 12
@@ -52,7 +52,7 @@ _RECOPY = "one of the two files is truncated or belongs to another store; copy b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the two files of a store say of themselves.
+    """The header of an .idx, and the sizes of both files.
 
     Attributes:
         prefix: the path without .bin or .idx.
@@ -94,7 +94,7 @@ class Header:
 
 
 def read_header(prefix: str, idx: ByteFile, data: ByteFile) -> Header:
-    """Read the header of `prefix`.idx and the sizes of both files: O(1), nothing stays open.
+    """Read the header of `prefix`.idx and the sizes of both files: O(1); no file stays open.
 
     Raises StoreError for a missing, truncated or foreign file.
     """
@@ -164,22 +164,22 @@ def fingerprint_of(header: Header, idx: ByteFile, data: ByteFile) -> str:
 
 
 def ends_of_idx(size_bytes: int) -> list[tuple[int, int]]:
-    """The ranges of an .idx that its store's fingerprint is made of; they may reach beyond its end."""
+    """The ranges of an .idx that the fingerprint covers; they may reach beyond its end."""
     last = max(size_bytes - _IDX_BLOCK_BYTES, 0)
     return [(at, at + _IDX_BLOCK_BYTES) for at in (0, last)]
 
 
 def sampled_of_bin(size_bytes: int) -> list[tuple[int, int]]:
-    """The same of a .bin."""
+    """The ranges of a .bin that the fingerprint covers."""
     last = max(size_bytes - _BIN_BLOCK_BYTES, 0)
     places = (last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS))
     return [(at, at + _BIN_BLOCK_BYTES) for at in places]
 
 
 def look_up(header: Header, idx: ByteFile) -> Index:
-    """The entries of an index where they lie; dropping the result lets them go.
+    """The entries of an index, read in place; dropping the result releases them.
 
-    Raises StoreError where the file is gone or no longer of the size that the header saw.
+    Raises StoreError if the file is gone, or its size is not the one that the header saw.
     """
     num_sequences = header.num_sequences
     lengths, pointers, documents, modes = idx.arrays(
@@ -193,9 +193,9 @@ def look_up(header: Header, idx: ByteFile) -> Index:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
-    """The unaligned arrays of an .idx where they lie; see the module's docstring.
+    """The unaligned arrays of an .idx, read in place; see the module's docstring.
 
-    Read them through the methods, which check what they touch and raise StoreError with its byte.
+    Read them through the methods, which check what they read and raise StoreError naming the byte.
     """
 
     header: Header
@@ -226,7 +226,7 @@ class Index:
 
     @property
     def size(self) -> int:
-        """Of the stream offsets; see `LengthsIndex`."""
+        """Number of stream offsets; see `LengthsIndex`."""
         return self.header.num_documents + 1
 
     def __getitem__(self, documents: I64) -> I64:
@@ -261,7 +261,7 @@ class Index:
 
     @cached_property
     def _guide(self) -> tuple[I64, I64]:
-        """Evenly spread documents and their stream offsets: they stand in for a search's first rounds."""
+        """Evenly spaced documents and their stream offsets, which replace the first rounds of a search."""
         step = -(-(self.header.num_documents + 1) // _GUIDE_SIZE)
         places = np.arange(0, self.header.num_documents + 1, step)
         offsets = self[places]
@@ -274,7 +274,7 @@ class Index:
         return places, offsets
 
     def _bytes_of(self, documents: I64) -> I64:
-        """Byte where each document starts, of whatever the entries say: a search may only be misled."""
+        """Byte where each document starts, unchecked: wrong entries can only mislead a search."""
         header = self.header
         if not header.num_sequences:
             return np.zeros_like(documents)
@@ -285,10 +285,10 @@ class Index:
     # -- checks -------------------------------------------------------------------------------------
 
     def check(self, *, whole: bool) -> Iterator[float]:
-        """Check entry after entry in bounded memory, yielding the part done, in (0, 1].
+        """Check the entries in bounded memory, yielding the fraction done, in (0, 1].
 
         whole: every entry; else every entry of short arrays and both ends of long ones.
-        Raises StoreError at the first entry that cannot be.
+        Raises StoreError at the first invalid entry.
         """
         sequences = _blocks(self.header.num_sequences, whole)
         documents = _blocks(self.header.num_documents + 1, whole)
@@ -349,7 +349,7 @@ class Index:
     def _refuse_pointers(self, pointers: I64, lengths: I64, sequences: I64) -> None:
         header = self.header
         itemsize = header.dtype.itemsize
-        # Subtract on the right: a wild pointer plus a length could wrap around.
+        # Subtract on the right: a damaged pointer plus a length could overflow.
         outside = (pointers < 0) | (pointers > header.bin_size_bytes - lengths * itemsize)
         for i in _first(outside | (pointers % itemsize != 0)):
             what = (
@@ -380,5 +380,5 @@ def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
 
 
 def _first(bad: Bool) -> list[int]:
-    """The first true place, if any: for i in _first(bad): raise ..."""
+    """The first true index, if any: for i in _first(bad): raise ..."""
     return [int(bad.argmax())] if bad.any() else []

@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx as a token store: documents, and the stream that they form."""
+"""Megatron's .bin/.idx as a token store."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ _SUFFIXES = (".bin", ".idx")
 
 
 class IndexedStore(StreamStore):
-    """A Megatron token store: `path`.bin holds the tokens, `path`.idx says where each sequence lies.
+    """A Megatron token store: `path`.bin holds the tokens, `path`.idx the place of each sequence in it.
 
-    Making one only remembers the path. The attributes read the index's header, once, and close the
-    file again. Everything else wants `with store:`, which maps the index; the .bin is opened by the
-    first read of tokens, and both are let go when the last `with` ends. Threads may share an entered
-    store. Pickled or copied, a store arrives not entered.
+    The constructor only stores its arguments. The attributes read the header of the index once. Everything
+    else needs `with store:`, which maps the index; the first read of tokens opens the .bin. Both are released
+    when the last `with` ends. Threads may share an entered store. A pickled or copied store is not entered.
 
-    path: the files' common prefix. idx, data: the files themselves; None for those of the path on this
-    machine. All methods raise StoreError, naming file and byte.
+    path: the files' common prefix. idx, data: the files; None for the local ones at the path. All methods
+    raise StoreError, naming file and byte.
     """
 
     not_pickled = ("_index",)
@@ -52,7 +51,7 @@ class IndexedStore(StreamStore):
             data = GuardedFile(idx)
         self._idx, self._data = idx, data
 
-    # -- what it is ---------------------------------------------------------------------------------
+    # -- attributes ---------------------------------------------------------------------------------
 
     @cached_property
     def header(self) -> Header:
@@ -61,7 +60,7 @@ class IndexedStore(StreamStore):
 
     @property
     def stats(self) -> FileStats:
-        """What reading tokens has cost so far; index look-ups and header checks are not counted."""
+        """Cost of reading tokens so far; index look-ups and header checks are not counted."""
         return self._data.stats
 
     @property
@@ -71,7 +70,7 @@ class IndexedStore(StreamStore):
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether the tokens lie far away, so that ranges should be announced many steps before."""
+        """Whether the tokens are remote, so that ranges should be announced many steps ahead."""
         return self._data.is_remote
 
     @property
@@ -85,12 +84,12 @@ class IndexedStore(StreamStore):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the store; one document has any number of them."""
+        """Sequences in the store; a document has any number of them."""
         return self.header.num_sequences
 
     @property
     def num_documents(self) -> int:
-        """Documents in the store, empty ones included."""
+        """Documents in the store, including empty ones."""
         return self.header.num_documents
 
     @property
@@ -107,7 +106,7 @@ class IndexedStore(StreamStore):
     def fingerprint(self) -> str:
         """Hex digest of dtype, sizes, header, both ends of the index and some blocks of the .bin.
 
-        O(1), the same wherever the files lie. It tells two corpora apart, not a single changed token.
+        O(1), and independent of the path. It distinguishes corpora, but may miss a single changed token.
         """
         return self._fingerprint
 
@@ -118,7 +117,7 @@ class IndexedStore(StreamStore):
         return fingerprint_of(self.header, self._idx, self._data)
 
     def content_digest(self) -> str:
-        """See `Store`. With a .sums, of its checksums: what is read is compared with them."""
+        """See `Store`. With a .sums, computed from its checksums, with which reads are compared."""
         sums = self._sums()
         if sums is not None:
             return digest_of_sums(sums)
@@ -133,18 +132,18 @@ class IndexedStore(StreamStore):
         return None if file is None else parse(file.url, file.peek([(0, file.size_bytes)])[0])
 
     def check(self) -> Self:
-        """Check header, sizes and entries: all of them up to 2**20, both ends of longer indices.
+        """Check header, sizes and entries: all of up to 2**20 entries, both ends of longer indices.
 
-        What lies between is checked when it is touched; `verify` checks it all.
+        Other entries are checked when they are read; `verify` checks all.
         """
         for _ in self.index().check(whole=False):
             pass
         return self
 
     def verify(self) -> Iterator[float]:
-        """Check every entry of the index, and every block where there are checksums, in bounded memory.
+        """Check every entry of the index and, with checksums, every block, in bounded memory.
 
-        As the files are now: nothing that the node has kept of them is used. Yields the part done, in (0, 1].
+        Checks the files as they are now, not what the node has cached. Yields the fraction done, in (0, 1].
         """
         idx, data = self._idx, self._data
         if isinstance(idx, CachedFile) and isinstance(data, CachedFile):
@@ -162,7 +161,7 @@ class IndexedStore(StreamStore):
             yield share + done * (1 - share)
 
     def facts(self) -> dict[str, Any]:
-        """What the header says, as JSON-able values."""
+        """Facts from the header, as JSON-able values."""
         return {
             "format": "megatron .bin/.idx, version 1",
             "num_sequences": self.num_sequences,
@@ -229,7 +228,7 @@ class IndexedStore(StreamStore):
         return out
 
     def modes(self, sequences: I64) -> npt.NDArray[np.int8]:
-        """Mode of each sequence; int64 [n] -> int8 [n]. Refused where the store has none."""
+        """Mode of each sequence; int64 [n] -> int8 [n]. Raises StoreError if the store has none."""
         if not self.has_modes:
             raise StoreError(f"{self.path}.idx: has no modes; it was not written as multimodal")
         sequences = checked_places(self.path, sequences, self.num_sequences, "sequence")
@@ -252,7 +251,7 @@ class IndexedStore(StreamStore):
         return offsets, counts
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Ask the system to fetch ranges of the stream that are going to be read; returns at once.
+        """Ask the system to fetch ranges of the stream that will be read; returns at once.
 
         starts, stops: int64 [m], stream offsets in tokens. Does nothing on systems without such advice.
         """
@@ -265,7 +264,7 @@ class IndexedStore(StreamStore):
         self._data.forget_needs()
 
     def index(self) -> Index:
-        """The entries where they lie, good without entering."""
+        """The entries, usable without entering."""
         return look_up(self.header, self._idx)
 
     # -- below --------------------------------------------------------------------------------------
@@ -276,9 +275,9 @@ class IndexedStore(StreamStore):
 
 
 def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
-    """The store stem.bin, stem.idx of a folder; guarded by stem.sums where it comes from far away.
+    """The store stem.bin, stem.idx of a folder; a remote one is guarded by its stem.sums, if any.
 
-    path: what messages call it. Raises StoreError for a .sums of other files.
+    path: its name in messages. Raises StoreError for a .sums of other files.
     """
     idx, data = f"{stem}.idx", f"{stem}.bin"
     sums = stem + SUFFIX
@@ -294,12 +293,12 @@ def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
 def _holds(folder: Folder, sums: str) -> bool:
     try:
         return folder.holds(sums)
-    except AccessError:  # what S3 says of a missing object to whoever may not list the bucket
+    except AccessError:  # S3's answer for a missing object, if the user may not list the bucket
         return False
 
 
 def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
-    """Tokens of the sequences firsts..ends of each document; -1 where they descend; int64 [n]."""
+    """Tokens of the sequences firsts..ends of each document, int64 [n]; -1 if they descend."""
     counts = (ends - firsts).clip(0)
     stops = counts.cumsum()
     running = np.append(0, index.lengths_of(runs(firsts, counts)).cumsum())
@@ -313,7 +312,7 @@ class IndexedFormat(StoreFormat):
     lies_at = "a Megatron .bin/.idx pair, with or without the suffix"
 
     def open(self, place: Place) -> IndexedStore | None:
-        """The store, if one of the two files is there."""
+        """The store, if one of the two files exists."""
         stem = _stem_of(place)
         if stem is None or (place.dtype is not None and not place.holds(place.beside, f"{stem}.idx")):
             return None  # a .bin alone, with a dtype, is a file of raw tokens
@@ -330,7 +329,7 @@ class IndexedFormat(StoreFormat):
 
 
 def _stem_of(place: Place) -> str | None:
-    """What the two files are called; a store may itself be called corpus.bin, so what is there decides."""
+    """The common name of the two files; a store may itself be named corpus.bin, so what exists decides."""
     name = place.name
     if not name:
         return None

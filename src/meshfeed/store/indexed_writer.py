@@ -1,4 +1,4 @@
-"""Write a Megatron token store, byte for byte as Megatron's own builder does."""
+"""Writes a Megatron token store, byte for byte as Megatron's own builder does."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from meshfeed.store.indexed import IndexedStore
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_LENGTH = 2**31 - 1
 _PIECE_BYTES = 1 << 24
-_SMALL_VOCABULARY = 65500  # Megatron's bound; it leaves uint16 some ids to spare
+_SMALL_VOCABULARY = 65500  # Megatron's bound, somewhat below 2**16
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """The token dtype that Megatron takes for a vocabulary: uint16 below 65,500 ids, else int32."""
+    """The token dtype that Megatron chooses for a vocabulary: uint16 below 65,500 ids, else int32."""
     small = vocab_size is not None and vocab_size < _SMALL_VOCABULARY
     return np.dtype(np.uint16 if small else np.int32)
 
 
 class IndexedWriter:
-    """Writes `prefix`.bin and `prefix`.idx, and `prefix`.sums, which Megatron passes over: checksums of both.
+    """Writes `prefix`.bin, `prefix`.idx, and checksums of both in `prefix`.sums, which Megatron ignores.
 
         with IndexedWriter("corpus", best_dtype(50257)) as writer:
             writer.add_document(tokens)
 
-    They appear, whole, at a clean end of `with`. Until then the bytes lie in temporary files beside them, and
-    an exception removes those. Memory does not grow with the store, but for 4 bytes per checksum.
+    They appear complete at a clean end of `with`. Until then the bytes are in temporary files beside them,
+    which an exception removes. Memory grows only by 4 bytes per checksum.
 
     Attributes:
         prefix: path without .bin or .idx; its directory must exist.
         dtype: of the tokens: u1, i1, i2, i4, i8, u2, f4 or f8.
         modes: whether to keep a mode per sequence (multimodal stores).
         overwrite: whether existing files may be replaced.
-        checksum_bytes: that each checksum is of, a power of two from 4 KiB to 64 MiB; None writes none. A
-            cache's blocks are rounded up to whole numbers of it.
+        checksum_bytes: bytes per checksum, a power of two from 4 KiB to 64 MiB; None writes no checksums. A
+            cache rounds its blocks up to a multiple of it.
         num_tokens, num_sequences, num_documents: added so far.
 
     All methods raise StoreError.
@@ -117,18 +117,18 @@ class IndexedWriter:
         self._end_documents(np.arange(first, self.num_sequences + 1))
 
     def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
-        """Add a sequence to the document at hand; tokens [n], n >= 0, that `dtype` can hold.
+        """Add a sequence to the current document; tokens [n], n >= 0, that `dtype` can hold.
 
         Whole numbers are kept exactly or refused, never wrapped; fractions round to a float `dtype`.
-        mode: -128 to 127, kept where the store keeps modes and refused elsewhere unless 0.
+        mode: -128 to 127; refused unless 0 if the store keeps no modes.
         """
         array = self._exact(tokens)
         if not -128 <= mode <= 127 or (mode and not self.modes):
-            raise StoreError(f"{self._place()}: mode {mode}; modes are -128..127 and want modes=True")
+            raise StoreError(f"{self._place()}: mode {mode}; modes are -128..127 and need modes=True")
         self._write(array, np.array([array.size]), mode)
 
     def end_document(self) -> None:
-        """End the document that the sequences since the last end make up; there may be none."""
+        """End the current document: the sequences since the last end, possibly none."""
         self._end_documents(np.array([self.num_sequences]))
 
     # -- below --------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class IndexedWriter:
         return self._files
 
     def _place(self, later: int = 0) -> str:
-        """The sequence that comes next, or so many later, each a document of its own."""
+        """Names the next sequence for messages; later: that many sequences on, each a document of its own."""
         return f"{self.prefix}: sequence {self.num_sequences + later} (document {self.num_documents + later})"
 
     def _refuse_existing(self) -> None:
@@ -193,13 +193,13 @@ class IndexedWriter:
         if array.ndim != 1 or array.size > _MAX_LENGTH:
             raise StoreError(f"{self._place()}: shape {array.shape}; give [n], n < 2**31")
         if array.dtype.kind == "f" and not isinstance(tokens, np.ndarray):
-            # NumPy makes floats of a list of integers that share no integer dtype.
+            # NumPy turns a list of integers without a common integer dtype into floats.
             for i, (given, kept) in enumerate(zip(cast(Sequence[Any], tokens), array.tolist())):
                 if isinstance(given, int) and given != kept:
                     raise StoreError(
                         f"{self._place()}: token {i} is {given}, which NumPy would round to {kept}"
                     )
-        # int64 -> float64 counts as safe for NumPy, though it rounds.
+        # NumPy calls int64 -> float64 safe, although it rounds.
         may_round = self.dtype.kind == "f" and array.dtype.kind in "iu"
         if not array.size or (not may_round and np.can_cast(array.dtype, self.dtype, "safe")):
             return np.ascontiguousarray(array, self.dtype)
@@ -238,7 +238,7 @@ class IndexedWriter:
             _to_disk(files.sums)
         self._refuse_existing()
         data, index, guard = (Path(f"{self.prefix}{suffix}") for suffix in (".bin", ".idx", SUFFIX))
-        # At no moment does an index lie beside a .bin or checksums that are not its own.
+        # At no moment is an index beside a .bin or checksums of another store.
         with typed_errors(index):
             index.unlink(missing_ok=True)
             guard.unlink(missing_ok=True)
@@ -274,10 +274,10 @@ class IndexedWriter:
 
 
 def _differ(given: npt.NDArray[Any], held: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which values another dtype does not hold: whole numbers exactly, fractions but for rounding."""
+    """Which values another dtype cannot hold: whole numbers exactly, fractions up to rounding."""
     if given.dtype.kind == "f":
         return np.isfinite(given) & ~np.isfinite(held)  # infinities are values of every float dtype
-    if held.dtype.kind == "f":  # what is beyond its mantissa may fall between two floats
+    if held.dtype.kind == "f":  # integers beyond its mantissa may fall between two floats
         beyond = np.abs(held) > 2.0 ** (np.finfo(held.dtype.type).nmant + 1)
     else:
         beyond = (held < 0) != (given < 0)
@@ -290,7 +290,7 @@ def _to_disk(stream: IO[bytes]) -> None:
 
 
 class _Files:
-    """The open temporary files of one store; those with a name go when `removed_at_exit` ends."""
+    """The open temporary files of one store; `removed_at_exit` removes those with a name."""
 
     def __init__(self, prefix: str, checksum_bytes: int | None) -> None:
         mark = secrets.token_hex(4)

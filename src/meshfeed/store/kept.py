@@ -1,4 +1,4 @@
-"""Results of functions of a store, kept for as long as the store is there."""
+"""Results of functions of a store, kept for as long as the store exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kept_by_store(most: int) -> Callable[[F], F]:
-    """Keep a function's last `most` results for each store, its first argument, until that store is gone.
+    """Keep a function's last `most` results for each store, its first argument, as long as the store exists.
 
     The other arguments must be hashable. A result must not refer to the store.
     """

@@ -17,50 +17,50 @@ from meshfeed.store.marks import Marks, bearing
 
 LABELS, LOSS_MASK, ATTENTION_MASK = "labels", "loss_mask", "attention_mask"
 OTHER_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
-"""What TRL and transformers call a loss mask of 0 and 1."""
+"""Names of a loss mask of 0 and 1 in TRL and transformers."""
 LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS)
-"""Columns by which other systems say what to train on. None is ever passed over in silence."""
+"""Columns by which other systems say what to train on. None is silently ignored."""
 
 
 class HasColumns(StreamStore):
     """A store that may have further columns."""
 
     _used = ""
-    """What differs from the default, for the fingerprint."""
+    """How the use of columns differs from the default, for the fingerprint."""
 
     @property
     @abstractmethod
     def marks_cache(self) -> Cache:
-        """Where a node keeps which tokens bear loss."""
+        """The cache in which a node keeps which tokens bear loss."""
 
     def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
-        """This store, just opened, with its columns used so; see `open_store`. Raises OptionError."""
+        """This store, just opened, with its columns used as given; see `open_store`. Raises OptionError."""
         if (labels is not None and labels != self.labels_are) or ignore:
             self._used = f"labels={labels or self.labels_are} ignore={','.join(sorted(ignore))}"
         self.labels_are = labels or self.labels_are
         return self
 
     def _use(self) -> str:
-        """What of the use of its columns is not the same for all such content; "" for nothing."""
+        """How columns are used, as far as the content does not decide it; "" for nothing."""
         return self._used
 
     def _as_used(self, digest: str) -> str:
-        """A fingerprint of the content, with how its columns are used."""
+        """A fingerprint of the content's digest and the use of its columns."""
         use = self._use()
         return hashlib.blake2b(f"{digest} {use}".encode(), digest_size=16).hexdigest() if use else digest
 
     def count_bearing(self, starts: I64, stops: I64) -> I64:
         """Values of `labels` and `loss_mask` that bear loss, in stream ranges; int64 [m] twice -> int64 [m].
 
-        A loss mask of 0 bears none, nor does a label below 0. By an index of one bit for each token, made
-        from whole columns once per node, at the first call.
+        A loss mask of 0 bears none, nor does a label below 0. Uses an index of one bit per token, which the
+        first call on a node makes from the whole columns.
         """
         return _bearing_of(self, self.marks_cache).count(starts, stops)
 
     def bearing(self, document: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of a document's first tokens a model is trained to produce; bool [stop].
 
-        The first token never is. All others are, where there are neither labels nor a loss mask.
+        The first token never is. Without labels and loss mask, all others are.
         """
         bears = np.ones(stop, np.bool_)
         found: Mapping[str, Any] = self.columns
@@ -70,7 +70,7 @@ class HasColumns(StreamStore):
                     values = column.read(document, 0, stop)
                 bears &= values >= 0 if name == LABELS else values != 0
         if LABELS in found and self.labels_are == "shifted":
-            bears = np.append(False, bears)[:stop]  # what a token's label says is of the next one
+            bears = np.append(False, bears)[:stop]  # a token's label is about the next one
         bears[:1] = False
         return bears
 

@@ -1,8 +1,8 @@
 """A store over a dataset that a user writes: anything with a length, indexed by `EpochIndex`.
 
-The contract, and all of it: `dataset[EpochIndex(epoch, index)]` is a dict of name -> value, and the same one
-whenever and wherever it is asked for, in any process and any order. What is random in it is drawn from
-`meshfeed.rng(seed, epoch, index)`, never from a global generator.
+The whole contract: `dataset[EpochIndex(epoch, index)]` is a dict of name -> value, the same at any time, in
+any process and any order. Draw its random parts from `meshfeed.rng(seed, epoch, index)`, never from a global
+generator.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EpochDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A value that no rank could be given, and why. An error only where a field asks for it."""
+    """A value that ranks cannot get, and why. It raises an error only when a field needs it."""
 
     why: str
 
@@ -60,17 +60,17 @@ class Mapped(Store):
 
     Args:
         dataset: `len(dataset)` items, `dataset[EpochIndex(epoch, index)]` a dict of name -> NumPy array,
-            torch tensor on the CPU, number, str or bytes. A str comes as its UTF-8 bytes.
-        lengths: tokens of each item, whole numbers [len(dataset)]; what packing plans with. None where
-            items are not token sequences, or stand in rows.
-        valid: loss-bearing tokens of each item, whole numbers [len(dataset)]; None for all its tokens (or 1,
-            where there are no lengths). Sums to `step.valid_tokens`.
-        version: changes whenever the items do; part of the fingerprint. Give one where the dataset has no
-            `fingerprint` of its own: class and length alone do not tell two datasets apart.
+            torch tensor on the CPU, number, str or bytes. A str becomes its UTF-8 bytes.
+        lengths: tokens of each item, whole numbers [len(dataset)], for packing. None if items are not token
+            sequences, or are rows of one length.
+        valid: loss-bearing tokens of each item, whole numbers [len(dataset)]; None for all its tokens (or 1
+            without lengths). Their sum is `step.valid_tokens`.
+        version: a text to change whenever the items change; part of the fingerprint. Give one if the dataset
+            has no `fingerprint` of its own: class and length alone do not distinguish datasets.
 
-    Enter it (`with`) to read; a Feed does, and its `Machine` may have workers, which make items ahead.
-    Pickled or copied, it arrives not entered.
-    Raises StoreError for what is not a dataset, or lengths that do not fit it.
+    Enter it (`with`) to read; a Feed does, and its `Machine` may have workers, which make items ahead. A
+    pickled or copied store is not entered.
+    Raises StoreError for an object that is not a dataset, or lengths that do not fit it.
     """
 
     @moved(workers="workers", timeout_s="timeout_s")
@@ -111,15 +111,15 @@ class Mapped(Store):
             raise StoreError(f"Mapped({name}=...): item {int((counts < 0).argmax())} has {counts.min()}")
         return counts.astype(np.int64)
 
-    # -- what it is -----------------------------------------------------------------------------------
+    # -- attributes -----------------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of the dataset's class name and own fingerprint, its length, lengths, valid and version.
 
-        A dataset's own fingerprint is a `fingerprint` of text, such as that of a store of `mf.open`. Where it
-        has none, another dataset of the same class and length is taken for this one, and so are other items
-        or changed code: that is what `version` is for.
+        A dataset's own fingerprint is its attribute `fingerprint`, a str, as stores of `mf.open` have one.
+        Without it, another dataset of the same class and length passes for this one, and so do other items or
+        changed code; `version` tells them apart.
         """
         return self._fingerprint
 
@@ -148,7 +148,7 @@ class Mapped(Store):
         return self._lengths is not None
 
     def lengths(self, documents: I64) -> I64:
-        """Tokens of each item; int64 [n]. 1 where no lengths were given: an item counts as one."""
+        """Tokens of each item; int64 [n]. 1 without lengths: each item counts as one."""
         return np.ones(len(documents), np.int64) if self._lengths is None else self._lengths[documents]
 
     def valid_tokens(self, documents: I64) -> I64:
@@ -173,11 +173,11 @@ class Mapped(Store):
 
     @contextmanager
     def opened(self, machine: Machine) -> Generator[Self]:
-        """Entered, with the machine's workers unless it has some already; the last exit ends them."""
+        """Enter it with the machine's workers, unless it has some already; the last exit ends them."""
         with self:
             if self._workers is None and machine.workers:
                 make = functools.partial(item_of, self._dataset)
-                # No process starts before the first item is announced: not every rank reads.
+                # No worker starts before the first item is announced: not every rank reads.
                 self._workers = Workers(make, machine.workers, machine.timeout_s, repr(self))
             yield self
 
@@ -192,15 +192,15 @@ class Mapped(Store):
             workers.close()
 
     def announce(self, places: Sequence[EpochIndex]) -> None:
-        """These items will be fetched, in this order: workers begin with them."""
+        """Announce items that will be fetched, in this order; workers begin to make them."""
         if self._workers is not None:
             self._workers.announce(places)
 
     def fetch(self, places: Sequence[EpochIndex]) -> list[Item]:
-        """The items, in the order asked for.
+        """The items, in the order of `places`.
 
-        Raises StoreError naming the EpochIndex where the dataset fails or gives no dict (from a worker, with
-        its traceback), and where a worker dies or is late.
+        Raises StoreError naming the EpochIndex if the dataset fails or returns no dict (from a worker, with
+        its traceback), and if a worker dies or is late.
         """
         if not self._depth:
             raise StoreError(f"{self}: not entered; read from it inside `with store:`")
@@ -224,7 +224,7 @@ class Mapped(Store):
 
 
 def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
-    """One item, its values made plain. Raises what the dataset raises, TypeError where it gives no dict."""
+    """One item, with plain values. Raises what the dataset raises; TypeError if it returns no dict."""
     try:
         given = cast(Any, dataset[at])
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -244,17 +244,17 @@ def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
 
 
 def _own(item: Item) -> Item:
-    """An item with copies of its arrays, as a dataset may fill the same ones again for the next item."""
+    """An item with copies of its arrays, since a dataset may reuse them for the next item."""
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in item.items()}
 
 
 def are_numbers(values: Sequence[Any]) -> bool:
-    """Whether there are values, and each is a plain number: an array would tell their type."""
+    """Whether the values are plain numbers, at least one; they have no dtype, unlike an array."""
     return len(values) > 0 and all(type(each) in (bool, int, float) for each in values)
 
 
 def plain(value: Any) -> Array | bytes | Refused:
-    """A value as an array of numbers or as bytes; see `Mapped` for what may come."""
+    """A value as an array of numbers or as bytes; see `Mapped` for the accepted types."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, (bytes, bytearray)):
@@ -290,12 +290,12 @@ def num_bytes_of(item: Item) -> int:
 
 
 def name_of(dataset: Any) -> str:
-    """What a dataset is called: its class, or what it says of itself, as the adapters here do."""
+    """A dataset's name: its class, or its own `dataset_name`, as the adapters in `views` have one."""
     return str(getattr(dataset, "dataset_name", type(dataset).__qualname__))
 
 
 def fingerprint_of(dataset: Any) -> str:
-    """What a dataset says of its content, as stores do; empty where it says nothing."""
+    """A dataset's own fingerprint, as stores have one; empty if it has none."""
     own = getattr(dataset, "fingerprint", "")
     return own if isinstance(own, str) else ""
 

@@ -1,4 +1,4 @@
-"""Which tokens bear loss, are special, or are not 0 in a column: a bit for each, so that ranges count fast.
+"""One bit per token: whether it bears loss, is special, or is not 0 in a column. Ranges count fast.
 
 bits     uint8 [bytes], value i is bit i % 8 of byte i // 8, zeros at the end
 counts   int64 [blocks], marked values before each block of 256
@@ -54,9 +54,9 @@ class Marks:
 
 
 def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = None) -> Marks:
-    """The marks of a column, made once per node; reads all of it then. Raises StoreError.
+    """The marks of a column, made once per node, which reads all of it. Raises StoreError.
 
-    tokens: what is marked; None for all that is not 0.
+    tokens: the values to mark; None for all but 0.
     """
     of_tokens = {} if tokens is None else {"tokens": str(tokens)}
     key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint, **of_tokens)
@@ -69,9 +69,9 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = 
 
 
 def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Cache) -> Marks:
-    """The marks of tokens that bear loss by a column of labels, a loss mask, or both, of which one is there.
+    """The marks of tokens that bear loss by a column of labels, a loss mask, or both; at least one is given.
 
-    A label below 0 bears none. Made once per node; reads all of both then. Raises StoreError.
+    A label below 0 bears none. Made once per node, which reads all of both. Raises StoreError.
     """
     if labels is None:
         return marks_of(cast(StreamStore, loss_mask), cache)
@@ -93,7 +93,7 @@ def _values(store: StreamStore, begin: int, end: int) -> Array:
 def _made(
     key: str, total: int, marked_in: Callable[[int, int], npt.NDArray[np.bool_]], cache: Cache
 ) -> Marks:
-    """The marks of a stream, made once per node. marked_in: which places of begin..end are marked."""
+    """The marks of a stream, made once per node. marked_in: which of the places begin..end are marked."""
 
     def scan(span: range) -> Mapping[str, Array]:
         marked = marked_in(span.start, span.stop)
@@ -101,7 +101,7 @@ def _made(
         return {"bits": np.packbits(blocks, bitorder="little"), "counts": blocks.sum(1)}
 
     def join(spans: Sequence[range], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
-        # One block more, of none, for the place at the end.
+        # One more block, without marks, for the place at the end.
         bits = np.concatenate((joined(arrays, "bits", np.uint8), np.zeros(_BLOCK // 8, np.uint8)))
         return {"bits": bits, "counts": np.concatenate(([0], joined(arrays, "counts").cumsum()))}
 

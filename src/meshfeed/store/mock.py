@@ -1,4 +1,4 @@
-"""A store of documents that have lengths and made-up tokens: for tests, plans and benchmarks."""
+"""A store of documents with given lengths and made-up tokens: for tests, plans and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _VOCAB = 32_768
 
 
 class Lengths(StreamStore):
-    """Documents of given lengths, laid end to end; token t of the stream is a hash of t.
+    """Documents of given lengths; token t of the stream is a hash of t.
 
-    Holds the lengths in memory, and nothing else. Works wherever a token store does.
+    Keeps only the lengths, in memory. Works like any token store.
 
     Args:
         lengths: tokens of each document; whole numbers from 0.
@@ -44,8 +44,8 @@ class Lengths(StreamStore):
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """From a text file of lengths: one per line, or several between commas or spaces.
 
-        A first line that holds no number is the header of a CSV. Raises StoreError for anything else, and for
-        a file without a length.
+        A first line without a number is taken for the header of a CSV. Raises StoreError for any other text,
+        and for a file without a length.
         """
         where, lengths = os.fspath(path), list[int]()
         try:
@@ -77,9 +77,9 @@ class Lengths(StreamStore):
         longest: int = 2**31 - 1,
         seed: int = 0,
     ) -> Self:
-        """`count` lengths with this mean before they are cut to shortest ... longest.
+        """`count` lengths with this mean before they are clipped to shortest ... longest.
 
-        sigma: of the lengths' logarithm; 0 makes all equal. Raises StoreError for what makes no distribution.
+        sigma: of the logarithm of the lengths; 0 makes all equal. Raises StoreError for invalid parameters.
         """
         if count < 0 or mean <= 0 or sigma < 0 or not 0 <= shortest <= longest:
             raise StoreError(
@@ -113,7 +113,7 @@ class Lengths(StreamStore):
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
     def content_digest(self) -> str:
-        """Its fingerprint, which has every length."""
+        """Its fingerprint, which covers every length."""
         return self.fingerprint
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
@@ -132,7 +132,7 @@ class Lengths(StreamStore):
 
 
 def _length_of(text: str) -> int:
-    """Raises ValueError saying what is wrong with the text."""
+    """The length in a text. Raises ValueError saying what is wrong."""
     try:
         length = int(text)
     except ValueError:

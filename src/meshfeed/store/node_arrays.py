@@ -1,11 +1,11 @@
 """Arrays that one process of a node builds and all map into memory.
 
-A folder holds an entry per key, the digest of all that its arrays depend on; see `once_per_node`. Mapped
-pages are shared: what a node's memory holds does not grow with its processes.
+A folder has an entry per key, the digest of all that its arrays depend on; see `once_per_node`. Mapped pages
+are shared, so memory does not grow with the number of processes.
 
-    <key>.lock      empty, for ever
+    <key>.lock      empty; never removed
     <key>.part/     being written
-    <key>.parts/    entries of parts, until the whole is there
+    <key>.parts/    entries of parts, until the whole is made
     <key>/          name.npy for each array, and manifest.json: their sizes and digests
 """
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("meshfeed")
 
 
 def key_of_parts(**parts: int | float | str | bool | None) -> str:
-    """A file name that is a digest of everything that some arrays depend on."""
+    """A file name: the digest of everything that some arrays depend on."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -45,14 +45,14 @@ def key_of_parts(**parts: int | float | str | bool | None) -> str:
 def cached_arrays(
     folder: str | os.PathLike[str], key: str, build: Callable[[], Mapping[str, Array]]
 ) -> dict[str, Array]:
-    """The arrays of `key`, mapped read-only; built by the first to ask while the others wait.
+    """The arrays of `key`, mapped read-only; built by the first process to ask while the others wait.
 
-    folder: on a disk of the node or shared, made if missing. key: letters and digits, as `key_of_parts`
-    gives. build: its names become file names. An entry that is damaged (lacks a file, is cut, or has other
-    bytes at one of 64 places of a file) is built again; so is one whose builder died. What `build` raises
-    passes through, and the next process tries again.
+    folder: on a disk of the node or a shared one, created if missing. key: letters and digits, as from
+    `key_of_parts`. build: its names become file names. An entry is built again if its builder died or it is
+    damaged: lacks a file, is truncated, or has other bytes at one of 64 places of a file. Errors of `build`
+    pass through, and the next process tries again.
 
-    Raises StoreError for a folder that cannot be written, is full, or knows no locks.
+    Raises StoreError for a folder that cannot be written, is full, or has no locks.
     """
     entry, of_build = Path(folder) / key, list[OSError]()
 
@@ -87,8 +87,8 @@ def built_in_parts(
 ) -> dict[str, Array]:
     """`cached_arrays`, made part by part and joined: after a killed builder, the next one resumes.
 
-    A part is an entry of its own, in <key>.parts, until the whole is there. Everything that the arrays depend
-    on is in the key, how they are cut into parts too.
+    A part is an entry of its own, in <key>.parts, until the whole is made. The key covers everything that the
+    arrays depend on, including how they are cut into parts.
     """
     of_parts = folder / f"{key}.parts"
 
@@ -103,12 +103,12 @@ def built_in_parts(
 
     arrays = cached_arrays(folder, key, whole)
     if of_parts.exists():
-        shutil.rmtree(of_parts, ignore_errors=True)  # another process may be at it, too
+        shutil.rmtree(of_parts, ignore_errors=True)  # another process may remove it, too
     return arrays
 
 
 def joined(arrays: Sequence[Mapping[str, Array]], name: str, dtype: Any = np.int64) -> Array:
-    """One array of all parts, back to back; empty where there is no part."""
+    """One array of all parts, back to back; empty without parts."""
     return np.concatenate([part[name] for part in arrays] or [np.zeros(0, dtype)])
 
 
@@ -131,7 +131,7 @@ def _write(part: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _opened(entry: Path) -> dict[str, Array] | None:
-    """The arrays of an entry; None where there is none, or a damaged one."""
+    """The arrays of an entry; None if it is missing or damaged."""
     try:
         manifest = json.loads((entry / _MANIFEST).read_text())
         arrays: dict[str, Array] = {}
@@ -143,11 +143,11 @@ def _opened(entry: Path) -> dict[str, Array] | None:
             arrays[name] = mapped.view(np.ndarray)  # a memmap's own __getitem__ costs a microsecond
         return arrays
     except (OSError, ValueError, TypeError, AttributeError):
-        return None  # what cannot be read is built again; what cannot be written then says so
+        return None  # built again; if it cannot be written, that raises the error
 
 
 def _signs(path: Path) -> dict[str, Any]:
-    """What tells a file from a damaged one: its size, and a digest of 64 blocks from end to end."""
+    """What damage to a file changes: its size, and a digest of 64 blocks spread over it."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb", buffering=0) as stream:

@@ -1,12 +1,12 @@
 """The .idx of a store on this machine, read once per node.
 
 The first process of a node to ask copies it into the node's cache folder; all others, of this job or a later
-one, map the copy. So no process maps the file itself, which would end it by SIGBUS where the file is cut or
-its disk fails; memory does not grow with the ranks; a rank that needs no tokens opens neither .idx nor .bin.
+one, map the copy. So no process maps the file itself, and none dies by SIGBUS if the file is truncated or its
+disk fails; memory does not grow with the ranks; a rank that needs no tokens opens neither .idx nor .bin.
 
 A copy belongs to one version of the files: its name is a digest of their inodes, sizes and times. Indexes of
-more than 4 GiB, and those of a node whose cache folder cannot be written, are read in place, page by page. A
-copy that nobody opened for a day is removed.
+more than 4 GiB, and all if the cache folder cannot be written, are read in place, page by page. A copy that
+was not opened for a day is removed.
 
     <key>        the .idx | u32 crc32 of each block of the .bin, if there is a .sums | facts | u32 their size
     <key>.seen   a byte per block of the .bin: whether a process of this node has compared it
@@ -40,7 +40,7 @@ from meshfeed.store.checksums import checksums_of, wrong_block
 from meshfeed.store.index import fingerprint_of, read_header
 
 _FACTS = struct.Struct("<I")
-_FORMAT = 1  # of a copy; another one has another name
+_FORMAT = 1  # of a copy; part of its name
 _MOST_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
 _SWEEP_EVERY_S = 600.0
@@ -51,13 +51,13 @@ _log = logging.getLogger("meshfeed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A copy that is mapped.
+    """A mapped copy.
 
     Attributes:
         pages: its bytes, the .idx first.
-        facts: what it says of itself; "guard" is "good", "none", or "refused" for a .sums that is damaged or
-            of other files.
-        entry: where it lies.
+        facts: about the store; "guard" is "good", "none", or "refused" for a .sums that is damaged or of
+            other files.
+        entry: its path.
     """
 
     pages: Bytes
@@ -77,7 +77,7 @@ class _Copy:
 class NodeIndex(LocalFile):
     """The .idx of a store. Peeks and look-ups go to the node's copy; `read_into` reads the file itself.
 
-    prefix: the store's path. cache: whose folder holds the copy.
+    prefix: the store's path. cache: the one with the copy.
     """
 
     def __init__(self, prefix: str, cache: Cache | None = None) -> None:
@@ -97,18 +97,18 @@ class NodeIndex(LocalFile):
 
     @property
     def fingerprint(self) -> str:
-        """Of the store. Raises StoreError."""
+        """The store's fingerprint. Raises StoreError."""
         copy = self._copy()
         return _fingerprint_of(self.prefix) if copy is None else copy.facts["fingerprint"]
 
     @property
     def cache(self) -> Cache:
-        """Whose folder holds the copy."""
+        """The cache with the copy."""
         return self._cache
 
     @property
     def data_version(self) -> tuple[int, int, int] | None:
-        """Device, inode and time of modification in ns of its .bin; None before the index is read."""
+        """Device, inode and modification time in ns of its .bin; None before the index is read."""
         if not self._pair:
             return None
         device, inode, _, modified_ns = self._pair[1]
@@ -121,7 +121,7 @@ class NodeIndex(LocalFile):
         return [copy.pages[begin : min(end, size)].tobytes() for begin, end in ranges]
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """The entries where they lie in the copy. Raises ChangedError for files that were written since."""
+        """The entries, mapped in the copy. Raises ChangedError if the files were written since."""
         copy = self._copy(look=True)
         if copy is None:
             return super().arrays(*parts)
@@ -131,7 +131,7 @@ class NodeIndex(LocalFile):
         """Checksums of the .bin, and a byte per block, to be set to 1 once it is compared.
 
         The processes of a node share these bytes. None without a .sums. Raises StoreError for a .sums that is
-        damaged or of other files.
+        damaged or belongs to other files.
         """
         copy = self._copy()
         if copy is not None and copy.facts["guard"] != "refused":
@@ -156,7 +156,7 @@ class NodeIndex(LocalFile):
 
 
 def _versions_of(prefix: str) -> list[Version | None]:
-    """Of the .idx, the .bin and, where there is one, the .sums. Raises StoreError."""
+    """Versions of the .idx, the .bin and the .sums; None for a missing .sums. Raises StoreError."""
     found: list[Version | None] = [version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin")]
     try:
         found.append(version_of(f"{prefix}{SUFFIX}"))
@@ -174,7 +174,7 @@ def _fingerprint_of(prefix: str) -> str:
 
 
 def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy | None:
-    """The node's copy, made by the first to ask; None where it cannot be written."""
+    """The node's copy, made by the first process to ask; None if it cannot be written."""
     key = hashlib.blake2b(f"{_FORMAT} {_boot()} {versions}".encode(), digest_size=16).hexdigest()
     try:
         folder = cache.make() / "index"
@@ -185,7 +185,7 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
             _sweep(folder)
             _write(part, entry, prefix, versions)
 
-        # few locks for all copies, since lock files stay
+        # a few locks for all copies, since lock files stay
         lock = folder / f"{key[0]}.lock"
         return once_per_node(entry, _opened, make, lock=lock, is_durable=False)
     except CacheError as error:
@@ -205,7 +205,7 @@ def _write(part: Path, entry: Path, prefix: str, versions: list[Version | None])
     sums = _mapped(part).sums
     if sums is not None:
         with open(_seen_path(entry), "wb", opener=_private) as stream:
-            stream.write(bytes(sums.sums.size))  # no hole: a full disk is told here, not by a signal
+            stream.write(bytes(sums.sums.size))  # no hole: a full disk fails here, not by a signal
 
 
 def _private(path: str, flags: int) -> int:
@@ -213,7 +213,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
-    """The bytes of a copy, made of the files themselves. Raises StoreError."""
+    """The bytes of a copy, made from the files. Raises StoreError."""
     wait_for_tick(max(each[4] for each in versions if each is not None))
     idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)
     try:
@@ -240,7 +240,7 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove, once in a while, copies that no process opened for a day, and what killed processes left."""
+    """Remove, from time to time, copies that were not opened for a day, and leftovers of killed processes."""
     with suppress(OSError):
         marker, now = folder / "swept", time.time()
         if marker.exists() and now - marker.stat().st_mtime < _SWEEP_EVERY_S:
@@ -255,7 +255,7 @@ def _sweep(folder: Path) -> None:
 
 @functools.cache
 def _boot() -> str:
-    """This start of the machine: a copy is not synced to the disk, so a crash may leave it in any state."""
+    """The id of this boot: a copy is not synced to the disk, so a crash may leave it in any state."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -265,10 +265,10 @@ def _boot() -> str:
 
 
 def _opened(entry: Path) -> _Copy | None:
-    """A copy; None where there is none, or a damaged one, which is to be replaced."""
+    """A copy; None if it is missing, or damaged and to be replaced."""
     try:
         copy = _mapped(entry)
-        os.utime(entry)  # it is used
+        os.utime(entry)  # marks it as used
         return copy
     except (OSError, ValueError, struct.error):
         return None
@@ -287,7 +287,7 @@ def _seen_path(entry: Path) -> Path:
 
 
 def _seen(entry: Path, num_blocks: int) -> Bytes:
-    """Which blocks were compared, uint8 [num_blocks]; of this process alone where it cannot be shared."""
+    """Which blocks were compared, uint8 [num_blocks]; by this process alone if it cannot be shared."""
     if num_blocks:
         with suppress(OSError), _seen_path(entry).open("r+b") as stream:
             seen = mapped(stream.fileno(), write=True)

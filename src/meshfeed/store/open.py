@@ -1,4 +1,4 @@
-"""Path or URL -> store, by the files there."""
+"""Path or URL -> store, recognised by its files."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def open_store(
     """The token store at `path`, recognised and checked; no file stays open.
 
     path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, with an MDS or
-    litdata dataset, or of datasets.save_to_disk; of a .jsonl, .parquet or .arrow file, or a folder of these;
-    or the URL: s3://, gs://, az://, http(s)://, hf://datasets/OWNER/NAME@REVISION/PATH. Several .jsonl,
+    litdata dataset, or from datasets.save_to_disk; of a .jsonl, .parquet or .arrow file, or a folder of
+    these; or a URL: s3://, gs://, az://, http(s)://, hf://datasets/OWNER/NAME@REVISION/PATH. Several .jsonl,
     .parquet or .arrow files of one folder: folder/train-*.parquet.
     column: of MDS, litdata, JSONL, Parquet or Arrow: the column of tokens, by default "tokens" or
     "input_ids"; with a tokenizer, the column of text, by default "text".
-    dtype: of the tokens in a file of nothing else, such as nanoGPT's train.bin; of MDS: in a column of plain
+    dtype: of the tokens in a file of raw tokens, such as nanoGPT's train.bin; of MDS: in a column of plain
     bytes.
     tokenizer: of JSONL, Parquet or Arrow: "bytes" for UTF-8, or one on this machine, used without special
     tokens: a `tokenizers` JSON file, a transformers directory, a sentencepiece .model,
     NAME.ENCODING.tiktoken, or tiktoken:ENCODING.
-    labels: what a column "labels" holds at a token: "shifted" the label of that token, "unshifted" its own,
-    which is the label of the token before it, as Hugging Face's collators and models have it. None: "shifted"
-    in a folder with dataset.json, "unshifted" elsewhere.
-    ignore: columns that are not used: of "labels", "loss_mask", "attention_mask", "completion_mask",
+    labels: what a column "labels" holds at a token. "shifted": the label that this token predicts.
+    "unshifted": the label of this token, which the token before it predicts, as in Hugging Face's collators
+    and models. None: "shifted" in a folder with dataset.json, "unshifted" elsewhere.
+    ignore: columns not to use: of "labels", "loss_mask", "attention_mask", "completion_mask",
     "assistant_masks" and "assistant_mask"; of a folder with dataset.json, any.
     cache: where a node keeps fetched blocks of a remote store, and the lengths of documents if the format
-    does not record them; or that folder alone; None for the default.
+    does not record them; a `Cache` or its folder; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; for the rest, the cloud's
     usual chain of environment variables, files and services applies.
 
-    Raises StoreError if there is none, or if its header, sizes or entries cannot be right.
+    Raises StoreError if there is none, or if its header, sizes or entries are invalid.
     """
     if not isinstance(cast(object, path), (str, os.PathLike)) or not os.fspath(path):
         raise OptionError(f"mf.open({path!r}): give a path or a URL")
@@ -92,7 +92,7 @@ def open_store(
 
 
 def _used_as(store: StreamStore, labels: LabelsAre | None, ignore: frozenset[str]) -> StreamStore:
-    """The store, with its columns used as given. Raises OptionError where it has none."""
+    """The store, with its columns used as given. Raises OptionError if it has none."""
     if labels is None and not ignore:
         return store
     if labels not in (None, *get_args(LabelsAre)):

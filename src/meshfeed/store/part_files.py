@@ -122,16 +122,16 @@ class PartFiles:
         return [out[stop - size : stop] for stop, size in zip(stops.tolist(), (ends - begins).tolist())]
 
     def will_need(self, documents: I64, places: I64) -> None:
-        """Announce parts that are going to be read, each once; see `ranges`."""
+        """Announce parts that will be read, each once; see `ranges`."""
         self.data.will_need(*self.ranges(documents, places))
 
     def forget_needs(self) -> None:
-        """Drop what was announced and is not read yet."""
+        """Cancel announced parts that have not been read."""
         for store in (self.data, self.sizes):
             store.forget_needs()
 
     def check(self, num_documents: int) -> None:
-        """Check both indices as `IndexedStore.check` does, and that they have as many documents."""
+        """Check both indices as `IndexedStore.check` does, and that they have that many documents."""
         for name, store, dtype in (
             ("parts", self.data, np.dtype(np.uint8)),
             ("sizes of parts", self.sizes, np.dtype("<f8")),
@@ -150,7 +150,7 @@ class PartFiles:
             )
 
     def verify(self, tokens: IndexedStore) -> Iterator[float]:
-        """Check every entry, and that each placeholder is a token of its document, yielding the part done."""
+        """Check every entry, and each placeholder's place in its document, yielding the fraction done."""
         for done, store in enumerate((self.data, self.sizes)):
             yield from ((done + part) / 3 for part in store.verify())
         with contextlib.ExitStack() as stack:
@@ -190,7 +190,7 @@ _AGAIN = "copy the dataset again, or prepare it again"
 
 
 def rows_of(parts: Parts) -> npt.NDArray[np.float64]:
-    """The sizes of parts as they are stored; float64 [p, 6]."""
+    """The stored sizes of parts; float64 [p, 6]."""
     return np.stack([np.asarray(getattr(parts, name), np.float64) for name in SIZES], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers by name: text -> tokens, whichever library encodes it, without special tokens."""
+"""Tokenizers by name: text -> tokens without special tokens, by any library."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TIKTOKEN = "tiktoken:"
 
 
 class Tokenizer(ABC):
-    """Text -> tokens. An entry point of the group `meshfeed.tokenizers` is made of a `TokenizerFile`.
+    """Text -> tokens. Entry points of the group `meshfeed.tokenizers` are called with a `TokenizerFile`.
 
     Attributes:
-        vocab_size: one more than the greatest id.
+        vocab_size: one more than the largest id.
         end: the token that ends a document, if the tokenizer has one.
     """
 
@@ -58,10 +58,10 @@ class TokenizerFile:
     """A tokenizer's name and the bytes of its file; both are pickled.
 
     Attributes:
-        name: as KNOWN says.
+        name: one of KNOWN.
         kind: the entry point that makes it, such as "bytes" or "sentencepiece".
-        content: of its file; empty if the name says all.
-        config: of tokenizer_config.json beside it, in a directory.
+        content: the bytes of its file; empty if the name is enough.
+        config: the bytes of tokenizer_config.json beside it, in a directory.
     """
 
     name: str
@@ -71,7 +71,7 @@ class TokenizerFile:
 
     @property
     def digest(self) -> str:
-        """Everything that decides its tokens: its file, and the code of a class that is not meshfeed's."""
+        """Digest of all that decides its tokens: its file, and the code of a class that is not meshfeed's."""
         own = hashlib.blake2b(self.content, digest_size=16).hexdigest() if self.content else self.name
         code = "" if self.kind == BYTES else code_of(_maker_of(self))
         return f"{own} {code}" if code else own
@@ -93,9 +93,9 @@ class TokenizerFile:
 
 
 def tokenizer_file(name: str) -> TokenizerFile:
-    """The tokenizer of a name, read but not made. Raises StoreError if there is none.
+    """The file of a named tokenizer, read but not loaded. Raises StoreError if there is none.
 
-    A name is text or a path; see `tokenizer_name` for what else users give.
+    name: text or a path; `tokenizer_name` handles what else users give.
     """
     name = tokenizer_name(name)
     if name == BYTES:
@@ -126,7 +126,7 @@ def tokenizer_file(name: str) -> TokenizerFile:
 
 @lru_cache(maxsize=1)
 def _loaded(file: TokenizerFile) -> Tokenizer:
-    """Large vocabularies take seconds, and a process mostly has one."""
+    """Cached: large vocabularies take seconds to load, and most processes have one."""
     return _maker_of(file)(file)
 
 

@@ -12,7 +12,7 @@ from meshfeed.store.mapped import EpochDataset, fingerprint_of, name_of
 
 
 class IntDataset(Protocol):
-    """A map-style dataset as torch knows it."""
+    """A map-style dataset, as in torch."""
 
     def __len__(self) -> int: ...
 
@@ -24,9 +24,9 @@ class SameEveryEpoch:
 
     Args:
         dataset: `dataset[index]` for index in [0, len(dataset)).
-        names: names for the parts of an item, where the dataset gives tuples, such as ("image", "label").
+        names: names for the values of an item, if the dataset returns tuples, such as ("image", "label").
 
-    Indexing raises what the dataset raises, and RecipeError where the parts are not as many as the names.
+    Indexing raises what the dataset raises, and RecipeError if an item has another number of values.
     """
 
     def __init__(self, dataset: IntDataset, names: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ class SameEveryEpoch:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's own, as a store has one; empty where it has none."""
+        """The dataset's own, as a store has one; empty if it has none."""
         return fingerprint_of(self._dataset)
 
     def __len__(self) -> int:

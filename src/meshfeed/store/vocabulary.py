@@ -15,7 +15,7 @@ _REMEDY = "use the model's tokenizer, or give the model's real vocabulary size, 
 
 
 def check_stores(stores: Sequence[Any], vocab_size: int) -> bool:
-    """Whether tokens have to be checked as they are read, because no index holds the largest of some store.
+    """Whether tokens must be checked as they are read, because some store's index lacks its largest token.
 
     Reads no tokens. Raises StoreError for a store whose largest token is known and not below `vocab_size`.
     """
@@ -35,9 +35,9 @@ def check_stores(stores: Sequence[Any], vocab_size: int) -> bool:
 
 
 def check_tokens(tokens: Any, vocab_size: int, stores: Sequence[Any]) -> None:
-    """Raises StoreError, naming the stores they are of, for tokens that are not in [0, vocab_size).
+    """Raises StoreError, naming the stores, for tokens that are not in [0, vocab_size).
 
-    tokens: an array, or one for each sequence; what is not an array of whole numbers is not checked.
+    tokens: an array, or one for each sequence; other objects than arrays of whole numbers are not checked.
     """
     arrays: Sequence[Any] = [tokens] if isinstance(tokens, np.ndarray) else tokens or ()
     whole = [a for a in arrays if isinstance(a, np.ndarray) and a.dtype.kind in "iu" and a.size]

@@ -1,7 +1,7 @@
 """Worker processes that make the items of a user's dataset ahead.
 
-Each worker has a pipe of its own, so one that is killed in the middle of a message breaks only that pipe, and
-a thread of its own, which sends it the next task and receives the item; a fetch waits for these threads.
+Each worker has its own pipe, so a worker that is killed within a message breaks only that pipe. A thread of
+the rank serves each worker: it sends the next task and receives the item. A fetch waits for these threads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from meshfeed.errors import MeshfeedError, StoreError
 
 P = TypeVar("P", bound=Hashable)
 
-_starting = threading.Lock()  # no worker inherits the end of a pipe that is another's
-_GRACE_S = 2.0  # for busy workers at the end
+_starting = threading.Lock()  # so that no worker inherits an end of another worker's pipe
+_GRACE_S = 2.0  # how long busy workers may take to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,21 @@ class Failure:
 
 
 class Workers(Generic[P]):
-    """Makes announced items ahead, and hands them over by their place.
+    """Makes announced items ahead, and returns them by their place.
 
-    Items are to be fetched in the order in which they were announced: an item that was announced before a
-    fetched one, but not fetched, belongs to an abandoned iteration and is dropped. Items that were never
-    announced are made at once.
+    Fetch items in the order of announcement: an item announced before a fetched one, but not fetched, belongs
+    to an abandoned iteration and is dropped. Items that were never announced are made at once.
 
     Args:
-        make: place, or what `read` gives for it -> item; runs in the workers.
+        make: place, or the result of `read` for it -> item; runs in the workers.
         count: worker processes, from 1. They start with the first requested item.
         timeout_s: how long to wait for one item.
-        name: of what makes them, for messages.
-        read: place -> what a worker needs to make the item; runs in this process, on the worker's thread. A
-            MeshfeedError of it takes the item's place.
-        received: what a worker got and what it made -> the item; runs on the worker's thread.
-        called: place -> what messages call it.
-        is_full: whether the items made and not fetched yet are so many that no further one is begun.
+        name: of the store, for messages.
+        read: place -> what a worker needs to make the item; runs in this process, on the worker's thread. If
+            it raises a MeshfeedError, that is the item.
+        received: (task, result of `make`) -> item; runs on the worker's thread.
+        called: place -> its name in messages.
+        is_full: whether so many items wait to be fetched that no further one is begun.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Workers(Generic[P]):
         self._queue: deque[P] = deque()  # not yet given to a worker
         self._order: deque[P] = deque()  # announced, not yet fetched
         self._uses: Counter[P] = Counter()  # how often each stands in `_order`
-        self._now: frozenset[P] = frozenset()  # requested by the current fetch
+        self._now: frozenset[P] = frozenset()  # of the current fetch
         self._made: dict[P, Any] = {}
         self._threads: list[threading.Thread] = []
         self._processes: list[Any] = []
@@ -84,7 +83,7 @@ class Workers(Generic[P]):
         self._dead = self._broken = ""
 
     def announce(self, places: Sequence[P]) -> None:
-        """These will be fetched next, in this order."""
+        """Announce items that will be fetched next, in this order."""
         with self._changed:
             for at in places:
                 self._order.append(at)
@@ -94,7 +93,7 @@ class Workers(Generic[P]):
             self._wake()
 
     def fetch(self, places: Sequence[P]) -> list[Any]:
-        """What `make` gave for each place, or a Failure.
+        """The result of `make` for each place, or a Failure.
 
         Raises StoreError if a worker dies, an item takes longer than timeout_s, or the store is closed.
         """
@@ -111,7 +110,7 @@ class Workers(Generic[P]):
             self._now = frozenset()
             for at in set(places):
                 self._forget_unwanted(at)
-            self._changed.notify_all()  # there may be room again
+            self._changed.notify_all()  # `is_full` may have changed
         return items
 
     def close(self) -> None:
@@ -123,18 +122,18 @@ class Workers(Generic[P]):
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
         for process in self._processes:
-            with contextlib.suppress(ValueError):  # ended, and let go by its thread
-                process.kill()  # by force those that are busy
-        for thread in self._threads:  # not for ever: a process that a worker forked may hold its pipe
+            with contextlib.suppress(ValueError):  # ended, and closed by its thread
+                process.kill()  # those that are still busy
+        for thread in self._threads:  # a time limit: a process that a worker forked may keep its pipe open
             thread.join(_GRACE_S)
         for process in self._processes:
             with contextlib.suppress(ValueError):
                 process.join(_GRACE_S)
 
-    # -- who wants what; all under the lock -----------------------------------------------------------
+    # -- the queue; all under the lock ----------------------------------------------------------------
 
     def _advance(self, at: P) -> None:
-        """Take `at`, and all that should have come before it, off the announced."""
+        """Remove `at`, and everything announced before it, from the announced items."""
         while True:
             passed = self._order.popleft()
             self._uses[passed] -= 1
@@ -152,7 +151,7 @@ class Workers(Generic[P]):
         return (at in self._uses or at in self._now) and at not in self._made
 
     def _await(self, at: P) -> None:
-        """Wait until an item is there; releases the lock meanwhile."""
+        """Wait until an item has arrived; releases the lock meanwhile."""
         self._changed.wait_for(
             lambda: at in self._made or self._closing or self._dead or self._broken, self._timeout_s
         )
@@ -167,7 +166,7 @@ class Workers(Generic[P]):
             )
         if self._broken:
             raise StoreError(
-                f"{self._name}: its workers cannot go on, {self._called(at)} is asked for:\n{self._broken}"
+                f"{self._name}: its workers cannot go on; {self._called(at)} was asked for:\n{self._broken}"
             )
         raise StoreError(
             f"{self._name}: {self._called(at)} is not there after {self._timeout_s:g} s; look at what makes "
@@ -208,24 +207,24 @@ class Workers(Generic[P]):
                 watch.join(_GRACE_S)
                 process.kill()
                 watch.join()
-                process.close()  # close its descriptors now: an error may keep a reference for long
+                process.close()  # close its descriptors now: an error may keep a reference to it
         except BaseException:  # raised by the fetch that waits for an item
             self._broken = traceback.format_exc()
         with self._changed:
             self._changed.notify_all()
 
     def _serve(self, pipe: Connection) -> None:
-        """Hand over what is next until all is over. Raises EOFError or OSError where the worker has died."""
+        """Exchange tasks and items until the end. Raises EOFError or OSError if the worker dies."""
         handed = self._handed(pipe, wait=True)
         while handed is not None:
             made = pipe.recv_bytes()
-            following = self._handed(pipe, wait=False)  # before this one is unpacked: the worker goes on
+            following = self._handed(pipe, wait=False)  # before this one is unpacked: keeps the worker busy
             at, task = handed
             self._put(at, self._received(task, cast(Any, ForkingPickler).loads(made)))
             handed = self._handed(pipe, wait=True) if following is None else following
 
     def _handed(self, pipe: Connection, *, wait: bool) -> tuple[P, Any] | None:
-        """The place and task that were sent to a worker; None if there are none, or all is over."""
+        """Send a worker its next task; returns its place and the task, or None without one or at the end."""
         while (at := self._next(wait=wait)) is not None:
             try:
                 task = at if self._read is None else self._read(at)
@@ -237,7 +236,7 @@ class Workers(Generic[P]):
         return None
 
     def _next(self, *, wait: bool) -> P | None:
-        """Take the next task off the queue; None if there is none, or all is over."""
+        """Take the next place off the queue; None without one or at the end."""
         with self._changed:
             while not (self._closing or self._dead or self._broken):
                 while self._queue and not self._wanted(self._queue[0]):
@@ -271,20 +270,20 @@ class Workers(Generic[P]):
                     f"and the script must start its work under `if __name__ == '__main__':`"
                 ) from error
             finally:
-                theirs.close()  # of its writing end only the worker's is left, so that its death is noticed
+                theirs.close()  # only the worker keeps the writing end, so that its death is noticed
             self._processes.append(process)
             return process, mine
 
 
 def _shut_at_the_end_of(process: Any, pipe: Connection) -> threading.Thread:
-    """A thread that shuts a worker's pipe when it ends, since what it has forked may hold the pipe open."""
+    """A thread that shuts a worker's pipe when it ends, since processes it forked may keep the pipe open."""
     end = socket.socket(fileno=os.dup(pipe.fileno()))
 
     def watch() -> None:
         with end:
             process.join()
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # what it has sent can still be received
+                end.shutdown(socket.SHUT_RDWR)  # sent messages can still be received
 
     thread = threading.Thread(target=watch, name="meshfeed-workers", daemon=True)
     thread.start()
@@ -292,16 +291,16 @@ def _shut_at_the_end_of(process: Any, pipe: Connection) -> threading.Thread:
 
 
 def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
-    """What a worker runs: item after item, until there is None to make."""
+    """The main loop of a worker: make item after item, until it receives None."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
-    if parent is not None:  # a rank that is killed leaves no worker, even a busy one
+    if parent is not None:  # a killed rank leaves no worker, not even a busy one
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches the rank, too, which ends the workers
         while (at := pipe.recv()) is not None:
             try:
                 item = make(at)
-            except Exception:  # as text: its type might not travel
+            except Exception:  # as text: its type may not pickle
                 item = Failure(number, traceback.format_exc())
             pipe.send_bytes(_pickled(number, item))
 
