@@ -1,11 +1,11 @@
 """Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure.
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups` (the cp
-groups there are), `step` (the front door). Then along the line: `problem` (the rows and the room of a step),
+groups there are), `step` (the entry point). Then its stages: `problem` (the rows and the room of a step),
 `choose` with `candidates` (how many microbatches), `fill` by `reach` and `place` (which sequences share a
-group), `placement` (on which ranks). Beside it: `in_order`; `two_costs` with `swap` (even for encoders, too),
-`encoders` and `encoder_routes` (who encodes what, and who gets it); `account` (how good a plan is); `split`
-(context parallelism).
+group), `placement` (on which ranks). Besides: `in_order`; `two_costs` with `swap` (balance for encoders,
+too), `encoders` and `encoder_routes` (who encodes what, and who gets it); `account` (how good a plan is);
+`split` (context parallelism).
 """
 
 from meshfeed.plan.account import Account, account_of, flops

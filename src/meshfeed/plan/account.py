@@ -1,4 +1,4 @@
-"""What a plan amounts to: tokens, padding, FLOPs, balance. The same on every rank, with no communication."""
+"""A plan in numbers: tokens, padding, FLOPs, balance. The same on every rank, without communication."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Account:
 
     Attributes:
         tokens: real tokens in the step's packs.
-        padded_tokens: the same with all padding, and with the dummies of packs of one shape.
+        padded_tokens: the same with all padding, including the dummies of packs of one shape.
         sum_sq: sum of squared real lengths of the step's rows.
         pairs: attended (query, key) pairs, under the cost model's window.
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
         rank_tokens: padded tokens of each rank in each microbatch; int64, the same shape.
         objective: what the plan minimises, in units of load; see `Packing.objective`.
-        bound: what no plan can beat.
+        bound: a lower bound on the objective of any plan.
         efficiency: (work / ranks) / sum over microbatches of the largest load; 1 for a step without work.
     """
 
@@ -50,7 +50,7 @@ class Account:
 
     @property
     def padding(self) -> float:
-        """Part of all padded tokens that is padding."""
+        """Fraction of all padded tokens that is padding."""
         return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
 
 
@@ -60,7 +60,7 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     lengths, cost = plan.lengths[placed], packing.cost
     sizes = plan.cp_size[placed]
     padded = plan.align.padded(lengths, sizes)
-    # a pack is a (microbatch, first rank); its ranks share one size, and all that is in it
+    # a pack is a (microbatch, first rank); its ranks share its size and its sequences
     pack = plan.microbatch[placed].astype(np.int64) * plan.num_ranks + plan.first_rank[placed]
     packs, first_row, pack_of_row = np.unique(pack, return_index=True, return_inverse=True)
     size = sizes[first_row].astype(np.int64)
@@ -111,10 +111,10 @@ def widest_group(plan: StepPlan, packing: Packing) -> int:
 
 
 def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:
-    """How long a step takes, in units of load; what the packing's objective says.
+    """How long a step takes by the packing's objective, in units of load.
 
     loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks]. bubble_share: the
-    pipeline idles for so many times the largest microbatch.
+    pipeline idles for this many times the largest microbatch.
     """
     tops = loads.max(axis=1, initial=0.0)
     meet_often = packing.objective == "microbatch"
@@ -148,9 +148,9 @@ def objective_bound(
 
     lengths: real tokens, int64 [n]. widest: ranks of the widest cp group. The bubble costs bubble_share times
     the largest microbatch.
-    The greatest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
+    The largest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
     widest group.
-    *Count*, which binds where sequences are few or alike: the largest of ranks / widest piles, since the
+    *Count*, which matters if sequences are few or alike: the largest of ranks / widest piles, since the
     microbatches of a block of ranks follow each other.
     """
     if not lengths.size:
@@ -164,10 +164,10 @@ def objective_bound(
 
 
 def least_pile(loads: FloatArray, piles: int) -> float:
-    """A bound on the largest of so many piles of loads, however they are piled up.
+    """A lower bound on the largest of `piles` piles, however the loads are distributed.
 
-    loads: descending; float64 [n], n >= 1. Of the j piles + 1 largest, some pile holds j + 1: at least the
-    j + 1 smallest of them.
+    loads: descending; float64 [n], n >= 1. Of the j * piles + 1 largest loads, some pile holds j + 1: at
+    least the j + 1 smallest of them.
     """
     last = np.arange(0, loads.size, piles)
     total = np.concatenate(([0.0], np.cumsum(loads)))

@@ -1,9 +1,9 @@
-"""How many microbatches to fill next: what a step would take in some number of them, without filling it.
+"""Which number of microbatches to fill next: predicts the step time of each number without filling it.
 
-More microbatches cost their overhead. Fewer cost balance where ranks are full of tokens, and a longer bubble
-in a pipeline. A bound on the step time costs nothing; a prediction follows how the filler gives each
-microbatch an equal share of the tokens, the longest sequences first, and more beside a sequence that exceeds
-it. The prediction is nearly always met.
+More microbatches cost their overhead. Fewer are harder to balance if ranks are full of tokens, and lengthen
+the bubble of a pipeline. A bound on the step time costs nothing; a prediction follows how the filler gives
+each microbatch an equal share of the tokens, the longest sequences first, and more beside a sequence that
+exceeds it. The prediction is nearly always met.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from meshfeed.plan.problem import Sequences
 from meshfeed.plan.types import FloatArray
 
 MORE_COUNTS = 8
-"""How many numbers of microbatches beyond the least are considered, one by one. A pipeline whose bubble asks
-for many more has some of those considered too."""
+"""How many numbers of microbatches beyond the least are considered, one by one. If a pipeline's bubble asks
+for many more, some of those are considered, too."""
 
 HOPELESS = 1.25
 """A number of microbatches is not considered if equal work on all ranks would take so much longer with it
 than with the least."""
 
 SLACK, TIGHT = 0.08, 0.06
-"""Where fewer than SLACK of the places for tokens are free, ranks are hard to balance: one microbatch without
-any free place takes some TIGHT longer than predicted, as in the traces of the benchmarks."""
+"""If less than SLACK of the places for tokens is free, ranks are hard to balance. One microbatch without a
+free place takes about TIGHT longer than predicted, by the traces of the benchmarks."""
 
 
 class Forecast:
     """Step times of one batch, by the number of microbatches, in units of load.
 
-    bubble_share: the pipeline idles for so many times the largest microbatch.
+    bubble_share: the pipeline idles for this many times the largest microbatch.
     """
 
     def __init__(self, sequences: Sequences, packing: Packing, bubble_share: float) -> None:
@@ -46,14 +46,14 @@ class Forecast:
         self._num_ranks, self._blocks = room.num_ranks, room.num_ranks // room.sizes[-1]
         self._most_tokens = room.most_tokens
         self._full = int(sequences.padded[0].sum()) / room.most_tokens
-        # equal sequences are as easy to balance on full ranks
+        # equal sequences are as easy to balance on full ranks as on others
         self._unlike = min(1.0, int(sequences.lengths[0]) / int(sequences.lengths[-1]) - 1)
         self._work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
         self._even = float(self._work_before[-1]) / room.num_ranks
 
     def counts(self, least: int, quantum: int) -> list[int]:
         """Numbers of microbatches that may be worth filling, from `least` on, ascending."""
-        # the derivative of what equal work would take, `(1 + bubble_share / k) even + k overhead`, is 0 here
+        # here the derivative of the time of equal work, `(1 + bubble_share / k) even + k overhead`, is 0
         shortest = math.sqrt(self._bubble_share * self._even / self._overhead) if self._overhead else 0.0
         # steps of 16 stages take twice as long without these
         far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
@@ -62,27 +62,27 @@ class Forecast:
         return [count for count in counts if self.bound(count) <= most]
 
     def bound(self, count: int) -> float:
-        """What equal work on all ranks takes; no step takes less."""
+        """The step time with equal work on all ranks; no step takes less."""
         bubble = self._bubble_share / count * self._even
         return self._even + bubble + count * self._overhead
 
     def has_room(self, count: int) -> bool:
-        """Whether so many microbatches have free places for tokens, and no bubble."""
+        """Whether this many microbatches have free places for tokens, and no bubble."""
         return not self._bubble_share and self.penalty(count) == 1
 
     def penalty(self, count: int) -> float:
-        """How many times its prediction a step is likely to take; 1 where ranks are not full of tokens, or
+        """How many times its prediction a step is likely to take; 1 if ranks are not full of tokens, or
         sequences are equal."""
         tight = max(0.0, 1 - (1 - self._full / count) / SLACK)
         return 1 + TIGHT / count * tight * self._unlike
 
     def predicted(self, count: int) -> float:
-        """The step time that filling so many microbatches is predicted to give."""
+        """The predicted step time with this many microbatches."""
         top, together = self._tops(count)
         busy = max(self._even, float(self._sequences.load[-1, 0]))
         if self._packing.objective == "microbatch":
             busy = together
-        # what piles of whole sequences hold at least
+        # a lower bound for piles of whole sequences
         if self._blocks > 1:
             busy = max(busy, least_pile(self._least_loads, self._blocks))
         if self._bubble_share:
@@ -125,7 +125,7 @@ class Forecast:
         return self._work_before.item(at) + part * self._sequences.work.item(at)
 
     def _tokens_of(self, work: float) -> float:
-        """How many of the first tokens make so much work."""
+        """How many of the first tokens make this much work."""
         at = min(bisect_right(self._work_view, work), len(self._longest_load)) - 1
         part = (work - self._work_view[at]) / self._sequences.work.item(at)
         return self._tokens_before[at] + part * self._sequences.lengths.item(at)
@@ -150,9 +150,9 @@ class Forecast:
 
 
 class Candidates:
-    """Numbers of microbatches that are not filled yet, and the step time that each promises.
+    """Numbers of microbatches that were not filled yet, each with an estimate of its step time.
 
-    That is its bound at first, and its prediction once it matters.
+    The estimate is first the bound, and the prediction once it matters.
     """
 
     def __init__(self, forecast: Forecast, quantum: int, tolerance: float) -> None:
@@ -162,9 +162,9 @@ class Candidates:
         self._least = 0
 
     def begin(self, least: int, *, alone: bool) -> None:
-        """Consider the numbers from `least` on, or it alone, and the least of those before.
+        """Consider the numbers from `least` on, or it alone, and the least of the earlier ones.
 
-        Of those before, the least remains unless it is taken: it is the only one sure to be considered.
+        The least of the earlier numbers stays unless it was taken: only that one is always considered.
         """
         kept = {self._least: self._promised[self._least]} if self._least in self._promised else {}
         counts = [least] if alone else self._forecast.counts(least, self._quantum)
@@ -173,9 +173,9 @@ class Candidates:
         self._least = min(self._promised)
 
     def take(self, *, first: bool) -> int:
-        """The least number that is likely to be near the shortest step.
+        """Take the least number whose step is likely to be near the shortest.
 
-        first: if the least has room and no bubble, take it without a prediction: mostly it is even.
+        first: if the least number has room and no bubble, take it without a prediction; it is mostly even.
         """
         count = min(self._promised)
         if len(self._promised) > 1 and not (first and self._forecast.has_room(count)):
@@ -185,14 +185,14 @@ class Candidates:
         return count
 
     def are_ruled_out(self, step_time: float) -> bool:
-        """Whether a step so long is near enough to what each of the numbers promises.
+        """Whether this step time is within the tolerance of the estimates of all numbers.
 
-        With a tolerance of 0, whether no step of theirs can be shorter.
+        With a tolerance of 0: whether no step of theirs can be shorter.
         """
         promised, tolerance = self._promised, self._tolerance
         if not promised or step_time <= min(map(self._forecast.bound, promised)) * (1 + tolerance):
             return True
-        # half of it is for predictions that are too high
+        # half of the tolerance, because predictions may be too high
         near = tolerance > 0 and promised[self._least_by(promised.__getitem__)] * (1 + tolerance / 2)
         return step_time <= near
 
@@ -200,13 +200,13 @@ class Candidates:
         return self._promised[count] * self._forecast.penalty(count)
 
     def _is_within(self, near: float, count: int) -> bool:
-        """Whether its predicted step is likely to be no longer."""
+        """Whether its predicted step is likely not to be longer."""
         if self._likely(count) <= near:
             self._predict(count)
         return self._likely(count) <= near
 
     def _least_by(self, time: Callable[[int], float]) -> int:
-        """The number with the least time of all predictions."""
+        """The predicted number with the least time."""
         while (count := min(self._promised, key=time)) not in self._predicted:
             self._predict(count)
         return count
@@ -218,5 +218,5 @@ class Candidates:
 
 
 def _view(array: FloatArray) -> Sequence[float]:
-    """Its elements as Python's floats, each converted when it is read."""
+    """The elements of an array as Python floats, each converted when it is read."""
     return cast(Sequence[float], array.data)

@@ -1,7 +1,7 @@
-"""How many microbatches: equal work on every rank, in the number of them with the shortest step.
+"""How many microbatches: the number with the shortest step, filled with equal work on every rank.
 
-What a number of microbatches would take is predicted without filling it; see `candidates`. The prediction is
-nearly always met, so mostly one number is filled.
+The step time of a number is predicted without filling it; see `candidates`. The prediction is nearly always
+met, so mostly one number is filled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshfeed.plan.problem import Room, Sequences, narrowest_holding
 from meshfeed.plan.types import LongArray
 
 MOST_MISSES = 1
-"""How many numbers in a row that do not shorten a step end the search, without a bubble or ring_tokens."""
+"""This many numbers in a row that do not shorten the step end the search, without a bubble or ring_tokens."""
 
 WHERE_DEALT = 4
-"""How many numbers are tried where one had to be dealt out: after each that leaves sequences, 1/4 more."""
+"""How many numbers are tried once one was dealt out; after each that leaves sequences, 1/4 more."""
 
 
 def choose(
@@ -32,18 +32,18 @@ def choose(
 
     lengths: each from 1 to room.longest; int64 [n], n >= 1.
     quantum: the number of microbatches is a multiple of it.
-    bubble_share: the pipeline idles for so many times the largest microbatch.
+    bubble_share: the pipeline idles for this many times the largest microbatch.
 
-    The most promising numbers are filled, until the best is near enough to what the others promise. Where
-    packs hold too few sequences for groups as wide as equal loads ask for, the first is dealt out to the
+    The most promising numbers are filled, until the best is within the tolerance of the others' estimates. If
+    packs hold too few sequences for groups as wide as equal loads need, the first number is dealt out to the
     narrowest groups, and few others are tried.
     """
     order = np.argsort(-lengths, kind="stable")
     sequences = Sequences.of(lengths[order], packing.cost, room)
     # a pack of fixed shape costs its capacity, so the fewest are best
     chooses = packing.microbatches is None and not packing.fixed_shapes
-    # a bubble makes several numbers nearly equal, and predictions leave out what wide groups communicate:
-    # one that misses its prediction tells little of the others
+    # a bubble makes several numbers nearly equal, and predictions ignore the communication of wide groups:
+    # one that misses its prediction says little about the others
     unsure = bubble_share or not packing.tolerance or packing.cost.ring_tokens
     most_misses = math.inf if unsure else MOST_MISSES
     candidates = Candidates(Forecast(sequences, packing, bubble_share), quantum, packing.tolerance)
@@ -55,7 +55,7 @@ def choose(
         filled = fill_step(sequences, count, packing.tolerance)
         left = filled.left
         if left.size:
-            # what is left would fill so many more, if it were packed well
+            # well packed, the rest would fill this many more
             tokens = sequences.tokens(left)
             more = max(tokens // room.most_tokens, ranks_taken(sequences, left) // room.num_ranks)
             if best is None and room.max_sequences < lengths.size:

@@ -18,7 +18,7 @@ from meshfeed.errors import PlanError
 from meshfeed.plan.types import FloatArray, LongArray
 
 OVERHEAD_TOKENS = 200
-"""What a microbatch costs beside its tokens, in tokens' matmuls.
+"""Fixed cost of a microbatch, in the matmuls of this many tokens.
 
 Least squares of 31 layer times of 8,192 tokens and more on one H200 (forward and backward, Llama-8B-like):
 `ms = 2.2e-3 T + 8.8e-8 sum_sq + 0.43`, so alpha 25,100 and overhead 4.96e6, which is 198 alpha.
@@ -26,7 +26,7 @@ Least squares of 31 layer times of 8,192 tokens and more on one H200 (forward an
 
 
 def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> LongArray:
-    """(query, key) pairs of causal attention, a token with itself included; int64, the shape of `lengths`.
+    """(query, key) pairs of causal attention, including a token with itself; int64, the shape of `lengths`.
 
     window: a token sees itself and the window - 1 tokens before it; None for all before it.
     s(s+1)/2 up to the window, `w s - w(w-1)/2` beyond. Exact for lengths below 2**31.
@@ -38,16 +38,16 @@ def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> LongArr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a transformer decides its FLOPs.
+    """The parameters of a transformer that decide its FLOPs.
 
     Attributes:
         num_layers: transformer layers.
         hidden_size: width of the residual stream.
         num_heads, num_kv_heads: query heads; key and value heads (None: as many).
         head_dim: width of one head; None for hidden_size / num_heads.
-        ffn_size: width of the feed-forward layer, of one expert where there are several.
+        ffn_size: width of the feed-forward layer, or of one expert.
         ffn_matrices: 3 for a gated feed-forward, 2 for a plain one.
-        active_experts: experts that a token meets, shared ones included.
+        active_experts: experts that process a token, including shared ones.
         vocab_size: width of the output layer; 0 leaves it out.
         window: sliding-window attention; None for full causal attention.
     """
@@ -90,18 +90,18 @@ class ModelShape:
 class CostModel:
     """Load of a sequence of s tokens on each rank of a cp group of g: `(alpha s + q(s)) / g`.
 
-    `q(s) = s^2` for causal attention. With a sliding window w it goes on as `2 w s - w^2` past s = w: twice
-    the attended pairs less min(s, w), which meets s^2 at w with the same slope.
+    `q(s) = s^2` for causal attention. With a sliding window w it continues as `2 w s - w^2` past s = w: twice
+    the attended pairs less min(s, w), which joins s^2 at w with the same slope.
 
     Attributes:
         alpha: matmul work of a token over attention work of a pair, in tokens; > 0.
         window: sliding window in tokens, or None.
-        overhead: cost of a microbatch whatever is in it, in the same unit: reading the weights, launching
-            kernels, the pipeline's hand-over; >= 0. None for as much as the matmuls of 200 tokens, as one
-            H200 took for a Llama-8B-like layer. Both grow with the weights, so other shapes are alike.
+        overhead: fixed cost of a microbatch in the same unit, for reading weights, launching kernels and
+            pipeline transfers; >= 0. None for the cost of the matmuls of 200 tokens, measured on one H200 for
+            a Llama-8B-like layer. Both grow with the weights, so other shapes are similar.
         ring_tokens: tokens per rank below which passing keys and values around the group outlasts the
             attention that hides it: 2 F h_kv / (h_q B) for F FLOP/s and B bytes/s, some 670 within a node and
-            6,000 across nodes on an H100. A split sequence then costs
+            6,000 between nodes on an H100. A split sequence then costs
             `(alpha s + max(q(s), ring_tokens g s)) / g`. 0: not counted.
 
     Raises PlanError for alpha <= 0, window < 1 or a negative overhead or ring_tokens.
@@ -124,7 +124,7 @@ class CostModel:
 
     @property
     def microbatch_overhead(self) -> float:
-        """`overhead`, or what None stands for."""
+        """`overhead`, or its value for None."""
         return OVERHEAD_TOKENS * self.alpha if self.overhead is None else self.overhead
 
     @classmethod
@@ -140,7 +140,7 @@ class CostModel:
         """Least squares of measured layer times, `ms = a T + b sum_sq + c`; alpha = a / b, overhead = c / b.
 
         total_tokens, sum_sq, ms: tokens, sum of squared lengths and time of each measurement, [k], k >= 3.
-        Each row is weighed by its time, so that the error which is made small is the relative one.
+        Each row is weighted by its time, so that the fit minimises relative errors.
         Raises PlanError for fewer or degenerate measurements, or a fit with a or b <= 0.
         """
         columns = [np.asarray(column, np.float64).ravel() for column in (total_tokens, sum_sq, ms)]
@@ -197,7 +197,7 @@ class CostModel:
         The inverse of `load * cp_size`; work and cp_size broadcast; float64, 0 where work <= 0.
         """
         budget, size = np.maximum(np.asarray(work, np.float64), 0), np.asarray(cp_size, np.float64)
-        # the root of s^2 + alpha s = work, in the form that loses no digits where work << alpha^2
+        # the root of s^2 + alpha s = work, in the form that loses no digits if work << alpha^2
         tokens = 2 * budget / (self.alpha + np.sqrt(self.alpha * self.alpha + 4 * budget))
         if self.window is not None:
             beyond = (budget + self.window**2) / (self.alpha + 2 * self.window)

@@ -1,4 +1,4 @@
-"""Where the output of every encoded part goes: what each rank sends and receives in a microbatch. Pure."""
+"""Routes of encoder outputs: what each rank sends and receives in a microbatch. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EncoderRoute:
     """One rank's part in one microbatch's exchange of encoder outputs. Equal only to itself.
 
     A row is the output for one token. A rank encodes its parts one after the other, and sends every cp rank
-    of a pack all rows of the pack's parts. Ranks stand in the order of the process group.
+    of a pack all rows of the pack's parts. Ranks are in the order of the process group.
 
     Attributes:
         encodes: which entries of the EncoderPlan this rank encodes, in this order; int64 [k].
@@ -42,7 +42,7 @@ class EncoderRoute:
 
     @property
     def arrays(self) -> dict[str, LongArray]:
-        """What the exchange needs: name -> array."""
+        """The arrays that the exchange needs, by name."""
         return {name: getattr(self, name) for name in ROUTE}
 
 
@@ -55,7 +55,7 @@ def encoder_routes(
 ) -> list[EncoderRoute]:
     """One rank's routes, one for each microbatch: a pure function, which any rank can call for any other.
 
-    What rank a sends to rank b, and in which order, is what b expects of a.
+    Routes agree: what rank a sends to rank b, and in which order, is what b expects from a.
 
     tokens: rows that the encoder makes of each part that was given to `plan_encoder`; int [p].
     rank: the dp_cp rank.
@@ -89,7 +89,7 @@ def encoder_routes(
         in_turn = np.argsort(receiver, kind="stable")
         sent, receiver = sent[in_turn], receiver[in_turn]
         sender = places[made.rank[takes]]
-        arrival = np.lexsort((takes, sender))  # from each rank in the order in which it encodes
+        arrival = np.lexsort((takes, sender))  # the parts of each rank in the order in which it encodes them
         first = np.empty(takes.size, np.int64)
         first[arrival] = np.cumsum(rows[takes][arrival]) - rows[takes][arrival]
         routes.append(

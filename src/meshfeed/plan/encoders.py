@@ -14,8 +14,8 @@ from meshfeed.plan.place import longest_first
 from meshfeed.plan.types import FloatArray, IntArray, LongArray, StepPlan
 
 Encoder = Literal["with sample", "balanced"]
-"""with sample: the ranks that hold a sequence encode its parts. Each rank of a cp group is handed all parts
-of its pack; `EncoderPlan.rank` is the one to encode a part in a model that shares them within the group.
+"""with sample: the ranks that hold a sequence encode its parts. Each rank of a cp group gets all parts of
+its pack; `EncoderPlan.rank` is the one to encode a part in a model that shares them within the group.
 balanced: all dp_cp ranks share the parts of a microbatch, and send the outputs to those that need them."""
 
 
@@ -29,7 +29,7 @@ class EncoderPlan:
     Attributes:
         encoder: which ranks share parts.
         part: which of the parts given each is; int64 [k].
-        work: of the encoder on it; float64 [k].
+        work: of the encoder on the part; float64 [k].
         row: the row of the step's plan that holds tokens of it; int32 [k].
         microbatch: of that row; int32 [k].
         rank: the dp_cp rank that encodes it, if the ranks of a cp group share; see `handed`; int32 [k].
@@ -38,7 +38,7 @@ class EncoderPlan:
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
         max_over_mean: the busiest rank's work in each microbatch, over the mean of all ranks; of all
             microbatches together, 1 without work.
-        bound: what no choice of ranks for these parts can bring `max_over_mean` below.
+        bound: no choice of ranks for these parts brings `max_over_mean` below this.
     """
 
     encoder: Encoder
@@ -60,10 +60,10 @@ class EncoderPlan:
 
     @property
     def handed(self) -> FloatArray:
-        """Work on all parts that each rank is handed in each microbatch; float64, as `loads`.
+        """Work of all parts that each rank gets in each microbatch; float64, as `loads`.
 
-        With "with sample", every rank of a cp group is handed, and encodes, all parts of its pack: the sum
-        over ranks is then more than one copy of the parts.
+        With "with sample", every rank of a cp group gets and encodes all parts of its pack, so the sum over
+        ranks counts parts more than once.
         """
         if self.encoder == "balanced":
             return self.loads
@@ -84,9 +84,9 @@ def plan_encoder(
     start: npt.ArrayLike | None = None,
     tokens: npt.ArrayLike | None = None,
 ) -> EncoderPlan:
-    """Give each part a rank, the largest first, to the least loaded: a pure function of its arguments.
+    """Give each part, the largest first, to the least loaded rank: a pure function of its arguments.
 
-    plan: of the step, for any number of parts, none too.
+    plan: of the step, for any number of parts, including none.
     sequence: place in the global batch of the sequence of each part, as in `Parts.sample`; int [p].
     work: of the encoder on each, in any unit; float [p].
     encoder: see `Encoder`.
@@ -147,7 +147,7 @@ def plan_encoder(
 def _rows(
     plan: StepPlan, of: LongArray, start: npt.ArrayLike | None, tokens: npt.ArrayLike | None
 ) -> tuple[LongArray, IntArray]:
-    """Each part, and each row that holds some of it; int64 [k], int32 [k]."""
+    """Pairs of a part and a row that holds some of it; int64 [k], int32 [k]."""
     # the rows of a sequence follow each other
     first = np.searchsorted(plan.sequence, of)
     num_rows = np.searchsorted(plan.sequence, of, side="right") - first

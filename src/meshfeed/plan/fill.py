@@ -8,10 +8,10 @@ in a long sequence. So two moves fill a step:
 its groups hold what every rank should; see `reach`.
 
 *Place.* The last microbatch takes all that is left, each sequence on the least loaded group; see `place`.
-What finds no room goes to the least loaded group of any microbatch that has some.
+Sequences that find no room there go to the least loaded group of any microbatch that has some.
 
-Each pays for itself. Over traces and random draws, placing alone makes steps 1 to 4 % longer at a fixed cp,
-and groups several times as wide where cp is dynamic; reaching alone makes steps 0.4 % longer, 10 % at worst.
+Each move pays for itself. Over traces and random draws, placing alone makes steps 1 to 4 % longer at a fixed
+cp, and groups several times as wide if cp is dynamic; reaching alone makes steps 0.4 % longer, 10 % at worst.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> 
     """Fill the microbatches of a step; fewer where fewer suffice.
 
     tolerance: see `Packing.tolerance`.
-    Where communication has a price, groups are also left as narrow as they start; the better of both wins.
+    If communication has a price, the step is also filled without widening groups; the better result wins.
     """
     if not sequences.cost.ring_tokens:
         return _filled(sequences, num_microbatches, tolerance, MAX_WIDENING)
-    # the one or the other alone makes steps up to seven times as long, in few microbatches of full ranks
+    # either one alone makes steps up to seven times as long, in few microbatches of full ranks
     steps = [_filled(sequences, num_microbatches, tolerance, widenings) for widenings in (MAX_WIDENING, 0)]
     return min(steps, key=lambda step: (sequences.tokens(step.left), sum(m.top for m in step.microbatches)))
 
@@ -70,7 +70,7 @@ def _filled(sequences: Sequences, num_microbatches: int, tolerance: float, widen
 def spread(sequences: Sequences, step: Filled) -> Filled:
     """Give what is left to groups with room in any microbatch, those furthest below its largest load first.
 
-    Where packs hold few sequences, the shortest are too many for the last microbatch: without this, steps of
+    If packs hold few sequences, the last microbatch has no places for all short ones: without this, steps of
     32 sequences a pack take 24 % longer at a fixed cp.
     """
     room, rest, microbatches = sequences.room, np.sort(step.left), step.microbatches
@@ -111,8 +111,8 @@ def spread(sequences: Sequences, step: Filled) -> Filled:
 def deal(sequences: Sequences, num_microbatches: int) -> Filled:
     """Deal all sequences out, each to the microbatch with the most ranks free, and fill the narrowest groups.
 
-    So packs are as many as they can be, and hold the most sequences where each holds few. Sequences that need
-    a wider group than the narrowest are dealt by the group.
+    So there are as many packs as possible, which hold the most sequences if each holds few. Sequences that
+    need a wider group than the narrowest are dealt by the group.
     """
     room = sequences.room
     size_at = narrowest_holding(room, sequences.padded).tolist()

@@ -17,10 +17,11 @@ def cp_sizes(num_ranks: int, *, powers: bool = False) -> tuple[int, ...]:
 
     12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. Each divides the next, so
     they nest: blocks laid side by side, widest first, are then aligned whatever their number.
-    powers: 12 -> (1, 2, 4, 8, 12), powers of two and all ranks: narrower groups for long sequences. All ranks
-    may be no multiple of the power before. Ranks past its last whole block are in no group of that size: rank
-    6 of 7 is in those of 1 and 7 alone, so ranks differ in the keys of `feed.cp_groups`. Make process groups
-    with `use_local_synchronization=True`; a loop in which all ranks take part would hang.
+    powers: 12 -> (1, 2, 4, 8, 12), powers of two and all ranks: narrower groups for long sequences. The
+    number of ranks need not be a multiple of the largest power. Ranks past its last whole block are in no
+    group of that size: rank 6 of 7 is in groups of 1 and 7 only, so ranks differ in the keys of
+    `feed.cp_groups`. Make process groups with `use_local_synchronization=True`; a loop in which all ranks
+    take part would hang.
     Raises PlanError for num_ranks < 1.
     """
     if num_ranks < 1:
@@ -32,7 +33,7 @@ def cp_sizes(num_ranks: int, *, powers: bool = False) -> tuple[int, ...]:
         while left % prime == 0:
             sizes.append(sizes[-1] * prime)
             left //= prime
-        # what is left after its square root is itself prime
+        # a rest beyond the square root is prime
         prime = prime + 1 if (prime + 1) ** 2 <= left else left
     return tuple(sizes)
 
@@ -40,9 +41,8 @@ def cp_sizes(num_ranks: int, *, powers: bool = False) -> tuple[int, ...]:
 def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """The sizes in ascending order, once each.
 
-    Each divides the next, and the first and the last divide num_ranks. All ranks together are a size that no
-    other needs to divide but the first: no other block is beside theirs.
-    Raises PlanError for other sizes.
+    Each divides the next, and the first and the last divide num_ranks. If the last is num_ranks, only the
+    first must divide it, since no other block is beside that one. Raises PlanError for other sizes.
     """
     ordered = tuple(sorted(set(sizes)))
     if not ordered or not all(map(is_count, ordered)):
@@ -60,8 +60,8 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 def cp_groups(num_ranks: int, sizes: Sequence[int] | None = None) -> dict[int, npt.NDArray[np.int64]]:
     """Every cp group of these sizes, so that all are made once, at the start.
 
-    Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending. Where
-    a size does not divide num_ranks, the last ranks are in none of its blocks.
+    Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending. If a
+    size does not divide num_ranks, the last ranks are in none of its blocks.
     sizes: those allowed; None for `cp_sizes(num_ranks)`. Plans under `ring_tokens` use powers of two by
     default: `feed.cp_groups` has the groups that a Feed's plans can ask for.
     """

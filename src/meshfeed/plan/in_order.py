@@ -19,14 +19,14 @@ def plan_fixed(
     align: Align | None = None,
     order: npt.NDArray[np.int64] | None = None,
 ) -> StepPlan:
-    """Deal the sequences out as they come: `micro_batch_size` to each dp rank, microbatch by microbatch.
+    """Deal sequences out in order: `micro_batch_size` to each dp rank, microbatch by microbatch.
 
     lengths: real tokens of each sequence, int64 [n], n >= 0. This is the order in which Megatron's
     samplers deal a global batch.
-    order: the sequences in another order, int64 [n]. If given, each dp rank gets as many as without it, but a
-    run of these over all its microbatches.
-    Where n does not fill the last microbatch, some ranks get fewer sequences there or none (a dummy); every
-    rank still gets the same number of microbatches.
+    order: the sequences in another order, int64 [n]. If given, each dp rank gets as many as without it, but
+    consecutive ones of this order over all its microbatches.
+    If n does not fill the last microbatch, some ranks get fewer sequences there or none (a dummy); every rank
+    still gets the same number of microbatches.
     Raises PlanError for a size below 1.
     """
     if min(dp, cp, micro_batch_size) < 1:
@@ -77,7 +77,7 @@ def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int
     in tokens and in sequences.
     Returns the pack of each sequence, int64 [n], and the number of packs. The rule is that of Megatron-core's
     dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at
-    the end. Where nothing is left to split (Megatron-core asserts), there are fewer packs than a multiple.
+    the end. If nothing can be split any more (Megatron-core asserts), the number of packs is no multiple.
     """
     ends = np.cumsum(padded)
     starts: list[int] = []

@@ -4,8 +4,8 @@
 groups of each size follows from the work of their sequences.
 
 *Place.* Longest first, each goes to the least loaded of the groups that are wide enough and have room (LPT,
-Graham 1969). Where the outcome is uneven, all groups are made wider and the microbatch filled again: a group
-of all ranks is always even, so this ends.
+Graham 1969). If the result is uneven, all groups are widened and the microbatch is filled again; this ends,
+because a group of all ranks is always even.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _place = compiled(
 def place_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> tuple[Microbatch, LongArray]:
     """Place sequences on wider and wider groups until loads are equal within `tolerance`.
 
-    Gives the best seen where that is never reached: first the fewest tokens without room, then the least
-    load. Without wider groups, steps in the fewest microbatches take 3.5 % longer.
+    If no try reaches that, returns the best: the fewest tokens without room, then the least load. Without
+    wider groups, steps in the fewest microbatches take 3.5 % longer.
     """
     room = sequences.room
     enough = float(sequences.work[members].sum()) / room.num_ranks * (1 + tolerance)
@@ -49,7 +49,7 @@ def place_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> 
 def place_all(
     sequences: Sequences, members: LongArray, tightness: int, *, narrow: bool = False
 ) -> tuple[Microbatch, LongArray]:
-    """One microbatch of these sequences, and those that found no room in it.
+    """One microbatch of these sequences, and those that find no room in it.
 
     members: ascending indices in `sequences`, int64 [k], k >= 1. tightness: see `narrowest_sizes`. narrow:
     however unequal the loads become, each sequence goes to the narrowest group that holds it.
@@ -69,8 +69,8 @@ def place_all(
 def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:
     """How many groups of each size a microbatch is cut into; int64 [num_sizes].
 
-    Widest first, as many as the work, the tokens and the number of sequences of that size and above fill;
-    what is left over in the last of them is for narrower sequences.
+    Widest first, as many as the work, the tokens and the number of sequences of that size and above fill.
+    Space left in the last of them is for sequences that need narrower ones.
     """
     room = sequences.room
     counts = np.zeros(len(room.sizes), np.int64)
@@ -129,7 +129,7 @@ def place(
             if spare[opened]:
                 heapq.heappush(lightest, (float(loads[opened]), opened))
             opened += 1
-        # sequences only get shorter, so a group is parked and comes back once for each of its sequences
+        # sequences only get shorter, so a group is parked and returns at most once for each of its sequences
         while parked and length <= -parked[0][0]:
             heapq.heappush(lightest, heapq.heappop(parked)[1:])
         while lightest and room[lightest[0][1]] < length:

@@ -1,4 +1,4 @@
-"""Which ranks the groups of a filled step stand on."""
+"""Gives the groups of a filled step their ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def placement_of(
 ) -> tuple[Placement, FloatArray]:
     """Ranks for the groups, and the work of each rank: float64 [num_microbatches, num_ranks].
 
-    order: the sequence that each member of a microbatch is; int64 [n]. exchange: see `first_ranks_of`.
+    order: the sequence of each member of a microbatch; int64 [n]. exchange: see `first_ranks_of`.
     """
     microbatch, first_rank, cp_size = np.zeros((3, order.size), np.int32)
     loads = np.zeros((num_microbatches, num_ranks))
@@ -56,8 +56,8 @@ def loads_by_rank(one: Microbatch, first_rank: LongArray, num_ranks: int) -> Flo
 def first_ranks_of(microbatches: list[Microbatch], num_ranks: int, *, exchange: bool) -> list[LongArray]:
     """The first rank of every group of every microbatch; int64 [num_groups] each.
 
-    Groups stand side by side, the widest first. exchange: groups of one size change places so that what ranks
-    do in all microbatches together is even: the heaviest group goes where least was done so far.
+    Groups are side by side, the widest first. exchange: groups of one size change places so that the work of
+    ranks in all microbatches together is even: the heaviest group goes to the ranks with the least so far.
     """
     done = np.zeros(num_ranks)
     first_ranks: list[LongArray] = []

@@ -17,7 +17,7 @@ balanced: equal work on every rank at the layout's cp.
 dynamic_cp: equal work on every rank, each sequence on a cp group as narrow as that allows."""
 
 Oversize = Literal["error", "truncate", "split", "drop"]
-"""What becomes of a sequence that no cp group can hold."""
+"""What happens to a sequence that no cp group can hold."""
 
 Objective = Literal["microbatch", "step"]
 """microbatch: ranks meet in every microbatch (ep, fsdp), so the sum over microbatches of the largest load
@@ -47,19 +47,19 @@ class Packing:
         max_sequences: sequences that a pack can hold; None for any number.
         fixed_shapes: give all packs on cp groups of one size the same shape, for CUDA graphs and compiled
             models: `capacity` tokens on each rank, max_sequences + 2 entries in cu_seqlens, one max_seqlen.
-            What the sequences leave is a dummy sequence at the end of the pack.
+            A dummy sequence at the end fills the rest of the pack.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         objective: see `Objective`.
-        microbatches: how many a step has. None: as many as make the predicted step shortest. "fewest": as
-            few as hold the batch. A number: so many, or more where the batch needs them. in_order and
-            fixed_shapes take the fewest unless given a number; a pack of fixed shape costs its capacity.
-        quantum: the number of microbatches is a multiple of this; None for pp where there are virtual stages,
-            else 1. An interleaved pipeline takes them in groups of this size.
+        microbatches: how many a step has. None: the number with the shortest predicted step. "fewest": as few
+            as hold the batch. A number: that many, or more if the batch needs them. in_order and fixed_shapes
+            take the fewest unless given a number, since a pack of fixed shape always costs its capacity.
+        quantum: the number of microbatches is a multiple of this; None for pp with virtual stages, else 1. An
+            interleaved pipeline takes microbatches in groups of this size.
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp: (1, 2, 4, 8)
-            keeps every group within a node of eight. All ranks are a size that only the first need divide.
+            keeps every group within a node of eight. If the last is dp * cp, only the first must divide it.
             None for `groups.cp_sizes(dp * cp)`, powers of two and all ranks if the cost has ring_tokens.
-        tolerance: how far above the ideal a step may be before wider cp groups, or other numbers of
-            microbatches, are tried for it, relative.
+        tolerance: how far above the ideal a step may be, relative, before wider cp groups or other numbers of
+            microbatches are tried.
     """
 
     capacity: int
@@ -123,7 +123,7 @@ class Packing:
 
 
 def asked_microbatches(packing: Packing) -> int:
-    """The number that a packing asks for, 0 where it leaves that to the plan."""
+    """The number that a packing asks for; 0 if it leaves that to the plan."""
     return 0 if packing.microbatches in (None, "fewest") else int(packing.microbatches)
 
 

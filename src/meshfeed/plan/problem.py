@@ -1,4 +1,4 @@
-"""What a step has to place: rows of a batch, the room of its ranks, and what each sequence costs there."""
+"""The input of the planner: rows of a batch, the room of its ranks, and the cost of each sequence there."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from meshfeed.plan.split import CpSplit, check_split
 from meshfeed.plan.types import Align, FloatArray, IntArray, LongArray
 
 EXACT = 1 + 1e-9
-"""Room for rounding where loads that should be equal are compared."""
+"""Tolerance for rounding when loads that should be equal are compared."""
 
 WORTH = 1.3
-"""A cp group is not widened, to even out loads, if communication then takes so much more work."""
+"""A cp group is not widened to balance loads if communication then takes this share more work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a step plans: sequences, or pieces of them, in stream order.
+    """The rows of a step: sequences, or pieces of them, in stream order.
 
     Attributes:
         lengths: tokens of each row; int64 [n].
-        kept: rows that some pack must hold: those with a token that are not dropped; bool [n].
+        kept: rows that some pack must hold, which have a token and are not dropped; bool [n].
         sequence: the sequence of the batch that a row is of; int32 [n].
         start: the row's first token in that sequence; int64 [n].
         oversize: sequences that were too long; int32 [k].
@@ -42,9 +42,9 @@ class Rows:
 def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
     """Deal with sequences of more than `longest` tokens.
 
-    truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as will
-    fit: 25 tokens with longest = 10 -> 9 + 8 + 8.
-    Raises PlanError under "error" where there is one, and for a negative length.
+    truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as fit:
+    25 tokens with longest = 10 -> 9 + 8 + 8.
+    Raises PlanError for such a sequence under "error", and for a negative length.
     """
     if lengths.size and lengths.min() < 0:
         raise PlanError(f"sequence {int(lengths.argmin())}: {lengths.min()} tokens; a length is 0 or more")
@@ -79,7 +79,7 @@ class Room:
         num_ranks: dp_cp ranks.
         sizes: cp group sizes, ascending; see `groups.check_sizes`.
         limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
-            down to what alignment lets a pack have.
+            down to the alignment.
         align: padding multiples.
         max_sequences: sequences that a group of any size can hold.
     """
@@ -107,7 +107,7 @@ class Room:
 
 
 def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
-    """The room that a packing leaves on dp x cp ranks, which split packs so.
+    """The room of dp x cp ranks under a packing and a split.
 
     Raises PlanError for cp_sizes that do not nest, an unknown split, or a capacity below the alignment.
     """
@@ -135,7 +135,7 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences by descending length, with all that filling asks of them.
+    """Sequences by descending length, with all that the filler needs of them.
 
     Attributes:
         room, cost: what a microbatch holds, and what a sequence costs.
@@ -180,7 +180,7 @@ def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, 
     """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
 
     Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
-    at most 1 / 2^t of either. Where no size does, the widest.
+    at most 1 / 2^t of either. The widest if no size is adequate.
     """
     limits, sizes = np.array(sequences.room.limits)[:, None], np.array(sequences.room.sizes)[:, None]
     holds = sequences.padded[:, members] * 2**tightness <= limits
@@ -201,7 +201,7 @@ class Microbatch:
     Attributes:
         members: indices in a Sequences, int64 [k].
         group: the group of each member; int32 [k].
-        group_sizes: ranks of each group, descending, which puts them side by side aligned; int64
+        group_sizes: ranks of each group, descending, so that groups side by side are aligned; int64
             [num_groups].
         loads: load on each rank of each group; float64 [num_groups].
     """

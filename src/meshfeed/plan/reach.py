@@ -1,18 +1,19 @@
-"""Reaching a target: cp groups take sequences, from the longest on, until each holds what it should.
+"""Reaching a target: cp groups take sequences, from the longest on, until each holds its target.
 
-*Target.* The number and the mean work of a microbatch's share of the tokens say what every rank should hold.
+*Target.* What every rank should hold follows from the microbatch's share of the tokens: their number and mean
+work.
 
 *Seed.* Each group starts with one of the longest sequences left, on the narrowest size that can take it.
 
-*Complete.* What a group still misses, t tokens and w work, asks for sequences of mean length `rho = (w -
-alpha t) / t`. It takes one of about rho while several are missing. Where two are, it solves `a + b = t`,
-`a^2 + b^2 = rho t`; at the end it takes the longest that fits. All groups choose together, and half of what
-they miss at once, so that NumPy carries the work. Some hundred sequences to choose from fill a group to a
-fraction of a percent.
+*Complete.* A group that misses t tokens and w work needs sequences of mean length `rho = (w - alpha t) / t`.
+While several are missing, it takes one of about rho. If two are, it solves `a + b = t`, `a^2 + b^2 = rho t`;
+at the end it takes the longest that fits. All groups choose at the same time, and half of what they miss at
+once, so that NumPy does the work. With some hundred sequences to choose from, a group is filled to a fraction
+of a percent.
 
 *Widen.* The first group, completed as near the target as it comes, sets the load that the others must reach.
-Groups that stay incomplete give their sequences back. Their ranks are seeded again with wider groups: fewer
-groups, each of more sequences, come nearer.
+Groups that stay incomplete return their sequences. Their ranks are seeded again with wider groups: fewer
+groups of more sequences each come nearer to the target.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from meshfeed.plan.problem import EXACT, Microbatch, Sequences, narrowest_sizes
 from meshfeed.plan.types import FloatArray, LongArray
 
 FULL = 0.998
-"""Part of its load at which a group is complete. More takes wider groups and the shortest sequences."""
+"""Share of its target at which a group is complete. A larger share needs wider groups and the shortest
+sequences."""
 
 _complete = compiled(
     "mf_complete",
@@ -40,7 +42,7 @@ _complete = compiled(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What each rank of a microbatch should hold: its load, at so much work per real token."""
+    """What each rank of a microbatch should hold: its load, and the work per real token."""
 
     load: float
     work_per_token: float
@@ -52,12 +54,12 @@ class Groups:
 
     Attributes:
         size_at, sizes: index into room.sizes of each, and the size; int64 [num_groups].
-        goal, missing: work that each should hold on all its ranks together, and what of it is missing;
+        goal, missing: work that each should hold on all its ranks together, and the part still missing;
             float64.
         tokens: real tokens that it should still take; float64.
         free, slots: padded tokens, and sequences, that it can still take; int64.
-        members, group: the sequences that they hold, as indices in a Sequences, and the group of each;
-            int64 [k].
+        members, group: the sequences in the groups, as indices in a Sequences, and the group of each; int64
+            [k].
     """
 
     size_at: LongArray
@@ -117,7 +119,7 @@ class Groups:
         )
 
     def wanted(self, sequences: Sequences, groups: LongArray) -> tuple[FloatArray, LongArray]:
-        """The length that each of these groups would best take next, and how many of it; float64, int64."""
+        """The best length for each of these groups to take next, and how many of it; float64, int64."""
         missing, free, slots = self.missing[groups], self.free[groups], self.slots[groups]
         most = np.minimum(free, sequences.cost.reach(missing, self.sizes[groups]))
         t = np.maximum(self.tokens[groups], 1e-9)
@@ -129,7 +131,7 @@ class Groups:
         rho = np.where((rho > 0) & (rho * slots < t), t / slots, rho)
         two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
         length = np.minimum(np.select([rho >= t, rho >= t / 2, rho > 0], [most, two, rho], most), most)
-        # half of many at once, as far as their padding surely fits
+        # half of them at once, as far as they surely fit with padding
         padded = length + 2 * sequences.room.align.sequence * self.sizes[groups]
         many = np.minimum(t, free * length / padded) / np.maximum(2 * length, 1)
         many = np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64)
@@ -139,7 +141,7 @@ class Groups:
 def reach(
     sequences: Sequences, left: LongArray, remaining: int, widenings: int
 ) -> tuple[Microbatch, LongArray]:
-    """The next of so many remaining microbatches, and what is left after it.
+    """Fill the next of the remaining microbatches; returns it, and the sequences left after it.
 
     left: indices in `sequences`, ascending; int64 [k], k >= 1. widenings: how many times groups that stay
     incomplete are widened.
@@ -155,7 +157,7 @@ def reach(
 
 
 def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> Target:
-    """What a rank should hold if the next of so many microbatches takes its share of what is left.
+    """What a rank should hold if the next of `num_microbatches` takes its share of the sequences left.
 
     left: indices in `sequences`, ascending, so by descending length; int64 [k].
     """
@@ -167,9 +169,9 @@ def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> T
 
 
 def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[Groups, LongArray]:
-    """The longest sequence and others on the narrowest group that reaches the target, and what is left.
+    """The longest sequence and others on the narrowest group that reaches the target, and the sequences left.
 
-    Where no size reaches it, the widest.
+    The widest group if no size reaches it.
     """
     seed, widest = left[:1], len(sequences.room.sizes) - 1
     index = int(narrowest_sizes(sequences, seed, target.load, 0)[0])
@@ -192,7 +194,7 @@ def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[
 def reach_all(
     sequences: Sequences, left: LongArray, ranks: int, target: Target, widenings: int
 ) -> tuple[list[Groups], LongArray]:
-    """Groups for so many ranks, each as near the target as it comes, and what is left after them.
+    """Groups for these ranks, each as near to the target as possible, and the sequences left after them.
 
     widenings: see `reach`.
     """
@@ -230,7 +232,7 @@ def _microbatch(sequences: Sequences, parts: list[Groups]) -> Microbatch:
 def seed_groups(
     sequences: Sequences, left: LongArray, ranks: int, load: float, tightness: int
 ) -> tuple[LongArray, LongArray]:
-    """Which sequences the groups of so many ranks start with, and on what size.
+    """Which sequences the groups of these ranks start with, and on which size.
 
     Returns (indices in `left`, indices in room.sizes), int64 [num_groups] each: the longest that are left,
     each on the narrowest size that holds 2^tightness of it at `load` or less, if there is one.
@@ -242,7 +244,7 @@ def seed_groups(
     end = 0
     while ranks:
         usable = int(np.searchsorted(sizes, ranks, side="right"))
-        # those before `end` are taken, or too long for a size that was wider
+        # those before `end` are taken, or too long for a wider size
         first = max(end, int(np.searchsorted(ascending, -most[usable - 1])))
         offered = -ascending[first : first + ranks // int(sizes[0])]
         if not offered.size:
@@ -258,7 +260,7 @@ def seed_groups(
 
 
 def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
-    """Let groups take sequences until each is complete or finds none that fits; returns what is left."""
+    """Let groups take sequences until each is complete or finds none that fits; returns those left."""
     if _complete is not None:
         return _completed(_complete, sequences, left, groups)
     trying = np.flatnonzero(groups.open())
@@ -268,7 +270,7 @@ def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray
         trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
         order = np.argsort(-wanted, kind="stable")
         trying, wanted = trying[order], wanted[order]
-        # the longest of at most that length; where several groups want the same one, the next after it:
+        # the longest of at most that length; if several groups want the same one, the next after it:
         # indices [4 4 5 9] -> [4 5 6 9]
         at = np.searchsorted(ascending, -wanted)
         turn = np.arange(at.size)
@@ -285,7 +287,7 @@ def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray
 def _completed(
     compiled_complete: Callable[..., int], sequences: Sequences, left: LongArray, groups: Groups
 ) -> LongArray:
-    """The same in one call."""
+    """`complete` in one compiled call."""
     cost, num_groups = sequences.cost, groups.sizes.size
     padding = 2.0 * sequences.room.align.sequence
     rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 - FULL], np.float64)

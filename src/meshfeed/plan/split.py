@@ -40,7 +40,7 @@ class Slices:
 
     @cached_property
     def offsets(self) -> LongArray:
-        """Where each begins if they are stored one after the other; int64 [m]."""
+        """Where each begins if all are stored one after the other; int64 [m]."""
         return np.cumsum(self.sizes) - self.sizes
 
     def only(self, mask: npt.NDArray[np.bool_]) -> Slices:
@@ -60,11 +60,11 @@ def check_split(split: str) -> None:
 
 
 def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
-    """The slices that some ranks of a pack's cp group hold between them, neighbours joined.
+    """The slices that some ranks of a pack's cp group hold together, neighbours joined.
 
     Zigzag after Megatron-core and Llama 3 (chunk r and its mirror image 2*cp-1-r). For one rank this is
     what it works on; for several, what a reader must have to serve them all.
-    Raises PlanError where cp does not divide the padded lengths, or the split is unknown.
+    Raises PlanError if cp does not divide the padded lengths, or the split is unknown.
     """
     check_split(split)
     num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)

@@ -1,4 +1,4 @@
-"""The planner's front door: lengths in, a frozen plan out, the same on every rank."""
+"""The planner's entry point: lengths in, a frozen plan out, the same on every rank."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def plan_step(
     quantum: the number of microbatches is a multiple of this; None for the packing's own.
     cp_split: how cp ranks will split the packs; only "pack_contiguous" needs less padding than the others.
     encoder_work: work of an encoder on the images, audio or video of each sequence, in any unit, on the ranks
-        that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders. Packs are then made even
+        that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders. Packs are then balanced
         for these as well as for the language model; "in_order" ignores it. None for no encoder.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
-    microbatch, no pack more than packing.max_sequences. What a rank is not given in a microbatch is a dummy:
-    an empty pack.
+    microbatch, no pack more than packing.max_sequences. A rank without sequences in a microbatch gets a
+    dummy, an empty pack.
     Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
     1, a capacity below the alignment, or encoder_work that is negative or of another shape.
     """
@@ -60,7 +60,7 @@ def plan_step(
     else:
         placed = choose(kept, packing, room, quantum=quantum, bubble_share=(pp - 1) / vpp)
         if works is not None:
-            # a piece of a sequence has a piece of its parts
+            # a piece of a sequence has its share of the parts
             of = rows.sequence[rows.kept]
             placed = even_out(placed, kept, works[:, of] * (kept / whole[of]), packing, room)
     microbatch = np.full(rows.lengths.size, -1, np.int32)

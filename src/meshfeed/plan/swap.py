@@ -19,16 +19,16 @@ MOST_COSTS = 4
 """As many as loops.c has places for."""
 
 TRIES, MOST_SWEEPS = 4, 12
-"""How many packs one above its target tries in a sweep; how many times all packs above theirs try."""
+"""How many other packs a pack above its target tries in a sweep; the number of sweeps."""
 
 ENOUGH = 0.25
-"""A swap that takes away this part of the difference between two packs is made, and no better one sought."""
+"""A swap that removes this share of the difference between two packs is made without seeking a better one."""
 
 WORTH = 4
-"""A sweep in which fewer than one in so many packs found a swap is the last."""
+"""A sweep in which fewer than one in this many packs found a swap is the last."""
 
 MOST_CHOSEN = 8
-"""Sequences of a pack that are considered, evenly spread from its first to its last."""
+"""How many sequences of a pack are considered, evenly spread from its first to its last."""
 
 _swap = compiled(
     "mf_swap",
@@ -42,7 +42,7 @@ _swap = compiled(
 
 @dataclass(slots=True)
 class Contents:
-    """What the packs of a step hold while they swap.
+    """The packs of a step while they swap.
 
     Attributes:
         cost: each cost of each sequence on a rank of a group of each size, and 0 for no sequence; float64
@@ -51,7 +51,7 @@ class Contents:
         size_at: index into the sizes, of each pack; int64 [num_packs].
         free, slots: padded tokens, and sequences, that each pack can still take; int64 [num_packs].
         excess: each cost of each pack above its target; float64 [num_costs, num_packs].
-        members: the sequences of each pack, ascending, then anything; int64 [num_packs, most].
+        members: the sequences of each pack, ascending; the rest is undefined; int64 [num_packs, most].
         counts: how many each pack has; int64 [num_packs].
     """
 
@@ -104,7 +104,7 @@ def swap(contents: Contents, tolerance: float, worth: int = WORTH) -> int:
 
 
 def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: float, worth: int) -> int:
-    """The same in one call."""
+    """`swap` in one compiled call."""
     num_costs, num_sizes, num_columns = contents.cost.shape
     num_packs = contents.counts.size
     bounds = np.array([MOST_SWEEPS, TRIES, worth], np.int64)
@@ -122,11 +122,11 @@ def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: f
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """None, each one and each two of a pack's sequences; its own size comes before that of the other pack.
+    """No, one or two sequences of a pack: every choice. Its own size comes before that of the other pack.
 
     Attributes:
         items: the sequences, n for none; int64 [k, 2].
-        num: how many they are; int64 [k].
+        num: how many sequences each choice has; int64 [k].
         padded: padded tokens of each choice on a group of either size; int64 [2, k].
         cost: each cost of it; float64 [num_costs, 2, k].
     """
@@ -155,7 +155,7 @@ class Choices:
 
 @lru_cache(maxsize=MOST_CHOSEN + 1)
 def _up_to_two(count: int) -> tuple[LongArray, LongArray]:
-    """Places of none, one and two of so many, where `count` stands for none; int64 [k] each."""
+    """All choices of none, one and two of `count` indices, where `count` stands for none; int64 [k] each."""
     two = np.triu_indices(count, 1)
     one = np.arange(-1, count) % (count + 1)
     return np.append(one, two[0]), np.append(np.full(one.size, count), two[1])
@@ -166,7 +166,7 @@ def _best_swap(
 ) -> tuple[float, tuple[Choices, int], tuple[Choices, int]] | None:
     """The first swap of two packs that leaves at most `enough`, or else the one that leaves least.
 
-    Returns the larger excess of the two, and what p and q give; None where it is not less than `below`.
+    Returns the larger excess of the two, and what p and q give; None if it is not less than `below`.
     """
     gives, takes = Choices.of(contents, p, q), Choices.of(contents, q, p)
     more = takes.num - gives.num[:, None]

@@ -1,4 +1,4 @@
-"""Packs that are even for encoders as well as for the language model.
+"""Balances packs for encoders as well as for the language model.
 
 The packs of `choose` are equal for the language model. The work of an encoder follows the sizes of images
 and the seconds of audio and video, so packs of equal tokens differ in it.
@@ -7,11 +7,11 @@ and the seconds of audio and video, so packs of equal tokens differ in it.
 each sequence goes to the group with the least of the cost that is its largest, the encoders' sequences first.
 
 *Target.* What a rank should do in each microbatch. The ranks of a microbatch wait for each other, but two
-microbatches need not be equal: where sequences exceed the mean, they share a microbatch.
+microbatches need not be equal: sequences that exceed the mean share a microbatch.
 
 *Swap.* Packs above their targets swap sequences with others; see `swap`.
 
-Costs compare as parts of their means, those of encoders times `ENCODER_WEIGHT`.
+Costs are compared relative to their means, those of encoders times `ENCODER_WEIGHT`.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from meshfeed.plan.swap import WORTH, Contents, swap
 from meshfeed.plan.types import FloatArray, LongArray
 
 ENCODER_WEIGHT = 0.25
-"""What an uneven encoder counts beside an equally uneven language model, which does several times its work:
-an encoder of 0.7B parameters with four patches a token does a third of the work of 8B on an image, and none
+"""Weight of an uneven encoder beside an equally uneven language model, which does several times its work: an
+encoder of 0.7B parameters with four patches a token does a third of the work of 8B on an image, and none
 on text."""
 
 FAR = 0.08
-"""Where encoders, so weighed, are further from even than this, the groups are filled again."""
+"""If encoders, so weighted, are further from even than this, the groups are filled again."""
 
 MOST_SHARE = 1.5
-"""A microbatch is to take at most so many times its share of an encoder's work, however large its largest."""
+"""A microbatch takes at most this many times its share of an encoder's work, however large its largest."""
 
 WORTH_UNEVEN = 16
-"""In place of WORTH where the language model is uneven by tokens alone: few swaps help, but each does."""
+"""Replaces WORTH if the language model is uneven by tokens alone: few swaps help, but each does."""
 
 GROWTH = 8
-"""Sequences that a pack can gain, beyond the most that one has, while it swaps."""
+"""How many sequences beyond the largest pack's number a pack can gain while it swaps."""
 
 
 def even_out(
     placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
 ) -> Placement:
-    """The same groups of ranks, holding packs that are more even; `placed` itself where none are found.
+    """The same groups of ranks with more even packs; `placed` itself if none are found.
 
-    The largest of all costs over their means, weighed, becomes smaller.
+    The largest weighted cost, relative to its mean, becomes smaller.
 
     lengths: as given to `choose`; int64 [n], n >= 1.
     encoder_work: of each encoder on each sequence; float64 [num_encoders, n], num_encoders < MOST_COSTS.
@@ -114,7 +114,7 @@ class _Packs:
     def of(
         cls, placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
     ) -> _Packs:
-        """Those of a placement. encoder_work: some of each encoder's is above 0."""
+        """The packs of a placement. encoder_work: of each encoder, some is above 0."""
         ranks, count = room.num_ranks, placed.num_microbatches
         place_of_pack = placed.microbatch.astype(np.int64) * ranks + placed.first_rank
         size_at_place = np.zeros(count * ranks, np.int64)
@@ -145,11 +145,11 @@ class _Packs:
 
     @property
     def weights(self) -> FloatArray:
-        """What unevenness of each cost counts; float64 [num_costs]."""
+        """Weight of the unevenness of each cost; float64 [num_costs]."""
         return np.where(np.arange(len(self.cost)) > 0, ENCODER_WEIGHT, 1.0)
 
     def load(self, cost: FloatArray, pack: LongArray) -> FloatArray:
-        """What each pack holds of one cost, on each of its ranks; float64 [num_packs].
+        """One cost of each pack on each of its ranks; float64 [num_packs].
 
         cost: float64 [num_sizes, n]. pack: of each sequence, -1 for none; int64 [n].
         """
@@ -157,11 +157,11 @@ class _Packs:
         return np.bincount(pack[at], cost[self.size_at[pack[at]], at], self.size.size).astype(np.float64)
 
     def loads(self, pack: LongArray) -> FloatArray:
-        """What each pack holds of each cost; float64 [num_costs, num_packs]."""
+        """Each cost of each pack; float64 [num_costs, num_packs]."""
         return np.stack([self.load(each, pack) for each in self.cost])
 
     def unevenness(self, loads: FloatArray) -> FloatArray:
-        """How much longer the step takes for each cost than if it were even, weighed; float64 [num_costs]."""
+        """How much longer each cost makes the step than if it were even, weighted; float64 [num_costs]."""
         if self.meet_often:
             tops = np.zeros((len(loads), self.num_microbatches))
             for top, load in zip(tops, loads):
@@ -176,20 +176,20 @@ class _Packs:
         return (together / self.num_microbatches - 1) * self.weights
 
     def means(self, load: FloatArray) -> FloatArray:
-        """What a rank of each microbatch does of one cost, on average; float64 [num_microbatches]."""
+        """Mean of one cost over the ranks of each microbatch; float64 [num_microbatches]."""
         on_all_ranks = np.bincount(self.microbatch, load * self.size, self.num_microbatches)
         return on_all_ranks / self.num_ranks
 
     def targets(self, own: FloatArray, means: FloatArray) -> FloatArray:
-        """What each rank of each microbatch should do of one cost; float64 [num_microbatches].
+        """Target of one cost for each rank of each microbatch; float64 [num_microbatches].
 
-        own: that of each sequence on each rank of its group; float64 [n]. means: see `means`.
+        own: the cost of each sequence on each rank of its group; float64 [n]. means: see `means`.
 
-        Where the largest sequences exceed the mean, the first microbatch takes as many of them as it has
-        packs, one each, and leaves less to the next.
+        If the largest sequences exceed the mean, the first microbatch takes as many of them as it has packs,
+        one each, and leaves less to the next.
         """
         num_packs = np.bincount(self.microbatch, minlength=self.num_microbatches)
-        # the largest sequence that is left to each microbatch
+        # the largest sequence left for each microbatch
         taken = np.minimum(np.cumsum(num_packs) - num_packs, own.size - 1)
         largest = -np.partition(-own, taken)[taken]
         targets = np.zeros(self.num_microbatches)
@@ -202,10 +202,10 @@ class _Packs:
         return targets
 
     def filled_again(self, sequences: Sequences) -> LongArray | None:
-        """The pack of each sequence if all packs are filled again; None where one finds no room; int64 [n].
+        """The pack of each sequence if all packs are filled again, int64 [n]; None if one finds no room.
 
-        Of each cost in turn, the language model's last, the sequences of which it is the largest go to the
-        pack furthest below its target, the most costly first.
+        For each cost in turn, the language model's last, the sequences for which it is the largest cost go to
+        the pack furthest below its target, the most costly first.
         """
         pack = np.full(self.planned.size, -1)
         free, slots = self.limits.copy(), np.full(self.size.size, sequences.room.max_sequences)
@@ -226,11 +226,11 @@ class _Packs:
         return pack
 
     def contents(self, pack: LongArray, loads: FloatArray, tolerance: float, max_sequences: int) -> Contents:
-        """What packs hold, and how far above its targets each is."""
+        """The contents of packs, and how far each is above its targets."""
         own = self.cost[:, self.size_at[pack], np.arange(pack.size)]
         longest = np.zeros(self.num_microbatches)
         np.maximum.at(longest, self.microbatch[pack], own[0])
-        # excess above the tolerance is more than this part of the mean
+        # excess above the tolerance is more than this share of the mean
         most = np.maximum(self.means(loads[0]) * (1 + tolerance), longest) - tolerance
         targets = [most, *(self.targets(own[c], self.means(loads[c])) for c in range(1, len(own)))]
         counts = np.bincount(pack, minlength=self.size.size)

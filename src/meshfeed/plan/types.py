@@ -1,4 +1,4 @@
-"""What a plan is: plain read-only arrays, the same on every rank.
+"""The types of a plan: plain read-only arrays, the same on every rank.
 
 A *dp_cp rank* is a rank's place among the ranks that split one global batch: dp * cp_size + cp, from 0. A
 cp group is a block of consecutive dp_cp ranks.
@@ -23,7 +23,7 @@ _MOST_TOKENS = np.iinfo(np.int32).max
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 on, NumPy's included."""
+    """Whether a value is a whole number from 1 on, of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -34,7 +34,7 @@ class Align:
     Attributes:
         sequence: every sequence is padded to a multiple of this (tp for sequence parallel, say).
         pack: every rank's share of a pack is padded to a multiple of this (32 or 128 for fp8, say).
-        in_runs: context parallelism cuts packs into one run per rank, for which sequences need no multiple.
+        in_runs: context parallelism cuts packs into one run per rank, so sequences need no multiple.
             `plan_step` sets this for cp_split="pack_contiguous".
     """
 
@@ -68,7 +68,7 @@ class Align:
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
     def limit(self, capacity: int, cp_size: int | IntArray) -> LongArray:
-        """The most tokens of a pack on a cp group whose ranks hold so many each; int64, 0 where none fit."""
+        """The most tokens of a pack on a cp group, capacity tokens on each rank; int64, 0 if none fit."""
         multiple = self.pack_multiple(cp_size)
         tokens = min(capacity, _MOST_TOKENS) * np.asarray(cp_size, np.int64)
         return np.minimum(tokens, _MOST_TOKENS) // multiple * multiple
@@ -76,10 +76,10 @@ class Align:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackShape:
-    """What makes all packs on cp groups of one size equal in shape.
+    """The common shape of all packs on cp groups of one size.
 
     Attributes:
-        capacity: tokens of each rank, rounded down to what alignment lets a pack have.
+        capacity: tokens of each rank, rounded down to the alignment.
         max_sequences: the most sequences of a pack; its cu_seqlens have two more entries.
     """
 
@@ -91,23 +91,23 @@ class PackShape:
 class StepPlan:
     """One step: every sequence's microbatch and ranks. Equal only to itself.
 
-    A row is a sequence, in stream order. Where too long ones are split a row is a piece of a sequence: its
-    tokens start ... start + length, the pieces of one sequence in consecutive rows.
+    A row is a sequence, in stream order. If too long ones are split, a row is a piece of a sequence: its
+    tokens start ... start + length. The pieces of a sequence are consecutive rows.
 
     Attributes:
-        lengths: real tokens of each row; int64 [n]. What is left out keeps its length.
-        microbatch: the microbatch that holds it, or -1 where it is left out (empty or dropped); int32 [n].
+        lengths: real tokens of each row, also of rows that are left out; int64 [n].
+        microbatch: the microbatch that holds it, or -1 if it is left out (empty or dropped); int32 [n].
         first_rank: first dp_cp rank of the cp group that holds it; int32 [n].
         cp_size: size of that group; int32 [n].
         num_microbatches: the same on every rank of the step.
         num_ranks: dp_cp ranks.
-        idle_cp_size: cp group size of a rank that a microbatch gives nothing.
+        idle_cp_size: cp group size of a rank without sequences in a microbatch.
         align: padding multiples.
-        shape: of every pack; None where a pack is as large as its sequences make it.
-        sequence: place in the global batch of the sequence that each row is of; int32 [n]. If not given, row
-            i is all of sequence i.
+        shape: of every pack; None if packs are as large as their sequences.
+        sequence: index in the global batch of each row's sequence; int32 [n]. If not given, row i is all of
+            sequence i.
         start: first token of each row in that sequence; int64 [n]. If not given, 0.
-        oversize: places in the global batch of sequences too long to hold, which were truncated, split or
+        oversize: indices in the global batch of sequences too long to hold, which were truncated, split or
             dropped; int32 [k].
     """
 
@@ -143,7 +143,7 @@ class Pack:
     """What one cp group processes in one microbatch. Empty for a dummy microbatch.
 
     Attributes:
-        sequences: places in the plan's arrays, in packing order; int32 [k].
+        sequences: indices of rows of the plan, in packing order; int32 [k].
         cu_seqlens: sequence starts in real tokens, then their end; int32 [k + 1].
         cu_seqlens_padded: the same with each sequence padded; int32 [k + 1].
         cp_size, cp_rank: the cp group that splits the pack, and this rank's place in it.
@@ -183,7 +183,7 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     """The packs that one rank works on, one for each microbatch.
 
     dp_cp_rank: dp * cp_size + cp of the rank, 0 to plan.num_ranks - 1; not its global rank.
-    together: so many consecutive microbatches as one pack, for reading them at once.
+    together: how many consecutive microbatches make one pack, to be read at once.
     Raises PlanError for another rank.
     """
     if not 0 <= dp_cp_rank < plan.num_ranks:
@@ -240,5 +240,5 @@ def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
     values, times: each from 0 to below 2**62 (without times) or 2**31; int64 [n].
     """
     products = values if times is None else values * times
-    # halves of 31 bits: their sums hold for more rows than fit memory
+    # halves of 31 bits: their sums cannot overflow for any number of rows that fits memory
     return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
