@@ -277,19 +277,6 @@ def test_what_a_killed_process_left_is_removed(server: Nginx, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.part")) and not (folder.parent / "other").exists()
 
 
-def test_the_cache_of_an_earlier_meshfeed_is_removed(server: Nginx, tmp_path: Path) -> None:
-    own = Cache(tmp_path).make()
-    for name in ("leader.lock", "leader.log", "kept/lengths"):
-        (own / name).parent.mkdir(exist_ok=True)
-        (own / name).write_text("")
-    for name in ("data", "table", "object.json"):
-        (own / ("0" * 32)).mkdir(exist_ok=True)
-        (own / ("0" * 32) / name).write_bytes(bytes(100))
-    with file_of(server.url, tmp_path) as file:
-        read_some(file, np.random.default_rng(1))
-    assert {path.name for path in own.iterdir()} == {"blocks", "jobs", "room", "limit", "kept"}
-
-
 def test_a_fetcher_leaves_when_its_reader_has(server: Nginx, tmp_path: Path) -> None:
     ours, theirs = _context.Pipe(duplex=False)
     child = _context.Process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,20 @@ def test_what_is_damaged_or_old_is_made_again(tmp_path: Path) -> None:
 def test_an_entry_that_is_damaged_at_once_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"damaged as soon as it was written.*key"):
         once_per_node(tmp_path / "key", read, writes(""))
+
+
+def test_what_cannot_be_read_is_made_again_and_then_told(tmp_path: Path) -> None:
+    entry, looks = tmp_path / "key", list[Path]()
+    entry.write_text("old")
+
+    def unreadable(path: Path) -> str:
+        looks.append(path)
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    with pytest.raises(OSError, match="Too many open files") as told:
+        once_per_node(entry, unreadable, writes("new"))
+    assert told.value.errno == errno.EMFILE and len(looks) == 3
+    assert entry.read_text() == "new"
 
 
 def test_several_entries_may_share_a_lock(tmp_path: Path) -> None:

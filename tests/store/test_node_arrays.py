@@ -92,7 +92,7 @@ def test_what_a_build_raises_comes_through_and_the_next_one_builds(tmp_path):
 
 def test_a_folder_that_cannot_be_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"file.*give cache= a folder"):
+    with pytest.raises(StoreError, match=r"file.*give a folder"):
         cached_arrays(tmp_path / "file" / "cache", KEY, never)
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(node_arrays.os, "open", refuse)
-    with pytest.raises(StoreError, match="Permission denied; give cache= a folder"):
+    with pytest.raises(StoreError, match="Permission denied; give a folder"):
         cached_arrays(tmp_path, KEY, never)
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_told_and_leaves_no_entry(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(once, "sync", full)
-        with pytest.raises(StoreError, match="No space left on device; give cache="):
+        with pytest.raises(StoreError, match="No space left on device; give a folder"):
             cached_arrays(tmp_path, KEY, lambda: ARRAYS)
     assert not (tmp_path / KEY).exists()
     assert_whole(cached_arrays(tmp_path, KEY, lambda: ARRAYS))

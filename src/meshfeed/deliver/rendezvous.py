@@ -217,11 +217,13 @@ class Rendezvous:
         self._watched.set()
         if self._overdue is not None and not self._overdue.done():
             return
-        can_wake = self._store() is not None  # else nothing does, unless the last `unwatch` has
+        listener = self._listener
+        # without the store nothing wakes it, unless the last `unwatch` has
+        can_wake = listener is not None and self._store() is not None
         last = self._post(self._wake_listener if can_wake else lambda store: None)
         wait([last], _END_S)
-        if self._listener is not None and (can_wake or not self._watchers):
-            self._listener.join(_END_S)
+        if listener is not None and (can_wake or not self._watchers):
+            listener.join(_END_S)
 
 
 def first_text(store: Any, key: str, text: str) -> str:

@@ -89,7 +89,8 @@ def spread(sequences: Sequences, step: Filled) -> Filled:
     gaps = (np.concatenate([one.loads for one in microbatches]) - tops)[widest_first]
     narrowest = narrowest_sizes(sequences, rest, float(tops.max()), 0)
     into = place(
-        sequences, rest, narrowest, index[widest_first], free[widest_first], slots[widest_first], gaps
+        *(sequences.lengths, sequences.padded, sequences.load, rest, narrowest),
+        *(index[widest_first], free[widest_first], slots[widest_first], gaps),
     )
     held = into >= 0
     members, group = np.append(members, rest[held]), np.append(group, widest_first[into[held]])
@@ -113,6 +114,9 @@ def deal(sequences: Sequences, num_microbatches: int) -> Filled:
 
     So there are as many packs as possible, which hold the most sequences if each holds few. Sequences that
     need a wider group than the narrowest are dealt by the group.
+
+    Without it, steps of few sequences a pack are equally short, but finding them takes longer: in 9 of 21
+    random cases, planning did not end within 5 s.
     """
     room = sequences.room
     size_at = narrowest_holding(room, sequences.padded).tolist()

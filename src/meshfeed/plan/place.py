@@ -61,7 +61,8 @@ def place_all(
     index_of_group = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1])
     free, loads = np.array(room.limits)[index_of_group], np.zeros(index_of_group.size)
     slots = np.full(index_of_group.size, room.max_sequences)
-    group = place(sequences, members, size_at, index_of_group, free, slots, loads)
+    measures = sequences.lengths, sequences.padded, sequences.load
+    group = place(*measures, members, size_at, index_of_group, free, slots, loads)
     held = group >= 0
     return Microbatch(members[held], group[held], np.array(room.sizes)[index_of_group], loads), members[~held]
 
@@ -89,7 +90,9 @@ def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, m
 
 
 def place(
-    sequences: Sequences,
+    lengths: LongArray,
+    padded: LongArray,
+    load: FloatArray,
     members: LongArray,
     size_at: LongArray,
     index_of_group: LongArray,
@@ -99,9 +102,9 @@ def place(
 ) -> IntArray:
     """Give each member to the least loaded group that has room for it; its group, or -1; int32 [k].
 
-    members: ascending indices in `sequences`. size_at: index into room.sizes of the narrowest group that may
-    take each; int64 [k], never ascending. index_of_group: that of each group; int64 [num_groups], never
-    ascending.
+    lengths, padded, load: as in `Sequences`, by descending length.
+    members: indices in these. size_at: index into the sizes of the narrowest group that may take each; int64
+    [k], never ascending. index_of_group: that of each group; int64 [num_groups], never ascending.
     free, slots, loads: the padded tokens and the sequences that each group can still take, and its load;
     int64, int64, float64 [num_groups]. loads is updated; the others may be.
     """
@@ -109,22 +112,19 @@ def place(
         placed, heaps = np.empty(members.size, np.int32), np.empty((2 * free.size, 2))
         members = np.ascontiguousarray(members)
         _place(
-            *(sequences.lengths.size, address(sequences.lengths)),
-            *(address(sequences.padded), address(sequences.load)),
+            *(lengths.size, address(lengths), address(padded), address(load)),
             *(members.size, *addresses(members, size_at)),
             *(free.size, *addresses(index_of_group, free, slots)),
             *(address(loads), address(placed), address(heaps)),
         )
         return placed
-    lengths, padded, load = (
-        array[..., members].tolist() for array in (sequences.lengths, sequences.padded, sequences.load)
-    )
+    length_of, padded_of, load_of = (array[..., members].tolist() for array in (lengths, padded, load))
     size_of_group, room, spare = index_of_group.tolist(), free.tolist(), slots.tolist()
     group: list[int] = []
     lightest: list[tuple[float, int]] = []  # heap of (load, group)
     parked: list[tuple[int, float, int]] = []  # heap of (-room, load, group) too full so far
     opened = 0
-    for item, (length, index) in enumerate(zip(lengths, size_at.tolist())):
+    for item, (length, index) in enumerate(zip(length_of, size_at.tolist())):
         while opened < len(size_of_group) and size_of_group[opened] >= index:
             if spare[opened]:
                 heapq.heappush(lightest, (float(loads[opened]), opened))
@@ -140,11 +140,11 @@ def place(
             continue
         loaded, chosen = lightest[0]
         at = size_of_group[chosen]
-        room[chosen] -= padded[at][item]
+        room[chosen] -= padded_of[at][item]
         spare[chosen] -= 1
-        loads[chosen] = loaded + load[at][item]
+        loads[chosen] = loaded = loaded + load_of[at][item]
         if spare[chosen]:
-            heapq.heapreplace(lightest, (loaded + load[at][item], chosen))
+            heapq.heapreplace(lightest, (loaded, chosen))
         else:
             heapq.heappop(lightest)
         group.append(chosen)
@@ -156,23 +156,11 @@ def longest_first(work: FloatArray, num_groups: int) -> IntArray:
 
     work: float64 [n].
     """
-    order = np.argsort(-work, kind="stable")
+    order, zeros = np.argsort(-work, kind="stable"), np.zeros(num_groups, np.int64)
+    nothing, slots = np.zeros(work.size, np.int64), np.full(num_groups, work.size + 1)
     group = np.empty(work.size, np.int32)
-    if _place is None:
-        lightest = [(0.0, g) for g in range(num_groups)]
-        for item, each in zip(order.tolist(), work[order].tolist()):
-            loaded, group[item] = lightest[0]
-            heapq.heapreplace(lightest, (loaded + each, int(group[item])))
-        return group
-    nothing, zeros = np.zeros(work.size, np.int64), np.zeros((2, num_groups), np.int64)
-    slots = np.full(num_groups, work.size + 1)
-    loads, heaps = np.zeros(num_groups), np.empty((2 * num_groups, 2))
-    load, placed, members = work[order], np.empty(work.size, np.int32), np.arange(work.size)
-    _place(
-        *(work.size, address(nothing), address(nothing), address(load)),
-        *(work.size, *addresses(members, nothing)),
-        *(num_groups, *addresses(zeros[0], zeros[1], slots)),
-        *(address(loads), address(placed), address(heaps)),
+    group[order] = place(
+        *(nothing, nothing[None], work[order][None]),
+        *(np.arange(work.size), nothing, zeros, zeros.copy(), slots, np.zeros(num_groups)),
     )
-    group[order] = placed
     return group

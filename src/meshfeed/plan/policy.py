@@ -34,6 +34,17 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("tolerance", Real, "a share, such as 0.01"),
 )
 
+_COUNTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("capacity", (), "a whole number of tokens, at least 1"),
+    ("max_sequences", (None,), "a whole number, at least 1, or None for any"),
+    (
+        "microbatches",
+        (None, "fewest"),
+        "a whole number, at least 1; or 'fewest', or None to let the plan choose",
+    ),
+    ("quantum", (None,), "a whole number, at least 1, or None for what the pipeline takes"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
@@ -84,24 +95,13 @@ class Packing:
         for name, kind, wanted in _KINDS:
             if not isinstance(getattr(self, name), kind):
                 raise PlanError(f"{name}={getattr(self, name)!r}: give {wanted}")
-        if not is_count(self.capacity):
-            raise PlanError(f"capacity={self.capacity!r}: a whole number of tokens, at least 1")
-        if self.max_sequences is not None and not is_count(self.max_sequences):
-            raise PlanError(
-                f"max_sequences={self.max_sequences!r}: a whole number, at least 1, or None for any"
-            )
+        for name, others, wanted in _COUNTS:
+            value = getattr(self, name)
+            if value not in others and not is_count(value):
+                raise PlanError(f"{name}={value!r}: {wanted}")
         if self.fixed_shapes and self.max_sequences is None:
             raise PlanError(
                 "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
-            )
-        if self.microbatches not in (None, "fewest") and not is_count(self.microbatches):
-            raise PlanError(
-                f"microbatches={self.microbatches!r}: a whole number, at least 1; or 'fewest', or None to "
-                f"let the plan choose"
-            )
-        if self.quantum is not None and not is_count(self.quantum):
-            raise PlanError(
-                f"quantum={self.quantum!r}: a whole number, at least 1, or None for what the pipeline takes"
             )
         if not 0 <= self.tolerance < 1:
             raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")

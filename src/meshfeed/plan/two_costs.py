@@ -23,7 +23,7 @@ import numpy as np
 from meshfeed.plan.place import place
 from meshfeed.plan.placement import Placement
 from meshfeed.plan.policy import Packing
-from meshfeed.plan.problem import Room, Sequences
+from meshfeed.plan.problem import Room
 from meshfeed.plan.swap import WORTH, Contents, swap
 from meshfeed.plan.types import FloatArray, LongArray
 
@@ -62,8 +62,7 @@ def even_out(
     pack, loads = packs.planned, packs.loads(packs.planned)
     before = packs.unevenness(loads)
     if before.max() > FAR:
-        sequences = Sequences(room, packing.cost, lengths, packs.padded, packs.cost[0], packs.cost[0, 0])
-        again = packs.filled_again(sequences)
+        again = packs.filled_again(lengths, room.max_sequences)
         loads_again = loads if again is None else packs.loads(again)
         if again is not None and packs.unevenness(loads_again).max() < before.max():
             pack, loads = again, loads_again
@@ -201,14 +200,14 @@ class _Packs:
             share -= means.item(m)
         return targets
 
-    def filled_again(self, sequences: Sequences) -> LongArray | None:
+    def filled_again(self, lengths: LongArray, max_sequences: int) -> LongArray | None:
         """The pack of each sequence if all packs are filled again, int64 [n]; None if one finds no room.
 
         For each cost in turn, the language model's last, the sequences for which it is the largest cost go to
         the pack furthest below its target, the most costly first.
         """
         pack = np.full(self.planned.size, -1)
-        free, slots = self.limits.copy(), np.full(self.size.size, sequences.room.max_sequences)
+        free, slots = self.limits.copy(), np.full(self.size.size, max_sequences)
         largest, even = self.cost[:, 0].argmax(axis=0), np.ones(self.num_microbatches)
         for c in (*range(1, len(self.cost)), 0):
             members = np.flatnonzero(largest == c)
@@ -216,8 +215,10 @@ class _Packs:
             gaps, any_size = self.load(self.cost[c], pack), np.zeros(members.size, np.int64)
             if c:
                 gaps -= self.targets(self.cost[c, 0], even)[self.microbatch]
-            some = replace(sequences, load=self.cost[c])
-            into = place(some, members, any_size, self.size_at, free.copy(), slots.copy(), gaps)
+            into = place(
+                *(lengths, self.padded, self.cost[c], members, any_size),
+                *(self.size_at, free.copy(), slots.copy(), gaps),
+            )
             if (into < 0).any():
                 return None
             pack[members] = into

@@ -73,8 +73,8 @@ def cached_arrays(
         if error in of_build:
             raise
         raise StoreError(
-            f"{entry}: {error.strerror or error}; give cache= a folder that this process can write and lock, "
-            f"or cache=None to build in memory"
+            f"{entry}: {error.strerror or error}; give a folder that this process can write and lock: by "
+            f"mf.open(path, cache=...) for a store, by mf.Machine(index_cache=...) for MegatronGPT"
         ) from error
 
 
@@ -131,7 +131,7 @@ def _write(part: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _opened(entry: Path) -> dict[str, Array] | None:
-    """The arrays of an entry; None if it is missing or damaged."""
+    """The arrays of an entry; None if it is damaged. Raises OSError if it is missing."""
     try:
         manifest = json.loads((entry / _MANIFEST).read_text())
         arrays: dict[str, Array] = {}
@@ -142,8 +142,8 @@ def _opened(entry: Path) -> dict[str, Array] | None:
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays[name] = mapped.view(np.ndarray)  # a memmap's own __getitem__ costs a microsecond
         return arrays
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None  # built again; if it cannot be written, that raises the error
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def _signs(path: Path) -> dict[str, Any]:

@@ -265,13 +265,13 @@ def _boot() -> str:
 
 
 def _opened(entry: Path) -> _Copy | None:
-    """A copy; None if it is missing, or damaged and to be replaced."""
+    """A copy; None if it is damaged and to be replaced. Raises OSError if it is missing."""
     try:
         copy = _mapped(entry)
-        os.utime(entry)  # marks it as used
-        return copy
-    except (OSError, ValueError, struct.error):
+    except (ValueError, struct.error):
         return None
+    os.utime(entry)  # it is used
+    return copy
 
 
 def _mapped(entry: Path) -> _Copy:

@@ -26,7 +26,6 @@ import fcntl
 import os
 import random
 import secrets
-import shutil
 import time
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -71,7 +70,6 @@ class CacheFolder:
             return
         with locked(self._room):
             if self._job is None:
-                _remove_old_layout(self.path)
                 self._blocks.mkdir(mode=0o700, exist_ok=True)
                 self._jobs.mkdir(mode=0o700, exist_ok=True)
                 name = self._jobs / f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -440,13 +438,3 @@ def _is_same(fd: int, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), path.stat())
     return False
-
-
-def _remove_old_layout(path: Path) -> None:
-    """Remove the blocks of an earlier meshfeed, whose cache had a leader, unless such a job runs here."""
-    leader = path / "leader.lock"
-    if leader.exists() and not _is_locked(leader):
-        for table in path.glob("*/table"):
-            shutil.rmtree(table.parent, ignore_errors=True)
-        leader.unlink(missing_ok=True)
-        (path / "leader.log").unlink(missing_ok=True)

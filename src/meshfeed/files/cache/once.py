@@ -34,7 +34,8 @@ def once_per_node(
 
     Args:
         entry: a file or folder, in a folder that exists. Its name is a digest of all that it depends on.
-        read: the content at a path; None if it is missing or damaged.
+        read: the content at a path; None if it is missing or damaged. An OSError counts as None, except for
+            what was just made.
         make: writes a file or a folder at the path that it is given. Its errors pass through.
         is_good: whether content made earlier can still be used. Not called for what was just made.
         lock: the file to lock; None for one beside the entry. lock_mode: of that file, if it is made.
@@ -43,13 +44,18 @@ def once_per_node(
 
     Raises OSError.
     """
-    found = read(entry)
-    if found is not None and is_good(found):
+
+    def there() -> T | None:
+        with contextlib.suppress(OSError):
+            if (found := read(entry)) is not None and is_good(found):
+                return found
+        return None
+
+    if (found := there()) is not None:
         return found
     part = entry.with_name(f"{entry.name}.part")
     with locked(lock or entry.with_name(f"{entry.name}.lock"), lock_mode):
-        found = read(entry)  # another process may have made it meanwhile
-        if found is not None and is_good(found):
+        if (found := there()) is not None:  # another process may have made it meanwhile
             return found
         _remove(part)
         try:

@@ -272,9 +272,11 @@ class HubClient(Retries):
             try:
                 said = ask()
             except UnavailableError as error:
-                _write_json(failed, [time.time(), str(error)])
+                with durable_file(failed, 0o600) as stream:
+                    stream.write(json.dumps([time.time(), str(error)]).encode())
                 raise
-            _write_json(part, said)
+            part.touch(0o600)
+            part.write_text(json.dumps(said))
 
         return once_per_node(path, _json_of, make, is_good=is_good)
 
@@ -306,11 +308,6 @@ class HubClient(Retries):
             return importlib.import_module("huggingface_hub")
         except ImportError as missing:
             raise StoreError(f"{self._root}: hf:// needs huggingface_hub: {install('hub')}") from missing
-
-
-def _write_json(path: Path, said: Any) -> None:
-    with durable_file(path, 0o600) as stream:
-        stream.write(json.dumps(said).encode())
 
 
 def _json_of(path: Path) -> Any:
