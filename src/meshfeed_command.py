@@ -18,8 +18,9 @@ def main() -> int:
     minds = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if minds:
         signal.signal(signal.SIGINT, _end)
-    from meshfeed.cli.main import main
+    from meshfeed.cli.main import import_command, main
 
+    import_command(sys.argv[1:])
     if minds:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return main()

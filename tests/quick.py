@@ -35,7 +35,6 @@ _IMPORTED = (
     "numpy.ma",  # by np.unique
     "torch._dynamo",  # by optimizers
     "torch.distributed.launcher.api",  # by torchrun
-    "meshfeed.cli.main",
     "meshfeed.exchange",
     "meshfeed.simulation",
     "megatron.core.datasets.blended_megatron_dataset_builder",
@@ -44,7 +43,7 @@ _IMPORTED = (
     "meshfeed.integrations.transformers",
 )
 _SPACES = ("mnt", "net", "uts")
-_SHARED = "MESHFEED_TESTS_PYTHON"
+SHARED = "MESHFEED_TESTS_PYTHON"
 _OPTIONS = {"-u", "-B"}
 """Those that a fork can still obey."""
 _ENVIRONMENT = {"PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONDEVMODE", "PYTHONNOUSERSITE"}
@@ -56,14 +55,15 @@ HASH_SEED = str((2 * int(os.environ.get("MESHFEED_SEED", "0")) + 1) % 2**32)
 
 
 def share() -> None:
-    """Have all that this process starts share one server."""
-    os.environ.setdefault(_SHARED, python())
+    """Have all that this process starts share one server, from when it is ready."""
+    os.environ.setdefault(SHARED, python())
+    subprocess.run([python(), "-c", ""], check=True)
 
 
 @functools.cache
 def python() -> str:
     """The path of an executable; the server behind it ends with this process. Who asks at once waits for it."""
-    if shared := os.environ.get(_SHARED):
+    if shared := os.environ.get(SHARED):
         return shared
     folder = Path(tempfile.mkdtemp(prefix="quick"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -112,6 +112,10 @@ def _serve(descriptor: int) -> None:
         for name in _IMPORTED:
             with contextlib.suppress(ImportError):  # a framework may be missing
                 importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # as are the commands, beside the core alone
+            from meshfeed.cli.main import COMMANDS, parser_of
+
+            parser_of(COMMANDS)  # which imports them
     gc.collect()
     gc.freeze()  # no fork looks at it again, which takes long and copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshfeed.cli.main import parser_of_all
+from meshfeed.cli.main import COMMANDS, parser_of
 
 PAGE = Path(__file__).parents[1] / "cli.md"
 
@@ -23,7 +23,7 @@ Answers go to stdout, progress and errors to stderr. `meshfeed --version` tells 
 
 def page() -> str:
     """The whole page, the same on every machine and Python."""
-    return "\n".join([_HEAD, *_commands(parser_of_all(), depth=2)])
+    return "\n".join([_HEAD, *_commands(parser_of(COMMANDS), depth=2)])
 
 
 def _commands(parser: argparse.ArgumentParser, depth: int) -> Iterator[str]:

@@ -5,42 +5,38 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import importlib
 import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from meshfeed.cli.calibrate import Calibrate
 from meshfeed.cli.command import FAILED, INTERRUPTED, OK, say
-from meshfeed.cli.convert import Convert
-from meshfeed.cli.demo import Demo
-from meshfeed.cli.doctor import Doctor
-from meshfeed.cli.inspect import Inspect
 from meshfeed.cli.options import Command, Parser, add_command
-from meshfeed.cli.plan import Plan
-from meshfeed.cli.prepare import Prepare
-from meshfeed.cli.report import Report
-from meshfeed.cli.roles import ShowRoles
-from meshfeed.cli.trace import Trace
-from meshfeed.cli.watch import Watch
 from meshfeed.errors import MeshfeedError
 from meshfeed.extras import version_of
 
-COMMANDS: dict[str, type[Command]] = {
-    "demo": Demo,
-    "prepare": Prepare,
-    "convert": Convert,
-    "inspect": Inspect,
-    "roles": ShowRoles,
-    "plan": Plan,
-    "trace": Trace,
-    "calibrate": Calibrate,
-    "doctor": Doctor,
-    "watch": Watch,
-    "report": Report,
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "demo": ("Demo", "train a small GPT on several processes, kill it, resume it under a different layout"),
+    "prepare": ("Prepare", "make a token store of text"),
+    "convert": ("Convert", "make a token store (.bin/.idx) of MDS, litdata, Parquet or JSON lines"),
+    "inspect": ("Inspect", "what a token store holds, and whether it is whole"),
+    "roles": ("ShowRoles", "who opens storage, who receives what from whom, bytes per step"),
+    "plan": ("Plan", "balance, padding, microbatches of packed steps, as a table and a picture"),
+    "trace": ("Trace", "which documents a step and rank saw, or where a document went"),
+    "calibrate": ("Calibrate", "time a transformer layer and fit the planner's cost model"),
+    "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
+    "watch": (
+        "Watch",
+        "a live run in the terminal: which ranks wait, for which stage, how fast, which are silent",
+    ),
+    "report": ("Report", "one page of a run: who waited for what and when, mixture, traffic, resumes"),
 }
+"""Name of a command and of its module -> its class, and the first line of that class's docstring.
+
+Most of the modules import torch: only that of the command that runs is imported."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -53,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         _mend_streams()
-        parser = parser_of_all()
-        _suggest(parser, words)
+        name = _name_in(words)
+        parser = parser_of([name] if name in COMMANDS else [])
+        if name and name not in COMMANDS:
+            parser.error(f"there is no command {name!r}; {_meant(name)}")
         args = vars(parser.parse_args(words))
         status = args.pop("command")(**args).run()
         sys.stdout.flush()
@@ -80,8 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def parser_of_all() -> Parser:
-    """The parser of all commands."""
+def import_command(words: Sequence[str]) -> None:
+    """Import the command that these words run, which takes seconds."""
+    if (name := _name_in(words)) in COMMANDS:
+        _command(name)
+
+
+def parser_of(names: Collection[str]) -> Parser:
+    """A parser that lists all commands and reads the options of these."""
     parser = Parser(
         prog="meshfeed",
         description="One virtual dataloader for every rank of an N-D-parallel training job.",
@@ -92,18 +96,27 @@ def parser_of_all() -> Parser:
         "--version", action="version", version=f"meshfeed {version_of('meshfeed') or '(not installed)'}"
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        add_command(subparsers, name, command)
+    for name, (_, help) in COMMANDS.items():
+        if name in names:
+            add_command(subparsers, name, _command(name))
+        else:
+            subparsers.add_parser(name, help=help)
     return parser
 
 
-def _suggest(parser: Parser, words: Sequence[str]) -> None:
-    """Refuse an unknown command and suggest a similar one."""
-    word = next((word for word in words if not word.startswith("-")), None)
-    if word is not None and word not in COMMANDS:
-        close = difflib.get_close_matches(word, COMMANDS, 1)
-        meant = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        parser.error(f"there is no command {word!r}; {meant}")
+def _command(name: str) -> type[Command]:
+    return getattr(importlib.import_module(f"meshfeed.cli.{name}"), COMMANDS[name][0])
+
+
+def _name_in(words: Sequence[str]) -> str:
+    """The command that is meant, the first word that is no option; "" without one."""
+    return next((word for word in words if not word.startswith("-")), "")
+
+
+def _meant(name: str) -> str:
+    """What to write instead of an unknown command."""
+    close = difflib.get_close_matches(name, COMMANDS, 1)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
 
 
 def _tell(what: str, error: BaseException) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
 import json
 import os
@@ -43,6 +45,20 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
         assert text in out
     assert ("--json" in out) == ("keys of --json:" in out)
     assert max(map(len, out.splitlines())) <= 130
+
+
+def test_the_list_of_commands_is_their_docstrings_and_imports_none() -> None:
+    code = (
+        "import sys; from meshfeed.cli.main import main; main(['--help'])\n"
+        "print(*{'torch', 'meshfeed.store', 'meshfeed.cli.roles'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *listed, imported = done.stdout.splitlines()
+    assert imported == ""
+    for name, (of_class, help) in COMMANDS.items():
+        command = getattr(importlib.import_module(f"meshfeed.cli.{name}"), of_class)
+        assert inspect.getdoc(command).partition("\n")[0] == help
+        assert any(line.split()[:1] == [name] for line in listed)
 
 
 def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) -> None:
