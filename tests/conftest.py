@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 import quick
+import world
 from soak import SOAK, cases, left_out
 
 # Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
@@ -44,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "some(most): see soak.py")
     if not hasattr(config, "workerinput"):  # not in each of the processes that share the files
         if config.getoption("numprocesses", None):
-            quick.share()
+            quick.share()  # it has compiled what others import, too, before they begin
+            world.share()
         compile_what_the_tree_holds()
 
 

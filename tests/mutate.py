@@ -379,7 +379,7 @@ def forked(job: Callable[[Path], int], seconds: float, log: Path | None = None) 
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         _draw_few()
         torch.set_num_threads(1)  # no threads, which a fork would lose
-        world._context = multiprocessing.get_context("fork")  # ranks that have the mutant
+        world.context = multiprocessing.get_context("fork")  # ranks that have the mutant
         with tempfile.TemporaryDirectory() as folder:
             modules = Path(folder) / SOURCE.name
             shutil.copytree(SOURCE, modules)

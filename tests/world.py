@@ -2,13 +2,13 @@
 
 Two fork servers import torch once; each rank is forked from one of them, so that a world of eight starts in a moment.
 Each is an interpreter with a hash seed of its own: ranks that differ in one bit iterate over sets in different orders, as
-real ranks do. Results and errors come back over pipes; a rank that dies is reported, never waited for.
+real ranks do. Where several processes run the tests, all share the two servers (see conftest.py). Results and errors come
+back over pipes; a rank that dies is reported, never waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import multiprocessing
 import multiprocessing.context
@@ -16,10 +16,12 @@ import multiprocessing.forkserver as forkserver
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,26 +36,62 @@ HANG_S = 600.0
 AFTER_FAILURE_S = 60.0
 """How long the other ranks may go on where one failed and all should have ended well."""
 
-_servers = [forkserver.ForkServer() for _ in HASH_SEEDS]
-_preloaded: list[str] = []
+SHARED = "MESHFEED_TESTS_RANKS"
+"""Environment variable: where the servers listen that this process shares with others."""
+_PRELOADED_FOR_ALL = ("megatron_world", "world_preload")
+"""Modules of shared servers; that of a framework that is missing is left out."""
+_FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parent / "outer" / "integrations")]
+"""Where the modules of `preload` are."""
+
+
+class _Server(forkserver.ForkServer):
+    """A fork server of this process, or one that another process began and ends."""
+
+    def __init__(self, shared: str = "") -> None:
+        super().__init__()
+        if shared:
+            self._forkserver_address = shared
+            self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # it lives as long as who began it
+
+    def ensure_running(self) -> None:
+        if self._forkserver_address is None or self._forkserver_pid is not None:
+            super().ensure_running()
+
+
+_shared = os.environ.get(SHARED, "").split()
+_servers = [_Server(address) for address in _shared] or [_Server() for _ in HASH_SEEDS]
+_preloaded = [*_PRELOADED_FOR_ALL] if _shared else ["world_preload"]  # the last one freezes what all imported
 
 
 def preload(module: str) -> None:
-    """Have all ranks forked from processes that have imported this, too; call it before the first world."""
+    """Have all ranks from now on forked from processes that have imported this, too."""
     if module not in _preloaded:
         _preloaded.insert(0, module)
-    for server in _servers:
-        server.set_forkserver_preload(_preloaded)
-    # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
-    spec = importlib.util.find_spec(module)
-    folders = [
-        os.path.dirname(str(spec and spec.origin)),
-        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-    ]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, folders)))
+        _servers[:] = [_Server() for _ in HASH_SEEDS]
 
 
-preload("world_preload")  # the last of them
+def share() -> None:
+    """Begin servers for this process and all that it starts. What ranks print then goes nowhere."""
+    if SHARED not in os.environ:
+        _preloaded[:] = _PRELOADED_FOR_ALL
+        with _printing_nowhere():
+            _start_servers()
+        os.environ[SHARED] = " ".join(str(server._forkserver_address) for server in _servers)
+
+
+@contextlib.contextmanager
+def _printing_nowhere() -> Iterator[None]:
+    """For processes that begin meanwhile: the terminal is not theirs."""
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for number, file in zip((1, 2), kept):
+            os.dup2(file, number)
+        for file in (*kept, nowhere):
+            os.close(file)
 
 
 class _Forked(multiprocessing.context.ForkServerProcess):
@@ -74,14 +112,18 @@ class _Context(multiprocessing.context.ForkServerContext):
     Process = _Forked
 
 
-_context = _Context()
+context = _Context()
 
 
 def _start_servers() -> None:
     """Both at once: they import at the same time."""
+    # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
+    path = os.pathsep.join([*_FOLDERS, *filter(None, sys.path)])
     for server, seed in zip(_servers, HASH_SEEDS, strict=True):
+        server.set_forkserver_preload(_preloaded)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONHASHSEED", seed)
+            patch.setenv("PYTHONPATH", path)
             server.ensure_running()
 
 
@@ -159,8 +201,8 @@ def start(
     processes: list[Any] = []
     pipes: list[Connection] = []
     for rank in range(world_size):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(
+        ours, theirs = context.Pipe()
+        process = context.Process(
             target=_main,
             args=(theirs, function, rank, world_size, store.port, distributed, args, kwargs),
             name=f"rank{rank}",

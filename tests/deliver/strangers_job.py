@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import meshfeed as mf
-import quick
 import world
 from corpus import recipe_of
 from observe import take
@@ -116,8 +115,8 @@ def main(folder: str) -> dict[str, Any]:
             assert all(process.is_alive() for process in job.processes), job.join()
             time.sleep(0.01)
         before |= set(names)
-        ours, theirs = world._context.Pipe()
-        process = world._context.Process(target=attack, args=(theirs, kind, user, names, pids))
+        ours, theirs = world.context.Pipe()
+        process = world.context.Process(target=attack, args=(theirs, kind, user, names, pids))
         process.start()
         assert ours.recv() == "under way"
         store.set(f"under attack {at}", "1")
@@ -131,5 +130,4 @@ def main(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    world.python = quick.python()
     (Path(sys.argv[1]) / "found.json").write_text(json.dumps(main(sys.argv[1])))

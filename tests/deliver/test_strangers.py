@@ -42,14 +42,18 @@ def test_attacks_on_a_job_that_joins_change_nothing_and_get_nothing(corpus: str)
     needs_root()
     needs("unshare", "ip")
     here = Path(__file__).parent
+    paths = os.pathsep.join([*filter(None, sys.path), str(here), str(here.parent)])
+    environment = {
+        name: value for name, value in os.environ.items() if name != world.SHARED
+    }  # ranks of that network
     script = f"ip link set lo up && exec {quick.python()} {here / 'strangers_job.py'} {corpus}"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(here), str(here.parent)])},
+        env=environment | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=600,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads((Path(corpus) / "found.json").read_text())
     recipe = recipe_of(f"{corpus}/text")
@@ -102,8 +106,8 @@ def squat(pipe: Any, name: str) -> None:
 
 def test_a_door_that_another_user_has_taken_over_is_not_trusted() -> None:
     needs_root()
-    ours, theirs = world._context.Pipe()
-    process = world._context.Process(target=squat, args=(theirs, name := f"meshfeed-test-{os.getpid()}"))
+    ours, theirs = world.context.Pipe()
+    process = world.context.Process(target=squat, args=(theirs, name := f"meshfeed-test-{os.getpid()}"))
     process.start()
     assert ours.recv() == "listening"
     with pytest.raises(PermissionError, match=f"runs as user {NOBODY}"):

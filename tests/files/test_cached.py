@@ -38,7 +38,7 @@ from soak import cases, only_soak
 SIZE = 3_000_001
 BLOCK = 1 << 16
 DATA_BYTES = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8)
-_context = world._context  # which has imported torch already
+_context = world.context  # which has imported torch already
 
 
 @pytest.fixture(scope="module")

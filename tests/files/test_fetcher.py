@@ -120,8 +120,8 @@ def keep_open(url: str, cache: str, limit_blocks: int, pipe: Any) -> None:
 
 
 def test_a_smaller_limit_of_another_job_harms_nobody(server: Nginx, tmp_path: Path) -> None:
-    ours, theirs = world._context.Pipe()
-    large = world._context.Process(target=keep_open, args=(server.url, str(tmp_path), 40, theirs))
+    ours, theirs = world.context.Pipe()
+    large = world.context.Process(target=keep_open, args=(server.url, str(tmp_path), 40, theirs))
     large.start()
     assert ours.recv() == "ready"
     with file_of(server, tmp_path, 4) as small:
