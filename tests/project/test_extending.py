@@ -14,7 +14,7 @@ import pytest
 import meshfeed as mf
 import world
 from meshfeed import plugins
-from meshfeed.sequence.named import rule_named
+from meshfeed.cli.rule_names import rule_named
 
 PAGE = Path(__file__).parents[2] / "docs/extending.md"
 BLOCK = re.compile(r'```(?:python|toml)(?: title="([^"]+)")?\n(.*?)```', re.S)

@@ -25,6 +25,7 @@ from meshfeed.cli.command import (
 )
 from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.recipes import StoreOptions
+from meshfeed.cli.rule_names import parsed_call
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -41,7 +42,6 @@ from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.report.lengths import DocumentLengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
-from meshfeed.sequence.named import parsed_call
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
 from meshfeed.store.checksums import checksums_beside, is_of, write_checksums
 from meshfeed.store.tokenizer import BYTES, tokenizer_file

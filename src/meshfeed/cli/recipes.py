@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import meshfeed as mf
 from meshfeed.cli.options import option, refuse_given
+from meshfeed.cli.rule_names import rule_named
 from meshfeed.errors import MeshfeedError
-from meshfeed.sequence.named import rule_named
 from meshfeed.store import StreamStore, open_store
 from meshfeed.store.base import LabelsAre
 from meshfeed.store.tokenizer import KNOWN

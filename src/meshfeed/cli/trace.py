@@ -12,6 +12,7 @@ import numpy as np
 import meshfeed as mf
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
+from meshfeed.cli.document_trace import DocumentParts, parts_in, pieces_of, sequences_with
 from meshfeed.cli.options import Command, argument, given, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
@@ -21,7 +22,6 @@ from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
 from meshfeed.sequence import Multimodal, SequenceRule
-from meshfeed.sequence.trace import DocumentParts, parts_in, pieces_of, sequences_with
 
 Line = dict[str, Any]
 """A piece of a document, by the keys of --json."""

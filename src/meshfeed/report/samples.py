@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -17,7 +17,7 @@ from meshfeed.report.thumbnails import thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.sequence.processor import tokens_of
 from meshfeed.store import MultimodalStore, StreamStore
-from meshfeed.store.loss_columns import HasColumns
+from meshfeed.store.loss_columns import LABELS, LOSS_MASK, HasColumns
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24
 
@@ -94,8 +94,20 @@ def shown_documents(
 
 
 def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool_]:
-    """Which of a document's first tokens bear loss, if only some do; bool [stop]."""
-    bears = store.bearing(document, stop) if isinstance(store, HasColumns) else np.zeros(stop, np.bool_)
+    """Which of a document's first tokens a model is trained to produce, if only some are; bool [stop].
+
+    The first token never is. Without labels and loss mask, all others are.
+    """
+    bears = np.ones(stop, np.bool_)
+    found: Mapping[str, Any] = store.columns if isinstance(store, HasColumns) else {}
+    for name in (LABELS, LOSS_MASK):
+        if name in found:
+            with found[name] as column:
+                values = column.read(document, 0, stop)
+            bears &= values >= 0 if name == LABELS else values != 0
+    if LABELS in found and store.labels_are == "shifted":
+        bears = np.append(False, bears)[:stop]  # a token's label is about the next one
+    bears[:1] = False
     return np.zeros_like(bears) if bears[1:].all() else bears
 
 

@@ -7,9 +7,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from meshfeed.files import Cache
 from meshfeed.store.base import I64, LabelsAre, StreamStore
 from meshfeed.store.kept import kept_by_store
@@ -56,23 +53,6 @@ class HasColumns(StreamStore):
         first call on a node makes from the whole columns.
         """
         return _bearing_of(self, self.marks_cache).count(starts, stops)
-
-    def bearing(self, document: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of a document's first tokens a model is trained to produce; bool [stop].
-
-        The first token never is. Without labels and loss mask, all others are.
-        """
-        bears = np.ones(stop, np.bool_)
-        found: Mapping[str, Any] = self.columns
-        for name in (LABELS, LOSS_MASK):
-            if name in found:
-                with found[name] as column:
-                    values = column.read(document, 0, stop)
-                bears &= values >= 0 if name == LABELS else values != 0
-        if LABELS in found and self.labels_are == "shifted":
-            bears = np.append(False, bears)[:stop]  # a token's label is about the next one
-        bears[:1] = False
-        return bears
 
 
 @kept_by_store(most=1)

@@ -12,7 +12,7 @@ import pytest
 import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.cli.main import main
-from meshfeed.sequence.named import rule_named
+from meshfeed.cli.rule_names import rule_named
 from meshfeed.store import IndexedWriter
 
 RECIPE = "recipe = mf.Recipe(data=mf.open({!r}), sequence=mf.Windows(32), batch=mf.Batch(sequences=4))\n"
