@@ -66,8 +66,7 @@ def check(stepping: Stepping, portion: Portion, stages: list[str]) -> None:
         columns = None
         if any(field.stored for field in fields):
             columns = rule.load(recipe, portion, np.empty)
-        table = rule.table(recipe, portion, columns, names)
-        assert table is not None
+        table = rule.table(recipe, portion, columns, names, np.empty)
         found = difference(rule.build(recipe, portion, columns, names, np.empty), OnHost().place(table)[0])
         assert found is None, found
 
@@ -164,7 +163,7 @@ def test_a_device_is_sent_an_eighth_of_the_bytes(rule: Any, tmp_path: Path) -> N
         portion = portions(stepping, 0, is_shared=False)[0]
         columns = rule.load(recipe, portion, np.empty)
         names = [field.name for field in rule.fields]
-        table = rule.table(recipe, portion, columns, names)
+        table = rule.table(recipe, portion, columns, names, np.empty)
         sent: list[int] = []
 
         def copy(array: Array) -> torch.Tensor:

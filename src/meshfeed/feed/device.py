@@ -11,32 +11,34 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Array, Arrays, Constant, Stacked
+from meshfeed.columns import Array, Arrays
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Together, Value
 from meshfeed.feed.nested import changed, leaves_of
-from meshfeed.sequence import FieldTable, Portion, widened
+from meshfeed.sequence import FieldTable, Filled, Portion, RunField, widened
 
 _MOST_KEPT = 128
-_MOST_CONSTANTS = 16
+_MOST_FIELDS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
 _FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's
 
 
+Built = Sequence[Arrays] | Filled | FieldTable
+"""The fields of some microbatches: of each, of all in one array for each field, or as runs."""
+
+
 class Placer(Protocol):
-    """Moves a microbatch's arrays to their device.
-
-    Attributes:
-        widens: whether it takes the tables of fields, and expands them itself.
-    """
-
-    widens: bool
+    """Moves a microbatch's arrays to their device."""
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """An uninitialised array to build a field in."""
         ...
 
-    def place(self, built: Sequence[Arrays] | FieldTable) -> tuple[Sequence[Mapping[str, Value]], Any]:
+    def fill(self, table: FieldTable) -> Built:
+        """What `place` makes the fields of a table from."""
+        ...
+
+    def place(self, built: Built) -> tuple[Sequence[Mapping[str, Value]], Any]:
         """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
         ...
 
@@ -68,11 +70,9 @@ class OnHost:
     the pool holds byte buffers of a few sizes. Every array and tensor made from a buffer refers to it.
     """
 
-    widens = False
-
     def __init__(self) -> None:
         self._made: dict[int, list[Array]] = {}
-        self._constants = _Constants(torch.tensor)
+        self._kept = OrderedDict[tuple[int, int, int], tuple[RunField, torch.Tensor]]()
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """See Placer. Of the free buffers, the one used last: the processor may still have it cached."""
@@ -89,16 +89,31 @@ class OnHost:
                 del made[0]
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
-    def place(self, built: Sequence[Arrays] | FieldTable) -> tuple[Sequence[Mapping[str, Value]], Any]:
-        if isinstance(built, FieldTable):
-            return _widened(built, lambda array: torch.from_numpy(array.copy()), _tensors), None
-        return _placed(built, self._tensors), None
+    def fill(self, table: FieldTable) -> Built:
+        """The fields, all but those of which tensors are kept."""
+        return table.filled(self.allocate)
 
-    def _tensors(self, value: Any, times: int = 1) -> Value:
-        if isinstance(value, Constant):
-            # a copy-on-write clone, as writing to a field must not change later microbatches'
-            return _lazy_clone(self._constants.of(value, times))
-        return _tensors(value)
+    def place(self, built: Built) -> tuple[Sequence[Mapping[str, Value]], Any]:
+        if isinstance(built, FieldTable):
+            return _together(widened(built, lambda array: torch.from_numpy(array.copy())), built.ready), None
+        if isinstance(built, Filled):
+            rows = {
+                name: torch.from_numpy(each) if isinstance(each, np.ndarray) else self._of(each, built.shape)
+                for name, each in built.rows.items()
+            }
+            return _together(rows, built.ready), None
+        return _each(built), None
+
+    def _of(self, field: RunField, shape: tuple[int, int]) -> torch.Tensor:
+        """A field that is the same in other steps: made once, and not copied until somebody writes to it."""
+        key = id(field), *shape
+        if key not in self._kept:
+            out = np.empty(shape, field.field.dtype)
+            field.write(out.reshape(-1))
+            self._kept[key] = field, torch.tensor(out)
+            if len(self._kept) > _MOST_FIELDS:
+                self._kept.popitem(last=False)
+        return _lazy_clone(self._kept[key][1])
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """No copy is in flight."""
@@ -114,20 +129,21 @@ class OnCuda:
     was filled as an array only by its first byte, so not where a copy starts further in.
     """
 
-    widens = True
-
     def __init__(self, device: torch.device) -> None:
         current = torch.device("cuda", torch.cuda.current_device())
         self._device = device if ":" in str(device) else current
         self._stream = torch.cuda.Stream(self._device)
-        self._constants = _Constants(lambda array: torch.tensor(array).pin_memory())
         self._in_flight: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Page-locked."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
-    def place(self, built: Sequence[Arrays] | FieldTable) -> tuple[Sequence[Mapping[str, Value]], Any]:
+    def fill(self, table: FieldTable) -> Built:
+        """The table: the device expands it."""
+        return table
+
+    def place(self, built: Built) -> tuple[Sequence[Mapping[str, Value]], Any]:
         staged: list[Any] = [built]
 
         def stage(array: Array) -> torch.Tensor:
@@ -137,9 +153,9 @@ class OnCuda:
 
         with torch.cuda.stream(self._stream):
             if isinstance(built, FieldTable):
-                fields = _widened(built, stage, self._copied)
+                fields = _together(widened(built, stage), built.ready, self._copied)
             else:
-                fields = _placed(built, self._copied)
+                fields = _each(cast(Sequence[Arrays], built), self._copied)
             done = torch.cuda.Event()
             done.record(self._stream)
         while self._in_flight and self._in_flight[0][0].query():
@@ -161,32 +177,13 @@ class OnCuda:
         self._stream.synchronize()
         self._in_flight.clear()
 
-    def _copied(self, value: Any, times: int = 1) -> Value:
-        return on_device(
-            self._constants.of(value, times) if isinstance(value, Constant) else _tensors(value), self._device
-        )
+    def _copied(self, value: Any) -> Value:
+        return on_device(_tensors(value), self._device)
 
 
 def on_device(value: Any, device: str | torch.device) -> Any:
     """A value with all tensors in it on a device."""
     return changed(value, lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v)
-
-
-class _Constants:
-    """The tensors of recently used constants."""
-
-    def __init__(self, make: Callable[[Array], torch.Tensor]) -> None:
-        self._make = make
-        self._known: OrderedDict[tuple[int, int], tuple[Constant, torch.Tensor]] = OrderedDict()
-
-    def of(self, array: Constant, times: int) -> torch.Tensor:
-        """The constant's rows, so many times, as a tensor that is made once; do not write to it."""
-        key = id(array), times
-        if key not in self._known:
-            self._known[key] = array, self._make(np.concatenate([array.view(np.ndarray)] * times))
-            if len(self._known) > _MOST_CONSTANTS:
-                self._known.popitem(last=False)
-        return self._known[key][1]
 
 
 def _room_for(num_bytes: int) -> int:
@@ -195,38 +192,10 @@ def _room_for(num_bytes: int) -> int:
     return -(-num_bytes // grain) * grain
 
 
-def microbatches_of(
-    portion: Portion, built: Sequence[Arrays] | FieldTable, placer: Placer
-) -> tuple[list[Microbatch], Any]:
+def microbatches_of(portion: Portion, built: Built, placer: Placer) -> tuple[list[Microbatch], Any]:
     """The microbatches of a portion on their device, and the placer's ticket for them."""
     placed, ticket = placer.place(built)
     return [Microbatch(m, fields, portion) for m, fields in zip(portion.microbatches, placed)], ticket
-
-
-def _widened(
-    table: FieldTable, copy: Callable[[Array], torch.Tensor], tensors: Callable[[Any], Value]
-) -> Sequence[Mapping[str, Value]]:
-    """The fields of each microbatch, from their table."""
-    return _together(widened(table, copy), table.ready, tensors)
-
-
-def _placed(built: Sequence[Arrays], tensors: Callable[[Any, int], Value]) -> Sequence[Mapping[str, Value]]:
-    """The fields of each microbatch."""
-    if isinstance(built, Stacked) and built.is_whole:
-        rows = {name: cast(torch.Tensor, tensors(array, len(built))) for name, array in built.rows.items()}
-        return _together(rows, built.others, lambda value: tensors(value, 1))
-    return [{name: tensors(value, 1) for name, value in arrays.items()} for arrays in built]
-
-
-def _together(
-    rows: Mapping[str, torch.Tensor], others: Sequence[Arrays], tensors: Callable[[Any], Value]
-) -> list[Fields]:
-    """The fields of each microbatch: its share of the rows of all, and its others."""
-    together = Together(rows, len(others))
-    return [
-        Fields(together, at, {name: tensors(value) for name, value in arrays.items()})
-        for at, arrays in enumerate(others)
-    ]
 
 
 def _tensors(value: Any) -> Value:
@@ -234,3 +203,18 @@ def _tensors(value: Any) -> Value:
         # A read-only array is a column passed through: a view of a buffer that is reused.
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     return cast(Value, [_tensors(v) if isinstance(v, np.ndarray) else v for v in value])
+
+
+def _each(
+    built: Sequence[Arrays], tensors: Callable[[Any], Value] = _tensors
+) -> Sequence[Mapping[str, Value]]:
+    """The fields of each microbatch."""
+    return [{name: tensors(value) for name, value in arrays.items()} for arrays in built]
+
+
+def _together(
+    rows: Mapping[str, torch.Tensor], ready: Sequence[Arrays], tensors: Callable[[Any], Value] = _tensors
+) -> list[Fields]:
+    """The fields of each microbatch: its share of the rows of all, and its others."""
+    together = Together(rows, len(ready))
+    return [Fields(together, at, each) for at, each in enumerate(_each(ready, tensors))]

@@ -28,7 +28,7 @@ from meshfeed.deliver import (
 )
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
-from meshfeed.feed.device import OnHost, Placer, microbatches_of
+from meshfeed.feed.device import Built, OnHost, Placer, microbatches_of
 from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
@@ -42,7 +42,7 @@ from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
-from meshfeed.sequence import Arrays, Columns, FieldTable, Portion, has_table, run_by
+from meshfeed.sequence import Columns, Portion, run_by
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
@@ -391,16 +391,11 @@ class Feed(StepSource[Delivery, FeedOptions]):
             self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
 
-    def _built(
-        self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None
-    ) -> Sequence[Arrays] | FieldTable:
-        """A portion's fields; as a table where the device expands it and nobody compares digests."""
+    def _built(self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None) -> Built:
+        """A portion's fields; each microbatch's own where somebody compares digests."""
         rule, recipe, names = self._rule, self.recipe, self.role.fields
-        table = None
-        if placer.widens and digester is None and has_table(rule):
-            table = rule.table(recipe, portion, columns, names)
-        if table is not None:
-            return table
+        if digester is None and rule.has_table:
+            return placer.fill(rule.table(recipe, portion, columns, names, placer.allocate))
         built = rule.build(recipe, portion, columns, names, placer.allocate)
         if digester:
             digester.add(built)

@@ -10,10 +10,10 @@ from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan, table_of_pack
 from meshfeed.sequence.patches import NativePatches
 from meshfeed.sequence.pixels import ImageProcessor, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize, Processor
-from meshfeed.sequence.rule import SequenceRule, has_table, run_by
+from meshfeed.sequence.rule import SequenceRule, run_by
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
-from meshfeed.sequence.table import FieldTable, RunField, widened
+from meshfeed.sequence.table import FieldTable, Filled, RunField, widened
 from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
 from meshfeed.sequence.whisper import WhisperFeatures
 from meshfeed.sequence.windows import Windows
@@ -27,6 +27,7 @@ __all__ = [
     "DocumentRule",
     "Documents",
     "FieldTable",
+    "Filled",
     "FixedPixels",
     "ImageProcessor",
     "Masked",
@@ -46,7 +47,6 @@ __all__ = [
     "Windows",
     "document_lengths",
     "fields_of_plan",
-    "has_table",
     "portions_of",
     "rgb_image",
     "rule_of",

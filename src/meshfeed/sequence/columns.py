@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
@@ -23,7 +23,7 @@ from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.rule import SequenceRule, TokenRule, has_table
+from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, Runs
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import MultimodalStore
@@ -223,6 +223,10 @@ class WithColumns(SequenceRule):
                 np.asarray(loaded["loss_mask"])[~bears] = 0
         return loaded
 
+    @property
+    def has_table(self) -> bool:
+        return self.rule.has_table
+
     def build(
         self,
         recipe: Recipe,
@@ -231,52 +235,33 @@ class WithColumns(SequenceRule):
         names: Sequence[str],
         allocate: Allocate,
     ) -> Sequence[Arrays]:
-        """The named fields; see the class."""
-        mine = [name for name in names if name in self.recipes or (name == "loss_mask" and self._masks)]
+        """The fields of the table, but those that a subclass of the rule builds by itself."""
+        if self.has_table:
+            return super().build(recipe, portion, columns, names, allocate)
+        mine = [name for name in names if self._is_of_column(name)]
         built = self.rule.build(recipe, portion, columns, [n for n in names if n not in mine], allocate)
-        if columns is None:
-            return built
-        dtypes = {field.name: field.dtype for field in self.fields}
-
-        def cut(column: Array, field: str, dtype: str) -> list[Array]:
-            """A column cut like one of the rule's fields, with its own dtype."""
-            made = self.rule.build(
-                recipe,
-                portion,
-                {**columns, "tokens": column},
-                [field],
-                lambda shape, _: allocate(shape, dtype),
-            )
-            return [cast(Array, arrays[field]) for arrays in made]
-
-        for name in mine:
-            if name not in _REPLACED or not self._ahead:
-                parts = cut(np.asarray(columns[name]), "tokens", dtypes[name])
-            else:
-                parts = cut(np.asarray(columns[name]), "labels", dtypes[name])
-            if name == "loss_mask" and self._ahead:
-                own = self.rule.build(
-                    recipe, portion, columns, [name], lambda shape, _: np.empty(shape, "float32")
-                )
-                for part, arrays in zip(parts, own):
-                    part *= cast(Array, arrays[name])
-            for arrays, part in zip(built, parts):
-                arrays[name] = part
+        if columns and mine:
+            for arrays, more in zip(built, super().build(recipe, portion, columns, mine, allocate)):
+                arrays.update(more)
         return built
 
+    def _is_of_column(self, name: str) -> bool:
+        return name in self.recipes or (name == "loss_mask" and self._masks)
+
     def table(
-        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
-    ) -> FieldTable | None:
-        """See SequenceRule. Each column is cut like the tokens."""
-        mine = {name for name in names if name in self.recipes or (name == "loss_mask" and self._masks)}
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> FieldTable:
+        """See the class. Each column is cut like the tokens."""
+        mine = {name for name in names if self._is_of_column(name)}
         others = [name for name in names if name not in mine]
-        if not has_table(self.rule):
-            return None
         if not (columns and mine):
-            return self.rule.table(recipe, portion, columns, others)
-        base = self.rule.table(recipe, portion, columns, [*others, "tokens", "labels", "loss_mask"])
-        if base is None:
-            return None
+            return self.rule.table(recipe, portion, columns, others, allocate)
+        base = self.rule.table(recipe, portion, columns, [*others, "tokens", "labels", "loss_mask"], allocate)
         runs = {each.field.name: each.runs for each in base.fields}
         fields = [each for each in base.fields if each.field.name in others]
         fields += [self._run_field(field, runs) for field in self.fields if field.name in mine]
@@ -284,12 +269,12 @@ class WithColumns(SequenceRule):
         return replace(base, columns={name: np.asarray(columns[name]) for name in used}, fields=fields)
 
     def _run_field(self, field: Field, runs: Mapping[str, Runs]) -> RunField:
-        """A field of a column. runs: those of the rule's own fields; labels and loss mask begin alike."""
+        """A field of a column. runs: those of the rule's own fields."""
         tokens, labels, bearing = (runs[name] for name in ("tokens", "labels", "loss_mask"))
         if not self._ahead or field.name not in _REPLACED:
             return RunField(field, tokens, 1, field.name)
         if field.name == "loss_mask":
-            return RunField(field, Runs(bearing.at, labels.start, bearing.size), 1, field.name)
+            return RunField(field, labels.at_places_of(bearing), 1, field.name)
         return RunField(field, labels, 1, field.name)
 
 

@@ -167,7 +167,12 @@ class Documents(DocumentRule, TokenRule):
         return portion.read(extra=1)
 
     def table(
-        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
     ) -> FieldTable:
         """The named fields of the one pack; see the class."""
         tokens, labels = portion.runs(extra=1), portion.runs(extra=1, ahead=1)

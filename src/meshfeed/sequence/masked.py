@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Columns, Stacked
+from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.files import Cache
 from meshfeed.mixture import Store
@@ -25,6 +25,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, holding, runs_of
+from meshfeed.sequence.table import FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, marks_of
@@ -198,39 +199,35 @@ class Masked(DocumentRule):
         seen = np.where(chance < self.replace + self.random, others, -1)
         return Masks(places, np.where(chance < self.replace, self.mask_token, seen))
 
-    def build(
+    def table(
         self,
         recipe: Recipe,
         portion: Portion,
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> Stacked:
-        """The named fields of each microbatch; see the class."""
+    ) -> FieldTable:
+        """The named fields; see the class."""
         cp_size, rows = portion.pack.cp_size, portion.rows * len(portion.microbatches)
         width = int(Align().padded(np.array(self.length), cp_size)) // cp_size
-        whole: dict[str, Array] = {}
-        for field in self.fields:
-            if field.name in names and not (field.stored and columns is None):
-                whole[field.name] = allocate((rows, width), field.dtype)
-                whole[field.name][:] = field.pad
-        flat = {name: array.reshape(-1) for name, array in whole.items()}
-        own, real, at = portion.own, portion.ranges(portion.own), self._places(portion, width)
-        row = Runs(at, real.start, real.sizes)
-        if "position_ids" in flat:
-            row.copy(np.arange(self.length), flat["position_ids"])
-        if "padding_mask" in flat:
-            row.fill(False, flat["padding_mask"])
-        if "tokens" in flat:
-            last = portion.pack.lengths[own.sequence] - 1
-            for token, place in ((self.first_token, 0 * last), (self.last_token, last)):
-                if token is not None:
-                    here = (real.start <= place) & (place < real.stop)
-                    flat["tokens"][(at + place - real.start)[here]] = token
-        if flat.keys() & {"tokens", "labels", "loss_mask"}:
-            raw = np.asarray(columns["tokens"]) if columns else np.zeros(0, np.int64)
-            self._fill_documents(recipe, portion, at, raw, flat)
-        return Stacked(whole, [{} for _ in portion.microbatches])
+        real, at = portion.ranges(portion.own), self._places(portion, width)
+        runs = {
+            "padding_mask": (Runs(at, np.zeros_like(at), real.sizes), 0, None),
+            "position_ids": (Runs(at, real.start, real.sizes), 1, None),
+        }
+        read: Columns | None = None
+        if not {"tokens", "labels", "loss_mask"}.isdisjoint(names):
+            own, hidden, seen = self._hidden(recipe, portion, at)
+            one = np.ones_like(hidden.at)
+            runs["labels"] = hidden, 1, "tokens"
+            runs["loss_mask"] = Runs(hidden.at, one, one), 0, None
+            if columns:
+                read = {"tokens": np.asarray(columns["tokens"])}
+            if columns and "tokens" in names:
+                read["seen"] = self._seen(read["tokens"], hidden.start, seen)
+                runs["tokens"] = self._with_ends(portion, own, at, read["tokens"].size), 1, "seen"
+        fields = [RunField(each, *runs[each.name]) for each in self.fields if each.name in runs]
+        return table_of((rows, width), read, names, fields, [{} for _ in portion.microbatches])
 
     # -- geometry -------------------------------------------------------------------------------------
 
@@ -280,32 +277,48 @@ class Masked(DocumentRule):
             for size, source, epoch, index, own in rows
         ]
 
-    def _fill_documents(
-        self, recipe: Recipe, portion: Portion, at: Longs, raw: Array, flat: dict[str, Array]
-    ) -> None:
-        """Fill in the documents' tokens and what the hidden ones become."""
+    def _hidden(self, recipe: Recipe, portion: Portion, at: Longs) -> tuple[Runs, Runs, Longs]:
+        """The own tokens of documents, the hidden ones among them, and what is seen there; -1 for the token.
+
+        at: offset of each own slice in the field. Runs are of what was read.
+        """
         own = self._in_document(portion.own, portion)
         some = np.flatnonzero(own.sizes)
         # a slice that begins with first_token has it before the document's tokens
         at = (at + np.maximum(int(self.first_token is not None) - portion.own.start, 0))[some]
         own = Slices(own.sequence[some], own.start[some], own.stop[some])
         runs = runs_of(own, self.held(recipe, portion), at)
-        if "tokens" in flat:
-            runs.copy(raw, flat["tokens"])
         masks = self._masks_of(recipe, portion)
         row = np.repeat(np.arange(len(masks)), [each.places.size for each in masks])
         place = np.concatenate([each.places for each in masks] or [own.start[:0]])
         seen = np.concatenate([each.tokens for each in masks] or [own.start[:0]])
         found = holding(own, row, place)
         here, slot = found >= 0, found[found >= 0]
-        place, seen = place[here] - own.start[slot], seen[here]
-        hidden = runs.at[slot] + place
-        if "loss_mask" in flat:
-            flat["loss_mask"][hidden] = 1
-        if "labels" in flat:
-            flat["labels"][hidden] = raw[runs.start[slot] + place]
-        if "tokens" in flat:
-            flat["tokens"][hidden] = np.where(seen < 0, flat["tokens"][hidden], seen)
+        place = place[here] - own.start[slot]
+        return runs, Runs(runs.at[slot] + place, runs.start[slot] + place, np.ones_like(place)), seen[here]
+
+    def _seen(self, read: Array, hidden: Longs, seen: Longs) -> Array:
+        """What was read as the model sees it, then first_token and last_token."""
+        ends = [self.first_token or 0, self.last_token or 0]
+        most = max(self.vocab_size - 1, self.mask_token, *ends)
+        made = np.append(read, ends).astype(np.result_type(read.dtype, np.min_scalar_type(most)))
+        made[hidden[seen >= 0]] = seen[seen >= 0]
+        return made
+
+    def _with_ends(self, portion: Portion, own: Runs, at: Longs, num_read: int) -> Runs:
+        """The own tokens of documents, and first_token and last_token of the rows, in what `_seen` makes."""
+        own_slices, real, runs = portion.own, portion.ranges(portion.own), [own]
+        last = portion.pack.lengths[own_slices.sequence] - 1
+        for token, place, start in (
+            (self.first_token, 0 * last, num_read),
+            (self.last_token, last, num_read + 1),
+        ):
+            if token is not None:
+                there = (at + place - real.start)[(real.start <= place) & (place < real.stop)]
+                runs.append(Runs(there, np.full_like(there, start), np.ones_like(there)))
+        merged = Runs(*(np.concatenate([getattr(e, n) for e in runs]) for n in ("at", "start", "size")))
+        order = np.argsort(merged.at, kind="stable")
+        return Runs(merged.at[order], merged.start[order], merged.size[order])
 
 
 @lru_cache

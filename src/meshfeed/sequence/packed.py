@@ -95,14 +95,19 @@ def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
 
 
 def table_of_pack(
-    portion: Portion, columns: Columns | None, names: Sequence[str], fields: Sequence[RunField]
+    portion: Portion,
+    columns: Columns | None,
+    names: Sequence[str],
+    fields: Sequence[RunField],
+    ready: Arrays | None = None,
 ) -> FieldTable:
     """The named fields of a portion's one pack, PLAN_FIELDS among them.
 
-    fields: the others. columns: as read; if None, only fields without a column are made.
+    fields: the others that are runs. columns: that these follow; if None, only fields without a column are
+    made. ready: the named ones that are no runs.
     """
-    every = [*fields, *runs_of_plan(portion, names)]
-    return table_of((1, portion.num_tokens), columns, names, every, [lengths_of_plan(portion, names)])
+    every, ready = [*fields, *runs_of_plan(portion, names)], lengths_of_plan(portion, names) | (ready or {})
+    return table_of((1, portion.num_tokens), columns, names, every, [ready])
 
 
 def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:

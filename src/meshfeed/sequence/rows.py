@@ -13,14 +13,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns, Constant, Stacked
+from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, holding, runs_of
+from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, runs_of
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 
 Starts = tuple[Longs, Longs]
@@ -109,60 +109,31 @@ class Rows(SequenceRule):
             tokens[mine] = some
         return {"tokens": tokens}
 
-    def build(
+    def table(
         self,
         recipe: Recipe,
         portion: Portion,
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> Stacked:
-        """The named fields of each microbatch; see the class for shapes."""
-        shape, k = self._shape(portion), len(portion.draws)
-        own, held = _edges(portion.own_row), _edges(portion.held_row)
-        in_row, *in_read = _runs_of_row(own, held)
-        starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
-        whole: dict[str, Array] = {}
-        fixed = self._fixed(recipe, portion)
-        for field in self.fields:
-            if field.name not in names or field in _DOCUMENT_FIELDS:
-                continue
-            if field.name in fixed:
-                whole[field.name] = _fixed_rows(field, (portion.rows, shape[1]), own, self.length)
-                continue
-            out = whole[field.name] = allocate(shape, field.dtype)
-            if field.name == "loss_mask":
-                mask = self._loss_mask(starts, self._tokens_in(recipe, portion.draws))
-                _fill(mask, in_row, out, k, field.pad)
-            elif field.name == "position_ids":
-                _fill(self._positions(starts, k), in_row, out, k, field.pad)
-            elif columns is not None:
-                _fill(np.asarray(columns["tokens"]), in_read[field.name == "labels"], out, k, field.pad)
-        return Stacked(whole, self._others(starts, portion, names))
-
-    def table(
-        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
     ) -> FieldTable:
-        """The fields for a device, in runs that documents end. For a CPU, `build` fills whole rows sooner."""
-        shape, own, starts = self._shape(portion), portion.own_row, _NO_STARTS
+        """The named fields; see the class. Runs of positions and of the loss mask end where documents do."""
+        shape, draws, starts = self._shape(portion), portion.draws, _NO_STARTS
+        cut = _cut_of(self.fields, (len(draws), shape[1]), _edges(portion.own_row), _edges(portion.held_row))
         if self._minds_documents:
-            starts = self._document_starts(recipe, portion.draws)
-        pieces = _pieces_of(starts, own, len(portion.draws), self.length)
-        inside = pieces.offset - own.start[pieces.slice]
-        at = pieces.row * shape[1] + own.offsets[pieces.slice] + inside
-        in_read = _runs_of_row(_edges(own), _edges(portion.held_row))[1].start
-        token = pieces.row * width_of(portion.held_row) + in_read[pieces.slice] + inside
-        bearing = pieces.size - (pieces.ends if self.eod_mask_loss else 0)
-        labels_left = self._tokens_in(recipe, portion.draws)[pieces.row] - 1 - pieces.offset
-        position = pieces.offset - (pieces.first if self.reset_position_ids else 0)
-        runs = (
-            (Runs(at, token, pieces.size), 1, "tokens"),
-            (Runs(at, token + 1, pieces.size), 1, "tokens"),
-            (Runs(at, np.ones_like(at), np.minimum(bearing, labels_left).clip(0)), 0, None),
-            (Runs(at, position, pieces.size), 1, None),
-        )
-        own_fields = {each.name: each for each in self.fields}
-        fields = [RunField(own_fields[each.name], *how) for each, how in zip(_FIELDS, runs)]
+            starts = self._document_starts(recipe, draws)
+        tokens, labels, loss_mask, position_ids = cut.fields
+        pieces = cut.pieces
+        if self.reset_position_ids or self.eod_mask_loss:
+            pieces = _pieces_of(starts, cut.pieces, len(draws), self.length)
+        if self.reset_position_ids:
+            position_ids = RunField(position_ids.field, Runs(pieces.at, pieces.position, pieces.size), 1)
+        stored = self._tokens_in(recipe, draws)
+        if self.eod_mask_loss or stored.min(initial=self.length + 1) <= self.length:
+            bearing = pieces.size - pieces.ends if self.eod_mask_loss else pieces.size
+            bearing = np.minimum(bearing, stored[pieces.row] - 1 - pieces.offset).clip(0)
+            loss_mask = RunField(loss_mask.field, Runs(pieces.at, np.ones_like(bearing), bearing), 0)
+        fields = tokens, labels, loss_mask, position_ids
         return table_of(shape, columns, names, fields, self._others(starts, portion, names))
 
     # -- defined by the rule ----------------------------------------------------------------------------
@@ -192,46 +163,9 @@ class Rows(SequenceRule):
             return rows, int(portion.pack.cu_seqlens_padded[1]) // cp_size
         return rows, int(Align().padded(np.array(self.length), cp_size)) // cp_size
 
-    def _fixed(self, recipe: Recipe, portion: Portion) -> set[str]:
-        """Fields that are the same in every microbatch of whole rows."""
-        if len(portion.draws) < portion.rows * len(portion.microbatches):
-            return set()
-        fixed = set[str]() if self.reset_position_ids else {"position_ids"}
-        if (
-            not self.eod_mask_loss
-            and self._tokens_in(recipe, portion.draws).min(initial=self.length + 1) > self.length
-        ):
-            fixed.add("loss_mask")
-        return fixed
-
-    # -- fields that depend on document ends -----------------------------------------------------------
-
     @property
     def _minds_documents(self) -> bool:
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-
-    def _positions(self, starts: Starts, num_rows: int) -> Array:
-        positions = np.arange(self.length)[None, :]
-        if not (self.reset_position_ids and num_rows):
-            return positions
-        # documents [7 7|9 9 9] -> first tokens [0 0 2 2 2] -> positions [0 1 0 1 2]
-        first = np.zeros((num_rows, self.length), np.int64)
-        row, offset = starts
-        inside = offset < self.length
-        first[row[inside], offset[inside]] = offset[inside]
-        return positions - np.maximum.accumulate(first, axis=1)
-
-    def _loss_mask(self, starts: Starts, tokens: Longs) -> Array:
-        """tokens: stored tokens of each row; without a label there is no loss."""
-        short = np.flatnonzero(tokens <= self.length)
-        if not (short.size or (self.eod_mask_loss and tokens.size)):
-            return np.ones((1, self.length), np.float32)
-        mask = np.ones((tokens.size, self.length), np.float32)
-        mask[short] = np.arange(1, self.length + 1) < tokens[short, None]
-        if self.eod_mask_loss:
-            row, offset = starts
-            mask[row, offset - 1] = 0
-        return mask
 
     def _others(self, starts: Starts, portion: Portion, names: Sequence[str]) -> list[Arrays]:
         """cu_seqlens and max_seqlen of each microbatch, where they are named."""
@@ -260,37 +194,52 @@ class _Pieces:
     """The own slices of every row, cut where documents start; int64 [n] each, in the order of the field.
 
     Attributes:
-        row, slice, offset: where a piece begins: in which row and own slice, at which token of the row.
-        size: its tokens.
-        first: where its document starts in the row.
+        row, offset: where a piece begins: in which row, at which of its tokens.
+        at, size: its place in the field, and its tokens.
+        position: how far its first token is from the start of its document, or of the row.
         ends: 1 if a document starts right after it, else 0.
     """
 
     row: Longs
-    slice: Longs
     offset: Longs
+    at: Longs
     size: Longs
-    first: Longs
+    position: Longs
     ends: Longs
 
 
-def _pieces_of(starts: Starts, own: Slices, num_rows: int, length: int) -> _Pieces:
-    """own: slices of one row, none empty. starts: offsets from 1 to length."""
-    row, offset = starts
-    holder = holding(own, np.zeros_like(offset), offset)
-    inside, num_slices = holder >= 0, own.start.size
-    rows = np.concatenate((np.repeat(np.arange(num_rows), num_slices), row[inside]))
-    slices = np.concatenate((np.tile(np.arange(num_slices), num_rows), holder[inside]))
-    offsets = np.concatenate((np.tile(own.start, num_rows), offset[inside]))
-    order = np.lexsort((offsets, slices, rows))
-    rows, slices, offsets = rows[order], slices[order], offsets[order]
-    is_last = np.append((np.diff(rows) != 0) | (np.diff(slices) != 0), True)[: rows.size]
-    stops = np.where(is_last, own.stop[slices], np.roll(offsets, -1))
-    # a document starts at each key; so does every row
-    keys = np.sort(np.concatenate((np.arange(num_rows) * (length + 1), row * (length + 1) + offset)))
-    first = keys[np.searchsorted(keys, rows * (length + 1) + offsets, side="right") - 1] % (length + 1)
-    ends = np.isin(rows * (length + 1) + stops, keys).astype(np.int64)
-    return _Pieces(rows, slices, offsets, stops - offsets, first, ends)
+def _pieces_of(starts: Starts, slices: _Pieces, num_rows: int, length: int) -> _Pieces:
+    """slices: of all rows, uncut. starts: offsets from 1 to length."""
+    # one ascending number for each token of each row, and for the end of the row
+    rows, documents = np.arange(num_rows) * (length + 1), starts[0] * (length + 1) + starts[1]
+    begins = slices.row * (length + 1) + slices.offset
+    stops = begins + slices.size
+    cuts = np.sort(np.concatenate((begins, documents)))
+    of = np.searchsorted(begins, cuts, side="right") - 1
+    stop = np.minimum(np.append(cuts[1:], cuts[-1:] + length), stops[of]) if begins.size else cuts
+    inside = np.flatnonzero((cuts < stop) & (of >= 0))
+    cuts, stop, of = cuts[inside], stop[inside], of[inside]
+    first = np.sort(np.concatenate((rows, documents)))
+    position = cuts - first[np.searchsorted(first, cuts, side="right") - 1]
+    after = np.searchsorted(documents, stop)
+    ends = np.append(documents, -1)[after] == stop
+    row, offset = np.divmod(cuts, length + 1)
+    return _Pieces(
+        row, offset, slices.at[of] + cuts - begins[of], stop - cuts, position, ends.astype(np.int64)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What is the same for all rows that are cut alike.
+
+    Attributes:
+        pieces: the own slices.
+        fields: tokens, labels, loss_mask and position_ids, where no document changes them.
+    """
+
+    pieces: _Pieces
+    fields: tuple[RunField, RunField, RunField, RunField]
 
 
 Edges = tuple[int, ...]
@@ -306,33 +255,32 @@ def _slices(edges: Edges, *, extra: int = 0) -> Slices:
     return Slices(np.zeros(starts.size, np.int32), starts, stops + extra)
 
 
-@lru_cache(maxsize=8)
-def _fixed_rows(field: Field, shape: tuple[int, int], own: Edges, length: int) -> Constant:
-    """Rows of a field that does not depend on documents: loss everywhere, or positions from 0."""
-    out = np.empty(shape, field.dtype)
-    whole = np.ones(length) if field.name == "loss_mask" else np.arange(length)
-    _fill(whole[None], _runs_of_row(own, own)[0], out, shape[0], field.pad)
-    return Constant.of(out)
-
-
 @lru_cache(maxsize=8)  # the rows of a run are cut alike
-def _runs_of_row(own: Edges, held: Edges) -> tuple[Runs, Runs, Runs]:
-    """Where a row's own tokens lie in the row; they and their labels, in what was read of it."""
+def _cut_of(fields: tuple[Field, ...], shape: tuple[int, int], own: Edges, held: Edges) -> _Cut:
+    """shape: rows that hold a sequence, and tokens of each field. own, held: slices of one row."""
     mine, read = _slices(own), _slices(held, extra=1)
-    tokens, labels = (runs_of(mine, read, mine.offsets, ahead=ahead) for ahead in (0, 1))
-    return Runs(mine.offsets, mine.start, mine.sizes), tokens, labels
+    numbers = np.arange(shape[0])
+
+    def of_all(one: Longs, step: int) -> Longs:
+        return (numbers[:, None] * step + one).ravel()
+
+    width, none = int(read.sizes.sum()), np.zeros(shape[0] * mine.start.size, np.int64)
+    row, offset = of_all(0 * mine.start, 1), of_all(mine.start, 0)
+    at, size = of_all(mine.offsets, shape[1]), of_all(mine.sizes, 0)
+    in_read = [runs_of(mine, read, mine.offsets, ahead=ahead) for ahead in (0, 1)]
+    tokens, labels = (Runs(at, of_all(each.start, width), of_all(each.size, 0)) for each in in_read)
+    named = {each.name: each for each in fields}
+    return _Cut(
+        _Pieces(row, offset, at, size, offset, none),
+        (
+            RunField(named["tokens"], tokens, 1, "tokens"),
+            RunField(named["labels"], labels, 1, "tokens"),
+            RunField(named["loss_mask"], Runs(at, none + 1, size), 0, is_kept=True),
+            RunField(named["position_ids"], Runs(at, offset, size), 1, is_kept=True),
+        ),
+    )
 
 
 def width_of(cut: Slices) -> int:
     """Tokens held of each row: every slice includes one more token, for its last label."""
     return int((cut.sizes + 1).sum())
-
-
-def _fill(whole: Array, runs: Runs, out: Array, num_rows: int, pad: float) -> None:
-    """Fill the runs of every row, and padding elsewhere.
-
-    whole: [rows, ...] or [1, ...] for the same in each. out: [rows, tokens].
-    """
-    runs.copy(whole, out[:num_rows])
-    out[:num_rows, int(runs.size.sum()) :] = pad
-    out[num_rows:] = pad

@@ -150,14 +150,25 @@ class SequenceRule(Rule):
         """
         return False
 
-    def table(
-        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
-    ) -> FieldTable | None:
-        """The named fields of this rank, as runs; None for a rule that defines `build`.
+    @property
+    def has_table(self) -> bool:
+        """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
+        return replaces_together(type(self), "table", "build")
 
-        The CPU expands the table, or a GPU. columns: may be None if no stored field is named.
+    def table(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> FieldTable:
+        """The named fields of this rank, as runs; or a rule defines `build`.
+
+        The CPU expands the table, or a GPU. columns: may be None if no stored field is named; valid until the
+        table is expanded. allocate: for fields that are no runs.
         """
-        return None
+        raise RecipeError(f"{type(self).__name__} makes no fields; define its table, or its build")
 
     def build(
         self,
@@ -172,10 +183,7 @@ class SequenceRule(Rule):
         columns: may be None if no stored field is named. They are valid until the call returns: copy what is
         kept.
         """
-        table = self.table(recipe, portion, columns, names)
-        if table is None:
-            raise RecipeError(f"{type(self).__name__} makes no fields; define its table, or its build")
-        return table.built(allocate)
+        return self.table(recipe, portion, columns, names, allocate).built(allocate)
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:
@@ -197,16 +205,11 @@ def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, 
     return (recipe if rule is given else replace(recipe, sequence=rule)), machine
 
 
-def has_table(rule: SequenceRule) -> bool:
-    """Whether the rule's `table` agrees with its `build`: a subclass may replace `build` alone."""
-    return replaces_together(type(rule), "table", "build")
-
-
 class TokenRule(SequenceRule):
     """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token.
 
-    Such a rule serves the further columns of a store too; see `columns`. In its table, the runs of tokens,
-    labels and loss mask begin at the same tokens.
+    Such a rule serves the further columns of a store too; see `columns`. In its table, each run of the loss
+    mask lies inside one of labels.
     """
 
     eod_mask_loss: bool = False

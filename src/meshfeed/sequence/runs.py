@@ -116,8 +116,23 @@ class Runs:
 
     def fill(self, value: float, out: Array) -> None:
         """Write one value to all runs."""
-        for at, size in zip(self.at.tolist(), self.size.tolist()):
-            out[..., at : at + size] = value
+        Runs(self.at, np.zeros_like(self.at), self.size).copy(
+            np.full(self.size.max(initial=0), value, out.dtype), out
+        )
+
+    def at_places_of(self, others: Runs) -> Runs:
+        """What these runs have at the places of others, each of which is empty or inside one of them."""
+        if not self.at.size:
+            return self
+        of = (np.searchsorted(self.at, others.at, side="right") - 1).clip(0)
+        return Runs(others.at, self.start[of] + others.at - self.at[of], others.size)
+
+    def gaps(self, width: int) -> Runs:
+        """The tokens of a field that are in no run. Runs: ascending and apart. width: of the field."""
+        at = np.append(0, self.at + self.size)
+        size = np.append(self.at, width) - at
+        some = np.flatnonzero(size > 0)
+        return Runs(at[some], at[some], size[some])
 
 
 def holding(slices: Slices, sequence: npt.NDArray[np.integer], token: Longs) -> Longs:

@@ -20,9 +20,10 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws, EpochIndex
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import NUMBERS, Item, Mapped, Refused
 
 Value = Array | bytes
@@ -170,33 +171,30 @@ class Samples(SequenceRule):
                 columns[field.name] = _stacked(values)
         return columns
 
-    def build(
+    def table(
         self,
         recipe: Recipe,
         portion: Portion,
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> list[Arrays]:
+    ) -> FieldTable:
         """The named fields of each microbatch; see the class."""
         wanted = [field for field in self.declared if field.name in names and columns is not None]
         held = columns or {}
         if self.packed:
-            arrays: Arrays = {}
-            for field in wanted:
-                column = held[field.name]
-                if field.split:
-                    out = arrays[field.name] = allocate((1, portion.num_tokens), field.dtype)
-                    out[:] = field.pad
-                    portion.runs().copy(np.asarray(column), out[0])
-                else:
-                    arrays[field.name] = _copies(column, 0, len(portion.draws))
-            return [arrays | fields_of_plan(portion, names, allocate)]
+            split = [RunField(field, portion.runs(), 1, field.name) for field in wanted if field.split]
+            ready: Arrays = {
+                field.name: _copies(held[field.name], 0, len(portion.draws))
+                for field in wanted
+                if not field.split
+            }
+            return table_of_pack(portion, columns, names, split, ready)
         made: list[Arrays] = []
         for m, draws in enumerate(map(portion.draws_of, portion.microbatches)):
             start, stop = m * portion.rows, m * portion.rows + len(draws)
             made.append({f.name: _row_values(held[f.name], start, stop, allocate) for f in wanted})
-        return made
+        return FieldTable((0, 0), {}, [], made)
 
 
 def _declared(given: Any) -> Iterator[Field]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns, Stacked
+from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Runs
 
@@ -29,12 +29,14 @@ class RunField:
         runs: ascending and apart; the rows of the field count as one.
         step: 1 to count up along a run, 0 to keep one value.
         column: the column that these values are indices into; None if the field has the values themselves.
+        is_kept: whether the same object is in the tables of other steps, so that its tensor may be kept.
     """
 
     field: Field
     runs: Runs
     step: int
     column: str | None = None
+    is_kept: bool = False
 
     def write(self, out: Array, column: Array | None = None) -> None:
         """Fill the field, [tokens]. column: the one that it follows, as one row."""
@@ -49,10 +51,23 @@ class RunField:
         else:
             for at, value, size in zip(runs.at.tolist(), first.tolist(), runs.size.tolist()):
                 out[at : at + size] = value + self.step * np.arange(size)
-        starts, stops = (runs.at + runs.size).tolist(), runs.at.tolist()
-        for start, stop in zip([0, *starts], [*stops, out.size]):
-            if start < stop:
-                out[start:stop] = self.field.pad
+        if runs.size.sum() < out.size:
+            runs.gaps(out.size).fill(self.field.pad, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The fields of some microbatches on the host.
+
+    Attributes:
+        shape: rows and tokens of each field, over all microbatches.
+        rows: name -> the field; what is kept is not filled yet.
+        ready: the other fields of each microbatch.
+    """
+
+    shape: tuple[int, int]
+    rows: Mapping[str, Array | RunField]
+    ready: Sequence[Arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ class FieldTable:
         shape: rows and tokens of each field, over all microbatches of the portion.
         columns: name -> real numbers as read, in any shape; indices count them as one row.
         fields: those that cp splits.
-        ready: the other fields of each microbatch, all small.
+        ready: the other fields of each microbatch.
     """
 
     shape: tuple[int, int]
@@ -71,14 +86,21 @@ class FieldTable:
     fields: Sequence[RunField]
     ready: Sequence[Arrays]
 
-    def built(self, allocate: Allocate) -> Stacked:
+    def filled(self, allocate: Allocate) -> Filled:
+        """The fields, but for those whose tensors are kept."""
+        rows = {each.field.name: each if each.is_kept else self._fill(each, allocate) for each in self.fields}
+        return Filled(self.shape, rows, self.ready)
+
+    def built(self, allocate: Allocate) -> list[Arrays]:
         """The fields of each microbatch."""
-        columns = {name: column.reshape(-1) for name, column in self.columns.items()}
-        rows: dict[str, Array] = {}
-        for each in self.fields:
-            out = rows[each.field.name] = allocate(self.shape, each.field.dtype)
-            each.write(out.reshape(-1), None if each.column is None else columns[each.column])
-        return Stacked(rows, self.ready)
+        rows = {each.field.name: self._fill(each, allocate) for each in self.fields}
+        parts = [np.split(each, len(self.ready)) for each in rows.values()]
+        return [dict(zip(rows, part)) | more for *part, more in zip(*parts, self.ready)]
+
+    def _fill(self, field: RunField, allocate: Allocate) -> Array:
+        out = allocate(self.shape, field.field.dtype)
+        field.write(out.reshape(-1), None if field.column is None else self.columns[field.column].reshape(-1))
+        return out
 
     def cut(self) -> FieldTable:
         """The same with no more of each column than the fields take, one run after the other."""

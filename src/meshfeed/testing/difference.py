@@ -8,9 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Stacked
-
-_LISTS = (tuple, list, Stacked)
+_LISTS = (tuple, list)
 
 
 def difference(one: Any, other: Any, where: str = "") -> str | None:

@@ -15,7 +15,7 @@ from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
 from meshfeed.plan import Packing
 from meshfeed.recipe import Batch, Recipe
-from meshfeed.sequence import Portion, SequenceRule, has_table
+from meshfeed.sequence import Portion, SequenceRule
 from meshfeed.testing.difference import difference, require
 
 
@@ -91,8 +91,8 @@ def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: s
         list(rule.build(recipe, alone, None, unstored, np.empty)),
         f"{where}: fields that are not stored, built without columns",
     )
-    if has_table(rule) and (table := rule.table(recipe, shared, held, names)) is not None:
-        wide = microbatches_of(shared, table, OnHost())[0]
+    if rule.has_table:
+        wide = microbatches_of(shared, rule.table(recipe, shared, held, names, np.empty), OnHost())[0]
         _equal(made, [each.fields for each in wide], f"{where}: fields that a device makes from the table")
     for arrays in made:
         _equal(sorted(names), sorted(arrays), f"{where}: the fields that are declared, and those made")

@@ -16,7 +16,8 @@ from meshfeed.sequence.multimodal.decode import IS_BAD
 from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack
 from meshfeed.sequence.multimodal.index import PartsOfDraws
 from meshfeed.sequence.processor import Processor, patches_of
-from meshfeed.sequence.runs import Longs, Portion, runs_of
+from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
+from meshfeed.sequence.table import RunField
 
 MROPE = Field(name="mrope_position_ids", dtype="int64", split=True, stored=False)
 """Computed from the index alone, so that every stage has it; see `Multimodal`."""
@@ -52,31 +53,31 @@ def text_values(
     return made
 
 
-def mrope_values(among: PartsOfDraws, starts: Longs) -> Longs:
-    """The positions of all tokens of the whole documents, 0 in time at the first one of each piece."""
-    positions, lengths = among.mrope(), among.whole.lengths
+def text_fields(fields: Sequence[Field], values: Values, portion: Portion) -> list[RunField]:
+    """The fields of this rank's tokens; each follows its values."""
+    ahead_of = {name: ahead for name, (_, ahead) in values.items()}
+    runs = {ahead: _in_documents(portion, ahead) for ahead in set(ahead_of.values())}
+    return [RunField(f, runs[ahead_of[f.name]], 1, f.name) for f in fields if f.name in ahead_of]
+
+
+def _in_documents(portion: Portion, ahead: int = 0) -> Runs:
+    """The own tokens of a pack among those of its whole documents."""
+    own, at = portion.own_tokens
+    whole = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
+    return runs_of(own, whole, at, ahead=ahead)
+
+
+def mrope_field(among: PartsOfDraws, portion: Portion, allocate: Allocate) -> Array:
+    """Positions of this rank's tokens, 0 in time at the first one of each piece; int64 [1, tokens, 3]."""
+    positions, lengths, starts = among.mrope(), among.whole.lengths, portion.starts
     if starts.any():
         positions -= positions[np.cumsum(lengths) - lengths + starts, 0].repeat(lengths)[:, None]
-    return positions
-
-
-def text_fields(
-    fields: Sequence[Field], values: Values, portion: Portion, names: Sequence[str], allocate: Allocate
-) -> Arrays:
-    """The named fields of this rank's tokens."""
-    arrays, (own, at) = Arrays(), portion.own_tokens
-    held = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
-    for field in fields:
-        if field.name not in values or field.name not in names:
-            continue
-        column, ahead = values[field.name]
-        out = arrays[field.name] = allocate((1, portion.num_tokens, *column.shape[1:]), field.dtype)
-        out[:] = field.pad
-        runs_of(own, held, at, ahead=ahead).copy(column.T, out[0].T)
-        if field is MROPE:  # the dummy counts from 0, as in position_ids
-            tail = portion.tail_tokens
-            tail.copy(np.arange((tail.start + tail.size).max(initial=0)), out[0].T)
-    return arrays
+    out = allocate((1, portion.num_tokens, 3), MROPE.dtype)
+    out[:] = MROPE.pad
+    _in_documents(portion).copy(positions.T, out[0].T)
+    tail = portion.tail_tokens  # the dummy counts from 0, as in position_ids
+    tail.copy(np.arange((tail.start + tail.size).max(initial=0)), out[0].T)
+    return out
 
 
 def part_fields(

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Arrays, Columns
+from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.order import Draws, draws_of_step
@@ -33,7 +33,7 @@ from meshfeed.sequence.decoding import Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.multimodal.build import (
     MROPE,
-    mrope_values,
+    mrope_field,
     part_fields,
     route_fields,
     text_fields,
@@ -42,10 +42,11 @@ from meshfeed.sequence.multimodal.build import (
 from meshfeed.sequence.multimodal.decode import IS_BAD, OnBad, part_columns
 from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack, plans_of
 from meshfeed.sequence.multimodal.index import PartsOfDraws, labels_of
-from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.processor import Processor, check_processor
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
+from meshfeed.sequence.table import FieldTable
 from meshfeed.summary import code_of
 
 Positions = Literal["tokens", "mrope"]
@@ -331,26 +332,27 @@ class Multimodal(DocumentRule, TokenRule):
 
     # -- building ---------------------------------------------------------------------------------------
 
-    def build(
+    def table(
         self,
         recipe: Recipe,
         portion: Portion,
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> list[Arrays]:
+    ) -> FieldTable:
         """The named fields of the one pack; see the class."""
         among, dropped = self._whole(recipe, portion), np.zeros(0, np.int64)
         if self.on_bad == "drop" and columns and IS_BAD in columns:
             dropped = self._decoded(recipe, portion).places[np.asarray(columns[IS_BAD]) > 0]
         values = text_values(among, portion, columns, names, dropped)
+        fields = text_fields(self.fields, values, portion)
+        ready = part_fields(self.processors, self._chosen(recipe, portion), columns, names, allocate)
         if self.positions == "mrope" and MROPE.name in names:
-            values[MROPE.name] = mrope_values(among, portion.starts), 0
-        arrays = text_fields(self.fields, values, portion, names, allocate)
-        arrays |= part_fields(self.processors, self._chosen(recipe, portion), columns, names, allocate)
+            ready[MROPE.name] = mrope_field(among, portion, allocate)
         if portion.step is not None:
-            arrays |= route_fields(self._shared(recipe, portion.step), portion.microbatches.start, names)
-        return [arrays | fields_of_plan(portion, names, allocate)]
+            ready |= route_fields(self._shared(recipe, portion.step), portion.microbatches.start, names)
+        text = {name: values_of for name, (values_of, _) in values.items()}
+        return table_of_pack(portion, text, names, fields, ready)
 
     # -- the parts of a pack ----------------------------------------------------------------------------
 
