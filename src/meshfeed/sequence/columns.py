@@ -24,7 +24,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import MultimodalStore
 
@@ -256,26 +256,25 @@ class WithColumns(SequenceRule):
         names: Sequence[str],
         allocate: Allocate,
     ) -> FieldTable:
-        """See the class. Each column is cut like the tokens."""
-        mine = {name for name in names if self._is_of_column(name)}
-        others = [name for name in names if name not in mine]
+        """See the class. Each column is cut like the tokens, or like the labels."""
+        mine = [field for field in self.fields if field.name in names and self._is_of_column(field.name)]
+        others = [name for name in names if not self._is_of_column(name)]
         if not (columns and mine):
             return self.rule.table(recipe, portion, columns, others, allocate)
-        base = self.rule.table(recipe, portion, columns, [*others, "tokens", "labels", "loss_mask"], allocate)
-        runs = {each.field.name: each.runs for each in base.fields}
+        base = self.rule.table(recipe, portion, columns, [*others, "loss_mask"], allocate)
         fields = [each for each in base.fields if each.field.name in others]
-        fields += [self._run_field(field, runs) for field in self.fields if field.name in mine]
-        used = {each.column for each in fields if each.column is not None}
-        return replace(base, columns={name: np.asarray(columns[name]) for name in used}, fields=fields)
-
-    def _run_field(self, field: Field, runs: Mapping[str, Runs]) -> RunField:
-        """A field of a column. runs: those of the rule's own fields."""
-        tokens, labels, bearing = (runs[name] for name in ("tokens", "labels", "loss_mask"))
-        if not self._ahead or field.name not in _REPLACED:
-            return RunField(field, tokens, 1, field.name)
-        if field.name == "loss_mask":
-            return RunField(field, labels.at_places_of(bearing), 1, field.name)
-        return RunField(field, labels, 1, field.name)
+        cut = dict(base.columns)
+        for field in mine:
+            like = "labels" if self._ahead and field.name in _REPLACED else "tokens"
+            given = {**columns, "tokens": columns[field.name]}
+            table = self.rule.table(recipe, portion, given, [like], allocate)
+            (found,) = table.fields
+            runs, (cut[field.name],) = found.runs, table.columns.values()
+            if field.name == "loss_mask" and self._ahead:
+                (own,) = (each.runs for each in base.fields if each.field.name == "loss_mask")
+                runs = runs.at_places_of(own)
+            fields.append(RunField(field, runs, 1, field.name))
+        return replace(base, columns=cut, fields=fields)
 
 
 def _of_column(recipe: Recipe, name: str) -> Recipe:

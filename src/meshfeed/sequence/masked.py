@@ -211,21 +211,22 @@ class Masked(DocumentRule):
         cp_size, rows = portion.pack.cp_size, portion.rows * len(portion.microbatches)
         width = int(Align().padded(np.array(self.length), cp_size)) // cp_size
         real, at = portion.ranges(portion.own), self._places(portion, width)
-        runs = {
+        runs: dict[str, tuple[Runs, int, str | None]] = {
             "padding_mask": (Runs(at, np.zeros_like(at), real.sizes), 0, None),
             "position_ids": (Runs(at, real.start, real.sizes), 1, None),
         }
-        read: Columns | None = None
+        raw = np.asarray(columns["tokens"]) if columns else None
+        read = dict[str, Array]()
         if not {"tokens", "labels", "loss_mask"}.isdisjoint(names):
             own, hidden, seen = self._hidden(recipe, portion, at)
             one = np.ones_like(hidden.at)
             runs["labels"] = hidden, 1, "tokens"
             runs["loss_mask"] = Runs(hidden.at, one, one), 0, None
-            if columns:
-                read = {"tokens": np.asarray(columns["tokens"])}
-            if columns and "tokens" in names:
-                read["seen"] = self._seen(read["tokens"], hidden.start, seen)
-                runs["tokens"] = self._with_ends(portion, own, at, read["tokens"].size), 1, "seen"
+            if raw is not None:
+                read["tokens"] = raw
+            if raw is not None and "tokens" in names:
+                read["seen"] = self._seen(raw, hidden.start, seen)
+                runs["tokens"] = self._with_ends(portion, own, at, raw.size), 1, "seen"
         fields = [RunField(each, *runs[each.name]) for each in self.fields if each.name in runs]
         return table_of((rows, width), read, names, fields, [{} for _ in portion.microbatches])
 

@@ -124,13 +124,15 @@ class Rows(SequenceRule):
             starts = self._document_starts(recipe, draws)
         tokens, labels, loss_mask, position_ids = cut.fields
         pieces = cut.pieces
-        if self.reset_position_ids or self.eod_mask_loss:
+        moves = self.reset_position_ids and "position_ids" in names
+        masks = self.eod_mask_loss and "loss_mask" in names
+        if moves or masks:
             pieces = _pieces_of(starts, cut.pieces, len(draws), self.length)
-        if self.reset_position_ids:
+        if moves:
             position_ids = RunField(position_ids.field, Runs(pieces.at, pieces.position, pieces.size), 1)
         stored = self._tokens_in(recipe, draws)
-        if self.eod_mask_loss or stored.min(initial=self.length + 1) <= self.length:
-            bearing = pieces.size - pieces.ends if self.eod_mask_loss else pieces.size
+        if masks or stored.min(initial=self.length + 1) <= self.length:
+            bearing = pieces.size - pieces.ends if masks else pieces.size
             bearing = np.minimum(bearing, stored[pieces.row] - 1 - pieces.offset).clip(0)
             loss_mask = RunField(loss_mask.field, Runs(pieces.at, np.ones_like(bearing), bearing), 0)
         fields = tokens, labels, loss_mask, position_ids
