@@ -66,7 +66,7 @@ class ArrowStore(DocumentFiles):
     # -- the index --------------------------------------------------------------------------------------
 
     def _spans(self) -> list[FileSpan]:
-        """Whole files: little of each is read."""
+        """Whole files, since little of each is read."""
         return [FileSpan(i, 0, file.size_bytes) for i, file in enumerate(self._files)]
 
     def _scan(self, span: FileSpan) -> Mapping[str, Array]:

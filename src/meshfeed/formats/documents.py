@@ -58,9 +58,9 @@ class DocumentFiles(ForeignColumns):
     an entered store. A pickled or copied store is not entered.
 
     Args:
-        path: what messages call it.
+        path: its name in messages.
         files: of the records, in order.
-        column: which one holds the tokens, and how.
+        column: the column of tokens, and how it holds them.
         cache: where the lengths index is kept.
 
     All methods raise StoreError, naming file and record.
@@ -72,7 +72,7 @@ class DocumentFiles(ForeignColumns):
         super().__init__()
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
 
-    # -- what a format says -----------------------------------------------------------------------------
+    # -- what a format defines --------------------------------------------------------------------------
 
     @abstractmethod
     def _spans(self) -> list[FileSpan]:
@@ -80,8 +80,8 @@ class DocumentFiles(ForeignColumns):
 
     @abstractmethod
     def _scan(self, span: FileSpan) -> Mapping[str, Array]:
-        """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (greatest token), `beside` bool
-        [len(LOSS_COLUMNS)], whether there is a column of each name in LOSS_COLUMNS, and its own."""
+        """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (largest token), `beside` bool
+        [len(LOSS_COLUMNS)], whether each of LOSS_COLUMNS exists, and arrays of the format itself."""
 
     @abstractmethod
     def _joined(
@@ -95,14 +95,14 @@ class DocumentFiles(ForeignColumns):
 
     @abstractmethod
     def _announce(self, pieces: Pieces) -> None:
-        """Tell the files which of their bytes `_tokens` will read."""
+        """Announce to the files the bytes that `_tokens` will read."""
 
     @property
     @abstractmethod
     def shard_ends(self) -> I64:
         """Where shards end, in documents; int64 [num_shards], the last one num_documents."""
 
-    # -- what it is -------------------------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> FileStats:
@@ -111,17 +111,17 @@ class DocumentFiles(ForeignColumns):
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether a file is remote, so that ranges should be announced many steps before."""
+        """Whether a file is remote, so that ranges should be announced many steps ahead."""
         return any(file.is_remote for file in self._files)
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
 
-        The LOSS_COLUMNS in use are part of it, so token lists are indexed to find them.
+        It covers the LOSS_COLUMNS in use, so token lists are indexed to find them.
 
         On the Hub, its hashes replace the blocks; elsewhere, the digest does not depend on the path. It
-        detects another corpus, not a single changed token.
+        distinguishes corpora, but may miss a single changed token.
         """
         return self._fingerprint
 
@@ -130,7 +130,7 @@ class DocumentFiles(ForeignColumns):
         return self._as_used(self._content)
 
     def content_digest(self) -> str:
-        """See `Store`; the fingerprint has the tokenizer's bytes already."""
+        """See `Store`; the fingerprint already covers the tokenizer's bytes."""
         return digest_of_files(self.path, self._files, self._cache)
 
     @cached_property
@@ -183,7 +183,7 @@ class DocumentFiles(ForeignColumns):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The tokenizer's; of token lists, the least of uint16, int32 and int64 that holds them all."""
+        """The tokenizer's; for token lists, the smallest of uint16, int32 and int64 that holds them all."""
         return self._column.dtype(int(self._index["most"][0]))
 
     @property
@@ -198,7 +198,7 @@ class DocumentFiles(ForeignColumns):
         return self
 
     def verify(self) -> Iterator[float]:
-        """Read every token as the files are now, yielding the part done, in (0, 1]."""
+        """Read every token, from the files as they are now, yielding the fraction done, in (0, 1]."""
         if not self.wants_ahead:
             yield from self._verified()
             return
@@ -250,7 +250,7 @@ class DocumentFiles(ForeignColumns):
             at += end - begin
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Ask for the bytes of documents in ranges that are going to be read; returns at once."""
+        """Announce the bytes of documents in ranges that will be read; returns at once."""
         self._announce(self.documents.pieces(*self._ranges(starts, stops)))
 
     def forget_needs(self) -> None:
@@ -277,8 +277,8 @@ class DocumentFiles(ForeignColumns):
 def sampled_digest(head: str, files: Sequence[ByteFile]) -> str:
     """Hex digest of a text, and of the sizes and sampled blocks of files.
 
-    On the Hub, its hashes of all bytes are used, which takes no requests; a copy elsewhere has another
-    digest. Anywhere else, the digest does not depend on the path.
+    On the Hub, uses its hashes of all bytes, which takes no requests; a copy elsewhere has another digest.
+    Elsewhere, the digest does not depend on the path.
     """
     digest = hashlib.blake2b(head.encode(), digest_size=16)
     for file in files:

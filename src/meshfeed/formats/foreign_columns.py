@@ -27,9 +27,9 @@ _BLOCK = 1 << 18
 class ForeignColumns(HasColumns):
     """A store of another system's format, whose files may have columns of LOSS_COLUMNS.
 
-    `columns` are its labels and its loss mask, one of OTHER_MASKS too.
-    Tokens are trained without padding, so an attention mask must
-    be 1 everywhere, and then says nothing. Looked for and compared with the tokens at the first use.
+    `columns` are its labels and its loss mask, which may be one of OTHER_MASKS. Tokens are trained without
+    padding, so an attention mask must be 1 everywhere, and then has no effect. Columns are found, and
+    compared with the tokens, at the first use.
     """
 
     labels_are: LabelsAre = "unshifted"
@@ -49,9 +49,9 @@ class ForeignColumns(HasColumns):
 
     @property
     def used_columns(self) -> tuple[str, ...]:
-        """Those of LOSS_COLUMNS that decide what is trained; not compared with the tokens yet.
+        """Those of LOSS_COLUMNS that decide what is trained; not yet compared with the tokens.
 
-        An attention mask decides nothing: it is 1 everywhere, or refused.
+        An attention mask is not among them: it is 1 everywhere, or refused.
         """
         there = self._columns_of_loss()
         return tuple(
@@ -61,16 +61,16 @@ class ForeignColumns(HasColumns):
         )
 
     def _use(self) -> str:
-        """The columns in use: a state of the time when they were not used trains without them."""
+        """The columns in use, for the fingerprint: a state saved without them trained on other tokens."""
         used = [f"{name} {self.labels_are}" if name == LABELS else name for name in self.used_columns]
         return f"uses {', '.join(used)}" if used else ""
 
     @property
     def columns(self) -> Mapping[str, StreamStore]:
-        """`labels` and `loss_mask`, where the files have them.
+        """`labels` and `loss_mask`, if the files have them.
 
-        Raises StoreError for one that has not a number for each token, for an attention mask with a 0, for
-        one of OTHER_MASKS with more than 0 and 1, and for several masks.
+        Raises StoreError for a column without one number per token, an attention mask with a 0, one of
+        OTHER_MASKS with other values than 0 and 1, and for several masks.
         """
         if self._loss_columns is None:
             checked = self._checked_columns()  # no lock is held while files are read
@@ -109,7 +109,7 @@ class ForeignColumns(HasColumns):
                 )
 
     def with_loss_mask(self, found: Mapping[str, StreamStore]) -> Mapping[str, StreamStore]:
-        """Columns, one of OTHER_MASKS under the name LOSS_MASK. Raises StoreError; see `columns`."""
+        """The columns, with one of OTHER_MASKS renamed LOSS_MASK. Raises StoreError; see `columns`."""
         masks = [name for name in (LOSS_MASK, *OTHER_MASKS) if name in found]
         if len(masks) > 1:
             both = " and ".join(map(repr, masks))

@@ -69,7 +69,7 @@ class IndexReader:
         return value
 
     def refuse_twice(self, where: str, names: Sequence[str]) -> None:
-        """Raise where a file is listed twice."""
+        """Raise if a file is listed twice."""
         for name, count in Counter(names).items():
             if count > 1:
                 self.refuse(where, f"list the file {name!r} twice")

@@ -2,7 +2,7 @@
 
 Little-endian. An item gives the sizes of some of its values, then the values:
 
-    u32 count | u32 offsets[count + 1] | whatever else the writer left | items
+    u32 count | u32 offsets[count + 1] | anything else from the writer | items
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Column:
     """A column of all items.
 
     Attributes:
-        name, encoding: as the index gives them.
-        size_bytes: of every value; None where values differ.
+        name, encoding: from the index.
+        size_bytes: of every value; None if values differ.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Head(ABC):
 
     @abstractmethod
     def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
-        """Bytes of the heads of values that begin there and have such sizes; int64 [n]. Raises StoreError."""
+        """Bytes of the heads of values, from their first bytes and sizes; int64 [n]. Raises StoreError."""
 
     def sizes_of_rows(self, sizes: I64, itemsize: int) -> I64 | None:
-        """The same by their sizes alone, if all are arrays of one dimension; None where they cannot be."""
+        """The same from their sizes alone, if all are arrays of one dimension; None if they cannot be."""
         return None
 
     def of_row(self, elements: int) -> bytes:
@@ -57,14 +57,14 @@ class Items:
     """The layout of items, the same in all shards.
 
     Attributes:
-        noun: what messages call one.
-        sizes: bytes of each column's values; None where values differ.
+        noun: the word for an item in messages.
+        sizes: bytes of each column's values; None if values differ.
         stored_sizes: the columns whose sizes an item stores, in words before its values. A value whose size
             varies and is not stored takes the bytes that the others leave.
         at: the column of the tokens.
         dtype: of the tokens, little-endian.
         head: header of an array of tokens; None if there is none.
-        num_tokens: of every item; None where items differ.
+        num_tokens: of every item; None if items differ.
         has_gap: whether there may be other bytes between the table and the first item.
     """
 
@@ -87,8 +87,8 @@ class ItemsFile:
     """The items of one file, readable while entered. All methods raise StoreError, naming file and byte.
 
     Args:
-        file: of the items; its size is that of its index.
-        count: items in it, as the index says.
+        file: of the items; its size matches the index.
+        count: items in it, from the index.
     """
 
     def __init__(self, file: ByteFile, count: int, items: Items) -> None:
@@ -122,7 +122,7 @@ class ItemsFile:
         return np.concatenate(begins), np.concatenate(counts)
 
     def verify(self) -> None:
-        """Check every item, and raise where an assumption of `places` is wrong."""
+        """Check every item, and raise StoreError if an assumption of `places` is wrong."""
         guessed, found = self._by_table(), self._tokens_of(np.arange(self._count))
         wrong = np.zeros(0) if guessed is None else (guessed[0] != found[0]) | (guessed[1] != found[1])
         if wrong.any():
@@ -161,7 +161,7 @@ class ItemsFile:
 
     @property
     def raw(self) -> Vector:
-        """All of the file."""
+        """The whole file."""
         if self._mapped is None:
             (self._mapped,) = self.file.arrays(("u1", 0, self.file.size_bytes))
         return self._mapped
@@ -223,14 +223,14 @@ class ItemsFile:
         return found if not rows or self.file.peek(first_and_last) == rows else None
 
     def _slices(self) -> Iterator[I64]:
-        """All items, some 32 MiB at a time; the whole file is announced."""
+        """All items, about 32 MiB at a time; the whole file is announced."""
         size = self.file.size_bytes
         self.file.will_need(np.zeros(1, np.int64), np.array([size]))
         cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
         yield from np.split(np.arange(self._count), cuts)
 
     def _tokens_of(self, which: I64) -> tuple[I64, I64]:
-        """(first byte, number) of the tokens of some items, by their heads; int64 [n] each."""
+        """(first byte, number) of the tokens of some items, from their heads; int64 [n] each."""
         begins, sizes = self.spans(which, self.items.at)
         if self.items.head is None or not which.size:
             return self._counted(begins, sizes)

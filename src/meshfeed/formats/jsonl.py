@@ -28,7 +28,7 @@ _MOST_LINE_BYTES = 1 << 28
 
 
 class JsonlStore(DocumentFiles):
-    """Files of JSON objects, one in a line; each is a document, its tokens in one column.
+    """Files of JSON objects, one per line; each is a document, its tokens in one column.
 
     Lines of white space are skipped. A shard is a file. See `DocumentFiles`.
     """

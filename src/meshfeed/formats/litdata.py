@@ -25,11 +25,11 @@ _ZSTD_HEAD_BYTES = 18
 
 
 class LitdataStore(ShardedStore):
-    """A litdata dataset: a document is the tokens of an item as it was written; documents follow each other.
+    """A litdata dataset: a document is the tokens of one item, in the order of the dataset.
 
-    litdata's own TokensLoader ignores items when it reads: it cuts the tokens of each chunk into blocks of
-    one size, drops the rest at a chunk's end, and shuffles blocks. Here no token is dropped:
-    `Windows` cuts the stream of all chunks, and `Documents` gives the items back.
+    litdata's own TokensLoader ignores items: it cuts the tokens of each chunk into blocks of one size, drops
+    the rest at a chunk's end, and shuffles blocks. Here no token is dropped: `Windows` cuts the stream of all
+    chunks, and `Documents` returns the items.
 
     Args:
         folder: holds index.json.
@@ -100,7 +100,7 @@ class LitdataStore(ShardedStore):
 
     @cached_property
     def _leaves_out_heads(self) -> bool:
-        """Whether the sizes in the index exclude heads, according to the first chunk's zstd header."""
+        """Whether the sizes in the index exclude heads, by the zstd header of the first chunk."""
         chunk = self._index.chunks[0]
         file = self._folder.file(chunk.name)
         (head,) = file.peek([(0, _ZSTD_HEAD_BYTES)])
@@ -175,7 +175,7 @@ class TensorHead(Head):
 
 
 def _tokens_in(encoding: str) -> np.dtype[Any] | TensorHead:
-    """The dtype of the tokens in such a column, or the head of each value, which tells it.
+    """The dtype of the tokens in a column, or the head that gives it for each value.
 
     Raises ValueError unless they are integers.
     """

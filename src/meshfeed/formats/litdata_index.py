@@ -28,8 +28,8 @@ class Chunk:
     Attributes:
         name: of the stored file, which is compressed if there is a codec.
         num_documents: items in it.
-        given_bytes: its size, uncompressed where the codec is "zstd"; before litdata 0.2.40 without its head.
-        num_tokens: in it; None where the index does not say.
+        given_bytes: its size, uncompressed if the codec is "zstd"; before litdata 0.2.40 without its head.
+        num_tokens: in it; None if the index does not say.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Chunk:
 
     @property
     def head_bytes(self) -> int:
-        """Of the number of items and their offsets."""
+        """Bytes of the number of items and their offsets."""
         return 4 * (self.num_documents + 2)
 
 

@@ -25,7 +25,7 @@ from meshfeed.store.format import Place, StoreFormat
 
 
 class MDSStore(ShardedStore):
-    """An MDS dataset: a document is the token column of a sample, and documents follow each other.
+    """An MDS dataset: a document is the token column of a sample, in the order of the index.
 
     `verify` checks the hashes of local shards, which are read in place.
 
@@ -34,7 +34,7 @@ class MDSStore(ShardedStore):
     Args:
         folder: holds index.json.
         column: of the tokens; None takes "tokens", "input_ids", or the only ndarray.
-        dtype: of the tokens, where the column is plain bytes.
+        dtype: of the tokens, if the column is plain bytes.
 
     If every array has the same shape, the lengths of documents are in the index. If only one column varies in
     size, they are in the head of every shard, 4 bytes a sample. (An ndarray column with a dtype is then
@@ -161,9 +161,9 @@ class MDSStore(ShardedStore):
     def sample(
         self, index: int, names: Container[str] | None = None, *, images: bool = True
     ) -> dict[str, Any]:
-        """The named columns of a sample, or every one, decoded, images too or not; see `mds_sample.decode`.
+        """The named columns of a sample, or all of them, decoded. images: see `mds_sample.decode`.
 
-        Pickled ones are never decoded: naming one, or looking it up in the sample, raises StoreError.
+        Pickled columns are never decoded: naming one, or looking it up in the sample, raises StoreError.
         """
         (place,) = checked_places(self.path, np.array([index]), len(self), "sample").tolist()
         number = int(self.shard_ends.searchsorted(place, side="right"))
@@ -209,7 +209,7 @@ class ArrayHead(Head):
         if self.has_dtype:
             return None
         found = np.zeros_like(sizes)
-        for width in (1, 2, 4):  # of the dimension, the least that holds it
+        for width in (1, 2, 4):  # of the dimension: the narrowest that holds it
             elements, rest = np.divmod(sizes - 1 - width, itemsize)
             least = 0 if width == 1 else 1 << 4 * width
             found[(rest == 0) & (elements >= least) & (elements < 1 << 8 * width)] = 1 + width

@@ -88,7 +88,7 @@ def ndarray_of(encoding: str) -> Ndarray | None:
 def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> Any:
     """A value: bytes, str, int, float, Decimal, array, image (needs Pillow), list or what JSON holds.
 
-    images: whether JPEG and PNG are decoded; else they stay the bytes that they are stored as.
+    images: whether to decode JPEG and PNG; if not, they stay bytes.
 
     Raises StoreError naming `where` for bytes that are not such a value, or an unknown encoding.
     """
@@ -108,7 +108,7 @@ def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> A
         raise StoreError(f"{where}: {missing}") from missing
     except StoreError:
         raise
-    except Exception as error:  # a decoder may raise anything for foreign bytes
+    except Exception as error:  # decoders raise any error for invalid bytes
         raise StoreError(
             f"{where}: {len(value)} bytes that are no {encoding}: {error}; copy the shard again"
         ) from error

@@ -33,7 +33,7 @@ from meshfeed.store.node_arrays import joined
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024
 MOST_HELD_BYTES = 1 << 30
-"""Decoded row groups that a store keeps at most, unless a single one is larger."""
+"""The most bytes of decoded row groups that a store keeps, unless a single one is larger."""
 
 
 class ParquetStore(DocumentFiles):
@@ -139,7 +139,7 @@ class ParquetStore(DocumentFiles):
         groups = np.unique(self._group_ends.searchsorted(pieces.documents, side="right")).tolist()
         with self._lock:
             for group in groups:
-                # Announced once for all documents of one decoded group.
+                # Announce a group once for all its documents.
                 if group not in self._held and group not in self._announced:
                     self._announced.add(group)
                     f, g = self._index["groups"][group].tolist()

@@ -36,7 +36,7 @@ def is_report(folder: Folder, name: str) -> bool:
         return False
     try:
         return folder.holds(MANIFEST) and _is_output(folder, name, {MANIFEST})
-    except AccessError:  # a bucket that may not be listed answers so for a missing object
+    except AccessError:  # the answer for a missing object if the bucket may not be listed
         return False
 
 

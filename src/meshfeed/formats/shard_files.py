@@ -20,12 +20,12 @@ _ANNOUNCERS = 8
 
 
 class _Shard:
-    """A shard's file, None until it is first wanted.
+    """A shard's file, None until it is first used.
 
     Attributes:
         lock: held while the file is opened, closed or sent an announcement; never while it reads.
-        pending: announced ranges that were not yet sent to the file.
-        is_announced: the file got an announcement, so that another makes no request to storage.
+        pending: announced ranges that were not yet passed to the file.
+        is_announced: whether the file has received an announcement, after which others make no request.
     """
 
     def __init__(self, number: int) -> None:
@@ -35,7 +35,7 @@ class _Shard:
         self.forget_parent()
 
     def forget_parent(self) -> None:
-        """In a forked child: no thread of the parent is here, and what it announced was its own."""
+        """In a forked child: the parent's threads do not exist here, and its announcements were its own."""
         self.lock = threading.Lock()
         self.is_announced = False
         self.pending: deque[tuple[I64, I64]] = deque()
@@ -47,7 +47,7 @@ class ShardFiles:
     A remote file is opened on a background thread, because opening waits for storage.
 
     name: of the store, for messages.
-    made: the file of a shard, not entered; may ask storage, and raise StoreError unless it is such a shard.
+    made: returns the file of a shard, not entered; may ask storage, and raises StoreError for a wrong file.
     is_remote: all shards are remote.
     """
 
@@ -59,7 +59,7 @@ class ShardFiles:
         at_fork(self)
 
     def forget_parent(self) -> None:
-        """In a forked child: the parent's threads are not here, and hold no lock."""
+        """In a forked child: the parent's threads do not exist here, and hold no lock."""
         self._to_open: SimpleQueue[_Shard | None] = SimpleQueue()
         self._num_announcers = 0
         for shard in self._shards.values():
@@ -67,7 +67,7 @@ class ShardFiles:
 
     @property
     def stats(self) -> FileStats:
-        """What reading has cost so far."""
+        """Cost of reading so far."""
         files = [shard.file for shard in list(self._shards.values())]
         return sum((file.stats for file in files if file is not None), FileStats())
 
@@ -128,7 +128,7 @@ class ShardFiles:
         return self._shards.setdefault(number, _Shard(number)) if shard is None else shard
 
     def _opened(self, shard: _Shard) -> ByteFile:
-        """The file, made on first use and entered; pending announcements are sent to it."""
+        """The file, made on first use and entered; it gets the pending announcements."""
         with shard.lock:
             if shard.file is None:
                 shard.file = self._made(shard.number)
@@ -148,7 +148,7 @@ class ShardFiles:
 
 
 def _joined(begins: I64, sizes: I64, places: I64) -> tuple[I64, I64, I64]:
-    """The same reads, where those that touch in the file and in the output are one; int64 [k] each."""
+    """The same reads, with adjacent ones (in the file and in the output) joined; int64 [k] each."""
     apart = (begins[1:] != (begins + sizes)[:-1]) | (places[1:] != (places + sizes)[:-1])
     first = np.flatnonzero(np.append(True, apart))
     return begins[first], np.add.reduceat(sizes, first), places[first]

@@ -1,4 +1,4 @@
-"""Documents in many files: what token stores of shards share."""
+"""The common part of stores whose documents are in many files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NUM_SAMPLED = 8
 
 
 class Shard(Protocol):
-    """What an index says of a shard."""
+    """A shard, as the index describes it."""
 
     @property
     def name(self) -> str:
@@ -73,16 +73,15 @@ class ShardedStore(ForeignColumns):
 
     The lengths of documents and their positions in the shards come from the index. If it does not have them,
     they are read from the head of every shard, several at a time, once per node, and kept next to the cache.
-    A
-    local folder of few shards is read again in every process: that takes milliseconds and leaves no files.
+    A local folder of few shards is read again in every process: that takes milliseconds and leaves no files.
     After that, reading or announcing a range touches only its own bytes.
     """
 
     not_pickled = ("_files", "_looked", "_known_table")
     kind: ClassVar[str]
-    """Of the format, for the key under which lengths are kept."""
+    """The format's version in the key under which lengths are kept."""
     format: ClassVar[str]
-    """As `facts` call it."""
+    """The format's name in `facts`."""
 
     def __init__(self, folder: Folder, *, column: str | None = None) -> None:
         super().__init__()
@@ -97,14 +96,14 @@ class ShardedStore(ForeignColumns):
         self._known_table: Mapping[str, Array] | None = None
 
     def verify(self) -> Iterator[float]:
-        """Check hashes, offsets and sizes, as the files are now, yielding the part done, in (0, 1]."""
+        """Check hashes, offsets and sizes, as the files are now, yielding the fraction done, in (0, 1]."""
         with (self._folder.cache or Cache()).anew() as cache:
             store = self._within(replace(self._folder, cache=cache))
             for number in range(len(store.shards)):
                 store._verify(number)
                 yield (number + 1) / len(store.shards)
 
-    # -- what a format says -------------------------------------------------------------------------------
+    # -- what a format defines ----------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -141,7 +140,7 @@ class ShardedStore(ForeignColumns):
         """The positions of documents, if the index has them."""
         return None
 
-    # -- what it is ---------------------------------------------------------------------------------------
+    # -- attributes ---------------------------------------------------------------------------------------
 
     @cached_property
     def _items(self) -> Items:
@@ -189,12 +188,12 @@ class ShardedStore(ForeignColumns):
 
     @property
     def stats(self) -> FileStats:
-        """What reading tokens has cost so far."""
+        """Cost of reading tokens so far."""
         return self._looked + self._files.stats
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the index, the token column, some blocks of the shards, and what columns are used."""
+        """Hex digest of the index, the token column, some blocks of the shards, and the use of columns."""
         return self._fingerprint
 
     @cached_property
@@ -241,7 +240,7 @@ class ShardedStore(ForeignColumns):
     # -- entering and leaving -----------------------------------------------------------------------------
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Let shards be opened, each by its first read."""
+        """Allow reads; the first read of a shard opens it."""
         self._files.open()
         stack.callback(self._files.close)
         super().acquire(stack)
@@ -371,7 +370,7 @@ class ShardedStore(ForeignColumns):
         return names.index(name)
 
     def _first_value(self, items: Items) -> bytes:
-        """The first item's value that holds tokens; empty where there is no item."""
+        """The tokens' value of the first item; empty without items."""
         for number, shard in enumerate(self.shards):
             if shard.num_documents:
                 with ItemsFile(self._checked_file(number), shard.num_documents, items) as file:
@@ -380,7 +379,7 @@ class ShardedStore(ForeignColumns):
 
 
 def _at_once(ask: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
-    """`ask` of some shards, in their order, several at a time. Raises what the first one raises."""
+    """Results of `ask` for some shards, in order, several at a time. Raises the first error in that order."""
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
         return list(pool.map(ask, numbers))

@@ -1,4 +1,4 @@
-"""The tokenizers that meshfeed brings: UTF-8 bytes, and those of three libraries."""
+"""Built-in tokenizers: UTF-8 bytes, and those of three libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fast_tokenizer(file: TokenizerFile) -> Any:
 
 
 class Fast(Tokenizer):
-    """Of the package `tokenizers`."""
+    """A tokenizer of the package `tokenizers`."""
 
     def __init__(self, file: TokenizerFile) -> None:
         super().__init__(file)
@@ -66,7 +66,7 @@ class Fast(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """Of the package `sentencepiece`."""
+    """A tokenizer of the package `sentencepiece`."""
 
     def __init__(self, file: TokenizerFile) -> None:
         super().__init__(file)
@@ -89,7 +89,7 @@ class SentencePiece(Tokenizer):
 
 
 class Tiktoken(Tokenizer):
-    """Of the package `tiktoken`: one of its encodings, or ranks from a file under one's pattern."""
+    """An encoding of the package `tiktoken`, or ranks from a file with the pattern of an encoding."""
 
     def __init__(self, file: TokenizerFile) -> None:
         super().__init__(file)

@@ -18,7 +18,7 @@ from meshfeed.store.loss_columns import LABELS
 from meshfeed.store.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
-"""The default columns of token lists; the first that exists counts."""
+"""The default columns of token lists; the first that exists is used."""
 
 Where = Callable[[int], str]
 """Index of a value -> its file, and line or row, for messages."""
@@ -42,7 +42,7 @@ class TokenColumn:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns to look for; the first that exists counts."""
+        """The columns to look for; the first that exists is used."""
         if self.name is not None:
             return (self.name,)
         return TOKEN_COLUMNS if self.tokenizer is None else ("text",)
@@ -135,7 +135,7 @@ class TokenColumn:
         return self._file.load()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The file too: the receiving process may run elsewhere, where the path means another file.
+        # With the file: the receiving process may run on a machine where the path means another file.
         kept = ("name", "tokenizer", "of_loss", "_file")
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
@@ -169,7 +169,7 @@ def refuse_unfit(numbers: Array, ends: I64, where: Where) -> None:
 
     ends: where each row's numbers end; int64 [rows]. where: names a row.
     """
-    wide = numbers.itemsize == 8  # unsigned numbers from 2**63 on are negative then
+    wide = numbers.itemsize == 8  # as int64, unsigned numbers from 2**63 on are negative
     unfit = (numbers.view(numbers.dtype.str.replace("u", "i")) if wide else numbers) < 0
     if unfit.any():
         bad = int(unfit.argmax())

@@ -71,14 +71,14 @@ class RankHistory:
         start: index in `RunHistory.starts` of each step's start; int64 [n].
         step: int64 [n].
         time: unix time at which the loop received it, seconds; float64 [n].
-        seconds: from then until the loop received the next; NaN for the last of a start; float64 [n].
+        seconds: from then until the loop received the next step; NaN for the last of a start; float64 [n].
         wait: seconds that the loop waited; float64 [n, stages].
         work: seconds that the producer worked; float64 [n, stages].
         queue_depth, bytes_read, bytes_fetched, delivered_bytes, opens, collectives: see `StepStats`; int64
             [n].
         tokens: of the global batch, without padding; int64 [n].
         padding: share of padding in the global batch; NaN without packing; float64 [n].
-        imbalance: work of the busiest rank over the mean; NaN likewise; float64 [n].
+        imbalance: work of the busiest rank over the mean; NaN without packing; float64 [n].
         decoded: images, audio and videos that it decoded; None if none.
     """
 
@@ -152,7 +152,7 @@ class RunReader:
 
     Args:
         path: the folder.
-        keep: number of last steps of each rank to keep; None keeps all.
+        keep: how many last steps of each rank to keep; None for all.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
@@ -179,9 +179,9 @@ def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
     together = _together([start for starts in ranks for start in starts])
     starts = tuple(map(_start_of, together))
     place = {id(start): place for place, several in enumerate(together) for start in several}
-    # the first step that a later start repeated
+    # from this step on, a later start repeated
     undone = np.minimum.accumulate([np.inf, *(start.step for start in reversed(starts))])[::-1][1:]
-    stages = tuple(dict.fromkeys(name for several in together for name in several[0].told["stages"]))
+    stages = tuple(dict.fromkeys(name for several in together for name in several[0].header["stages"]))
     histories = [
         _rank_history(several, [place[id(start)] for start in several], undone, stages) for several in ranks
     ]
@@ -196,11 +196,11 @@ def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
 def _together(starts: Iterable[RankStart]) -> list[list[RankStart]]:
     """Group the starts of ranks by start of the job, in order of time."""
     jobs: list[dict[int, RankStart]] = []  # each by rank
-    for start in sorted(starts, key=lambda start: start.told["time"]):
-        rank, of_the_job = start.told["rank"], [start.told[name] for name in OF_THE_JOB]
+    for start in sorted(starts, key=lambda start: start.header["time"]):
+        rank, of_the_job = start.header["rank"], [start.header[name] for name in OF_THE_JOB]
         # The latest matching start without this rank: clocks differ, and some ranks may never have started.
         for job in reversed(jobs):
-            first = next(iter(job.values())).told
+            first = next(iter(job.values())).header
             if rank not in job and of_the_job == [first[name] for name in OF_THE_JOB]:
                 job[rank] = start
                 break
@@ -210,14 +210,14 @@ def _together(starts: Iterable[RankStart]) -> list[list[RankStart]]:
 
 
 def _start_of(ranks: Sequence[RankStart]) -> Start:
-    told = ranks[0].told
+    header = ranks[0].header
     return Start(
-        time=told["time"],
-        meshfeed=told.get("meshfeed"),
-        ranks=tuple(sorted(each.told["rank"] for each in ranks)),
-        hosts=tuple(sorted({each.told["host"] for each in ranks})),
-        decode_workers=told.get("decode_workers"),
-        **{name: told[name] for name in OF_THE_JOB},
+        time=header["time"],
+        meshfeed=header.get("meshfeed"),
+        ranks=tuple(sorted(each.header["rank"] for each in ranks)),
+        hosts=tuple(sorted({each.header["host"] for each in ranks})),
+        decode_workers=header.get("decode_workers"),
+        **{name: header[name] for name in OF_THE_JOB},
     )
 
 
@@ -238,12 +238,12 @@ def _rank_history(
     time = column("time")
     seconds = np.full(time.size, np.nan)
     seconds[:-1] = np.where(np.diff(start) == 0, np.diff(time), np.nan)
-    told = starts[-1].told
+    header = starts[-1].header
     return RankHistory(
-        rank=told["rank"],
-        coord=told["coord"],
-        host=told["host"],
-        pid=told["pid"],
+        rank=header["rank"],
+        coord=header["coord"],
+        host=header["host"],
+        pid=header["pid"],
         start=start,
         time=time,
         seconds=seconds,
@@ -265,24 +265,26 @@ def _decoded(parts: Floats, *others: Floats) -> DecodeHistory | None:
 
 def _column(start: RankStart, name: str) -> Floats:
     """One column of a start; NaN if it is absent."""
-    columns, table = start.told["columns"], start.table
+    columns, table = start.header["columns"], start.table
     return table[:, columns.index(name)] if name in columns else np.full(len(table), np.nan)
 
 
 def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHistory | None:
-    told = [
-        (start.told["sources"], each)
+    drawn_lines = [
+        (start.header["sources"], each)
         for several, end in zip(jobs, undone)
         for start in several
         for each in start.drawn
         if each["step"] < end
     ]
-    if not told:
+    if not drawn_lines:
         return None
-    names = tuple(dict.fromkeys(name for sources, _ in told for name in sources))  # a recipe may gain sources
-    drawn, asked = np.zeros((len(told), len(names)), np.int64), np.zeros((len(told), len(names)))
-    for row, (sources, each) in enumerate(told):
+    # a recipe may gain sources
+    names = tuple(dict.fromkeys(name for sources, _ in drawn_lines for name in sources))
+    shape = len(drawn_lines), len(names)
+    drawn, asked = np.zeros(shape, np.int64), np.zeros(shape)
+    for row, (sources, each) in enumerate(drawn_lines):
         at = [names.index(name) for name in sources]
         drawn[row, at], asked[row, at] = each["drawn"], each["asked"]
-    steps = np.array([each["step"] for _, each in told], np.int64)
+    steps = np.array([each["step"] for _, each in drawn_lines], np.int64)
     return MixtureHistory(names=names, steps=steps, drawn=drawn, asked=asked)

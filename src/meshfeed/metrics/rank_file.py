@@ -16,33 +16,33 @@ Floats = npt.NDArray[np.float64]
 _LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError)  # raised by invalid lines
 _OF_A_RANK = ("rank", "coord", "host", "pid")
 OF_THE_JOB = ("step", "layout", "world_size", "delivery", "fingerprint")
-"""What is equal in the lines with which the ranks of a job start."""
+"""Fields of a header that are equal on all ranks of a job."""
 
 
 class RankStart:
     """A start of one rank and its steps.
 
     Attributes:
-        told: the start's line, as written.
-        drawn: of each source, until the end of some steps: the lines about the mixture, as written.
+        header: the line of the start, as written.
+        drawn: the lines about the mixture, as written: draws of each source until the end of a step.
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        missing = {"time", "sources", "stages", "columns", *_OF_A_RANK, *OF_THE_JOB} - told.keys()
-        if missing or not {"step", "time"} <= set(told["columns"]):
+    def __init__(self, header: dict[str, Any]) -> None:
+        missing = {"time", "sources", "stages", "columns", *_OF_A_RANK, *OF_THE_JOB} - header.keys()
+        if missing or not {"step", "time"} <= set(header["columns"]):
             raise ValueError(f"a start without {', '.join(sorted(missing)) or 'columns'}")
-        if not all(isinstance(told[name], (int, float)) for name in ("time", "rank", "step")):
+        if not all(isinstance(header[name], (int, float)) for name in ("time", "rank", "step")):
             raise ValueError("a start whose time, rank or step is not a number")
-        self.told = told
+        self.header = header
         self.drawn: list[dict[str, Any]] = []
-        self._table = np.zeros((0, len(told["columns"])))
+        self._table = np.zeros((0, len(header["columns"])))
         self._new: list[Floats] = []
 
     def add(self, numbers: list[float | None]) -> None:
         """Add a step. Raises ValueError if it does not match the start's columns."""
         row = np.array(numbers, np.float64)
         if row.shape != (self._table.shape[1],):
-            raise ValueError(f"not the {self._table.shape[1]} numbers that the start has named")
+            raise ValueError(f"not the {self._table.shape[1]} numbers that the start names")
         self._new.append(row)
 
     @property
@@ -98,11 +98,11 @@ class RankFile:
             start.keep(count)
             count = max(count - len(start.table), 0)
 
-    def _take(self, told: Any) -> None:
-        if isinstance(told, list):
-            self.starts[-1].add(told)
-        elif "start" in told:
-            self.starts.append(RankStart(told["start"]))
-        elif "mixture" in told:
-            drawn = told["mixture"]
+    def _take(self, line: Any) -> None:
+        if isinstance(line, list):
+            self.starts[-1].add(line)
+        elif "start" in line:
+            self.starts.append(RankStart(line["start"]))
+        elif "mixture" in line:
+            drawn = line["mixture"]
             self.starts[-1].drawn.append({name: drawn[name] for name in ("step", "drawn", "asked")})

@@ -18,9 +18,9 @@ from meshfeed.metrics.stats import StepStats
 from meshfeed.sequence.decode_costs import DecodeCosts
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
-"""The counters of every microbatch, summed in a step's stats."""
+"""Counters of microbatches that a step's stats sum."""
 DECODE_COUNTERS = ("parts_decoded", "bytes_decoded", "decode_busy_s", "decode_cpu_s", "parts_bad")
-"""Those of a rank that decodes."""
+"""The same, on ranks that decode."""
 
 _NOTHING = contextlib.nullcontext()
 
@@ -63,7 +63,7 @@ class StageClock:
             self.spans.append(Span(name, start, time.monotonic()))
 
     def split(self, name: str, seconds: float) -> None:
-        """The last so many seconds of the last span were another stage."""
+        """Count the last `seconds` of the last span as another stage."""
         last = self.spans[-1]
         at = max(last.stop - seconds, last.start)
         if at < last.stop:
@@ -100,10 +100,10 @@ def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, 
 
 
 class StepCosts:
-    """Notes what a step costs, and adds it up where somebody asks.
+    """Collects the costs of a step, and adds them up on request.
 
     Attributes:
-        planned: gives what the plan says of its stats; worked out once.
+        planned: returns the stats that follow from the plan; called once.
     """
 
     def __init__(self, planned: Callable[[], StepStats]) -> None:
@@ -117,7 +117,7 @@ class StepCosts:
         self._queue_depth, self._metrics_lost = queue_depth, metrics_lost
 
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
-        """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
+        """The loop waited from `start` to `stop`. spans: of the producer meanwhile."""
         self._waits.append((start, stop, spans))
 
     def counted(self, counts: Mapping[str, float]) -> None:
@@ -146,7 +146,7 @@ class Meter:
     """Counts data read, decoded and delivered, from one `take` to the next.
 
     Args:
-        decode_costs: of what this rank decodes; None if it decodes nothing.
+        decode_costs: of this rank's decoding; None if it decodes nothing.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Recorder:
 
     Args:
         metrics: the receivers: a sink, several, or None.
-        about: a run's first step -> the record of its start.
+        about: first step of a run -> the record of its start.
 
     Attributes:
         costs: of the step that the loop received last.
@@ -200,7 +200,7 @@ class Recorder:
         self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]
         self._about = about
         self._background: BackgroundSinks | None = None
-        self._clocks = (0.0, 0.0)  # unix and monotonic, at one moment
+        self._clocks = (0.0, 0.0)  # unix and monotonic time of the same moment
         self._received: tuple[int, int, float] | None = None  # step, its tokens, unix time
         self.costs = StepCosts(StepStats)
 
@@ -246,7 +246,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """Time a stage on the loop's own thread, which counts as waiting."""
+        """Time a stage on the loop's own thread; it counts as waiting."""
         clock = self.new_clock()
         try:
             with clock.stage(name):

@@ -1,8 +1,8 @@
 """A small log of a run: a folder with an append-only file for each rank.
 
-A file has one JSON object where a run starts, then one JSON array for each step. A start names the columns
-of the arrays that follow it, so a reader does not depend on the version. The draws of a mixture are also a
-JSON object. Every line ends in a newline; a line without one is incomplete.
+A file has a JSON object for each start of a run, then a JSON array for each step. A start names the columns
+of the arrays that follow it, so readers do not depend on the version. The draws of a mixture are also a JSON
+object. Every line ends in a newline; a line without one is incomplete.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class RunLog(Sink):
         if start is None:
             raise MetricsError(f"{self._folder}: a log begins with the start of a run")
         decodes = start.decode_workers is not None  # always or never, in one Feed
-        told = [_start(entry) if isinstance(entry, RunStart) else _step(entry, decodes) for entry in entries]
+        lines = [_start(entry) if isinstance(entry, RunStart) else _step(entry, decodes) for entry in entries]
         drawn = [
             entry for entry in entries if isinstance(entry, StepRecord) and "source_drawn" in entry.stats
         ]
         if drawn and start.is_lowest:
-            told.append(_mixture(drawn[-1]))
+            lines.append(_mixture(drawn[-1]))
         path = self._folder / file_name(start.rank)
         try:
             if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted during the run
@@ -74,8 +74,8 @@ class RunLog(Sink):
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
                 _remove_incomplete(self._fd)
                 if not os.fstat(self._fd).st_size and self._start is not None:
-                    told.insert(0, _start(self._start))
-            _append(self._fd, "".join(map(_line, told)).encode())
+                    lines.insert(0, _start(self._start))
+            _append(self._fd, "".join(map(_line, lines)).encode())
         except OSError as error:
             self._close_file()
             raise MetricsError(
@@ -94,8 +94,8 @@ class RunLog(Sink):
                 os.close(fd)
 
 
-def _line(told: Any) -> str:
-    return json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n"
+def _line(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _stages(decodes: bool) -> tuple[str, ...]:
@@ -104,9 +104,9 @@ def _stages(decodes: bool) -> tuple[str, ...]:
 
 def _start(start: RunStart) -> dict[str, Any]:
     decodes = start.decode_workers is not None
-    told, stages = asdict(start), _stages(decodes)
+    header, stages = asdict(start), _stages(decodes)
     if not decodes:
-        del told["decode_workers"]
+        del header["decode_workers"]
     columns = (
         "step",
         "time",
@@ -118,7 +118,7 @@ def _start(start: RunStart) -> dict[str, Any]:
         "imbalance",
         *(DECODE_COUNTERS if decodes else ()),
     )
-    return {"start": told | {"version": 1, "time": start.time_s, "stages": stages, "columns": columns}}
+    return {"start": header | {"version": 1, "time": start.time_s, "stages": stages, "columns": columns}}
 
 
 def _step(record: StepRecord, decodes: bool) -> list[float | None]:

@@ -27,7 +27,7 @@ class RunStart:
         step: its first step.
         time_s: unix time.
         rank, world_size: of the job.
-        layout: text from which `Layout.parse` makes the same coordinates; None if a table arranges the ranks.
+        layout: text for `Layout.parse`; None if a table arranges the ranks.
         coord: coordinate of the rank by dimension.
         delivery: name of the delivery.
         fingerprint: the recipe's; None for an Exchange.
@@ -35,8 +35,8 @@ class RunStart:
         sources: their names.
         host, pid: the process.
         meshfeed: the package's version; None if it is not installed.
-        decode_workers: processes of each reader that decode images, audio and video; 0 if the reader does
-            itself, None if its rule decodes nothing.
+        decode_workers: processes of each reader that decode images, audio and video; 0 if the reader itself
+            does, None if its rule decodes nothing.
     """
 
     step: int

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 STAGES = ("start", "plan", "read", "decode", "exchange", "deliver", "build", "copy", "verify", "other")
 """All stages: joining the peers, planning and announcing, storage (or a user's iterator), decoding parts,
-exchanging items, delivery with its waiting for peers, making fields, copying to the device, comparing
+exchanging items, delivery including waits for peers, making fields, copying to the device, comparing
 replicas, the rest."""
 
 SequenceName = tuple[int, int, int]
@@ -38,9 +38,9 @@ class StepStats(Mapping[str, Any]):
         delivered_bytes: sent or received.
         parts_decoded, bytes_decoded: images, audio and videos decoded for this rank to read, and their bytes
             before that. None if this rank decodes nothing, as are the next three.
-        parts_bad: of them, that could not be decoded; see `Multimodal(on_bad=...)`.
-        decode_busy_s, decode_cpu_s: seconds that decoding them took, summed over workers, most of it ahead
-            of the step; and CPU seconds.
+        parts_bad: those that could not be decoded; see `Multimodal(on_bad=...)`.
+        decode_busy_s, decode_cpu_s: seconds and CPU seconds of decoding them, summed over workers; most of it
+            ahead of the step.
         efficiency, objective_over_bound, max_over_mean, padding: of the global batch's packs; see `Account`.
             None without packing, as are the next two.
         oversize, empty: the sequences that were too long, and those without tokens.

@@ -28,7 +28,7 @@ _COUNTERS = {
 }
 _GAUGES = {
     "queue_depth": ("meshfeed.queue.depth", "reads that were ready when the loop asked for its last step"),
-    "padding": ("meshfeed.padding", "part of the global batch's padded tokens"),
+    "padding": ("meshfeed.padding", "share of padding in the global batch"),
     "max_over_mean": ("meshfeed.imbalance", "work of the busiest rank over the mean"),
     "metrics_lost": ("meshfeed.metrics.lost", "steps that some metrics sink has not taken"),
 }
@@ -66,12 +66,12 @@ class Telemetry(Sink):
         self._gauges = {key: meter.create_gauge(name, "", what).set for key, (name, what) in _GAUGES.items()}
         self._steps = meter.create_counter("meshfeed.steps", "{step}", "steps handed out").add
         self._tokens = meter.create_counter("meshfeed.tokens", "{token}", "tokens handed out").add
-        self._share = meter.create_gauge("meshfeed.source.share", "", "part of all draws, by source").set
-        self._asked = meter.create_gauge("meshfeed.source.asked", "", "part that is asked, by source").set
+        self._share = meter.create_gauge("meshfeed.source.share", "", "share of all draws, by source").set
+        self._asked = meter.create_gauge("meshfeed.source.asked", "", "share in the recipe, by source").set
         self._start: RunStart | None = None
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """Seconds are recorded one by one, counts at once, gauges of the last step."""
+        """Record the seconds of each step, the sums of counts, and the gauges of the last step."""
         start = next((entry for entry in reversed(entries) if isinstance(entry, RunStart)), self._start)
         records = [entry for entry in entries if isinstance(entry, StepRecord)]
         self._start = start

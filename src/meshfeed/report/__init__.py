@@ -1,1 +1,1 @@
-"""Pictures of plans and runs: data in, one self-contained page out."""
+"""Pages about plans, runs and documents: data in, one self-contained page out."""

@@ -32,7 +32,7 @@ class Bin:
 
     @property
     def span(self) -> str:
-        """Its label in tables and pictures."""
+        """The label of the bin in tables and pictures."""
         return f"{self.first:,}" if self.first == self.last else f"{self.first:,}..{self.last:,}"
 
 

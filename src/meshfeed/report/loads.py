@@ -1,4 +1,4 @@
-"""How even a step is for the language model and for each encoder, and what no plan can beat."""
+"""The balance of a step for the language model and for each encoder, with lower bounds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LANGUAGE_MODEL = "language model"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """What the ranks do for one model in a step. Equal only to itself.
+    """The work of all ranks for one model in a step. Equal only to itself.
 
     Attributes:
         by_rank: load of each rank in each microbatch; float64 [num_microbatches, num_ranks].
-        max_over_mean: time over the mean work of all ranks. A microbatch takes as long as its busiest rank,
+        max_over_mean: time over the mean work of all ranks. A microbatch takes as long as its busiest rank
             or, under objective="step", the step as long as its busiest. 1 without work.
-        bound: what no plan of these sequences can bring `max_over_mean` below.
+        bound: no plan of these sequences brings `max_over_mean` below this.
     """
 
     by_rank: FloatArray
@@ -61,19 +61,19 @@ def _load(
     mean = float(of_rows.sum()) / plan.num_ranks
     if not mean:
         return Load(by_rank=by_rank, max_over_mean=1.0, bound=1.0)
-    # of the busiest rank, in any plan
+    # a bound for the busiest rank of any plan
     least = max(mean, least_pile(-np.sort(-pieces) / most, plan.num_ranks // most))
     busiest = by_rank.sum(axis=0).max()
     if packing.objective == "microbatch":
         busiest = by_rank.max(axis=1).sum()
-        # the microbatch of the largest piece takes as long, though little else may fit into it
+        # the microbatch with the largest piece takes this long, even if little else fits into it
         beside = _most_in_a_microbatch(of_rows, plan, packing) / plan.num_ranks
         least = max(least, mean + float(pieces.max()) / most - beside)
     return Load(by_rank=by_rank, max_over_mean=float(busiest) / mean, bound=least / mean)
 
 
 def _most_in_a_microbatch(of_rows: FloatArray, plan: StepPlan, packing: Packing) -> float:
-    """The most work of all ranks together in one microbatch: rows with most work per token, in part too."""
+    """The most work of all ranks in one microbatch: from rows with most work per token on, cut at the end."""
     order = np.argsort(-of_rows / np.maximum(plan.lengths, 1))
     tokens, work = (np.append(0, np.cumsum(each[order])) for each in (plan.lengths, of_rows))
     return float(np.interp(packing.capacity * plan.num_ranks, tokens, work))

@@ -20,7 +20,7 @@ _MOST_RATIO = 3.0  # bars of loads end at this many times the mean
 
 
 class Bar(NamedTuple):
-    """What a group of ranks does next in a microbatch. load: of each of them."""
+    """The next work of a group of ranks in a microbatch. load: of each rank."""
 
     microbatch: int
     first_rank: int
@@ -72,7 +72,7 @@ def _row_height(ranks: int) -> float:
 def _chart(loads: FloatArray, ranks: int, bars: Iterator[Bar]) -> str:
     """Microbatches side by side, as wide as their slowest rank; empty space means the rank is idle.
 
-    loads: of each rank in each microbatch; float64 [num_microbatches, num_ranks]. ranks: so many are drawn.
+    loads: of each rank in each microbatch; float64 [num_microbatches, num_ranks]. ranks: how many are drawn.
     """
     height = _row_height(ranks)
     tops = loads.max(axis=1, initial=0.0)
@@ -145,7 +145,7 @@ def _parts(kind: str, plan: StepPlan, encoder: EncoderPlan, style: str) -> Itera
 
 
 def _loads(plan: StepPlan, encoders: Mapping[str, EncoderPlan], loads: Mapping[str, Load], ranks: int) -> str:
-    """What the page says of encoders: how even each load is, rank by rank; and the chart of each encoder."""
+    """The section about encoders: the balance of each load, rank by rank, and a chart of each encoder."""
     cards = [
         f'<div class="kpi"><b>{load.max_over_mean:.3f}</b><span>{escape(name)}: busiest over mean rank; '
         f"lower bound {load.bound:.3f}</span></div>"
@@ -175,7 +175,7 @@ def _key(style: str) -> str:
 
 
 def _by_rank(loads: Mapping[str, Load], ranks: int) -> str:
-    """A bar per rank and load: what it does in the whole step, over the mean of all ranks."""
+    """A bar per rank and load: its work in the whole step, over the mean of all ranks."""
     ratios = {name: _over_mean(load) for name, load in loads.items()}
     height = max(min(14.0 * len(loads), _MOST_HEIGHT / max(ranks, 1)), 2.0 * len(loads))
     most = min(_MOST_RATIO, max(1.0, *(float(ratio.max(initial=0.0)) for ratio in ratios.values())))

@@ -1,4 +1,4 @@
-"""Documents of a store as a page: their text, and their images, audio and video where they stand in it."""
+"""Documents of a store as a page: their text, with images, audio and video in their places."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_TOKENS, _MOST_PARTS = 1024, 24
 
 
 class Bearing(str):
-    """Text that bears loss, in a document of which only some does."""
+    """Text that bears loss, in a document with other text that does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class ShownPart:
     """A part as the page shows it.
 
     Attributes:
-        kind: of it.
+        kind: image, audio or video.
         size: in words.
         num_bytes: as stored.
-        tokens: that its rule makes of it; None without a rule, or where that refuses it.
-        picture: data URL; None without one: audio, video, what cannot be decoded.
+        tokens: that its rule makes of it; None without a rule, or if the rule refuses it.
+        picture: data URL; None for audio, video and images that cannot be decoded.
         wrong: why there is no picture, or no tokens.
     """
 
@@ -54,9 +54,9 @@ class ShownDocument:
     Attributes:
         number: in the store.
         num_tokens, num_parts: of the whole document.
-        pieces: text, and the numbers of parts where they stand.
+        pieces: text, and the numbers of parts in their places.
         parts: the first of them.
-        is_cut: whether its text goes on.
+        is_cut: whether its text continues.
     """
 
     number: int
@@ -72,7 +72,7 @@ def shown_documents(
 ) -> Iterator[ShownDocument]:
     """Some documents, up to 1,024 tokens and 24 parts of each. The store must be entered.
 
-    decode: tokens -> text. rules: how many tokens a part becomes. Raises StoreError, and what `decode` does.
+    decode: tokens -> text. rules: how many tokens a part becomes. Raises StoreError, and errors of `decode`.
     """
     for number in documents:
         chosen = np.array([number])
@@ -130,7 +130,7 @@ def _shown(part: Parts, data: bytes, rules: Rules) -> ShownPart:
     if kind in rules:
         try:
             tokens = int(tokens_of(rules[kind], part)[0])
-        except Exception as error:  # a rule may be anybody's
+        except Exception as error:  # a rule may be user code
             wrong.append(f"{type(rules[kind]).__name__}: {str(error).removeprefix('part 0, ')}")
     if kind == "image":
         try:
@@ -148,7 +148,7 @@ def _shown(part: Parts, data: bytes, rules: Rules) -> ShownPart:
 
 
 def page(path: str, documents: Sequence[ShownDocument], num_documents: int, note: str) -> str:
-    """The whole page: self-contained, no script, no outside request; all that a store says is escaped.
+    """The whole page: self-contained, no script, no outside request; all text from the store is escaped.
 
     path: of the store. num_documents: of the whole store. note: how tokens are counted and text is read.
     """
@@ -193,10 +193,10 @@ def _mark(one: ShownDocument, number: int) -> str:
 def _figure(one: ShownDocument, number: int) -> str:
     part = one.parts[number]
     name = f"{part.kind} {number}"
-    told = [in_bytes(part.num_bytes)] + ([] if part.tokens is None else [counted(part.tokens, "token")])
+    facts = [in_bytes(part.num_bytes)] + ([] if part.tokens is None else [counted(part.tokens, "token")])
     picture = "" if part.picture is None else f'<img alt="{name}" src="{part.picture}">'
     wrong = "".join(f'<p class="wrong">{escape(why)}</p>' for why in part.wrong)
     return (
         f'<figure id="d{one.number}p{number}">{picture}{wrong}'
-        f"<figcaption><b>{name}</b>{part.size}<br>{', '.join(told)}</figcaption></figure>"
+        f"<figcaption><b>{name}</b>{part.size}<br>{', '.join(facts)}</figcaption></figure>"
     )

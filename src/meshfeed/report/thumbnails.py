@@ -15,10 +15,10 @@ _LOSSLESS_PIXELS = 96 * 96
 
 
 def thumbnail(data: bytes, height: int, width: int) -> str:
-    """A data URL of the image at no more than 480 x 240 pixels, turned as it is displayed.
+    """A data URL of the image at no more than 480 x 240 pixels, in its display orientation.
 
-    height, width: that the index knows. Raises whatever says why there is none: ValueError for another size,
-    ImportError without Pillow, and what Pillow raises, for an image too that it takes for a bomb.
+    height, width: from the index. Raises ValueError for another size, ImportError without Pillow, and errors
+    of Pillow, for decompression bombs, too.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,7 +34,7 @@ def thumbnail(data: bytes, height: int, width: int) -> str:
 def _small(image: Any) -> Any:
     from PIL import ImageOps
 
-    image.draft("RGB", (_WIDTH, _WIDTH))  # a JPEG is decoded at a part of its size
+    image.draft("RGB", (_WIDTH, _WIDTH))  # a JPEG is decoded at a fraction of its size
     turned = ImageOps.exif_transpose(image)
     small = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
     small.thumbnail((_WIDTH, _HEIGHT))

@@ -88,8 +88,8 @@ def report(log: Path, out: Path) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("slow", "workers", "says"),
     [
-        ("decode", 1, f"Decoding limits: rank {SLOW} .* 1 worker is busy 100% .*: give it more"),
-        ("decode", 0, f"Decoding limits: rank {SLOW} .* reading thread decodes"),
+        ("decode", 1, f"Decoding is the bottleneck: rank {SLOW} .* 1 worker is busy 100% .*: give it more"),
+        ("decode", 0, f"Decoding is the bottleneck: rank {SLOW} .* reading thread decodes"),
         ("read", 0, f"Look at rank {SLOW}: it waits .* for read"),
         ("train", 1, "hardly kept anybody waiting"),
     ],
@@ -197,7 +197,10 @@ def test_watch_says_that_decoding_limits(decode: list[float], read: float, worke
     slowest = max(range(3), key=lambda number: (decode[number], number))
     limits = decode[slowest] >= max(read, 0.05)
     assert frame.decode_limit == (slowest if limits else None)
-    assert any(line.startswith(f"Decoding limits: rank {slowest} ") for line in alarms(frame)) == limits
+    assert (
+        any(line.startswith(f"Decoding is the bottleneck: rank {slowest} ") for line in alarms(frame))
+        == limits
+    )
     screen = io.StringIO()
     Console(file=screen, width=200).print(picture_of(frame, Path("run"), 9))
     assert "parts/s" in screen.getvalue() and f"{25 if workers else 100}% busy" in screen.getvalue()

@@ -76,9 +76,8 @@ def test_ranks_without_a_log_are_told() -> None:
     assert "log" not in resumes(whole)
     first, second = whole.starts
     half = replace(whole, starts=(replace(first, ranks=(0, 1)), replace(second, ranks=tuple(range(11)))))
-    assert (
-        "ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more of start 1; of rank 11 of start 2: what they did"
-        in resumes(half)
+    assert "ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more of start 1; rank 11 of start 2: their steps" in resumes(
+        half
     )
 
 

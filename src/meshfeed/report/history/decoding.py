@@ -1,4 +1,4 @@
-"""What the ranks of a run decoded, whether the run waits for it, and what to do then."""
+"""What the ranks of a run decoded, whether decoding is the bottleneck, and what to do if it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshfeed.report.words import counted, duration
 
 STAGE = "decode"
 LIMITS = 0.05
-"""Decoding limits a run in which a rank waits for it for this share of its time, and no longer for others."""
+"""Decoding is the bottleneck if a rank waits for it this share of its time, and not longer for others."""
 
 _BUSY, _OF_A_CORE = 0.8, 0.6
 
@@ -27,7 +27,7 @@ class RankDecoding:
     Attributes:
         workers: its processes; 0 for its reading thread.
         parts: images, audio and videos.
-        parts_per_s, bytes_per_s: of it; bytes before decoding.
+        parts_per_s, bytes_per_s: rates; bytes before decoding.
         busy: share of the time in which a worker decoded, mean of all workers, 0 to 1.
         of_a_core: CPU seconds of a second of decoding.
     """
@@ -41,7 +41,7 @@ class RankDecoding:
 
 
 def decoded_in(rank: RankHistory, steps: np.ndarray, seconds: float, workers: int) -> RankDecoding | None:
-    """What a rank decoded in the steps at some places, which took so long; None for nothing."""
+    """What a rank decoded in the steps at some indices, which took `seconds`; None for nothing."""
     done = rank.decoded
     if done is None or not seconds > 0 or not np.nansum(done.parts[steps]):
         return None
@@ -59,9 +59,9 @@ def decoded_in(rank: RankHistory, steps: np.ndarray, seconds: float, workers: in
 
 
 def decoded_of(history: RunHistory) -> dict[int, RankDecoding]:
-    """By rank, with the number of workers that the last start had; empty for a run that decodes nothing.
+    """What each rank decoded, with the workers of the last start; empty for a run that decodes nothing.
 
-    Without the first steps of starts, and steps that are not over.
+    Omits the first step of each start, and unfinished steps.
     """
     workers = [start.decode_workers for start in history.starts]
     last = next((number for number in reversed(workers) if number is not None), None)
@@ -78,7 +78,7 @@ def decoded_of(history: RunHistory) -> dict[int, RankDecoding]:
 
 
 def limiting(waits: Waits) -> Worst | None:
-    """The rank that waits longest for decoding, if that is what the run waits for."""
+    """The rank that waits longest for decoding, if decoding is the bottleneck."""
     worst = worst_of(waits)
     return worst if worst is not None and worst.stage == STAGE and worst.share >= LIMITS else None
 
@@ -88,21 +88,22 @@ def verdict(waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
     worst = limiting(waits)
     if worst is None:
         return sentence(waits)
-    told = limit_words(worst.rank, worst.wait_s, worst.share)
+    text = limit_words(worst.rank, worst.wait_s, worst.share)
     if worst.others_follow:
-        told += " The ranks that it serves wait with it."
-    return f"{told} {advice(decoded[worst.rank])}" if worst.rank in decoded else told
+        text += " The ranks that it serves wait with it."
+    return f"{text} {advice(decoded[worst.rank])}" if worst.rank in decoded else text
 
 
 def limit_words(rank: int, wait_s: float, share: float) -> str:
-    """That decoding limits, and on which rank. wait_s: a step. share: of its time."""
+    """That decoding is the bottleneck, and on which rank. wait_s: per step. share: of its time."""
     return (
-        f"Decoding limits: rank {rank} waits {duration(wait_s)} a step for decode, {share:.0%} of its time."
+        f"Decoding is the bottleneck: rank {rank} waits {duration(wait_s)} a step for decode, "
+        f"{share:.0%} of its time."
     )
 
 
 def advice(decoded: RankDecoding) -> str:
-    """What to do on a rank where decoding limits."""
+    """What to do on a rank where decoding is the bottleneck."""
     if not decoded.workers:
         return "Its reading thread decodes: let processes do that ahead, by mf.Machine(workers=...)."
     are = "is" if decoded.workers == 1 else "are"
@@ -121,6 +122,6 @@ def advice(decoded: RankDecoding) -> str:
 
 
 def figures(waits: Waits, decoded: Mapping[int, RankDecoding]) -> dict[str, Any]:
-    """Whether decoding limits, and what each rank decoded; JSON-able."""
+    """Whether decoding is the bottleneck, and what each rank decoded; JSON-able."""
     ranks = [{"rank": rank} | asdict(done) for rank, done in decoded.items()]
     return {"limits": limiting(waits) is not None, "ranks": ranks}

@@ -1,6 +1,6 @@
-"""A run as a picture of ranks by steps: rows of adjacent ranks, columns of equally many steps.
+"""A run as a map of ranks by steps: rows of adjacent ranks, columns of equally many steps.
 
-The value of a cell is always a measured one, the largest in it. Nothing is averaged: a single wait of 500 ms
+The value of a cell is the largest measurement in it. Nothing is averaged: a single wait of 500 ms
 among a million steps stays visible.
 """
 
@@ -25,9 +25,9 @@ class Grid:
         ranks: i64[r], ascending.
         start: i64[c], the start of the run that a column belongs to; no column spans a resume.
         first, stop: i64[c], its first step, and the step after its last.
-        rows: i64[g], the place in `ranks` of each row's first rank.
-        row_stop: i64[g], the same of the rank after its last.
-        columns: i64[c], the place of each column's first step among all steps.
+        rows: i64[g], the index in `ranks` of each row's first rank.
+        row_stop: i64[g], the same for the rank after its last.
+        columns: i64[c], the index of each column's first step among all steps.
     """
 
     def __init__(self, history: RunHistory) -> None:
@@ -60,7 +60,7 @@ class Grid:
         return np.searchsorted(self.ranks // size, groups)
 
     def _bounds(self, num_starts: int) -> dict[int, tuple[int, int]]:
-        """Start -> its first step, and the step after its last; of the starts that have steps."""
+        """Start -> its first step, and the step after its last, for starts with steps."""
         low, high = np.full(num_starts, np.iinfo(np.int64).max), np.zeros(num_starts, np.int64)
         for rank in self._histories:
             np.minimum.at(low, rank.start, rank.step)
@@ -117,7 +117,7 @@ class Grid:
         return {"total": longest, "rank": rank, "step": step, "by_stage": _last_axis(by_stage, shape)}
 
     def moments(self, heat: dict[str, np.ndarray], stages: list[int]) -> dict[str, np.ndarray]:
-        """For each column, the step with the longest wait; for each row, its rank that waited longest in it.
+        """The step with the longest wait in each column, and the rank of each row that waited longest in it.
 
         step: i64[c]. rank: i64[g, c]; -1 for none. begin: f64[g, c], seconds from the first rank's request of
         the step to this rank's. seconds: f64[g, c], until it asked for the next step; NaN for a start's last.
@@ -151,30 +151,30 @@ class Grid:
     # -- the job over time --------------------------------------------------------------------------------
 
     def series(self) -> dict[str, Any]:
-        """By column, over all ranks: the time, and of each quantity the mean and the extreme of a step.
+        """By column, over all ranks: the time, and the mean and extreme step of each quantity.
 
         wait and step are seconds; read, fetched and delivered bytes per second of all ranks together. The
         extreme is the largest value; of queue depths, the smallest.
         """
         if not self._index.size:
             return {}
-        # not from request to request: a step whose later microbatches were waited for would look short
+        # not from request to request: a step that waited for later microbatches would look short
         seconds = np.fmax.reduce(self.table(lambda rank: rank.seconds))
-        told: dict[str, Any] = {"time": _listed(self._over(np.fmin, np.fmin.reduce(self.table(_time))), 13)}
+        series: dict[str, Any] = {"time": _listed(self._over(np.fmin, np.fmin.reduce(self.table(_time))), 13)}
         for name, value in _OF_A_RANK.items():
             table, extreme = self.table(value), np.fmin if name == "queue_depth" else np.fmax
             count = self._over(np.add, np.isfinite(table).sum(axis=0))
             total = self._over(np.add, np.nansum(table, axis=0))
-            told[name] = _pair(total / _positive(count), self._over(extreme, extreme.reduce(table)))
+            series[name] = _pair(total / _positive(count), self._over(extreme, extreme.reduce(table)))
         for name, value in _OF_THE_JOB.items():
             counts = np.nansum(self.table(value), axis=0)
             counts = np.where(np.isnan(seconds), 0.0, counts)
             spent = _positive(self._over(np.add, np.nan_to_num(seconds)))
             fastest = self._over(np.fmax, counts / _positive(seconds))
-            told[name] = _pair(self._over(np.add, counts) / spent, fastest)
+            series[name] = _pair(self._over(np.add, counts) / spent, fastest)
         if all(rank.decoded is None for rank in self._histories):
-            del told["decoded"]
-        return told
+            del series["decoded"]
+        return series
 
     def _over(self, by: np.ufunc, steps: np.ndarray) -> np.ndarray:
         """f64[c]: the steps of each column, reduced."""

@@ -37,7 +37,7 @@ def seconds_of(rank: RankHistory) -> np.ndarray:
     """f64[n]: seconds from one request to the next, including the wait; NaN for a start's last step."""
     asked, waited = asked_at(rank), rank.wait.sum(axis=1)
     seconds = np.full(asked.size, np.nan)
-    # waits are measured by another clock than moments are
+    # waits and times come from different clocks
     seconds[:-1] = np.where(np.diff(rank.start) == 0, np.maximum(np.diff(asked), waited[:-1]), np.nan)
     return seconds
 

@@ -1,4 +1,4 @@
-"""The page of a run: what its log says, first in a sentence, then in pictures, all of it in one file."""
+"""The page of a run: its log in one sentence, then in pictures, all in one file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshfeed.report.words import escape
 
 
 def page(history: RunHistory, name: str) -> str:
-    """The whole page: self-contained, no outside request, at most about 3 MB however long the run was."""
+    """The whole page: self-contained, no outside request, at most about 3 MB for a run of any length."""
     waits, grid, decoded = waits_of(history), Grid(history), decoded_of(history)
     folder = Path(__file__).parent
     shell = Template((folder / "page.html").read_text())
@@ -47,7 +47,7 @@ def page(history: RunHistory, name: str) -> str:
 
 
 def data_of(history: RunHistory, waits: Waits, grid: Grid) -> dict[str, Any]:
-    """What the page's script draws, JSON-able. Stages in which nothing ever happened are left out."""
+    """The data for the page's script, JSON-able. Stages without any time are left out."""
     used = [
         k
         for k in range(len(history.stages))
@@ -82,5 +82,5 @@ def packed(values: np.ndarray) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON that may stand in a script element."""
+    """JSON that is safe inside a script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

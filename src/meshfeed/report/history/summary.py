@@ -17,10 +17,10 @@ _NOTICEABLE = 0.01  # share of the ranks' time above which waiting counts as bad
 
 
 def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
-    """The figures for scripts, JSON-able; durations in seconds, without the first step of each start.
+    """The figures for scripts, JSON-able; durations in seconds, omitting the first step of each start.
 
     worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
-    outside: see `loop.Outside`. decoding: see `decoding.figures`; only where something was decoded.
+    outside: see `loop.Outside`. decoding: see `decoding.figures`; only if something was decoded.
     """
     decoded = decoded_of(history)
     worst = worst_of(waits)
@@ -104,9 +104,9 @@ def traffic(history: RunHistory) -> str:
 def resumes(history: RunHistory) -> str:
     """The number of starts, and the ranks without a log, in a sentence or two."""
     num, layouts = len(history.starts), len({start.layout for start in history.starts})
-    told = "The run was started once."
+    text = "The run was started once."
     if num > 1:
-        told = (
+        text = (
             f"The run was started {num} times, under {'one layout' if layouts == 1 else f'{layouts} layouts'}"
             f". Steps after the last checkpoint were discarded on resume; they are not shown."
         )
@@ -117,8 +117,8 @@ def resumes(history: RunHistory) -> str:
             more = f" and {len(silent) - 8:,} more" if len(silent) > 8 else ""
             found.append(f"rank{'s' * (len(silent) > 1)} {names}{more} of start {number}")
     if not found:
-        return told
-    return f"{told} No log is here of {'; of '.join(found)}: what they did is not on this page."
+        return text
+    return f"{text} The log lacks {'; '.join(found)}: their steps are not on this page."
 
 
 def resolution(grid: Grid) -> str:

@@ -66,7 +66,7 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
 
 
 def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
-    """The section of a run that decodes: a chart's place, and the ranks that waited longest for it."""
+    """The section about decoding: the place of a chart, and the ranks that waited longest for it."""
     waited = dict(zip(waits.ranks.tolist(), waits.per_step[:, waits.stages.index(STAGE)].tolist()))
     lines: list[tuple[str, list[str]]] = []
     for rank, done in sorted(decoded.items(), key=lambda each: -waited[each[0]])[:_MOST_RANKS]:
@@ -85,7 +85,7 @@ def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, Ra
     return (
         '<section id="decoding">\n<h2>Decoding</h2>\n'
         "<p>Images, audio and video decoded, on the ranks that read; without workers, by the thread that "
-        "reads. Busy is the part of the time in which a worker decoded; of a core, its CPU time then.</p>\n"
+        "reads. Busy is the share of the time in which a worker decoded; of a core, its CPU time then.</p>\n"
         '<div class="panel"><div class="chart" id="chart-decoding"></div></div>\n'
         f'<div class="panel scroll">{table(_DECODING_HEAD, lines)}</div>\n</section>\n\n'
     )
@@ -118,7 +118,7 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
         return "<p>The run drew from a single source.</p>"
     drawn = mixture.drawn[-1].astype(np.float64)
     new = np.diff(mixture.drawn.sum(axis=1), prepend=0)
-    asked = (new[:, None] * mixture.asked).sum(axis=0)  # as the shares changed on the way
+    asked = (new[:, None] * mixture.asked).sum(axis=0)  # shares may change during the run
     total = max(float(drawn.sum()), 1.0)
     order = np.argsort(-asked, kind="stable")
     shown = order[:_MOST_SOURCES]
@@ -141,7 +141,7 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
     rest = "" if len(order) <= len(shown) else f" The {len(shown)} largest of {len(order):,} sources."
     far = float(np.abs(drawn - asked).max(initial=0.0))
     return (
-        f"<p>What was drawn, as a bar, against what was asked, as a tick. The source furthest off is "
+        f"<p>A bar is what was drawn, a tick what the recipe asked for. The source furthest off is "
         f"{far:.2f} sequences from its share.{rest}</p>"
         f'<div class="panel scroll">{table(_MIXTURE_HEAD, lines)}</div>'
     )

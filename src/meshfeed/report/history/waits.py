@@ -26,7 +26,7 @@ class Waits:
         stages: k names.
         num_steps: i64[r], number of steps summed.
         seconds: f64[r], their duration; for the last step of a start, only its wait.
-        wait: f64[r, k], seconds waited in them.
+        wait: f64[r, k], seconds waited in these steps.
         longest: f64[r, k], the longest wait of a single step; longest_step: i64[r, k], that step.
     """
 
@@ -86,8 +86,7 @@ class Longest:
 def waits_of(history: RunHistory) -> Waits:
     """Sums over the whole run.
 
-    The first step of a start includes opening, meeting and warming up; it is omitted for ranks with other
-    steps.
+    The first step of a start includes opening, meeting and warm-up; it is omitted if a rank has others.
     """
     ranks = np.array(sorted(history.ranks), np.int64)
     num_steps, seconds = np.zeros(len(ranks), np.int64), np.zeros(len(ranks))
