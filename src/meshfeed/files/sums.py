@@ -65,6 +65,11 @@ class FileSums:
             if sum_ != right
         ]
 
+    def check(self, data: memoryview, begin: int, url: str) -> None:
+        """Raises ChecksumError for the first of the blocks that `wrong` names. url: of the file."""
+        for low, high in self.wrong(data, begin):
+            raise wrong_block(url, low, high)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
@@ -110,6 +115,15 @@ def parse(url: str, encoded: bytes) -> Sums:
     data, idx = np.split(sums, [counts[0]])
     files = FileSums(block_bytes, sizes[0], data), FileSums(block_bytes, sizes[1], idx)
     return Sums(fingerprint.hex(), files)
+
+
+def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
+    """The error for bytes of a file that differ from its .sums."""
+    return ChecksumError(
+        f"{url}: bytes {low}..{high} do not match its .sums{more}; the file is damaged: copy it again",
+        path=url,
+        range=(low, high),
+    )
 
 
 def is_block_size(block_bytes: int) -> bool:

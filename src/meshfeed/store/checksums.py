@@ -6,17 +6,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
-from meshfeed.files import LocalFile, typed_errors
+from meshfeed.files import ByteFile, LocalFile, typed_errors
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.version import Version, version_of
-from meshfeed.files.sums import ANEW, BIN, BLOCK_BYTES, IDX, SUFFIX, Summer, Sums, is_block_size, parse
+from meshfeed.files.sums import (
+    ANEW,
+    BIN,
+    BLOCK_BYTES,
+    IDX,
+    SUFFIX,
+    Summer,
+    Sums,
+    is_block_size,
+    parse,
+    wrong_block,
+)
 from meshfeed.store.index import ends_of_idx, sampled_of_bin
 
 if TYPE_CHECKING:
@@ -25,9 +36,6 @@ if TYPE_CHECKING:
 _READ_BYTES = 1 << 26  # whole blocks, whatever their size
 _LOOKS = 3
 _FEW = 3
-
-WrongAt = Callable[[int, int, int], ChecksumError | None]
-"""(which file, range) -> the error of a block that the range touches; None if all of them are right."""
 
 
 def checksums_beside(prefix: str) -> Sums | None:
@@ -150,15 +158,6 @@ def refuse_block_bytes(path: str, block_bytes: int) -> None:
         raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
 
 
-def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
-    """The error for bytes of a file that differ from its .sums."""
-    return ChecksumError(
-        f"{url}: bytes {low}..{high} do not match its .sums{more}; the file is damaged: copy it again",
-        path=url,
-        range=(low, high),
-    )
-
-
 def _refused_here(prefix: str, sums: Sums) -> StoreError:
     """The error for a local pair that does not match its .sums: damaged, or other files."""
     files = LocalFile(f"{prefix}.bin"), LocalFile(f"{prefix}.idx")
@@ -166,14 +165,13 @@ def _refused_here(prefix: str, sums: Sums) -> StoreError:
     if [each.size_bytes for each in files] != [each.size_bytes for each in sums.files]:
         return others
 
-    def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
+    def read(number: int, begin: int, end: int) -> None:
         unit, size = sums.files[number].block_bytes, sums.files[number].size_bytes
         low, high = begin // unit * unit, min(-(-end // unit) * unit, size)
         (data,) = files[number].peek([(low, high)])
-        wrong = sums.files[number].wrong(memoryview(data), low)
-        return wrong_block(files[number].url, *wrong[0]) if wrong else None
+        sums.files[number].check(memoryview(data), low, files[number].url)
 
-    found = _damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
+    found = _damage(files, read)
     return found if isinstance(found, ChecksumError) else others
 
 
@@ -181,15 +179,11 @@ def _refused_afar(store: IndexedStore, what: str) -> StoreError:
     """The error for a remote pair that does not match its .sums."""
     files = store.files
 
-    def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
+    def read(number: int, begin: int, end: int) -> None:
         size = min(end, files[number].size_bytes) - begin
-        try:
-            files[number].look_up(np.empty(size, np.uint8), np.array([begin]), np.array([size]))
-        except ChecksumError as error:
-            return error
-        return None
+        files[number].look_up(np.empty(size, np.uint8), np.array([begin]), np.array([size]))
 
-    reason = _damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
+    reason = _damage(files, read)
     if reason is False:
         return _others_sums(store.path, what)
     if reason is True:
@@ -208,16 +202,24 @@ def _others_sums(prefix: str, what: str) -> StoreError:
     )
 
 
-def _damage(sizes: tuple[int, int], wrong_at: WrongAt) -> ChecksumError | bool:
+def _damage(files: Sequence[ByteFile], read: Callable[[int, int, int], None]) -> ChecksumError | bool:
     """Why a pair has another fingerprint than its .sums, from the blocks that the fingerprint covers.
 
-    sizes: of .bin and .idx. Returns the error of a wrong block if other blocks of the .bin are right.
-    Otherwise whether the .bin is right: False means that it is another file.
+    read: reads a range of one of the files. Raises ChecksumError for a wrong block in it.
+    Returns the error of a wrong block if other blocks of the .bin are right. Otherwise whether the .bin is
+    right: False means that it is another file.
     """
-    first, *others, last = sampled_of_bin(sizes[BIN])
+
+    def error_in(number: int, begin: int, end: int) -> ChecksumError | None:
+        try:
+            return read(number, begin, end)
+        except ChecksumError as error:
+            return error
+
+    first, *others, last = sampled_of_bin(files[BIN].size_bytes)
     wrong, is_right = None, False
     for tried, (begin, end) in enumerate([first, last, *others], 1):
-        error = wrong_at(BIN, begin, end)
+        error = error_in(BIN, begin, end)
         wrong, is_right = wrong or error, is_right or error is None
         if wrong is not None and is_right:
             return wrong
@@ -225,7 +227,7 @@ def _damage(sizes: tuple[int, int], wrong_at: WrongAt) -> ChecksumError | bool:
             return False
     if not is_right:
         return False
-    found = (wrong_at(IDX, begin, end) for begin, end in ends_of_idx(sizes[IDX]))
+    found = (error_in(IDX, begin, end) for begin, end in ends_of_idx(files[IDX].size_bytes))
     return next((error for error in found if error is not None), True)
 
 

@@ -36,7 +36,7 @@ from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.mapping import mapped
 from meshfeed.files.local.version import Version, version_of, wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
-from meshfeed.store.checksums import checksums_of, wrong_block
+from meshfeed.store.checksums import checksums_of
 from meshfeed.store.index import fingerprint_of, read_header
 
 _FACTS = struct.Struct("<I")
@@ -223,8 +223,8 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
         sums, guard = None, "refused"
     for begin in range(0, idx.size_bytes, _PIECE_BYTES):
         (piece,) = idx.peek([(begin, min(begin + _PIECE_BYTES, idx.size_bytes))])
-        for low, high in [] if sums is None else sums.files[IDX].wrong(memoryview(piece), begin):
-            raise wrong_block(idx.url, low, high)
+        if sums is not None:
+            sums.files[IDX].check(memoryview(piece), begin, idx.url)
         yield piece
     facts: dict[str, Any] = {"idx_size_bytes": idx.size_bytes, "fingerprint": fingerprint, "guard": guard}
     if sums is not None:
