@@ -2,7 +2,7 @@
 
     make mutate                                  # 60 mutants of each package, under a fixed seed
     python tests/mutate.py plan --count 300 --seed 7
-    python tests/mutate.py plan --like two_costs.py:2     # only those of its lines 2, 20 to 29, 200 to 299
+    python tests/mutate.py plan --like even_out.py:2     # only those of its lines 2, 20 to 29, 200 to 299
 
 Mutants are cosmic-ray's: other operators, numbers, comparisons, conditions, decorators. First the package's tests run once
 under coverage, which says what test reaches what line and how long it takes. Then each mutant runs in a fork of this
@@ -78,13 +78,13 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "plan": (
-        ["plan/*.py"],
+        ["plan/*.py", "plan/encoders/*.py"],
         [
             *_in(
                 "plan",
-                "objective packs cost pinned_plans in_order alignment plan_step quality two_costs encoders",
+                "objective packs cost pinned_plans in_order alignment plan_step quality even_out encoders",
             ),
-            *_in("plan", "encoder_routes loads split counts fixed_shapes"),
+            *_in("plan", "encoder_routes split counts fixed_shapes"),
             *_in("", "arguments native"),
             *_in("sequence", "multimodal_plans"),
         ],

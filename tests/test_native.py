@@ -21,7 +21,8 @@ from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files.local import file as local
 from meshfeed.order import permutation
-from meshfeed.plan import CostModel, place, plan_step, reach, swap
+from meshfeed.plan import CostModel, place, plan_step, reach
+from meshfeed.plan.encoders import swap
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
 from services.needs import needs_compiled

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshfeed.errors import OptionError
 from meshfeed.parts import Kind
-from meshfeed.plan.encoder_routes import ROUTE
+from meshfeed.plan.encoders import ROUTE
 
 
 def exchange_encoded(

@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.choose import choose
+from meshfeed.plan.encoders.even_out import even_out
+from meshfeed.plan.encoders.swap import MOST_COSTS
 from meshfeed.plan.in_order import in_order
 from meshfeed.plan.policy import Packing, shape_of
 from meshfeed.plan.problem import room_of, rows_of
 from meshfeed.plan.split import CpSplit
-from meshfeed.plan.swap import MOST_COSTS
-from meshfeed.plan.two_costs import even_out
 from meshfeed.plan.types import FloatArray, LongArray, StepPlan, is_count
 
 

@@ -23,8 +23,7 @@ from meshfeed.machine import Machine
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import Expansion, Kind, Parts, check_rules
 from meshfeed.plan import EncoderPlan, Slices, StepPlan
-from meshfeed.plan.encoder_routes import ROUTE
-from meshfeed.plan.encoders import Encoder
+from meshfeed.plan.encoders import ROUTE, Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.renamed import Moved, moved, moved_settings
 from meshfeed.roles import Field

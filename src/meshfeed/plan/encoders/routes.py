@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.plan.encoders import EncoderPlan
+from meshfeed.plan.encoders.assign import EncoderPlan
 from meshfeed.plan.types import LongArray
 
 

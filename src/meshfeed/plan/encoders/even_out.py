@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshfeed.plan.encoders.swap import WORTH, Contents, swap
 from meshfeed.plan.place import place
 from meshfeed.plan.placement import Placement
 from meshfeed.plan.policy import Packing
 from meshfeed.plan.problem import Room
-from meshfeed.plan.swap import WORTH, Contents, swap
 from meshfeed.plan.types import FloatArray, LongArray
 
 ENCODER_WEIGHT = 0.25
