@@ -23,7 +23,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed
-from meshfeed.feed.ahead import Inline, Prefetcher
+from meshfeed.feed.ahead import Prefetcher
 from meshfeed.metrics.recorder import Span, StageClock, exposed_wait, work
 from soak import cases
 
@@ -208,7 +208,7 @@ def test_a_late_item_is_a_timeout_and_comes_after_all() -> None:
     assert ahead.get(SOON_S)[0] == 1
 
 
-def test_inline_makes_each_item_when_asked(clock: FakeTime) -> None:
+def test_a_depth_of_0_makes_each_item_when_asked(clock: FakeTime) -> None:
     stages = StageClock()
 
     def items() -> Iterator[int]:
@@ -218,7 +218,7 @@ def test_inline_makes_each_item_when_asked(clock: FakeTime) -> None:
             clock.now += 1
         yield 1
 
-    inline = Inline(items(), stages)
+    inline = Prefetcher(items(), stages, 0)
     inline.start()
     clock.now += 50
     asked = clock.now - 4
@@ -229,17 +229,19 @@ def test_inline_makes_each_item_when_asked(clock: FakeTime) -> None:
     assert inline.join(SOON_S)
 
 
-def test_an_inline_iterator_that_cannot_end_is_left_in_time() -> None:
+def test_an_iterator_that_cannot_end_is_left_in_time() -> None:
     release = threading.Event()
 
     def items() -> Iterator[int]:
         yield 1
         release.wait()
 
-    inline = Inline(items(), StageClock())
+    inline = Prefetcher(items(), StageClock(), 0)
     assert inline.get(SOON_S)[0] == 1
+    inline.stop()
     assert not inline.join(0.05)
     release.set()
+    assert inline.join(SOON_S)
 
 
 # -- through the feed ------------------------------------------------------------------------------

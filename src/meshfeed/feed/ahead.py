@@ -125,7 +125,7 @@ class _Taking(threading.local):
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterator on a thread, at most `depth` items ahead.
+    """Runs an iterator on a thread, at most `depth` items ahead; with a depth of 0, where `get` is called.
 
     Only `heavy` items count. Light items are queued along with them, so the thread need not run between two
     heavy items: switching to it would cost a loop that takes both a millisecond.
@@ -141,7 +141,7 @@ class Prefetcher(Generic[T]):
         depth: int,
         heavy: Callable[[T], bool] = lambda item: True,
     ) -> None:
-        self._items, self._clock, self._depth, self._heavy = items, clock, max(depth, 1), heavy
+        self._items, self._clock, self._depth, self._heavy = items, clock, depth, heavy
         self._num_ready = 0
         self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
@@ -150,11 +150,13 @@ class Prefetcher(Generic[T]):
         self._finished = False
         self._error: BaseException | None = None
         self._taking = _Taking()
+        self._making = threading.Lock()  # while an item is made where `get` is called
         self._thread = threading.Thread(target=self._run, name="meshfeed-prefetch", daemon=True)
 
     def start(self) -> None:
         """Start producing."""
-        self._thread.start()
+        if self._depth:
+            self._thread.start()
 
     @property
     def num_ready(self) -> int:
@@ -166,8 +168,10 @@ class Prefetcher(Generic[T]):
 
         error_of_job: an error to raise instead; asked again after each `wake`.
         Raises StopIteration at the end and, at once, after `stop`; TimeoutError after `timeout_s`, the
-        producer's own error, or the job's.
+        producer's own error, or the job's. With a depth of 0 it makes the item, however long that takes.
         """
+        if not self._depth:
+            return self._make(error_of_job)
         if os.getpid() != self._process:
             raise DeliveryError(
                 "this Feed belongs to the parent of this forked process, and its reader thread does not run "
@@ -176,6 +180,18 @@ class Prefetcher(Generic[T]):
         self._taking.yes = True
         try:
             return self._take(timeout_s, error_of_job)
+        finally:
+            self._taking.yes = False
+
+    def _make(self, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
+        if other := error_of_job():
+            raise other
+        self._taking.yes = True
+        try:
+            with self._making:
+                if self._stopped:
+                    raise StopIteration
+                return next(self._items), self._clock.take()
         finally:
             self._taking.yes = False
 
@@ -203,7 +219,8 @@ class Prefetcher(Generic[T]):
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Stop. The producer runs until its iterator ends; its items are dropped."""
+        """Stop. The producer runs until its iterator ends; its items are dropped. An item that is being made
+        on another thread, or below a signal handler, is made."""
         with self._changed:
             self._stopped = True
             self._queue.clear()
@@ -211,20 +228,29 @@ class Prefetcher(Generic[T]):
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end.
+        """Wait for the iterator to run to its end, as peers expect.
 
-        False after `timeout_s`, and at once on that thread itself, as where a user's dataset closes its feed,
-        and in a signal handler that has interrupted `get`, which may hold what the thread waits for.
+        False after `timeout_s`, and at once on the producer's thread, as where a user's dataset closes its
+        feed, and in a signal handler that has interrupted `get`, which may hold what the thread waits for.
         """
-        if self._thread is threading.current_thread() or self.is_busy:
+        until = time.monotonic() + timeout_s
+        if self._thread is threading.current_thread() or self._taking.yes:
             return False
-        self._thread.join(timeout_s)
+        if not self._making.acquire(timeout=timeout_s):
+            return False
+        self._making.release()
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is exiting and starts no thread
+                return False
+        self._thread.join(max(0.0, until - time.monotonic()))
         return not self._thread.is_alive()
 
     @property
     def is_busy(self) -> bool:
-        """Whether this is a signal handler that has interrupted `get`."""
-        return self._taking.yes
+        """Whether an item is being made where `get` was called, or a signal handler has interrupted `get`."""
+        return self._taking.yes or self._making.locked()
 
     def _has_news(self) -> bool:
         return self._stopped or bool(self._queue) or self._finished or isinstance(self._error, PeerError)
@@ -252,69 +278,3 @@ class Prefetcher(Generic[T]):
             with self._changed:
                 self._finished = True
                 self._changed.notify_all()
-
-
-class Inline(Generic[T]):
-    """The same interface without a thread: each item is made on request."""
-
-    def __init__(self, items: Iterator[T], clock: StageClock) -> None:
-        self._items, self._clock = items, clock
-        self._busy = threading.Lock()  # while an item is made
-        self._taking = _Taking()
-        self._stopped = False
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    @property
-    def num_ready(self) -> int:
-        """Nothing is ever made ahead."""
-        return 0
-
-    def get(self, timeout_s: float, error_of_job: ErrorOfJob = lambda: None) -> tuple[T, list[Span]]:
-        """Make and return the next item; raises as above, but asks `error_of_job` first."""
-        if other := error_of_job():
-            raise other
-        self._taking.yes = True
-        try:
-            with self._busy:
-                if self._stopped:
-                    raise StopIteration
-                return next(self._items), self._clock.take()
-        finally:
-            self._taking.yes = False
-
-    def wake(self) -> None:
-        """Nothing waits."""
-
-    def stop(self) -> None:
-        """Make no more items. One that is being made on another thread, or below a signal handler, goes
-        on."""
-        self._stopped = True
-
-    def join(self, timeout_s: float) -> bool:
-        """Run the iterator to its end, as its peers expect.
-
-        False after `timeout_s`, and at once in a signal handler that has interrupted `get`.
-        """
-        until = time.monotonic() + timeout_s
-        if self._taking.yes or not self._busy.acquire(timeout=timeout_s):
-            return False
-        self._busy.release()
-        ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)
-        try:
-            ending.start()
-        except RuntimeError:  # the interpreter is exiting and starts no thread
-            return False
-        ending.join(max(0.0, until - time.monotonic()))
-        return not ending.is_alive()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether an item is being made."""
-        return self._busy.locked()
-
-    def _exhaust(self) -> None:
-        with contextlib.suppress(Exception):
-            for _ in self._items:
-                pass

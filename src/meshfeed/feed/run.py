@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
 from meshfeed.errors import DeliveryError, PeerError, StateError
-from meshfeed.feed.ahead import Inline, Prefetcher
+from meshfeed.feed.ahead import Prefetcher
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.feed.device import Placer
 from meshfeed.feed.options import Options
@@ -134,8 +134,7 @@ class Run:
         self._clock, self._origin, self._timeout_s = clock, origin, options.timeout_s
         self._recorder, self._ended, self._num_ready = recorder, ended, 0
         self._views = [_View(hidden, start, start) for hidden in views]
-        items, depth = self._reporting(items, start), options.prefetch
-        self._prefetcher = Prefetcher(items, clock, depth, _is_read) if depth else Inline(items, clock)
+        self._prefetcher = Prefetcher(self._reporting(items, start), clock, options.prefetch, _is_read)
         self._failures = Failures(peers.meeting, peers.role.rank, self._wake)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that were not handed out
