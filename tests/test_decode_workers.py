@@ -87,7 +87,7 @@ def two_jobs(rank: int, folder: str, layout: str, delivery: str, when: str, sent
     recipe = multimodal(Path(folder), image=Signalled(), sequences=4)
     ends: list[Any] = []
     for _ in range(2):
-        machine = mf.Machine(workers=1, timeout_s=timeout_s)
+        machine = mf.Machine(workers=1, item_timeout_s=timeout_s)
         ends.append(ending(recipe, layout, delivery, machine, sent if when == "idle" else 0))
         wait_for_end_of_workers()
         dist.barrier()

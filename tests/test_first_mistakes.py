@@ -108,7 +108,11 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
         (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
         (lambda: mf.Machine(workers=-1), mf.OptionError, r"workers=-1\): give a whole number, 0 or more"),
-        (lambda: mf.Machine(timeout_s=0), mf.OptionError, r"timeout_s=0\): give seconds, more than 0"),
+        (
+            lambda: mf.Machine(item_timeout_s=0),
+            mf.OptionError,
+            r"item_timeout_s=0\): give seconds, more than 0",
+        ),
         (lambda: mf.Feed(ROWS, machine=8), mf.OptionError, r"machine=8: give a mf\.Machine"),
         (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (
@@ -183,7 +187,7 @@ def waiting() -> Any:
 def test_a_dataset_that_hangs_is_not_called_storage() -> None:
     """The run waits as long as it is to; then it names who is late."""
     recipe = samples_recipe(Fatal(8, 0, never), "x")
-    machine = mf.Machine(workers=1, timeout_s=60)
+    machine = mf.Machine(workers=1, item_timeout_s=60)
     with (
         mf.Feed(recipe, machine=machine, timeout_s=0.2) as feed,
         pytest.raises(mf.DeliveryError) as late,

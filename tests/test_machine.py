@@ -87,10 +87,10 @@ def test_of_several_old_workers_the_largest_count(recipe: Callable[..., mf.Recip
     ):
         data = mf.Mixture({name: (store, 1) for name, store in stores.items()}, by="repeat")
         of_all = mf.Recipe(data=data, sequence=mf.Samples("ids"), batch=4)  # pyright: ignore[reportArgumentType]
-        assert mf.Feed(of_all)._machine == mf.Machine(workers=8, timeout_s=9)
+        assert mf.Feed(of_all)._machine == mf.Machine(workers=8, item_timeout_s=9)
     for twin in (copy.copy(many), pickle.loads(pickle.dumps(many))):
         alone = mf.Recipe(data=twin, sequence=mf.Samples("ids"), batch=mf.Batch(4))
-        assert mf.Feed(alone)._machine == mf.Machine(workers=8, timeout_s=5)
+        assert mf.Feed(alone)._machine == mf.Machine(workers=8, item_timeout_s=5)
 
 
 def test_an_encoder_is_checked_wherever_it_is_given(recipe: Callable[..., mf.Recipe]) -> None:
@@ -133,7 +133,7 @@ def test_a_plain_subclass_takes_old_spellings_and_a_dataclass_carries_them() -> 
     "options",
     [
         *({"workers": value} for value in (-1, 2.0, True, "2", None)),
-        *({"timeout_s": value} for value in (0, -1, None, "5", True, float("inf"), float("nan"))),
+        *({"item_timeout_s": value} for value in (0, -1, None, "5", True, float("inf"), float("nan"))),
         *({"index_cache": value} for value in (5, b"folder", True)),
     ],
 )
@@ -143,12 +143,12 @@ def test_a_machine_refuses_other_values(options: dict[str, Any]) -> None:
         mf.Machine(**options)
     if name != "index_cache":
         with pytest.warns(DeprecationWarning), pytest.raises(OptionError, match=f"{name}="):
-            mf.Mapped(Rich(), **options)  # pyright: ignore[reportCallIssue]
+            mf.Mapped(Rich(), **{name.removeprefix("item_"): value})  # pyright: ignore[reportCallIssue]
 
 
 def test_a_machine_takes_paths_and_whole_seconds(tmp_path: Path) -> None:
     for folder in (None, str(tmp_path), tmp_path):
-        assert mf.Machine(workers=0, timeout_s=5, index_cache=folder).index_cache == folder
+        assert mf.Machine(workers=0, item_timeout_s=5, index_cache=folder).index_cache == folder
 
 
 def test_a_store_that_is_entered_before_the_feed_has_its_workers() -> None:

@@ -20,7 +20,7 @@ class Machine:
         workers: processes of each rank that reads, which make the items of each `Mapped` and decode the parts
             of `Multimodal` ahead, as far as these are announced: up to two steps of items, and 256 MiB of
             parts. 0 makes and decodes when a pack is read.
-        timeout_s: how long a worker may take for one item or part.
+        item_timeout_s: how long a worker may take for one item or part.
         index_cache: a folder for the arrays that `MegatronGPT` builds, which all processes of a node then
             share; None builds them in the memory of each process.
 
@@ -28,15 +28,15 @@ class Machine:
     """
 
     workers: int = 0
-    timeout_s: float = 600.0
+    item_timeout_s: float = 600.0
     index_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if type(self.workers) is not int or self.workers < 0:
             raise OptionError(f"Machine(workers={self.workers!r}): give a whole number, 0 or more")
-        seconds: Any = self.timeout_s
+        seconds: Any = self.item_timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise OptionError(f"Machine(timeout_s={seconds!r}): give seconds, more than 0")
+            raise OptionError(f"Machine(item_timeout_s={seconds!r}): give seconds, more than 0")
         folder: Any = self.index_cache
         if folder is not None and not isinstance(folder, (str, os.PathLike)):
             raise OptionError(f"Machine(index_cache={folder!r}): give the path of a folder, or None")

@@ -77,12 +77,12 @@ def moved(**new_of_old: str) -> Callable[[Callable[P, None]], Callable[P, None]]
 def moved_settings(objects: Iterable[object]) -> dict[str, Any]:
     """The settings that objects were made with by old spellings, by their new names.
 
-    Of several workers or timeout_s, the largest: all objects of a feed share its Machine.
+    Of several workers or item_timeout_s, the largest: all objects of a feed share its Machine.
     """
     found: dict[str, Any] = {}
     for each in objects:
         for name, value in cast(Moved, getattr(each, _MOVED, ())):
-            larger = name in found and name in ("workers", "timeout_s")
+            larger = name in found and name in ("workers", "item_timeout_s")
             found[name] = max(found[name], value) if larger else value
     return found
 

@@ -122,14 +122,14 @@ def test_the_old_spellings_warn_and_do_the_same(folder: str) -> None:
     assert {each.filename for each in warned} == {__file__}, "the line that has them"
     assert sorted(str(each.message).split(";")[0] for each in warned) == [
         "encoder= is an argument of the Feed now, encoder=...",
-        "timeout_s= is an argument of the Feed now, machine=mf.Machine(timeout_s=...)",
+        "timeout_s= is an argument of the Feed now, machine=mf.Machine(item_timeout_s=...)",
         "workers= is an argument of the Feed now, machine=mf.Machine(workers=...)",
     ]
     recipe = recipe_over(mf.open(folder), old)
     feed = mf.Feed(recipe, **SPLIT)
-    assert feed._machine == mf.Machine(workers=1, timeout_s=9) and feed._rule.sees_step
+    assert feed._machine == mf.Machine(workers=1, item_timeout_s=9) and feed._rule.sees_step
     assert mf.Feed(recipe, machine=mf.Machine(workers=3), **SPLIT)._machine == mf.Machine(
-        workers=3, timeout_s=9
+        workers=3, item_timeout_s=9
     )
     new = recipe_over(mf.open(folder), mf.Multimodal(**rule))
     assert feed.recipe.fingerprint == recipe.fingerprint == new.fingerprint

@@ -547,7 +547,7 @@ def looks_by(by: Pixels) -> Processor:
 
 def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
     rule = mf.Multimodal(image=Look())
-    assert rule.summary() == rule.run_by(mf.Machine(workers=3, timeout_s=9), "with sample").summary()
+    assert rule.summary() == rule.run_by(mf.Machine(workers=3, item_timeout_s=9), "with sample").summary()
     images = Look(wide=3), looks_by(Pixels()), looks_by(Pixels(more=1)), looks_by(Told()), None
     others = [mf.Multimodal(image=Look(), on_bad="drop"), *(mf.Multimodal(image=image) for image in images)]
     assert len({each.summary() for each in (rule, *others)}) == 7
@@ -624,7 +624,7 @@ def test_what_workers_fail_at_is_named(
     folder: Path, image: Any, timeout_s: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshfeed.store.workers._GRACE_S", 0.5)
-    machine = mf.Machine(workers=1, timeout_s=timeout_s)
+    machine = mf.Machine(workers=1, item_timeout_s=timeout_s)
     with (
         mf.Feed(multimodal(folder, image=image), machine=machine, **PACKING) as feed,
         pytest.raises(MeshfeedError, match=rf"{folder}.*document \d+, part \d") as raised,

@@ -309,7 +309,7 @@ def test_a_worker_tells_why_an_item_cannot_be_sent_and_goes_on(make: Any, said: 
 def test_an_item_that_never_comes() -> None:
     recipe = samples_recipe(Fatal(8, 3, never), "x")
     with (
-        mf.Feed(recipe, machine=mf.Machine(workers=1, timeout_s=0.5)) as feed,
+        mf.Feed(recipe, machine=mf.Machine(workers=1, item_timeout_s=0.5)) as feed,
         pytest.raises(mf.StoreError, match=r"index=\d\) is not there after 0.5 s"),
     ):
         take(feed)

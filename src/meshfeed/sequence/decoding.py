@@ -139,7 +139,7 @@ class Decoder:
             self._workers = Workers(
                 make,
                 count,
-                self._machine.timeout_s,
+                self._machine.item_timeout_s,
                 f"Multimodal with {count} worker{'s' * (count > 1)}",
                 read=self._task_with_room,
                 received=_arrays_of,

@@ -73,7 +73,7 @@ class Mapped(Store):
     Raises StoreError for an object that is not a dataset, or lengths that do not fit it.
     """
 
-    @moved(workers="workers", timeout_s="timeout_s")
+    @moved(workers="workers", timeout_s="item_timeout_s")
     def __init__(
         self,
         dataset: EpochDataset,
@@ -178,7 +178,7 @@ class Mapped(Store):
             if self._workers is None and machine.workers:
                 make = functools.partial(item_of, self._dataset)
                 # No worker starts before the first item is announced: not every rank reads.
-                self._workers = Workers(make, machine.workers, machine.timeout_s, repr(self))
+                self._workers = Workers(make, machine.workers, machine.item_timeout_s, repr(self))
             yield self
 
     def __enter__(self) -> Self:

@@ -28,6 +28,7 @@ P = TypeVar("P", bound=Hashable)
 
 _starting = threading.Lock()  # so that no worker inherits an end of another worker's pipe
 _GRACE_S = 2.0  # how long busy workers may take to end
+_KILLED_S = 60.0  # and killed ones, which end at once but on an overloaded machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Workers(Generic[P]):
     def fetch(self, places: Sequence[P]) -> list[Any]:
         """The result of `make` for each place, or a Failure.
 
-        Raises StoreError if a worker dies, an item takes longer than timeout_s, or the store is closed.
+        Raises StoreError if a worker dies, an item takes longer than `timeout_s`, or the store is closed.
         """
         with self._turn, self._changed:
             self._now = frozenset(places)
@@ -124,11 +125,9 @@ class Workers(Generic[P]):
         for process in self._processes:
             with contextlib.suppress(ValueError):  # ended, and closed by its thread
                 process.kill()  # those that are still busy
-        for thread in self._threads:  # a time limit: a process that a worker forked may keep its pipe open
-            thread.join(_GRACE_S)
-        for process in self._processes:
+        for ending in (*self._threads, *self._processes):
             with contextlib.suppress(ValueError):
-                process.join(_GRACE_S)
+                ending.join(_KILLED_S)
 
     # -- the queue; all under the lock ----------------------------------------------------------------
 
@@ -170,7 +169,7 @@ class Workers(Generic[P]):
             )
         raise StoreError(
             f"{self._name}: {self._called(at)} is not there after {self._timeout_s:g} s; look at what makes "
-            f"it in a worker, or raise timeout_s"
+            f"it in a worker, or raise Machine(item_timeout_s=)"
         )
 
     def _wake(self) -> None:

@@ -388,7 +388,9 @@ class Multimodal(DocumentRule, TokenRule):
         return Chosen(self._whole(recipe, portion), none, none > 0)
 
 
-Multimodal.__init__ = moved(workers="workers", timeout_s="timeout_s", encoder="encoder")(Multimodal.__init__)
+Multimodal.__init__ = moved(workers="workers", timeout_s="item_timeout_s", encoder="encoder")(
+    Multimodal.__init__
+)
 
 
 def _summary(processor: Processor) -> str:
