@@ -1,4 +1,4 @@
-"""Feeds inside training loops that belong to others: one module per framework, imported by who uses it.
+"""Feeds for the training loops of other frameworks: one module per framework, which users import.
 
-`loader` has what they share. No other part of meshfeed imports from here.
+`loader` and `config` are what they share. No other part of meshfeed imports from here.
 """

@@ -1,4 +1,4 @@
-"""NeMo Automodel: a feed in the place of its recipe's data loaders.
+"""NeMo Automodel: a feed instead of the data loaders of its recipe.
 
 The `dataset` section names a mf.Recipe, and `FeedRecipe` is Automodel's recipe that trains on it. Automodel
 splits sequences for context parallelism itself, and all pipeline stages count labels. So all ranks of a
@@ -80,7 +80,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "step_scheduler.start_step": "no effect on data: the data starts where its state says",
     "step_scheduler.start_epoch": "no effect on data: the data starts where its state says",
 }
-"""What becomes of each option of Automodel's recipe for language models that concerns data."""
+"""How each option of Automodel's recipe for language models that concerns data is treated."""
 _HERE = "meshfeed.integrations.automodel"
 _PACKED = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
 _ROWS = Settings(
@@ -146,7 +146,7 @@ class FeedRecipe(_train.TrainFinetuneRecipeForNextTokenPrediction):
 
 
 class _Config(_train.RecipeConfig):
-    """Automodel's view of the YAML file, in which a `FeedDataset` gets a feed."""
+    """Automodel's view of the YAML file, in which a `FeedDataset` becomes a feed."""
 
     def _resolve_dataloader(self, dataset_node: Any, dataloader_node: Any) -> Any:
         made = super()._resolve_dataloader(dataset_node, dataloader_node)
@@ -173,7 +173,7 @@ class _Config(_train.RecipeConfig):
 
 @dataclass
 class _FeedConfig(_loader.DataloaderConfig):
-    """What Automodel builds a data loader from; its `packing` is None, so that it never strips `packs`."""
+    """Automodel's config of a data loader. Its `packing` is None, so that Automodel never strips `packs`."""
 
     packs: Any = None
     scheduler: Any = None
@@ -273,7 +273,7 @@ class _FeedConfig(_loader.DataloaderConfig):
 
 
 class _Training(TrainLoader):
-    """The training stream; some microbatches together are a batch."""
+    """The training stream; a batch is one or several microbatches."""
 
     def __init__(self, feed: Feed, collate: Collate, together: int, accumulated: int) -> None:
         wanted, settings = accumulated * together, _ROWS if feed.packing is None else _PACKS
@@ -288,7 +288,7 @@ class _Training(TrainLoader):
 
 
 class _Validation(EvalLoader):
-    """A validation set; some microbatches together are a batch."""
+    """A validation set; a batch is one or several microbatches."""
 
     def __init__(self, feed: Feed, collate: Collate, together: int) -> None:
         super().__init__(feed, _same)
@@ -299,7 +299,7 @@ class _Validation(EvalLoader):
 
 
 def _refuse(section: str, given: Mapping[str, Any]) -> None:
-    """Raises RecipeError naming what is given in a section, of which a feed uses nothing."""
+    """Raises RecipeError naming the options given in a section that has no effect on a feed."""
     changed = {f"{section}.{name}": given[name] for name in sorted(given)}
     refuse_options(changed, dict.fromkeys(changed, "refused: the mf.Recipe decides") | CONFIG_FIELDS)
 
@@ -329,7 +329,7 @@ def _check_fields(rule: SequenceRule) -> None:
 
 
 def _rows(microbatches: list[Microbatch]) -> Batch:
-    """input_ids, labels: int64 [rows, tokens]; and further fields, of which a model gets those it names."""
+    """input_ids, labels: int64 [rows, tokens]; and further fields, if the model's forward names them."""
     (microbatch,) = microbatches
     made = {name: value for name, value in microbatch.items() if name not in ("tokens", "loss_mask")}
     if "tokens" in microbatch:
@@ -341,7 +341,7 @@ def _pack(microbatch: Microbatch) -> Batch:
     """One pack as Automodel's packers make it: [tokens], and its sequences.
 
     input_ids, labels, position_ids: int64 arrays. attention_mask: int64, the number of each token's sequence
-    from 1, 0 for padding. seq_lens, seq_lens_padded: lists; what the pack has left pads its last sequence.
+    from 1, 0 for padding. seq_lens, seq_lens_padded: lists; the rest of the pack pads its last sequence.
     """
     ids: torch.Tensor = microbatch["sequence_ids"][0]
     size, num = len(ids), int(ids.max()) + 1

@@ -4,7 +4,7 @@
     pretrain(config, bridge.forward_step, callbacks=[data])
 
 A checkpoint's step determines where the data resumes, under any layout. So a checkpoint needs no state of the
-data; the file meshfeed.json in it only says which recipe it was trained with.
+data; its file meshfeed.json only records the recipe.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "validation.full_validation": "refused: set validation.eval_iters",
     "validation.multiple_validation_sets": "refused: `valid=` is one recipe, which may be a mixture",
 }
-"""What becomes of the options of Bridge's config that concern data."""
+"""How each option of Bridge's config that concerns data is treated."""
 
 _PACKED = (
     *(f"cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
@@ -82,7 +82,7 @@ _FILE = "meshfeed.json"
 
 
 class _Stage(Iterator[dict[str, Any]]):
-    """A virtual stage's microbatches; Bridge takes it before the feed is open, and keeps it."""
+    """The microbatches of a virtual stage. Bridge gets it before the feed is open, and keeps it."""
 
     microbatches: megatron.StageIterator | None = None
 
@@ -115,7 +115,7 @@ class _Stream:
             stage.microbatches = microbatches
 
     def advance(self, step: int) -> None:
-        """Begin a step, on pipeline ranks too whose stages Bridge left alone while it skipped some."""
+        """Begin a step, also on pipeline ranks whose stages Bridge did not use while it skipped steps."""
         for stage in self.stages:
             at = stage.microbatches
             while at is not None and (at.step is None or at.step.index < step):
@@ -129,7 +129,7 @@ class _Stream:
 
 @dataclass(kw_only=True)
 class DatasetConfig(_Provider, _Callback):
-    """What Bridge trains on: for `config.dataset`, and for the callbacks of `pretrain`.
+    """The data of a Bridge job, for `config.dataset` and for the callbacks of `pretrain`.
 
     Training begins at the checkpoint's step. Every evaluation and every test begins at the first step of its
     recipe. Batch sizes and numbers of microbatches are those of Bridge's config: a step of another size
@@ -140,7 +140,7 @@ class DatasetConfig(_Provider, _Callback):
         recipe: to train on.
         valid, test: to evaluate on; None for no evaluation.
         readers: who reads; see `megatron.Readers`.
-        packing: of packed sequences. `microbatches` makes each step have as many as Bridge takes.
+        packing: of packed sequences. `microbatches` gives each step the number that Bridge takes.
         verify, machine: as for a Feed.
     """
 
@@ -183,7 +183,7 @@ class DatasetConfig(_Provider, _Callback):
         return train_data, valid_data, test_data
 
     def _refuse_options(self, config: Any) -> None:
-        """Raise RecipeError for an option that has no effect on recipes; CONFIG_FIELDS says what has."""
+        """Raise RecipeError for options without effect on recipes; see CONFIG_FIELDS."""
         plain = {field.name: field.default for field in fields(_Provider)}
         for option, told in CONFIG_FIELDS.items():
             part, _, name = option.partition(".")
@@ -195,7 +195,7 @@ class DatasetConfig(_Provider, _Callback):
                 )
 
     def _stream(self, recipe: Recipe, groups: Any, rows: int, of_step: int | None = None) -> _Stream:
-        """rows, of_step: sequences of a microbatch, and of a step; None where Bridge counts microbatches."""
+        """rows, of_step: sequences of a microbatch, and of a step; None if Bridge counts microbatches."""
         packed = rule_of(recipe).packed
         apart = not packed and getattr(recipe.sequence, "reset_attention_mask", False)
         if apart and rows > 1 and getattr(self._model_config, "num_moe_experts", None):
@@ -229,7 +229,7 @@ class DatasetConfig(_Provider, _Callback):
         if saved := next((file for file in files if file.is_file()), None):
             State.from_json(json.loads(saved.read_text())).check(self.recipe)
         elif step and not rule_of(self.recipe).packed and samples != self.recipe.batch.position(step):
-            # of another loader, or killed before the file was written: the counts must do
+            # of another loader, or killed before the file was written: compare the counts instead
             raise StateError(
                 f"the checkpoint is at step {step} after {samples} samples, where the recipe has "
                 f"{self.recipe.batch.position(step)}; make its Batch what global_batch_size was, with "
@@ -243,14 +243,14 @@ class DatasetConfig(_Provider, _Callback):
         if dist.get_rank() or tracker is None or not tracker.is_file():  # only local checkpoints so far
             return
         newest = tracker.read_text().strip()
-        if newest == "release":  # weights that somebody converted
+        if newest == "release":  # converted weights
             return
         step = int(newest)
         with durable_file(_file_in(folder, step)) as stream:
             stream.write(json.dumps(state_at(self.recipe, step)).encode())
 
     def on_train_start(self, context: Any) -> None:
-        """Open the training data at the step that comes next."""
+        """Open the training data at the next step."""
         self._streams["train"].open(context.state.train_state.step)
 
     def on_train_step_start(self, context: Any) -> None:
@@ -291,8 +291,8 @@ def get_batch(
 ) -> tuple[Any, ...]:
     """(tokens, labels, loss_mask, attention_mask, position_ids, metadata of packs or None), as Bridge's.
 
-    Every tensor is on its device and cut for this cp rank already. What the stage does not need is None. Only
-    data_iterator is used.
+    Every tensor is already on its device and cut for this cp rank. Fields that the stage does not need are
+    None. Only data_iterator is used.
     """
     batch = megatron.get_batch(data_iterator)
     params, packed = batch["packed_seq_params"], None

@@ -1,4 +1,4 @@
-"""What the config and the ranks of a trainer tell: a recipe by its name, a layout by each rank's replica."""
+"""From a trainer's config and ranks: a recipe by its name, a layout from the replica of each rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def layout_of_ranks(dp_rank_of_rank: list[int]) -> Layout:
 
 
 def gathered_layout(dp_rank: int, dp_world_size: int) -> Layout:
-    """The same from this rank's replica. All ranks call it together: they exchange theirs once.
+    """`layout_of_ranks` from this rank's replica. All ranks call it together, and exchange replicas once.
 
     Raises LayoutError if they do not agree with dp_world_size, or cannot exchange anything.
     """

@@ -58,7 +58,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "min_steps": "no effect on data: a stream does not end earlier or later",
     "max_time": "no effect on data: the next run continues where this one stopped",
 }
-"""What becomes of each option of Lightning's Trainer that concerns data."""
+"""How each option of Lightning's Trainer that concerns data is treated."""
 _MESH_NAMES = {"data_parallel": "dp", "tensor_parallel": "tp"}  # of Lightning's ModelParallelStrategy
 _SETTINGS = Settings(
     accumulated="accumulate_grad_batches",
@@ -68,7 +68,7 @@ _LIMITS = {
     "validate": "limit_val_batches",
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
-}  # a whole number of batches, or what share of them
+}  # a whole number of batches, or a share of them
 
 _REFUSED = [name for name, told in CONFIG_FIELDS.items() if told.startswith("refused: ")]
 
@@ -190,7 +190,7 @@ class DataModule(_Base):
         self._let_go()
 
     def on_exception(self, exception: BaseException) -> None:
-        """The same after an error: the next run resumes at the first step that was not fully trained."""
+        """As `teardown`, after an error: the next run resumes at the first step that is not fully trained."""
         self._let_go(exception)
 
     def _let_go(self, during: BaseException | None = None) -> None:
@@ -200,11 +200,11 @@ class DataModule(_Base):
                 state = loader.state_dict()
                 self._state = state if self._manual else at_step_start(state)[0]
             loader.close(during)
-        while self._evaluating:  # an unfinished pass has left its feed open
+        while self._evaluating:  # an unfinished pass leaves its feed open
             self._evaluating.pop().__exit__(None, during, None)
 
     def _check_limit(self, loader: TrainLoader) -> None:
-        """Refuse an epoch that would end within a step: Lightning would train on a part of the step."""
+        """Refuse an epoch that ends within a step: Lightning would train on part of the step."""
         limit, each = self.trainer.limit_train_batches, self._accumulated()
         if isinstance(limit, float) and limit != 1.0:
             raise RecipeError(
@@ -223,7 +223,7 @@ class DataModule(_Base):
         )
 
     def _check_max_steps(self, loader: TrainLoader) -> None:
-        """Refuse max_steps beyond the end of the stream before training instead of at that end."""
+        """Refuse max_steps beyond the end of the stream now, before training reaches that end."""
         trainer, left = self.trainer, loader.num_left
         if left is None or trainer.max_epochs != -1 or self._manual or trainer.fast_dev_run:
             return

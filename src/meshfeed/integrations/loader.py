@@ -52,7 +52,7 @@ def framework(module: str, extra: str) -> Any:
 
 @cache
 def check_versions(extra: str) -> None:
-    """Say once if a package of an extra is newer than those tested; see `framework`."""
+    """Warn once if a package of an extra is newer than those tested; see `framework`."""
     if switch("MESHFEED_UNTESTED", unset=False):
         return
     for says, is_major in untested(extra):
@@ -71,7 +71,7 @@ def changed_options(given: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) -> None:
-    """Raises RecipeError naming each changed option that a module's CONFIG_FIELDS refuses, with its note."""
+    """Raises RecipeError naming each changed option that CONFIG_FIELDS refuses, with its note."""
     notes = {name: treatments.get(name, "").partition("refused: ")[2] for name in changed}
     told = [f"{name}={changed[name]!r} ({note})" for name, note in notes.items() if note]
     if told:
@@ -79,7 +79,7 @@ def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) ->
 
 
 def check_feed_options(owner: str, given: Mapping[str, Any]) -> None:
-    """Raises what a `Feed` raises for keyword arguments, before there is a recipe. owner: what got them."""
+    """Raises what `Feed` raises for keyword arguments, before there is a recipe. owner: their receiver."""
     given = {{"reads": "readers"}.get(name, name): value for name, value in given.items()}
     try:
         call = inspect.signature(Feed).bind(None, None, None, **given)
@@ -94,7 +94,7 @@ def _default_of(field: Field[Any]) -> Any:
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:
-    """The labels, int64 [rows, tokens], with -100 where there is no loss; as they are without a loss_mask."""
+    """The labels, int64 [rows, tokens], with -100 where there is no loss; unchanged without a loss_mask."""
     labels: torch.Tensor = microbatch["labels"]
     if "loss_mask" not in microbatch:
         return labels
@@ -102,7 +102,7 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
 
 
 def check_encoder(recipe: Recipe) -> None:
-    """Raises RecipeError where other ranks encode: models of trainers do not exchange their outputs."""
+    """Raises RecipeError if other ranks encode: models of trainers do not exchange encoder outputs."""
     if rule_of(recipe).sees_step:
         raise RecipeError(
             "encoder='balanced' needs mf.exchange_encoded between encoder and language model, "
@@ -111,17 +111,17 @@ def check_encoder(recipe: Recipe) -> None:
 
 
 def pads_rows(recipe: Recipe, dp: int) -> bool:
-    """`pad_rows` for an evaluation: False where ranks would get batches of different sizes."""
+    """`pad_rows` for an evaluation: False if ranks would then get batches of different sizes."""
     return dp == 1 or rule_of(recipe).has_dummy_rows
 
 
 class Settings(NamedTuple):
-    """A framework's names of the settings that must match the recipe, for messages."""
+    """A framework's names for the settings that must match the recipe, for messages."""
 
     accumulated: str = "the number of microbatches that the loop accumulates"
     micro_batch_size: str = "micro_batch_size"
     epoch: str = "by steps_per_epoch, say"
-    capacity: str = ""  # of packs, where the framework's config sets it
+    capacity: str = ""  # of packs, if the framework's config sets it
 
 
 class EvalLoader:
@@ -353,7 +353,7 @@ def num_microbatches(feed: Feed, first: int, end: int | None) -> int:
     """Microbatches of steps first..end on each rank. Raises TypeError if they are endless or packed."""
     if end is None or feed.num_microbatches(first) is None:
         raise TypeError("an endless or packed stream has no len(); give steps_per_epoch, or an end")
-    # the number changes where the batch size does, and in a short last step
+    # the number changes with the batch size, and in a short last step
     starts = {first, end - 1, *(step for step, _ in feed.recipe.batch.stages)}
     starts = sorted(step for step in starts if first <= step < end)
     sizes = [after - step for step, after in zip(starts, [*starts[1:], end])]

@@ -1,15 +1,15 @@
-"""Drop-in functions for frameworks of reinforcement learning, over the planner.
+"""Drop-in functions for reinforcement learning frameworks, over the planner.
 
-Each has the arguments and results of the function that it replaces, so a user changes an import:
+Each has the arguments and results of the function that it replaces, so that users only change an import:
 
     verl       rearrange_micro_batches, get_seqlen_balanced_partitions, get_reverse_idx
                of verl/utils/seqlen_balancing.py
     slime      build_dp_schedule of slime/utils/dp_schedule.py
     NeMo-RL    get_packer of nemo_rl/data/packing, which BatchedDataDict.shard_by_batch_size calls
 
-No microbatch is empty, none of several rows has more tokens than its cap, and all ranks have equally many. A
-row that exceeds the cap by itself is refused, or is alone under slime. The frameworks move rows and results
-themselves, by the indices that they get.
+No microbatch is empty, none with several rows exceeds its cap of tokens, and all ranks have equally many. A
+row that exceeds the cap by itself is refused; under slime, it is alone in its microbatch. The frameworks move
+rows and results themselves, by the indices that they get.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COST = CostModel(alpha=25_100)
 _MOST_TOKENS = np.iinfo(np.int32).max
 
 MORE_COUNTS = 8
-"""Packs that are all alike are tried in the fewest microbatches, and in so many numbers beyond."""
+"""Equal packs are tried in the fewest microbatches, and in this many larger numbers."""
 
 
 def rearrange_micro_batches(
@@ -52,14 +52,15 @@ def rearrange_micro_batches(
 
     batch: a TensorDict with nested `input_ids`, or with `attention_mask` [rows, width].
     max_token_len: tokens that a microbatch can hold; unlike verl's own, it is never exceeded.
-    dp_group: ranks that agree on the number of microbatches where same_micro_num_in_dp; None for all.
+    dp_group: ranks that agree on the number of microbatches if same_micro_num_in_dp; None for all.
     num_batches_divided_by: the number is a multiple of this. min_num_micro_batch: it is at least this.
     use_dynamic_bsz_balance: the least work comes first and last, where a pipeline fills and drains.
-    force_group_size: so many consecutive rows, such as the answers to one question, stay together, in order.
+    force_group_size: this many consecutive rows, such as the answers to one question, stay together, in
+    order.
     cost: what a row costs.
     Returns the microbatches, and the rows of each. `get_reverse_idx` of all rows restores their order.
     Raises PlanError for a group longer than max_token_len, fewer groups than microbatches, or rows that do
-    not divide into groups; where ranks agree on the number, all of them raise it.
+    not divide into groups; if ranks agree on the number, all of them raise it.
     """
     select_rows = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     ids = batch["input_ids"]
@@ -94,7 +95,7 @@ def rearrange_micro_batches(
 
 
 def _cost_of_groups(cost: CostModel, size: int) -> CostModel:
-    """What a group costs by its tokens, if its rows are equally long; size times as much."""
+    """Cost of a group by its tokens, if its rows are equally long: the cost of `size` rows."""
     return replace(
         cost,
         alpha=cost.alpha * size,
@@ -110,7 +111,7 @@ def _as_many_on_each(
     group: dist.ProcessGroup | None,
     kind: str,
 ) -> list[list[int]]:
-    """This rank's packs, as many as the rank that needs most has. If one raises PlanError, all do."""
+    """This rank's packs, their number the maximum over ranks. If one rank raises PlanError, all do."""
     packs: list[list[int]] = []
     refusal = None
     try:
@@ -145,7 +146,7 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """verl: rows in parts of equal sums, for the ranks of a step.
 
-    seqlen_list: what each row counts: tokens or work. equal_size: each part has equally many rows.
+    seqlen_list: tokens or work of each row. equal_size: each part has equally many rows.
     Returns the rows of each part, ascending. Raises PlanError for no part, fewer rows than parts, or a number
     of rows that equal sizes do not divide.
     """
@@ -159,7 +160,7 @@ def get_seqlen_balanced_partitions(
     amounts = _lengths_of([int(amount // unit) for amount in seqlen_list])
     packing = Packing(
         capacity=_MOST_TOKENS,
-        cost=CostModel(alpha=1e15),  # an amount, not its square
+        cost=CostModel(alpha=1e15),  # linear in the amount
         max_sequences=num_rows // k_partitions if equal_size else None,
         microbatches=1,
     )
@@ -189,7 +190,7 @@ def build_dp_schedule(
     total_lengths, rollout_indices: tokens and rollout of each sample. global_batch_size: rollouts of a step;
         the last ones that fill no step are left out.
     cost: what a sample costs.
-    Returns for each rank its samples, and the places of each microbatch among them; for each step the number
+    Returns for each rank its samples, and the indices of each microbatch among them; for each step the number
     of microbatches of a rank, and the rollouts. A sample that is longer than the cap is alone, as in slime.
     Raises PlanError for fewer rollouts than a step has, fewer samples than microbatches, or microbatches of
     micro_batch_size samples that do not divide among the ranks.
@@ -200,7 +201,7 @@ def build_dp_schedule(
     quantum = _count(group, train_parallel_config[group]) if vpp > 1 else 1
     size = None if args.use_dynamic_batch_size else _count("micro_batch_size", args.micro_batch_size)
     if size is None:
-        # the least that context parallelism cuts is 2 tokens for each rank
+        # context parallelism cuts no less than 2 tokens for each rank
         cap = _count("max_tokens_per_gpu", args.max_tokens_per_gpu, least=2 if cp > 1 else 1)
         packing = Packing(capacity=cap, cost=cost, oversize="truncate")
     else:
@@ -250,11 +251,11 @@ def get_packer(
     *,
     cost: CostModel = _COST,
 ) -> Packer:
-    """NeMo-RL: what packs the rows of a batch for all data-parallel ranks, in `shard_by_batch_size`.
+    """NeMo-RL: the packer of a batch's rows for all data-parallel ranks, for `shard_by_batch_size`.
 
     algorithm, collect_metrics: of NeMo-RL's own packers; without effect.
     bin_capacity: tokens of a microbatch, with the padding that the lengths include.
-    min_bin_count: at least so many microbatches on all ranks together.
+    min_bin_count: least number of microbatches on all ranks together.
     bin_count_multiple: the ranks; microbatch i goes to rank i modulo this. None for one rank.
     cost: what a row costs.
     """
@@ -302,10 +303,10 @@ def packs_of_ranks(
 ) -> list[list[int]]:
     """The rows of each pack, none empty: of all dp ranks in the first microbatch, then in the next.
 
-    lengths: tokens of each row, at least 1; int64 [n]. at_least, quantum: microbatches of a rank, and what
-    their number is a multiple of. more: so many larger numbers are tried.
-    Of the planner's step and of packs that are all alike, the one with the shortest step. With dp=1, other
-    ranks plan for themselves, and are taken to be as busy as the heaviest pack.
+    lengths: tokens of each row, at least 1; int64 [n]. at_least, quantum: least number of microbatches of a
+    rank, and what the number is a multiple of. more: how many larger numbers are tried.
+    Chooses between the planner's step and equal packs by the shorter step. With dp=1, other ranks plan for
+    themselves, and are assumed to be as busy as the heaviest pack.
     """
     planned = partial(plan_step, lengths, dp=dp, cp=cp, pp=pp, vpp=vpp, quantum=quantum)
     if packing.policy == "in_order":
@@ -352,7 +353,7 @@ def without_empty(packs: list[list[int]], lengths: LongArray) -> list[list[int]]
 
 
 def _count(name: str, given: Any, least: int = 1) -> int:
-    """A framework's argument. Raises PlanError, by its name there, for what is not a number from `least`."""
+    """A framework's argument. Raises PlanError naming it unless it is a whole number from `least`."""
     if not isinstance(given, int | float | np.integer) or not float(given).is_integer() or given < least:
         raise PlanError(f"{name}={given!r}: give a whole number from {least}")
     return int(given)
@@ -380,5 +381,5 @@ def _lengths_of(lengths: Sequence[int]) -> LongArray:
     wrong = np.flatnonzero((whole < 0) | (whole != np.floor(whole)))
     if wrong.size:
         raise PlanError(f"row {wrong[0]}: {whole[wrong[0]]} tokens; a length is a whole number from 0")
-    # the planner leaves empty rows out, and these frameworks want every row back
+    # the planner leaves empty rows out, but these frameworks need every row
     return np.maximum(whole.astype(np.int64), 1)

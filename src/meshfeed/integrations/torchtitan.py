@@ -6,7 +6,7 @@ dimension of the mesh matters. To meshfeed all other dimensions are one, whose r
 
 torchtitan 0.3 takes batches of `local_batch_size` rows of `seq_len` tokens. Its main branch takes one line of
 `num_tokens_per_batch` tokens, in which position 0 begins a sequence: a pack, or windows end to end. `Shape`
-holds this difference. The sizes that the trainer gives tell which one applies.
+is this difference. The sizes that the trainer passes decide which one applies.
 
     config.dataloader = DataLoader.Config(recipe="my_data:train")
     config.validator.dataloader = DataLoader.Config(recipe="my_data:validate")
@@ -72,7 +72,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "dataloader.infinite": "no effect on data: the validator sets it, and the recipe says whether it ends",
     "dataloader.repeat": "no effect on data: the validator sets it, and the recipe says whether it ends",
 }
-"""What becomes of each option of torchtitan, 0.3 and main, that concerns data."""
+"""How each option of torchtitan, 0.3 and main, that concerns data is treated."""
 _KEY = "feed"
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
@@ -90,13 +90,13 @@ def layout_of(mesh: Any) -> Layout:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a batch of a trainer is.
+    """The form of a trainer's batch.
 
     Attributes:
         options: of the Feed that makes the microbatches.
         batch_of: ({"input", "positions"}, labels) from a microbatch, int64; labels are -100 where there is no
             loss.
-        setting: what the trainer calls the size of a whole step.
+        setting: the trainer's name for the size of a step.
         longest: most tokens of a packed sequence; None for any number.
     """
 
@@ -240,7 +240,7 @@ class DataLoader(_Base):
         self._config, self._given_layout = config, layout
         self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
         refuse_options(changed_options(config, "dataloader."), CONFIG_FIELDS)
-        # now: a misspelt name, or sizes that do not fit, should not fail at the first batch
+        # now, so that a misspelt name or wrong sizes do not fail only at the first batch
         self._recipe = recipe_at(config.recipe)
         if "num_tokens_per_batch" in sizes:
             context, size = sizes["max_context_length"], sizes["num_tokens_per_batch"]

@@ -46,14 +46,14 @@ from meshfeed.sequence.packed import PLAN_FIELDS, RUN_FIELDS
 _CAUSAL = frozenset(
     {"tokens", "labels", "loss_mask", MROPE.name, *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)}
 )
-"""The fields that `causal_batch` uses, or has no use for."""
+"""The fields that `causal_batch` uses or ignores."""
 _MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_ids"})
-"""The same for `masked_batch`."""
+"""The fields that `masked_batch` uses or ignores."""
 _SHIFTED = "shift_labels"
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
-"""Options that concern the training set alone; the others concern each set that is not a recipe, too."""
+"""Options about the training set alone; the others concern each set that is not a recipe, too."""
 CONFIG_FIELDS: dict[str, str] = {
     "per_device_train_batch_size": "honoured: rows of a microbatch",
     "gradient_accumulation_steps": "honoured: microbatches of a step, which must be those of the recipe",
@@ -96,7 +96,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "seed": "no effect on data: it seeds the model; mf.Recipe(seed=) seeds the order",
     "processing_class": "no effect on data: the recipe's data is tokenized",
 }
-"""What becomes of each option of TrainingArguments, AcceleratorConfig and Trainer that concerns data."""
+"""How each option of TrainingArguments, AcceleratorConfig and Trainer that concerns data is treated."""
 _SETTINGS = Settings(
     accumulated="gradient_accumulation_steps",
     micro_batch_size="per_device_train_batch_size",
@@ -108,8 +108,8 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     """The inputs of transformers' causal models.
 
     input_ids, position_ids: int64 [rows, tokens]. shift_labels, the same: the token that each position
-    predicts, -100 where there is no loss. labels: as transformers' users give them, each at its own token, so
-    one place to the right, for what shifts them itself; they lack the last prediction of a row.
+    predicts, -100 where there is no loss. labels: as transformers' users pass them, each at its own token, so
+    one place to the right, for code that shifts them itself; they lack the last prediction of a row.
     For a pack, [1, tokens]: position_ids restart at every sequence, which separates sequences for eager, sdpa
     and flex attention. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
     attention. With mrope_position_ids, position_ids are [4, 1, tokens]: these, then time, height and width.
@@ -138,7 +138,7 @@ def masked_batch(microbatch: Microbatch) -> dict[str, Any]:
     """The inputs of transformers' masked models, from rows of `Masked`.
 
     input_ids, labels, attention_mask: int64 [rows, tokens]; labels are -100 except for hidden tokens, and the
-    mask is 0 for padding. The models count positions themselves: some begin at another number than 0.
+    mask is 0 for padding. The models count positions themselves, some from another number than 0.
     """
     return {
         "input_ids": microbatch["tokens"],
@@ -183,11 +183,11 @@ class FeedTrainer(_Base):
         other inputs.
 
     compute_loss_func and metrics get `labels`, each at its own token; label_smoothing_factor uses the exact
-    `shift_labels`. CONFIG_FIELDS tells what becomes of each option; one without effect is refused.
+    `shift_labels`. CONFIG_FIELDS says how each option is treated; one without effect is refused.
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
-    only fill up the last batch. Rows of `Samples` must fill it where there are several data-parallel ranks.
+    only fill up the last batch. With several data-parallel ranks, rows of `Samples` must fill it.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class FeedTrainer(_Base):
         self._load_missing(self.state.best_model_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Instead of a warning: what is missing is loaded, or refused."""
+        """Instead of a warning: missing weights are loaded, or refused."""
         self._missing = set(load_result.missing_keys)
         if not self._missing:
             super()._issue_warnings_after_load(load_result)
@@ -441,7 +441,7 @@ class FeedTrainer(_Base):
 
 
 def _untied(model: torch.nn.Module, missing: set[str]) -> set[str]:
-    """The missing weights of a model that are not one with a weight that is not missing."""
+    """The missing weights of a model that are not tied to a weight that is there."""
     weights = model.state_dict(keep_vars=True)
     present = {id(weights[name]) for name in weights.keys() - missing}
     return {name for name in missing & weights.keys() if id(weights[name]) not in present}
@@ -458,7 +458,7 @@ def _check_dataset(name: str, given: object) -> None:
 
 
 def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -> None:
-    """Raises RecipeError for labels at other places than those where the model's loss wants them."""
+    """Raises RecipeError for labels in other places than the model's loss expects."""
     rule, name = recipe.sequence, type(model).__name__
     if isinstance(rule, Masked) and predicts_next:
         raise RecipeError(
@@ -476,7 +476,7 @@ def _has_tokens(recipe: Recipe) -> bool:
 
 
 def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
-    """Raises RecipeError for packs that lack the positions which the model computes for rows."""
+    """Raises RecipeError for packs without the positions that the model computes for rows."""
     rule = recipe.sequence
     if not isinstance(rule, Multimodal) or rule.positions == "mrope":
         return
@@ -558,7 +558,7 @@ def held(feed: Feed, plan: StepPlan, microbatch: int) -> list[tuple[int, int]]:
 
 
 class _SkipsNone(_Callback):
-    """Sets ignore_data_skip until training begins: the arguments are the user's, for other trainers too."""
+    """Sets ignore_data_skip until training begins, since the user may give these to other trainers."""
 
     def __init__(self, args: Any) -> None:
         self._args, self._before = args, args.ignore_data_skip
@@ -572,7 +572,7 @@ class _SkipsNone(_Callback):
 
 
 class _Resumed(TrainLoader):
-    """Loads the Trainer's saved state when it is first iterated: only then is it known."""
+    """Loads the Trainer's saved state when it is first iterated, since it is not known before."""
 
     def __init__(self, trainer: FeedTrainer, feed: Feed) -> None:
         args = trainer.args
@@ -598,7 +598,7 @@ class _Resumed(TrainLoader):
                 )
             self.load_state_dict(saved)
         self._begun = True
-        if state.global_step < state.max_steps:  # a finished run would train one more step before it counts
+        if state.global_step < state.max_steps:  # a finished run would train one more step before it notices
             yield from super().__iter__()
 
     def __len__(self) -> int:

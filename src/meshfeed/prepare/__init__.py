@@ -1,13 +1,13 @@
-"""Text -> token store: files are cut into parts, the parts encoded anywhere, and joined in order.
+"""Text -> token store: cut files into parts, encode the parts on any machine, join them in order.
 
 Read `prepare` first, then the packages in the order of the data:
 
     inputs     paths and URLs -> files, cut into parts -> records
     encoding   records -> tokens: text, chats, images and audio
     job        the folder of a job: its parts, each encoded once, merged in order, published
-    engines    what starts the tasks that encode parts
+    engines    start the tasks that encode parts
 
-`convert` writes a token store of any other store; it needs none of these.
+`convert` writes any other store as a token store; it needs none of these.
 """
 
 from meshfeed.prepare.convert import Conversion

@@ -43,12 +43,12 @@ _AT_ENDS = {LABELS: -100, LOSS_MASK: 0}
 class Conversion:
     """A store to be written again as a token store.
 
-    Documents keep their order, ends and tokens, empty ones too. A further column is kept if it has one number
-    for each token; otherwise it is refused by name, unless it is dropped by name. Of JSON lines, only the
-    tokens, `labels` and a loss mask are read, and the mask becomes `loss_mask`. Labels that are not shifted
-    are written shifted, as in dataset.json, and the loss mask with them, so the new store trains the same. An
-    attention mask that is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by name.
-    Memory is bounded by some 2**20 tokens (or one document), and by what the source decodes at once.
+    Documents keep their order, ends and tokens, including empty ones. A further column is kept if it has one
+    number for each token; otherwise it is refused by name, unless it is dropped by name. Of JSON lines, only
+    the tokens, `labels` and a loss mask are read, and the mask becomes `loss_mask`. Labels that are not
+    shifted are written shifted, as in dataset.json, and the loss mask with them, so the new store trains the
+    same. An attention mask that is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by
+    name. Memory is bounded by some 2**20 tokens (or one document), and by what the source decodes at once.
 
     Args:
         store: as `mf.open` returns it.
@@ -122,7 +122,7 @@ class Conversion:
             raise StoreError(f"{path}: token stores are written, not Parquet; pyarrow writes that")
         path = path.with_suffix("") if path.suffix in _SUFFIXES else path
         if not is_remote(self._store.path) and Path(self._store.path).resolve() == path.resolve():
-            raise StoreError(f"{path}: is what is read; write to another path")
+            raise StoreError(f"{path}: is the source; write to another path")
         return path
 
     def _stores(self) -> Mapping[str, StreamStore]:
@@ -166,7 +166,7 @@ class Conversion:
 
 
 def _losses(store: StreamStore) -> Mapping[str, str]:
-    """Data of a .bin/.idx pair that are not written again: name -> description."""
+    """Data of a store that a conversion loses: name -> description."""
     tokens = store.tokens if isinstance(store, DatasetStore) else store
     pairs = [each for each in (tokens, *store.beside().values()) if isinstance(each, IndexedStore)]
     losses: dict[str, str] = {}
@@ -217,7 +217,7 @@ def _announced(stores: Mapping[str, StreamStore]) -> Iterator[tuple[I64, I64]]:
 
 
 def _batches(store: StreamStore) -> Iterator[tuple[I64, I64]]:
-    """(documents, their lengths), in order, some 2**20 tokens together but at least one document."""
+    """(documents, their lengths), in order, about 2**20 tokens together but at least one document."""
     for begin in range(0, store.num_documents, _BATCH_DOCUMENTS):
         documents = np.arange(begin, min(begin + _BATCH_DOCUMENTS, store.num_documents))
         lengths = store.lengths(documents)

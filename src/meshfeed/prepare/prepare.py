@@ -123,7 +123,7 @@ def prepare(
     decodes a text file, or a line of JSON, is used.
     engine: runs the encoding; None for a process per core of this machine.
     resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is.
-    overwrite: replace an earlier run's output at `out`, and nothing else, once the new one is complete.
+    overwrite: replace an earlier run's output at `out`, and no other files, once the new one is complete.
     work: for an output in storage: a folder on a disk, seen by all machines of the engine, in which the job
     has its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
     part_bytes: input per part; None for a size that suits the input. The output does not depend on it.
@@ -241,7 +241,7 @@ def _job(
         job = Job(work, request, spans, **limits)
         if encoding.train_bpe is not None:
             train_bpe(work / TRAINED, encoding.train_bpe, job)
-        job.encoder()  # or it is refused now
+        job.encoder()  # raises its errors now
     job.save()
     return job
 
@@ -261,7 +261,7 @@ def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _encoded(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> list[PartSummary]:
-    """Have the missing parts encoded; returns each part's summary."""
+    """Encode the missing parts; returns the summary of each part."""
     summaries: dict[int, PartSummary] = {}
     malformed: list[Malformed] = []
     progress = Progress("encoding", 0, job.num_parts)

@@ -432,7 +432,7 @@ def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> N
         ChatEncoder(tmp_path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer.json").write_bytes((folders["chatml plain"] / "tokenizer.json").read_bytes())
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        with pytest.raises(StoreError, match="brings no chat template"):
+        with pytest.raises(StoreError, match="has no chat template"):
             ChatEncoder(path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(StoreError, match=r"tokenizer_config.json: not (valid|a) JSON"):

@@ -339,7 +339,7 @@ def test_what_exists_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="exists already"):
         convert(tmp_path / "new", target)
     assert tokens_in(target) == [[1, 2]]
-    with pytest.raises(StoreError, match="is what is read"):
+    with pytest.raises(StoreError, match="is the source; write"):
         convert(target, target, overwrite=True)
     before = sorted(path.name for path in tmp_path.iterdir())
     convert(tmp_path / "new", target, overwrite=True)

@@ -220,7 +220,7 @@ def test_a_file_of_documents_may_be_called_errors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"), [("{% for", "t.jinja, line 1: not a template"), (None, "brings no chat template")]
+    ("template", "said"), [("{% for", "t.jinja, line 1: not a template"), (None, "has no chat template")]
 )
 def test_a_template_that_is_none_is_no_fault_of_the_conversations(tmp_path, template, said):
     """Else all of them would be let pass as malformed."""

@@ -1,4 +1,4 @@
-"""Megatron-core: who reads, iterators per virtual stage, `get_batch`, replacements of its schedulers.
+"""Megatron-core: readers, iterators per virtual stage, `get_batch`, replacements for its schedulers.
 
 from meshfeed.integrations import megatron
 

@@ -1,4 +1,4 @@
-"""Microbatches as Megatron-core's training loop takes them: iterators per virtual stage, and `get_batch`."""
+"""Microbatches for Megatron-core's training loop: iterators per virtual stage, and `get_batch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN_FIELDS = (
     Field(name=AXES_FIRST, dtype="any", stages=("first", "mtp"), split=True, pad=-1),
     Field(name="(attention_mask)", dtype="any", split=True),
 )
-"""What a sample may bring in place of what packs have, as it travels; one entry per token."""
+"""Keys of a sample that replace those of packs, by the names under which they are sent."""
 
 _TOLD = (
     *("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks"),
@@ -46,16 +46,16 @@ Source = Feed | Exchange
 
 
 class StageIterator(Iterator[dict[str, Any]]):
-    """The microbatches of one virtual stage, one after the other through all steps; see `data_iterators`.
+    """The microbatches of one virtual stage, through all steps; see `data_iterators`.
 
-    `next` gives a dict of the fields that the stage needs. Where sequences are packed it has max_seqlen,
-    total_tokens (of the pack, padding included) and pad_between_seqs as plain numbers, so that no device is
-    asked for them; where cp groups change also local_cp_size and cp_ranks. Rows whose documents are kept
-    apart have total_tokens, tokens_per_sample and cp_partition_mode. Megatron's RerunDataIterator may keep
-    and replay it. Raises StopIteration at the end of the stream.
+    `next` returns a dict of the fields that the stage needs. For packed sequences it has max_seqlen,
+    total_tokens (of the pack, with padding) and pad_between_seqs as plain numbers, so that no device is read
+    for them; if cp groups change, also local_cp_size and cp_ranks. Rows whose documents are kept apart have
+    total_tokens, tokens_per_sample and cp_partition_mode. Megatron's RerunDataIterator may keep and replay
+    it. Raises StopIteration at the end of the stream.
 
     Attributes:
-        step: the step that it stands in; None before the first.
+        step: the current step; None before the first.
     """
 
     def __init__(
@@ -76,15 +76,16 @@ class StageIterator(Iterator[dict[str, Any]]):
         return made
 
     def begin(self) -> Step:
-        """Go on to the next step; what is left of this one is dropped.
+        """Begin the next step; microbatches left of this one are dropped.
 
-        Raises StopIteration at the end, RecipeError for a step of other microbatches than Megatron's.
+        Raises StopIteration at the end, RecipeError for a step with another number of microbatches than
+        Megatron's.
         """
         self.step = next(self._steps)
         return self._enter(self.step)
 
     def rest(self) -> Iterator[dict[str, Any]]:
-        """What is left of the step that it stands in, and no more."""
+        """The microbatches left of the current step."""
         return self._left
 
     def _enter(self, step: Step) -> Step:
@@ -127,18 +128,18 @@ def get_batch(
     cp_groups: Mapping[int, Any] | None = None,
     padded_cu_seqlens: bool = False,
 ) -> dict[str, Any]:
-    """The next microbatch of a stage: Megatron's keys, packed_seq_params, and then whatever else it brings.
+    """The next microbatch of a stage: Megatron's keys, packed_seq_params, then all other fields.
 
-    iterator: of `data_iterators`, or a RerunDataIterator around it; None gives nothing but None. cp_groups:
+    iterator: of `data_iterators`, or a RerunDataIterator around it; for None, all fields are None. cp_groups:
     size -> ProcessGroup, for changing cp groups; None takes those of parallel_state. padded_cu_seqlens: give
     the padded values in both cu_seqlens fields, as Megatron's main branch does until Transformer Engine takes
     both; sequences then attend to their own padding.
-    Every tensor is cut for this rank, and nothing is sent. What the stage does not need is None: tokens and
-    position_ids are for the first stage and those with MTP layers, labels and loss_mask for the last one,
-    attention_mask for none. With mrope_position_ids, position_ids are theirs, [3, 1, t], on every stage, as
-    Megatron's mrope takes them. packed_seq_params is a PackedSeqParams on every stage; None for rows of one
-    length.
-    Raises LayoutError where Megatron has no group for the cp ranks of a pack.
+    Every tensor is cut for this rank, and nothing is sent. Fields that the stage does not need are None:
+    tokens and position_ids are for the first stage and those with MTP layers, labels and loss_mask for the
+    last one, attention_mask for none. With mrope_position_ids, these are the position_ids, [3, 1, t], on
+    every stage, as Megatron's mrope needs. packed_seq_params is a PackedSeqParams on every stage; None for
+    rows of one length.
+    Raises LayoutError if Megatron has no group for the cp ranks of a pack.
     """
     batch = {} if iterator is None else dict(next(iterator))
     made: dict[str, Any] = {name: batch.pop(name, None) for name in MODEL_KEYS}
@@ -162,9 +163,9 @@ def get_batch(
 
 
 def _with_own(made: dict[str, Any]) -> dict[str, Any]:
-    """A pack with what its samples brought; position ids count where a sample brought none."""
+    """A pack with the own keys of its samples; position ids count in samples without any."""
     mask, ids = made.pop("(attention_mask)", None), made.pop("(position_ids)", None)
-    made.pop("(begins)", None)  # where a trainer's pack begins, which the plan says
+    made.pop("(begins)", None)  # the begin of a trainer's pack is in the plan
     if mask is not None:
         made["attention_mask"] = mask
     if ids is not None:
@@ -176,8 +177,8 @@ def _with_own(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:
-    """Longest sequence of a pack, tokens of all, whether some are padding; those of a dummy too."""
-    if pack.max_sequences is not None:  # alike for all packs of one shape
+    """Longest sequence of a pack, tokens of all, and whether some are padding; also for a dummy."""
+    if pack.max_sequences is not None:  # the same for all packs of one shape
         pads = int(plan.align.sequence_multiple(pack.cp_size)) > 1
         return {"max_seqlen": pack.num_tokens, "total_tokens": pack.num_tokens, "pad_between_seqs": pads}
     if not pack.sequences.size:
@@ -189,7 +190,7 @@ def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:
 
 
 def _of_rows(feed: Feed) -> dict[str, Any]:
-    """What PackedSeqParams tell of rows of one length whose documents are kept apart."""
+    """The PackedSeqParams fields for rows of one length whose documents are kept apart."""
     length = int(feed.recipe.sequence.length)  # type: ignore[attr-defined]  # of Rows, which alone have such
     return {
         "total_tokens": feed.micro_batch_size * length,
@@ -200,7 +201,7 @@ def _of_rows(feed: Feed) -> dict[str, Any]:
 
 
 def _flat(told: dict[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows of one length with document starts, laid end to end as one pack."""
+    """Rows of one length with document starts, joined to one pack."""
     total = told.get("total_tokens") or int(told["cu_seqlens"][-1])
     cut = told.get("cp_partition_mode") == "contiguous"
     for name, value in made.items():
@@ -216,9 +217,9 @@ def _flat(told: dict[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], d
 
 
 def check_documents(feed: Feed) -> None:
-    """Refuse rows that cp splits, and whose documents are kept apart, where Megatron cannot attend to them.
+    """Refuse rows that cp splits and whose documents are kept apart, if Megatron cannot attend to them.
 
-    Raises RecipeError unless each rank has one run of one row, and PackedSeqParams can tell so.
+    Raises RecipeError unless each rank has one run of one row, and PackedSeqParams can express that.
     """
     cp, rule = feed.layout.cp, feed.recipe.sequence
     if cp == 1 or not getattr(rule, "reset_attention_mask", False):
@@ -264,7 +265,7 @@ def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any
 
 
 def _cp_group(size: int, ranks: tuple[int, ...], cp_groups: Mapping[int, Any] | None) -> Any:
-    """The process group of some cp ranks; None for one rank, where Megatron makes none for it."""
+    """The process group of some cp ranks; None for one rank, for which Megatron makes no group."""
     parallel_state = core("parallel_state")
     group: Any = None
     of_size = getattr(parallel_state, "get_dynamic_data_context_parallel_groups", None)

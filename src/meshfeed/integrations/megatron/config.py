@@ -1,6 +1,6 @@
-"""What Megatron's config says of data: packs, their alignment, and how context parallelism splits them.
+"""The data options of Megatron's config: packs, their alignment, and how context parallelism splits them.
 
-Both `feed` and `SequencePacking` read it here, and nowhere else; `stages.stage_map` reads the stages.
+Only this module reads them, for both `feed` and `SequencePacking`; `stages.stage_map` reads the stages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "mrope_interleaved": "no effect on data: positions are those of the recipe's rule",
     "moe_n_hash_layers": "no effect on data: Megatron keeps these layers beside the embedding",
 }
-"""What becomes of the fields of a TransformerConfig that concern data."""
+"""How each field of a TransformerConfig that concerns data is treated."""
 
 SCHEDULERS = {
     "dp_balanced": "in_order",
@@ -69,10 +69,10 @@ SCHEDULERS = {
     "empty_scheduler_with_packing": "in_order",
     "empty_scheduler_no_packing": "in_order",
 }
-"""sequence_packing_scheduler -> policy of a `Packing`: Megatron's names, and our own."""
+"""sequence_packing_scheduler -> policy of a `Packing`: Megatron's names, and meshfeed's."""
 
 KEEPING = frozenset({"empty", "default", "empty_scheduler_with_packing", "empty_scheduler_no_packing"})
-"""Those of SCHEDULERS that keep the trainer's packs: each element is a pack and stays on its own rank."""
+"""SCHEDULERS that keep the trainer's packs: each element is a pack and stays on its rank."""
 
 
 def packing_of(
@@ -101,9 +101,9 @@ def packing_of(
 
 
 def completed(packing: Packing, config: Any, layout: Layout, *, keeps: bool = False) -> Packing:
-    """A packing with what the config says of any: alignment, quantum, and the shape of packs.
+    """A packing, completed by the config: alignment, quantum, and the shape of packs.
 
-    keeps: whether packs are the trainer's. Raises RecipeError where the two contradict each other.
+    keeps: whether packs are the trainer's. Raises RecipeError if packing and config contradict each other.
     """
     capacity = getattr(config, "max_seqlen_per_dp_cp_rank", None)
     if capacity is not None and packing.capacity > capacity:
@@ -134,9 +134,9 @@ def cp_split_of(config: Any, *, packed: bool, apart: bool = False) -> CpSplit:
 def options_of(
     config: Any, rule: SequenceRule, layout: Layout, packing: Packing | None, cp_split: CpSplit | None
 ) -> tuple[Packing | None, CpSplit]:
-    """The packing and the split of a Feed: what is given, completed by the config.
+    """The packing and the split of a Feed: as given, completed by the config.
 
-    Raises RecipeError, LayoutError and OptionError where they contradict each other.
+    Raises RecipeError, LayoutError and OptionError if they contradict each other.
     """
     check_layout(config)
     apart = bool(getattr(rule, "reset_attention_mask", False))
@@ -158,7 +158,7 @@ def options_of(
 
 
 def check_layout(config: Any) -> None:
-    """Raises LayoutError for ranks that Megatron gives data in a way that no layout here has."""
+    """Raises LayoutError for ranks whose data no layout of meshfeed describes."""
     if (size := getattr(config, "gtp_weight_remat_size", 1) or 1) > 1:
         raise LayoutError(
             f"gtp_weight_remat_size={size}: meshfeed does not know these ranks, which train on different "
@@ -218,7 +218,7 @@ def _least(given: int | None, most: int) -> int:
 
 
 def _check_shapes(packing: Packing, config: Any, layout: Layout) -> None:
-    """Refuse packs of different lengths where Megatron expects one length."""
+    """Refuse packs of different lengths if Megatron expects one length."""
     if packing.fixed_shapes:
         return
     if _graphs(config):
@@ -250,7 +250,7 @@ def _graphs(config: Any) -> bool:
 
 
 def _name(given: Any) -> str | None:
-    """The name of an option that newer releases have as an enum."""
+    """The name of an option, which is an enum in newer releases."""
     return None if given is None else str(getattr(given, "value", given))
 
 

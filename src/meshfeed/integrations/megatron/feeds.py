@@ -32,13 +32,13 @@ def feed(
 ) -> Feed:
     """The Feed of this rank of a Megatron job.
 
-    config: Megatron's TransformerConfig or arguments; what it says of data is honoured or refused, see
-    `config.CONFIG_FIELDS`. None for a plain pipeline. readers: who reads, see `Readers`, or the
-    ranks that may. groups: a ProcessGroupCollection;
-    None takes those of parallel_state. device: None takes this process's GPU if there is one. packing: as for
-    a Feed, completed by the config; None takes that of a config with a sequence_packing_scheduler. cp_split:
-    None takes the config's. options: all others of a Feed, such as micro_batch_size.
-    Raises RecipeError where config and arguments contradict each other, for documents that are kept apart in
+    config: Megatron's TransformerConfig or arguments; its data options are honoured or refused, see
+    `config.CONFIG_FIELDS`. None for a plain pipeline. readers: who reads, see `Readers`, or the ranks that
+    may. groups: a ProcessGroupCollection; None takes those of parallel_state. device: None takes this
+    process's GPU if there is one. packing: as for a Feed, completed by the config; None takes that of a
+    config with a sequence_packing_scheduler. cp_split: None takes the config's. options: all others of a
+    Feed, such as micro_batch_size.
+    Raises RecipeError if config and arguments contradict each other, for documents that are kept apart in
     rows that cp splits, and if encoders run on other ranks, which Megatron's models do not expect.
     """
     layout = layout_of(groups)

@@ -1,7 +1,7 @@
 """MegatronGPT: the samples of Megatron-core's GPTDataset, alone or blended, in the order of its job.
 
-The order comes from arrays that are built once, as in Megatron, and not from this recipe's own shuffle: see
-`gpt_order` for what they hold and `store.node_arrays` for who builds them.
+The order comes from arrays that are built once, as in Megatron, not from the recipe's own shuffle.
+`gpt_order` describes them; `store.node_arrays` builds them once per node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Memo:
 
     def __init__(self) -> None:
         self.last: tuple[Recipe, Indexes] | None = None
-        self.eod: int | None = None  # seen in what was read
+        self.eod: int | None = None  # seen in the tokens read
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,14 +48,14 @@ class MegatronGPT(Rows, OwnOrder):
     """The samples that a Megatron-core GPT job trains on, bit for bit and in its order.
 
     The recipe's seed is Megatron's `seed`; its sources are the data paths, in their order, blended by the
-    weights of `data` where it has any, else by their sizes. Leave the recipe's `epochs` and `shuffle` alone:
+    weights of `data` if it has any, else by their sizes. Leave the recipe's `epochs` and `shuffle` alone:
     samples and order are Megatron's. A `Mixture` of proportions is its blend with weights, one that repeats
     every source once is its blend without. The stream ends after `samples`.
 
     Attributes:
         length: Megatron's `seq_length`.
-        samples: how many this part of the job draws: for "train", `train_iters * global_batch_size`, also
-            when it takes over a Megatron job. None for one epoch of each source.
+        samples: how many samples this part of the job draws: for "train", `train_iters * global_batch_size`,
+            also when it takes over a Megatron job. None for one epoch of each source.
         split: shares of the documents for train, valid and test, such as "969,30,1". A source used for one
             part only, as with `train_data_path`, is "1", "0,1" or "0,0,1".
         part: "train", "valid" or "test".
@@ -151,7 +151,7 @@ class MegatronGPT(Rows, OwnOrder):
         whole = places < self.length  # the index does not say whether the token after the sample is an end
         places, tokens = places[whole], tokens[:, whole]
         made_up = np.array([isinstance(store, Lengths) for store in recipe.sources])[portion.draws.source]
-        known = self._tokens_in(recipe, portion.draws) - 1  # what comes last may have no label, and is no end
+        known = self._tokens_in(recipe, portion.draws) - 1  # the last token may have no label; it is no end
         real = (places < known[:, None]) & ~made_up[:, None]
         ends = ends[:, places]
         found = tokens[ends & real]
@@ -187,7 +187,7 @@ class MegatronGPT(Rows, OwnOrder):
             dataset = self._indexes(recipe).datasets[s]
             pieces, tokens = dataset.pieces_of(of_source.index), dataset.tokens_of(of_source.index)
             inside = (pieces.at > 0) & (pieces.at <= self.length)
-            # the filling of a short sample begins after the end of a document
+            # the padding of a short sample begins after the end of a document
             short = np.flatnonzero((tokens > 0) & (tokens <= self.length))
             rows += [mine[pieces.row[inside]], mine[short]]
             offsets += [pieces.at[inside], tokens[short]]

@@ -1,4 +1,4 @@
-"""The arrays that a `MegatronGPT` has open: of its datasets and of their blend."""
+"""The open arrays of a `MegatronGPT`: of its datasets and of their blend."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SampleRanges:
-    """Where samples lie in a store: runs of tokens, sample after sample, none empty.
+    """Where samples are in a store: runs of tokens, sample after sample, none empty.
 
     Attributes:
-        row: which of the samples asked for; int64 [m], ascending.
-        at: the place of its first token in that sample; int64 [m].
-        start: the place of that token in the stream; int64 [m].
+        row: index of the run's sample among those requested; int64 [m], ascending.
+        at: offset of its first token in that sample; int64 [m].
+        start: offset of that token in the stream; int64 [m].
         size: tokens; int64 [m].
     """
 
@@ -53,7 +53,7 @@ class SampleRanges:
 
 
 class _OnFirstUse:
-    """Arrays that are opened when they are first asked for. Threads may share it."""
+    """Arrays that the first call opens. Threads may share it."""
 
     def __init__(self, open: Callable[[], Arrays]) -> None:
         self._open, self._lock = open, threading.Lock()
@@ -118,7 +118,7 @@ class Dataset:
         return ends - np.minimum(starts, total - passes.extra)
 
     def pieces_of(self, indices: Longs) -> SampleRanges:
-        """Where the samples at some indices of the dataset lie in the store."""
+        """Where the samples at some indices of the dataset are in the store."""
         arrays, order = self.arrays(), self.order_of(indices)
         first, begin = arrays["sample"][order].T.astype(np.int64)
         last, end = arrays["sample"][order + 1].T.astype(np.int64)

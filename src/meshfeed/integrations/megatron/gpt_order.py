@@ -72,9 +72,9 @@ class Passes:
 
     Attributes:
         length: tokens of a sample, without the extra one.
-        extra: 1 where a sample brings the token after it, for its last label; else 0.
+        extra: 1 if a sample includes the token after it, for its last label; else 0.
         epoch_tokens: tokens of one epoch.
-        num_epochs: epochs that are laid end to end.
+        num_epochs: how many epochs are concatenated.
         separate_last: whether documents and samples of the last epoch are shuffled by themselves.
         num_samples: samples in all.
         num_first: samples that are shuffled together, before those of a separate last epoch.
@@ -94,7 +94,7 @@ def passes_of(
 ) -> Passes:
     """As many epochs as `num_samples` samples need; None for one epoch.
 
-    epoch_tokens: at least 1. drop_last: whether the tokens left over at the end make no sample.
+    epoch_tokens: at least 1. drop_last: whether to drop the tokens at the end that do not fill a sample.
     """
     num_epochs = 1
     if num_samples is not None:
@@ -105,7 +105,7 @@ def passes_of(
         per_epoch = (epoch_tokens - extra) // length
         separate = num_samples - before < int(_SEPARATE_BELOW * per_epoch)
     usable = num_epochs * epoch_tokens - extra
-    # In single precision, as they do it: past 2**24 tokens this rounds.
+    # In single precision, as in Megatron: past 2**24 tokens this rounds.
     total = usable // length if drop_last else math.ceil(np.float32(usable) / np.float32(length))
     return Passes(
         length=length,
@@ -125,9 +125,9 @@ def build_index(
 
     lengths: tokens of its documents, int32 [d], which are numbered from `first_document`.
 
-    Returns "document", int32 [num_epochs * d]: documents in the order in which they are laid end to end;
-    "sample", int32 or int64 [num_samples + 1, 2]: place in that order and token in that document where each
-    sample starts, and the last one ends; "shuffle", uint32 or int64 [num_samples]: which sample comes when.
+    Returns "document", int32 [num_epochs * d]: documents in the order in which they are concatenated;
+    "sample", int32 or int64 [num_samples + 1, 2]: index in that order and token in that document where each
+    sample starts, and the last one ends; "shuffle", uint32 or int64 [num_samples]: the order of samples.
     """
     if not 0 <= seed < 2**32:
         raise RecipeError(f"seed={seed}: Megatron's order takes seeds from 0 to 2**32 - 1")
@@ -163,12 +163,12 @@ def _shuffled_documents(
 ) -> npt.NDArray[Any]:
     """Documents with their lengths, in order; the draws of a shuffle depend on its size alone.
 
-    The length goes with its document, because to look it up afterwards would be 10**7 cache misses, and
-    because NumPy shuffles eight bytes faster than four.
+    The length is shuffled with its document, because a later look-up would be 10**7 cache misses, and because
+    NumPy shuffles eight bytes faster than four.
     """
     count, epochs = lengths.size, passes.num_epochs
     shuffled = np.empty(epochs * count, _SHUFFLED)
-    both = shuffled.view("<i8").reshape(epochs, count)  # a field at a time takes three times as long
+    both = shuffled.view("<i8").reshape(epochs, count)  # one field at a time takes three times as long
     np.left_shift(lengths, 32, out=both, dtype=np.int64)
     both += np.arange(first_document, first_document + count)
     together = (epochs - 1) * count if passes.separate_last else epochs * count
@@ -179,10 +179,10 @@ def _shuffled_documents(
 
 
 def _sample_starts(passes: Passes, lengths: npt.NDArray[np.int32]) -> Ints:
-    """Where each sample starts, among documents of these lengths laid end to end.
+    """Where each sample starts in the concatenation of documents of these lengths.
 
-    Sample i starts at token t = i * length, in the first document that ends at or after t + extra: without
-    an extra token it may so start behind the last token of a document.
+    Sample i starts at token t = i * length, in the first document that ends at or after t + extra. So without
+    an extra token it may start behind the last token of a document.
     """
     length, extra = passes.length, passes.extra
     dtype = np.int64 if lengths.size > np.iinfo(np.int32).max else np.int32
@@ -217,7 +217,7 @@ def _shuffled_samples(passes: Passes, shuffle: Shuffle) -> Ints:
 
 
 def sizes_of_blend(weights: Sequence[float], num_samples: int, surplus: float) -> tuple[list[int], list[int]]:
-    """Samples that each dataset gives to a blend, and the somewhat more that it is built to have.
+    """Samples that each dataset gives to a blend, and the slightly larger number that it is built with.
 
     weights: of each dataset, any positive numbers. Both lists as long as `weights`.
     """
@@ -226,7 +226,7 @@ def sizes_of_blend(weights: Sequence[float], num_samples: int, surplus: float) -
 
 
 def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, Ints]:
-    """At each step the dataset that lags most behind its weight, the first of equals.
+    """At each step, the dataset that lags most behind its weight, the first of equals.
 
     Returns "dataset", int16 [num_samples], and "sample", int64 [num_samples], which of that dataset's.
     """
@@ -245,7 +245,7 @@ def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, I
 
 _TOGETHER = 1 << 16  # doubles that fit a core's cache
 _MOST_RUNS = 1 << 13
-_PIECE = 1 << 24  # steps at a time: what is in memory beside the result
+_PIECE = 1 << 24  # steps at a time, in memory beside the result
 _STEPS_KEPT = 64  # steps of all runs that are kept before they are written, run by run
 
 
@@ -255,9 +255,9 @@ def _blend(
     """The greedy rule: compiled step by step, otherwise in many runs at a time.
 
     Each step depends on the counts before it, so the steps are cut into runs whose first counts are
-    guessed, and all runs take a step together. Greedy counts forget where they began: most runs end exactly
-    as the next one was guessed to begin. Those that do not are run again from where they should have begun,
-    until all fit; from the first run, whose counts are known, this proves every one.
+    guessed, and all runs take a step together. Greedy counts forget where they began: most runs end with
+    exactly the counts guessed for the next one. The others are run again from the right counts, until all
+    fit. The counts of the first run are known, so this proves all others.
     """
     if shares.size >= np.iinfo(np.int16).max:
         raise RecipeError(f"a blend of {shares.size} datasets; Megatron blends at most 32766")
@@ -302,7 +302,7 @@ class _Greedy:
     limits: npt.NDArray[np.float64] | None
 
     def likely_counts(self, firsts: Longs, *, warm: int) -> npt.NDArray[np.float64]:
-        """What each dataset has probably given before the steps `firsts`; [d, runs].
+        """Probable counts of each dataset before the steps `firsts`; [d, runs].
 
         Whole counts nearest to the shares, `warm` steps earlier, and those steps taken.
         """

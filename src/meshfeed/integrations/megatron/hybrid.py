@@ -53,8 +53,8 @@ class HybridCPDataLoaderWrapper:
     Every `next` pulls one batch of samples, packed or not, and gives (samples, groups): id -> whole sample on
     its device for those of this rank, and the ids of all ranks (see `SampleGroups`). In each group a rank's
     samples have one cp size, and the ranks that share them have them in the same order. A rank without a
-    sample gets a dummy without loss, whose id is above all others. Samples are padded only as far as their
-    own cp size needs. Ranks without an iterator get (None, None).
+    sample gets a dummy without loss, whose id is larger than all others. Samples are padded only as far as
+    their own cp size needs. Ranks without an iterator get (None, None).
 
     Subclasses can override the methods that Megatron's class has, `_gid_to_src_rank` too. `next` calls them
     on every rank that has an iterator, and each does what its arguments say. Lengths are gathered in one
@@ -69,8 +69,8 @@ class HybridCPDataLoaderWrapper:
         timeout_s: how long to wait for the other ranks to make a gloo group, if Megatron has made none.
 
     Raises LayoutError if cp does not vary faster than dp; StopIteration when all iterators are exhausted;
-    PlanError for a sample that all ranks together cannot hold; and what any rank's iterator or `unpack_batch`
-    raises.
+    PlanError for a sample that all ranks together cannot hold; and any error of a rank's iterator or
+    `unpack_batch`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class HybridCPDataLoaderWrapper:
         id_seqlens, own = self.get_global_id_seqlens(len(batch), offsets, seqlens)
         groups = self._planned(id_seqlens)
         mine = self.reroute_samples_to_hdp_ranks(batch, own, id_seqlens, groups, offsets)
-        if self._error is not None:  # a subclass sends nothing by the methods of this class
+        if self._error is not None:  # not sent: a subclass replaced the methods that send it
             raise self._error
         self._taken, self._step = self._taken + len(batch), self._step + 1
         return mine, groups
@@ -218,7 +218,7 @@ class HybridCPDataLoaderWrapper:
         return mine
 
     def _pull(self) -> list[dict[str, Any]]:
-        """This rank's samples: none at its end, since others may have more, and none beside an error."""
+        """This rank's samples: none at its end, since others may have more, and none after an error."""
         self._unpacked = {}
         try:
             batch = next(cast(Iterator[Any], self.data_iterator), None)
@@ -235,7 +235,7 @@ class HybridCPDataLoaderWrapper:
         return shown
 
     def _axes_last(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """`_shown`, backwards; the shape says which dimension is which in position ids of an override."""
+        """The inverse of `_shown`; the shape tells the dimensions of an override's position ids apart."""
         ids = sample.get("position_ids")
         if id(ids) not in self._unpacked:
             return with_axes_last(sample, self._given_keys)
@@ -245,7 +245,7 @@ class HybridCPDataLoaderWrapper:
         return made
 
     def _gathered(self, made: Callable[[], Given]) -> tuple[Given, GatheredLengths]:
-        """This rank's part and that of all. made: gives this rank's; its error is reported to all ranks."""
+        """This rank's part and the lengths of all. made: returns this rank's; its error goes to all ranks."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -293,7 +293,7 @@ class HybridCPDataLoaderWrapper:
 
     @cached_property
     def _joined(self) -> _Joined:
-        """What the ranks that exchange are; the first use waits for them if they need a gloo group."""
+        """The group of ranks that exchange; the first use waits for them if they need a gloo group."""
         layout, rank = layout_of(self._groups), dist.get_rank()
         ranks = tuple(ranks_beside(layout, layout.coord(rank)).tolist())
         found: Any = getattr(self._groups, "dp_cp", None)
@@ -328,7 +328,7 @@ def groups_of(step_plan: StepPlan) -> SampleGroups:
 
 
 def plan_of(groups: SampleGroups, lengths: npt.NDArray[np.int64], align: Align) -> StepPlan:
-    """The plan that gives samples of these lengths to these ranks: `groups_of`, backwards.
+    """The plan that gives samples of these lengths to these ranks: the inverse of `groups_of`.
 
     Raises PlanError for a sample that is not on consecutive ranks of one group.
     """

@@ -1,4 +1,4 @@
-"""Iterators for Megatron's training loops, also for one that skips iterations on tp rank 0 alone.
+"""Iterators for Megatron's training loops, including one that skips iterations on tp rank 0 alone.
 
 For an iteration of `--iterations-to-skip`, Megatron-LM's `dummy_train_step` pulls on tp rank 0, broadcasts
 whole rows of it in the tp group, and throws them away. So these pulls get rows of zeros, nothing is read for
@@ -26,16 +26,16 @@ _UNSKIPPED = ("virtual_pipeline_model_parallel_size", "hybrid_context_parallel",
 def data_iterators(
     source: Source, *, num_microbatches: Callable[[], int] | None = None, args: Any = None
 ) -> StageIterator | list[StageIterator]:
-    """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
+    """The data iterator for Megatron's training loop: one, or a list of one per virtual stage.
 
     source: an entered Feed, or an Exchange, whose steps `begin` begins. This waits for the other ranks to
     join: call it on all of them, before the first schedule and after `load_state_dict`. Each stage gets the
     same microbatches, read once; all stages must be iterated. The source's state counts the steps whose
     microbatches were all taken: save it between steps. num_microbatches: Megatron-core's
-    `get_num_microbatches`; with it, a step of other microbatches is refused where it begins. args: in
+    `get_num_microbatches`; with it, a step with another number is refused when it begins. args: in
     Megatron-LM's own training loop, what its `get_args` gives, for the iterators that it trains from: then
     a step is an iteration of that loop, also after `--iterations-to-skip`, and num_microbatches is given.
-    Raises RecipeError where Megatron-LM skips iterations and args is not given or does not allow it, and
+    Raises RecipeError if Megatron-LM skips iterations and args is not given or does not allow it, and
     later for a step that is not Megatron's iteration.
     """
     if args is None:
@@ -51,15 +51,15 @@ def data_iterators(
 def unfollowed_iterators(
     source: Source, num_microbatches: Callable[[], int] | None
 ) -> StageIterator | list[StageIterator]:
-    """`data_iterators` where Megatron-LM skips nothing: of validation and test data too."""
+    """`data_iterators` without skipped iterations: also for validation and test data."""
     return _of_stages(source, lambda steps: StageIterator(source, steps, num_microbatches))
 
 
 def begin(iterators: StageIterator | Sequence[StageIterator]) -> Step:
-    """Go on to the next step on all virtual stages; see `StageIterator.begin`.
+    """Begin the next step on all virtual stages; see `StageIterator.begin`.
 
-    For loops that want to know a step before its microbatches: how many they are, and the loss-bearing tokens
-    of the global batch. Who does not ask for it gets one microbatch after the other.
+    For loops that need facts about a step before its microbatches: their number, and the loss-bearing tokens
+    of the global batch. Other loops need not call it.
     """
     stages = [iterators] if isinstance(iterators, StageIterator) else iterators
     steps = [stage.begin() for stage in stages]
@@ -71,7 +71,7 @@ class FollowingIterator(StageIterator):
 
     Args:
         args: of Megatron-LM's `get_args`; its loop sets curr_iteration before each iteration that it trains.
-        first: the step that the feed gives next.
+        first: the feed's next step.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FollowingIterator(StageIterator):
         super().__init__(source, steps, num_microbatches)
         self._args, self._of_iteration = args, num_microbatches
         self._next = first  # the first step that Megatron has neither trained nor skipped here
-        self._zeros = 0  # microbatches to come of the last one that it skipped here
+        self._zeros = 0  # microbatches left of the last iteration that it skipped here
 
     def __next__(self) -> dict[str, Any]:
         now = _iteration(self._args)
@@ -99,7 +99,7 @@ class FollowingIterator(StageIterator):
         return next(self)
 
     def begin(self) -> Step:
-        """Go on to the step of Megatron's iteration. Raises RecipeError if it has begun already."""
+        """Begin the step of Megatron's iteration. Raises RecipeError if it has already begun."""
         now = _iteration(self._args)
         if now < self._next:
             raise RecipeError(
@@ -124,7 +124,7 @@ class FollowingIterator(StageIterator):
         return step + 1 in skipped_of(self._args)
 
     def _skipped(self, now: int) -> dict[str, Any]:
-        """A microbatch of zeros, in the place of one that Megatron throws away."""
+        """A microbatch of zeros, in place of one that Megatron discards."""
         if not self._zeros:
             if not self._skips(self._next):
                 raise RecipeError(
@@ -145,7 +145,7 @@ def skipped_of(args: Any) -> Sequence[int]:
 def zeros(args: Any) -> dict[str, torch.Tensor]:
     """Whole rows of zeros with the keys of Megatron-LM's loaders, which its tp ranks expect; on the CPU.
 
-    tokens, labels, position_ids int64 [b, T], loss_mask float32 [b, T]; what its options add to them.
+    tokens, labels, position_ids int64 [b, T], loss_mask float32 [b, T]; and the keys that its options add.
     """
     rows, length = args.micro_batch_size, args.seq_length
     made = {
@@ -171,7 +171,7 @@ def _of_stages(
 
 
 def _feed_of(source: Source, args: Any) -> Feed:
-    """The source. Raises RecipeError where its iterators cannot follow args."""
+    """The source. Raises RecipeError if its iterators cannot follow args."""
     if not isinstance(source, Feed):
         raise RecipeError("args= is for the iterators of a Feed, whose steps have numbers; leave it out")
     for name in _UNSKIPPED:

@@ -13,7 +13,7 @@ import numpy as np
 from meshfeed.errors import StoreError
 from meshfeed.store import Lengths
 
-_COUNT = 1_000_000  # as many as Megatron draws
+_COUNT = 1_000_000  # the number that Megatron draws
 
 
 def mock_lengths(config: str | os.PathLike[str] | Mapping[str, Any]) -> Lengths:

@@ -64,7 +64,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "--validation-set-names": "no effect on data: --multiple-validation-sets, which has them, is refused",
     "--create-attention-mask-in-dataloader": "no effect on data: models get no mask, since rows are causal",
 }
-"""What becomes of Megatron-LM's arguments that concern data, under `DatasetsProvider`."""
+"""How `DatasetsProvider` treats each argument of Megatron-LM that concerns data."""
 
 _REFUSED = {
     "full_validation": "give valid= and --eval-iters",
@@ -88,11 +88,11 @@ _OF_RULE = {
     "eod_mask_loss": "eod_mask_loss",
     "dataloader_inter_document_masking": "reset_attention_mask",
 }
-"""Megatron's options of a row, and what a rule calls them."""
+"""Megatron's options for rows, and their names in a rule."""
 
 
 class DatasetsProvider:
-    """What Megatron-LM's `pretrain` takes as its provider of datasets, with `--dataloader-type external`.
+    """The provider of datasets for Megatron-LM's `pretrain`, with `--dataloader-type external`.
 
         with megatron.DatasetsProvider(train=recipe, valid=valid) as provider:
             pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step)
@@ -107,7 +107,7 @@ class DatasetsProvider:
         valid: what to evaluate on; None only with --eval-iters 0.
         test: what to test on; None for no test.
         readers: who reads; see `Readers`.
-        packing: of packed sequences; `microbatches=` makes each step have as many as Megatron takes.
+        packing: of packed sequences; `microbatches=` gives each step the number that Megatron takes.
         options: all others of `megatron.feed`, such as device and verify.
     """
 
@@ -143,7 +143,7 @@ class DatasetsProvider:
     def __call__(
         self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
     ) -> tuple[StageIterator | None, ...]:
-        """The iterators of training, validation and test for a virtual stage; None where Megatron takes none.
+        """The iterators of training, validation and test for a virtual stage; None if Megatron takes none.
 
         The first call waits for the other ranks. Raises RecipeError for an argument of Megatron's that does
         not fit the recipes, and StateError for a checkpoint that does not.
@@ -177,7 +177,7 @@ class DatasetsProvider:
                 _check_rule(name, recipe, args)
 
     def _open(self, name: str, args: Any, wanted: int | None) -> Sequence[StageIterator | None]:
-        """The iterators of each virtual stage; wanted: sequences that Megatron will take, if it knows."""
+        """The iterators of each virtual stage. wanted: sequences that Megatron will take; None if unknown."""
         recipe = self._recipes[name]
         unused = args.skip_train if name == "train" else not args.eval_iters
         if recipe is None or unused:
@@ -234,7 +234,7 @@ def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
 
 
 def check_shape(name: str, made: Feed, args: Any, rows: int) -> None:
-    """Refuse packs of another shape than that in which Megatron's pipeline sends its activations."""
+    """Refuse packs of another shape than the activations that Megatron's pipeline sends."""
     if (
         made.packing is None
         or made.layout.pp == 1
@@ -253,7 +253,7 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
     """The step that Megatron takes first. Raises StateError if its counts are not those of the recipe."""
     if name == "test" or (name == "valid" and args.skip_train):
         return 0
-    packed = rule_of(recipe).packed  # of its sequences, Megatron's samples say nothing
+    packed = rule_of(recipe).packed  # then Megatron's samples are not its sequences
     if name == "train":
         step, consumed = args.iteration, args.consumed_train_samples
         if packed:
@@ -273,7 +273,7 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
 
 
 def _whole_steps(name: str, consumed: int, of_step: int) -> int:
-    """The iterations in which Megatron has taken so many samples."""
+    """The iterations in which Megatron took this many samples."""
     if consumed % of_step:
         raise StateError(
             f"{name}: Megatron has taken {consumed} samples, which are no whole number of iterations of "
@@ -283,7 +283,7 @@ def _whole_steps(name: str, consumed: int, of_step: int) -> int:
 
 
 def _batch_size(name: str, args: Any) -> int:
-    """What Megatron counts as the samples of an iteration."""
+    """The samples of an iteration, as Megatron counts them."""
     of_eval = None if name == "train" else getattr(args, "eval_global_batch_size", None)
     return of_eval or args.global_batch_size
 
@@ -294,7 +294,7 @@ def _check_end(name: str, made: Feed, args: Any, wanted: int | None) -> None:
     if made.packing is not None:  # Megatron's samples are not its sequences, but their steps are iterations
         has, unit = made.num_steps, "steps"
         if name == "train":
-            wanted = args.train_iters  # Megatron has it of train_samples too, also where batches grow
+            wanted = args.train_iters  # Megatron computes it from train_samples, too, also if batches grow
         elif wanted is not None:
             wanted = wanted // _batch_size(name, args)
     if wanted is not None and has is not None and has < wanted:

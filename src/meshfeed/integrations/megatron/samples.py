@@ -27,7 +27,7 @@ _LENGTHS = (
 _PER_TOKEN = frozenset({"tokens", "labels", "loss_mask", "position_ids", "padding_mask"})
 
 AXES_FIRST = "(position_ids, axes first)"
-"""The name under which position ids [axes, T] travel, as [T, axes]."""
+"""The name under which position ids [axes, T] are sent, as [T, axes]."""
 
 
 def per_token_of(keys: Keys) -> frozenset[str]:
@@ -42,7 +42,7 @@ def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]
     with original_seq_len is cut to it, and one with cu_seqlens is split. position_ids may be [axes, T], or
     beside rows [axes, b, T] or [b, axes, T]; a sequence then has them under `AXES_FIRST`, see `with_axes`. An
     attention_mask of the shape of the tokens has one entry per token; a causal one, [..., T, T], says what
-    packs do and is left out.
+    packs imply and is left out.
     keys: further keys with one entry per token; position_ids and attention_mask are taken as declared.
     Raises RecipeError for anything else, naming the key.
     """
@@ -62,7 +62,7 @@ def with_axes(sequence: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_axes_last(sample: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """A sample whose position ids have the tokens first. keys: the user's.
+    """A sample whose position ids have tokens as the first dimension. keys: of the user.
 
     Raises RecipeError if it is unclear which dimension is which.
     """
@@ -139,7 +139,7 @@ def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[d
 
 
 def _num_entries(value: Any) -> int:
-    """Entries of a collated value; 0 for what has none: text, a plain number, an object or a namedtuple."""
+    """Entries of a collated value; 0 for values without: text, a plain number, an object or a namedtuple."""
     if children_of(value) is not None:
         return len(value) if type(value) in (list, tuple) else 0
     shape = np.shape(value)
@@ -147,7 +147,7 @@ def _num_entries(value: Any) -> int:
 
 
 def _refuse_shared(values: Mapping[str, Any], num_sequences: int) -> None:
-    """Refuse images and the like of a packed sample: each of its sequences would get all of them."""
+    """Refuse images and other values of a packed sample: each of its sequences would get all of them."""
     if num_sequences > 1 and (
         held := sorted(name for name, value in values.items() if children_of(value) or np.shape(value))
     ):
@@ -186,7 +186,7 @@ def _axes_last(ids: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
 def _mask_of(mask: Any, shape: tuple[int, ...]) -> Any:
     """An attention mask with one entry per token, in the shape of the tokens; None for one that packs imply.
 
-    Raises RecipeError for a mask that says something else than packs do.
+    Raises RecipeError for a mask that differs from what packs imply.
     """
     size = shape[-1]
     try:
@@ -201,7 +201,7 @@ def _mask_of(mask: Any, shape: tuple[int, ...]) -> Any:
     if own == shape or (len(own) in (1, 2) and (1, *own)[-2:] == (1, *shape)[-2:]):  # [T] is a row [1, T]
         return mask.reshape(shape)
     mask = torch.as_tensor(mask)
-    if mask.numel() <= 1:  # stands for none
+    if mask.numel() <= 1:  # a stand-in for no mask
         return None
     if size > 1 and mask.shape[-2:] == (size, size):
         seen, hidden = mask.reshape(-1)[[0, 1]]

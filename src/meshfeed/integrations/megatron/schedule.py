@@ -57,8 +57,9 @@ class _Turn:
     """The iterator of the current call as one endless source, so that several datasets can take turns.
 
     Each element is everything that one call pulls, so a growing batch size needs no new Exchange. An
-    exhausted iterator gives an empty element: a dataset that has ended on this rank must not end the others,
-    and a step without a sequence from any rank ends it. An iterator that ends within a call is an error,
+    exhausted
+    iterator gives an empty element: a dataset that ends on this rank must not end the others, and a step
+    without a sequence from any rank ends it. An iterator that ends within a call is an error,
     since the step would be short.
     """
 
@@ -68,7 +69,7 @@ class _Turn:
         self._own = {field.name for field in keys.declared} & {field.name for field in OWN_FIELDS}
 
     def take(self, source: Iterator[Any] | None, num_elements: int, *, keep: bool) -> None:
-        """Use this iterator, and so many elements of it, for the next step. keep: mark where each begins."""
+        """Use this iterator, and `num_elements` of it, for the next step. keep: mark where each begins."""
         self.source, self._num_elements, self._keep = source, num_elements, keep
 
     def __iter__(self) -> Self:
@@ -97,7 +98,7 @@ class _Turn:
         return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in made]
 
     def _sent_as(self, name: str) -> str:
-        """Another name for a key that packs already have."""
+        """The name under which a key is sent that packs already have."""
         return f"({name})" if f"({name})" in self._own else name
 
 
@@ -109,8 +110,8 @@ class SequencePacking:
     iterators of a Feed it begins the next step and sends nothing. Every rank gets an iterator for
     `get_batch`; the iterators of one call are of the same step and dataset on all ranks.
 
-    Iterators are pulled where `is_reader` is True. One on tp rank 0 of another stage is left alone; one on
-    any other rank raises RoleError. The config needs only what Megatron's `wrap_data_iterator` reads.
+    Iterators are pulled where `is_reader` is True. One on tp rank 0 of another stage is ignored; one on any
+    other rank raises RoleError. The config needs only what Megatron's `wrap_data_iterator` reads.
 
     Args:
         readers: the value that `is_reader` got when the datasets were built.
@@ -206,8 +207,8 @@ class SequencePacking:
 class _Scheduled(Exchange):
     """The exchange of a SequencePacking; its readers are Megatron's.
 
-    keeps: see KEEPING. pulls: whether this rank had an iterator when it was made. ignores: whether this rank
-    is tp rank 0 of a stage whose data another rank reads, so that an iterator on it has no use.
+    keeps: see KEEPING. pulls: whether this rank had an iterator when the exchange was made. ignores: whether
+    this rank is tp rank 0 of a stage whose data another rank reads, so that its iterator is not needed.
     """
 
     keeps = pulls = ignores = False

@@ -31,7 +31,7 @@ _STORED = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
     Field(name="labels", dtype="int64", stages=("last",), split=True),
 )
-_LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences, which no index knows
+_LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences, which have no index
 
 
 def core(name: str) -> Any:
@@ -59,7 +59,7 @@ def device_of(given: str | torch.device | None) -> str | torch.device:
 
 
 def stage_map(config: Any, *, pp: int = 1) -> StageMap:
-    """What each pipeline stage does, from Megatron's TransformerConfig or anything with its attributes.
+    """The job of each pipeline stage, from Megatron's TransformerConfig or any object with its attributes.
 
     It reads pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, mtp_num_layers and
     pipeline_model_parallel_layout. Without a layout, MTP layers are on the last stage. pp: the pipeline
@@ -114,8 +114,8 @@ def is_reader(
     vp_stage: a virtual stage; None for any of this rank's. A ProcessGroupCollection in its place is `groups`,
     as Megatron-Bridge calls it. config: of MTP layers and virtual stages; see `stage_map`. groups: a
     ProcessGroupCollection; None takes those of parallel_state. Bind config and readers with
-    functools.partial, since Megatron does not give them. is_packed_sequence: as Megatron-LM gives it: then
-    every stage reads, for the lengths. So it is under "replicated" with a sequence_packing_scheduler.
+    functools.partial, since Megatron does not pass them. is_packed_sequence: from Megatron-LM; if True, every
+    stage reads, for the lengths, as under "replicated" with a sequence_packing_scheduler.
     Raises LayoutError and RoleError if these do not fit together.
     """
     if isinstance(vp_stage, core("process_groups_config").ProcessGroupCollection) and groups is None:

@@ -1,4 +1,4 @@
-"""A store by sequence, as Megatron counts: the entries of its .idx, whatever documents they make."""
+"""A store by sequence, as Megatron counts: by the entries of its .idx, not by documents."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredSequences:
-    """Where the sequences of a store lie in its stream. All methods may raise StoreError.
+    """Where the sequences of a store are in its stream. All methods may raise StoreError.
 
     Attributes:
         store: of the tokens; it need not be entered.
-        index: of the sequences; None where the store knows no smaller unit than documents.
+        index: of the sequences; None if the store has no smaller unit than documents.
     """
 
     store: StreamStore
@@ -69,9 +69,9 @@ class StoredSequences:
 
 
 def sequences_of(store: Store) -> StoredSequences:
-    """The sequences of a token store; documents, where it knows no smaller unit.
+    """The sequences of a token store; its documents if it has no smaller unit.
 
-    Raises RecipeError for what is not a stream of tokens.
+    Raises RecipeError for a store that is not a stream of tokens.
     """
     if not isinstance(store, StreamStore):
         raise RecipeError(f"{store!r} is not a stream of tokens; give a store as mf.open(path) does")

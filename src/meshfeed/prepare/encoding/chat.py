@@ -1,4 +1,4 @@
-"""Conversations -> tokens and a loss mask, by the tokenizer's own chat template."""
+"""Conversations -> tokens and a loss mask, through the tokenizer's own chat template."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Chats:
         tokenizer: a transformers directory, or a tokenizers JSON file with a template.
         template: a file to use instead of the tokenizer's own template.
         train_on: "assistant" for all its messages, "last" for the last one.
-        date: for templates that print today's date; without one, they do without or are refused.
+        date: for templates that print today's date; without it, they use a fixed date or are refused.
         column: of JSON lines and tables; None for the first of CHAT_KEYS that exists. "tools" is read, too.
         dtype: see Text.
     """
@@ -87,7 +87,7 @@ class Chats:
 class ChatEncoder:
     """Turns conversations into tokens and a loss mask, as transformers' `apply_chat_template` does.
 
-    A conversation is a list of messages, {"role": ..., "content": ...} with whatever else the template reads,
+    A conversation is a list of messages, {"role": ..., "content": ...} with any other keys of the template,
     or ShareGPT's {"from": ..., "value": ...}; or an object with that list as "messages", or alone, and
     "tools" if it has any. Its tokens are those of the text that the template makes of all messages; text that
     spells a special token becomes it, as in transformers.
@@ -98,8 +98,8 @@ class ChatEncoder:
     - Otherwise, of each assistant's message k, what the template adds to messages[:k] and a generation prompt
       to make it messages[:k + 1], but for white space after the last special token: the text of the message
       and the token that ends it, such as <|im_end|>, and not the newline that the template prints after it.
-      The three texts, and that of all messages, must begin alike, or the template is refused (one that drops
-      earlier thoughts, say).
+      The three texts and that of all messages must begin alike, or the template is refused (for example, one
+      that drops earlier thoughts).
 
     A token bears loss if any of its characters does.
 
@@ -108,12 +108,12 @@ class ChatEncoder:
         template: a file to take instead of the directory's chat_template.jinja, or of what its
             tokenizer_config.json has. Of several, "tool_use" is for conversations with tools, else "default".
         train_on: "assistant" for all messages of the assistant, "last" for the last one alone.
-        dtype: of the tokens; None for uint16 or int32, as Megatron takes them.
-        variables: what the template may name besides, such as {"enable_thinking": False}.
+        dtype: of the tokens; None for uint16 or int32, as Megatron chooses.
+        variables: further variables of the template, such as {"enable_thinking": False}.
         date: that the template may ask for; see `ChatTemplate`.
 
     Attributes:
-        columns: name -> dtype of what comes out: tokens, and loss_mask uint8.
+        columns: name -> dtype of the output: tokens, and loss_mask uint8.
 
     Files are read when they are first needed, and pickled with the encoder. All methods raise StoreError.
     """
@@ -140,7 +140,7 @@ class ChatEncoder:
     beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
     """Further columns of a document; none."""
 
-    # -- what it is -------------------------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------------------------
 
     @property
     def columns(self) -> Mapping[str, np.dtype[Any]]:
@@ -156,7 +156,7 @@ class ChatEncoder:
         return hashlib.blake2b(file.content + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Load the tokenizer and compile the templates, so that their errors are not a conversation's."""
+        """Load the tokenizer and compile the templates, so that no conversation gets their errors."""
         _ = self.columns
         self._conversations.check()
 
@@ -167,7 +167,7 @@ class ChatEncoder:
     ) -> list[Mapping[str, Array]]:
         """Columns tokens [n] and loss_mask uint8 [n] of each conversation.
 
-        where: what messages call each. Raises StoreError for the first conversation that is none, that its
+        where: names each in messages. Raises StoreError for the first value that is no conversation, that its
         template refuses, or in which nothing bears loss.
         """
         texts: list[Rendered] = []
@@ -226,7 +226,7 @@ class ChatEncoder:
         _, config, sources = self._files
         if not sources:
             raise StoreError(
-                f"{self._path}: brings no chat template; give the file of one as template= (--chat-template)"
+                f"{self._path}: has no chat template; give the file of one as template= (--chat-template)"
             )
         variables = config | self._variables
         path = self._template or self._path
@@ -239,7 +239,7 @@ class ChatEncoder:
     @cached_property
     def _tokenizer(self) -> Any:
         tokenizer = fast_tokenizer(self._files[0])
-        # All it could do without special tokens is to trim offsets, and these tell characters from tokens.
+        # Without special tokens it would only trim offsets, which map characters to tokens.
         tokenizer.post_processor = importlib.import_module("tokenizers").processors.Sequence([])
         return tokenizer
 
@@ -259,7 +259,7 @@ class ChatEncoder:
         return dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        # The files too: the process that it goes to may stand elsewhere, and must not read others.
+        # With the files: the receiving process may run elsewhere, and must not read other ones.
         _ = self._files
         return {
             name: value for name, value in vars(self).items() if name not in ("_tokenizer", "_conversations")

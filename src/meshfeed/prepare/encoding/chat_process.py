@@ -27,9 +27,9 @@ from meshfeed.prepare.encoding.chat_template import Conversations, Rendered
 from meshfeed.prepare.without_torch import command
 
 MEMORY_BYTES = 1 << 30
-"""Of the process, its Python included."""
+"""Memory limit of the process, including Python."""
 CPU_S = 10
-"""Of a conversation: CPU time, so a busy machine changes nothing."""
+"""Limit for a conversation, in CPU time, so that a busy machine changes nothing."""
 
 try:
     import resource
@@ -70,7 +70,7 @@ class Confined:
 class _Process:
     """One such process.
 
-    Requests are pickles; responses are lines of JSON, because a template might forge them.
+    Requests are pickles. Responses are lines of JSON, because a template could forge them.
     """
 
     def __init__(self, conversations: Conversations) -> None:
@@ -93,7 +93,7 @@ class _Process:
                 requests.write(request)
                 requests.flush()
                 line = responses.readline()
-        except BaseException:  # a response may be half read
+        except BaseException:  # a response may be read in part
             self._end()
             raise
         if not line.endswith(b"\n"):

@@ -43,7 +43,7 @@ class TextEncoder:
     beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
 
     def encode(self, values: Sequence[Any], where: Where) -> list[Mapping[str, Array]]:
-        """Each value's columns, [n] each. Raises StoreError, at its `where`, for one that has none."""
+        """Each value's columns, [n] each. Raises StoreError, with its `where`, for an invalid value."""
         dtype = self.columns["tokens"]
         end = np.array([] if self.end is None else [self.end], dtype)
         found = self.column.encoded(values, where)
@@ -143,7 +143,7 @@ def _end(column: TokenColumn, eod: str | bool) -> int:
     if not column.is_text:
         if isinstance(eod, str) and eod.isdecimal():
             return int(eod)
-        raise PrepareError("the token that ends a document: lists of tokens want its number: --eod-token 0")
+        raise PrepareError("the token that ends a document: lists of tokens need its number: --eod-token 0")
     tokenizer: Tokenizer = column.encoder
     if eod is True:
         end = 256 if column.tokenizer == BYTES else tokenizer.end

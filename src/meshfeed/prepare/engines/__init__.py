@@ -1,1 +1,1 @@
-"""What runs the tasks that encode parts: processes of this machine, Ray, or Slurm."""
+"""Engines, which run the tasks that encode parts: processes of this machine, Ray, or Slurm."""

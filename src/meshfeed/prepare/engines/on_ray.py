@@ -25,8 +25,8 @@ class OnRay:
 
     Attributes:
         num_workers: tasks, at most.
-        address: of a running cluster, "auto" for that of this machine. None takes $RAY_ADDRESS; where that is
-            not set either, Ray is started here, for this run and this machine alone.
+        address: of a running cluster, "auto" for that of this machine. None takes $RAY_ADDRESS; if that is
+            not set, Ray is started here, for this run and this machine alone.
 
     Every node must see the folder and the inputs, and have meshfeed installed.
     """
@@ -70,7 +70,7 @@ class OnRay:
             ray.init(address, **quiet) if address else ray.init(**quiet, **here)
         except (ConnectionError, RuntimeError, ValueError) as failed:
             raise PrepareError(
-                f"Ray at {address or 'this machine'} cannot be used: {failed}; where it wants a token, set "
+                f"Ray at {address or 'this machine'} cannot be used: {failed}; if it needs a token, set "
                 f"RAY_AUTH_MODE=token"
             ) from failed
         try:
@@ -80,7 +80,7 @@ class OnRay:
 
 
 def _refuse_silent(address: str) -> None:
-    """Raise PrepareError where nobody answers at host:port; Ray itself would try for minutes."""
+    """Raise PrepareError if nothing answers at host:port; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():
         return

@@ -1,6 +1,6 @@
-"""Parts encoded by an array job of Slurm, by its own commands.
+"""Parts encoded by an array job of Slurm, through its own commands.
 
-FOLDER/slurm/TASK.log holds what a task printed.
+FOLDER/slurm/TASK.log has the output of a task.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _LAG_S = 60.0  # a shared file system may show late what a task has written
 
 @dataclass(frozen=True, slots=True)
 class OnSlurm:
-    """An Engine of one array job, a core per task, that is waited for; Slurm requeues what a lost node ran.
+    """An Engine of one array job, a core per task, for which it waits. Slurm requeues tasks of lost nodes.
 
     Attributes:
         num_workers: tasks of the array, at most.
         options: of sbatch, such as "--partition=cpu".
 
-    Every node must see the folder, the inputs and this Python. A run that is killed leaves its tasks
-    to Slurm; the next one, with --resume, takes what they have made and ends them.
+    Every node must see the folder, the inputs and this Python. A killed run leaves its tasks to
+    Slurm; the next one, with --resume, takes the parts that they made and ends them.
     """
 
     num_workers: int
@@ -44,7 +44,7 @@ class OnSlurm:
         if not parts:
             return
         name = f"meshfeed-{hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()}"
-        _cancel(name)  # what a killed run has left
+        _cancel(name)  # the job of a killed run
         tasks = prepare_tasks(folder, parts)
         logs = folder / "slurm"
         with typed_errors(logs):
@@ -56,7 +56,9 @@ class OnSlurm:
             *self.options,
             *("--wrap", shlex.join(["exec", *command(__name__, str(tasks))])),
         ]
-        env = os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}  # imports what we do
+        env = (
+            os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        )  # to import the same packages
         try:
             job = subprocess.Popen(
                 submit, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, text=True

@@ -36,7 +36,7 @@ class Engine(Protocol):
         """Call `encode_part(folder, part)` for each part, anywhere that sees the folder and the inputs.
 
         Yields each part, in any order, once it is in the folder. When the iterator is closed, or raises,
-        nothing keeps running. Raises what `encode_part` raises, and PrepareError naming the part whose worker
+        nothing keeps running. Raises errors of `encode_part`, and PrepareError naming the part whose worker
         died.
         """
         ...

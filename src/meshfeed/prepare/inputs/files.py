@@ -31,7 +31,7 @@ I64 = npt.NDArray[np.int64]
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
 MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
 """Kinds of files that may have images and audio."""
-_INTERMEDIATE = "cache-*.arrow"  # what `datasets` caches of a map or a filter, next to its data
+_INTERMEDIATE = "cache-*.arrow"  # results of map and filter that `datasets` caches next to its data
 _HEAD_BYTES, _STEP_BYTES = 1 << 12, 1 << 20
 _CODECS = {".gz": "gz", ".zst": "zstd"}
 _SUFFIX_OF = {
@@ -89,7 +89,7 @@ def find_inputs(
     document; StoreError if something cannot be read, and for a DatasetDict, which is several datasets.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
-    # With "*" for the files of a source tree, a package.json is one of them.
+    # With "*", as for a source tree, a package.json is one of the files.
     by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
     found: list[Input] = []
     passed_over = Counter[str]()
@@ -236,7 +236,7 @@ def version_of(url: str) -> tuple[int, int]:
         return file.size_bytes, Path(url).stat().st_mtime_ns
 
 
-# -- what a user names ------------------------------------------------------------------------------------
+# -- paths and patterns of users ---------------------------------------------------------------------------
 
 
 def _urls_of(

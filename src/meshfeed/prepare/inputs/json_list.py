@@ -10,7 +10,7 @@ from meshfeed.errors import ChecksumError, StoreError
 _OUTSIDE = re.compile(rb'["\[\]{},]')
 _INSIDE = re.compile(rb'["\\]')
 _BOM = b"\xef\xbb\xbf"
-_MOST_DEPTH = 1 << 20  # of brackets; far beyond what any parser takes
+_MOST_DEPTH = 1 << 20  # of brackets; far beyond the limit of any parser
 _OF_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
 
@@ -82,7 +82,7 @@ class _Scanner:
         self.lists = self.values = 0
         self.is_damaged = False
         self._open = bytearray(b"]" * within)  # what closes each open bracket
-        self._beyond = 0  # closed where none was open
+        self._beyond = 0  # brackets closed while none was open
         self._in_text = self._is_escaped = False
 
     @property

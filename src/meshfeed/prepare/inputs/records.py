@@ -1,4 +1,4 @@
-"""Spans of inputs -> records, one for each document that may be there, malformed ones included."""
+"""Spans of inputs -> records: candidate documents, including malformed ones."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ HERE = "here"
 UTF8 = "utf-8-sig"
 """With or without a byte order mark."""
 RECORD_BYTES = 16 << 20
-"""Of a record, at most: what it is decompressed, parsed and tokenized to takes many times as much memory."""
+"""Largest record: decompressing, parsing and tokenizing it takes many times as much memory."""
 
-_ZSTD_STEP_BYTES = 1 << 11  # 4 bytes may become 128 KiB, and all that these become comes at once
+_ZSTD_STEP_BYTES = 1 << 11  # 4 bytes may expand to 128 KiB, and a step returns all at once
 _PIECE_BYTES = 1 << 20
 _ROWS_TOGETHER = 256
 

@@ -32,10 +32,10 @@ from meshfeed.prepare.inputs.web import Web
 from meshfeed.prepare.inputs.within_folder import read_beneath
 
 URL_TIMEOUT_S = 60.0
-"""Default time for the bytes of a part that a URL names."""
+"""Default time to fetch a part from a URL."""
 
 Fetch = Callable[[str], bytes]
-"""The bytes of a part that a record names. Raises StoreError."""
+"""Path or URL of a part in a record -> its bytes. Raises StoreError."""
 
 PART_KEYS = {
     "image": "image",

@@ -1,4 +1,4 @@
-"""ShareGPT's conversations have from and value; chat templates know role and content."""
+"""ShareGPT's conversations have from and value; chat templates use role and content."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROLE_OF_SPEAKER = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
-"""What ShareGPT calls who speaks -> role."""
+"""ShareGPT's name of a speaker -> role."""
 
 
 def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Message k with role and content, where it has ShareGPT's from and value.
+    """Message k with role and content instead of ShareGPT's from and value.
 
-    Raises StoreError for a speaker that none of its sets has: a wrong role would bear no loss, or all.
+    Raises StoreError for an unknown speaker: with a wrong role, its text would wrongly bear loss, or not.
     """
     found = dict(message)
     if found.get("role") is not None or found.get("from") is None:

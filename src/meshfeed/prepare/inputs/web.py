@@ -1,9 +1,9 @@
 """The bytes of URLs that records name.
 
 The author of the records chose the URLs, so requests go to public addresses only. Each redirect is checked
-again, and we connect to the very address that was checked, so a name that changes its address in between (DNS
-rebinding) gains nothing. A proxy resolves the name itself; there, the check uses the address that this
-machine finds. Sizes and times are bounded. No error repeats what a server sent.
+again, and the connection goes to the very address that was checked, so a name that changes its address in
+between (DNS rebinding) gains nothing. A proxy resolves the name itself; there, the check uses the address
+that this machine finds. Sizes and times are bounded. No error repeats what a server sent.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _limited(connection: socket.socket, seconds: float) -> Generator[None, None,
 
 
 def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # it may have ended
         connection.shutdown(socket.SHUT_RDWR)
 
 

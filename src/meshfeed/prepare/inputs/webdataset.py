@@ -129,7 +129,7 @@ def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
             at = tar.offset
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise ChecksumError(f"{file.url}: not a tar: {error}; copy it again") from error
-    # tarfile takes anything but a header for the end
+    # tarfile takes anything that is not a header for the end
     rest = read_bytes(file, at, min(at + _BLOCK_BYTES, file.size_bytes)) if at < file.size_bytes else b""
     if rest.strip(b"\0"):
         raise _cut(file, at)

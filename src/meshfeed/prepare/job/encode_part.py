@@ -33,15 +33,15 @@ _SHOWN = 5
 def encode_part(folder: Path, part: int) -> None:
     """Encode a part of the job in a folder, unless that is done.
 
-    Raises PrepareError where more records are malformed than the job allows, or where its tokenizer has
-    changed; StoreError where something cannot be read or written.
+    Raises PrepareError if more records are malformed than the job allows, or its tokenizer has changed;
+    StoreError if something cannot be read or written.
     """
     job = load_job(folder)
     encode(job, job.encoder(), part)
 
 
 def encode(job: Job, encoder: Encoder, part: int) -> None:
-    """Encode a part, unless that is done. encoder: of the job. Raises what `encode_part` raises."""
+    """Encode a part, unless that is done. encoder: of the job. Raises errors of `encode_part`."""
     path = part_path(job.folder, part)
     if path.exists():
         return
@@ -54,7 +54,7 @@ def encode(job: Job, encoder: Encoder, part: int) -> None:
 
 
 def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
-    """Raises PrepareError that lists the first, where more records are malformed than the job allows."""
+    """Raises PrepareError listing the first ones if more records are malformed than the job allows."""
     if len(malformed) <= job.max_malformed:
         return
     shown = [f"{_place(job, each)}: {each.reason}" for each in malformed[:_SHOWN]]

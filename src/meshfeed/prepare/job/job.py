@@ -116,7 +116,7 @@ class Job:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """Those that may change on resume."""
+        """The limits, which may change on resume."""
         return {name: getattr(self, name) for name in LIMITS}
 
     def encoder(self) -> Encoder:
@@ -134,7 +134,7 @@ class Job:
         write_json(self.folder / JOB, record, mode=0o600)
 
     def refuse_changed(self) -> None:
-        """Raises ChangedError where an input has changed."""
+        """Raises ChangedError if an input has changed."""
         for each in self.request.inputs:
             if version_of(each.url) != (each.size_bytes, each.modified_ns):
                 raise ChangedError(

@@ -36,7 +36,7 @@ TRAIN, VALIDATION = "train", "validation"
 def merge(
     job: Job, summaries: Sequence[PartSummary], out: Path, on_part: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Write the stores of a job into a folder; what they hold, as JSON values.
+    """Write the stores of a job into a folder; returns their contents in numbers, as JSON values.
 
     summaries: of all its parts. on_part: called with each part, while its documents are written. Raises
     StoreError.
@@ -94,7 +94,7 @@ def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:
 
 def first_of_each(hashes: U64) -> Mask:
     """Whether each document is the first with its hash; uint64 [n, 2] -> bool [n]."""
-    # Sorted by hash and then by place, a document is a repetition where it has the hash of the one before.
+    # Sorted by hash and then by position, a document is a repetition if the one before has its hash.
     order = np.lexsort((hashes[:, 1], hashes[:, 0]))
     again = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
     keep = np.ones(len(hashes), np.bool_)
@@ -105,7 +105,8 @@ def first_of_each(hashes: U64) -> Mask:
 def set_apart(hashes: U64, share: float) -> Mask:
     """Whether each document is of the validation set; uint64 [n, 2] -> bool [n].
 
-    A function of the document and the share alone, and monotone in the share: a larger set holds the smaller.
+    Depends on the document and the share alone, and is monotone in the share: a larger set contains the
+    smaller.
     """
     # A float times a power of two is exact, and a share below 1 stays below 2**64.
     return hashes[:, 0] < np.uint64(int(share * 2**64))

@@ -44,7 +44,7 @@ class InStorage(Output):
         return Writer(self._root, options_of_environment(self._root, os.environ))
 
     def names(self) -> list[str]:
-        """See Output; objects of no bytes that stand for folders in some stores are not files."""
+        """See Output; empty objects that represent folders in some stores are not files."""
         found = self._writer.list(self._prefix.rstrip("/"))
         names = {path.removeprefix(self._prefix): size for path, size in found}
         return [name for name, size in names.items() if size or step_of(name) != FOREIGN]
@@ -69,7 +69,7 @@ class InStorage(Output):
             self._claim()
 
     def publish(self, on_bytes: OnBytes, *, overwrite: bool) -> None:
-        """See Output. Raises PrepareError where another run has begun to publish there."""
+        """See Output. Raises PrepareError if another run has begun to publish there."""
         claimed = self.is_claimed()
         self.refuse_kept(overwrite=overwrite or claimed, resume=True)
         there = set(self.names())
@@ -100,7 +100,7 @@ class InStorage(Output):
     def _claim(self) -> None:
         notes = self._notes()
         notes["claim"] = notes["claim"] or secrets.token_hex(16)
-        write_json(self.work / _NOTES, notes)  # first, or a kill would leave a claim that nobody knows
+        write_json(self.work / _NOTES, notes)  # first, or a kill would leave a claim without an owner
         claim = {"claim": notes["claim"], "host": socket.gethostname(), "folder": str(self.work)}
         text = json.dumps({"format": f"{FORMAT}, not finished"} | claim)
         self._writer.put(self._prefix + MANIFEST, text.encode())
@@ -130,7 +130,7 @@ class InStorage(Output):
         write_json(self.work / _NOTES, notes)
 
     def _refuse_taken(self, sizes: Mapping[str, int]) -> None:
-        """Raises ChangedError where an object is not what this job sent, or the claim is gone."""
+        """Raises ChangedError if an object is not what this job sent, or the claim is gone."""
         changed = [name for name, size in sizes.items() if not self._is_sent(name, size)]
         if changed or not self.is_claimed():
             raise ChangedError(

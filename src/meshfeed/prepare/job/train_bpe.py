@@ -1,4 +1,4 @@
-"""A byte-level BPE trained on the inputs themselves."""
+"""Trains a byte-level BPE on the inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_VOCABULARY = 257  # all bytes, and the end
 def train_bpe(path: Path, vocab_size: int, job: Job) -> None:
     """Train on the text of a job's inputs, and write a `tokenizers` JSON file to `path`.
 
-    Where there is more text than TRAINED_ON_BYTES, parts evenly spread over the inputs are taken. The same
+    If there is more text than TRAINED_ON_BYTES, uses parts spread evenly over the inputs. The same
     inputs, cut the same way, give the same file. Raises PrepareError, StoreError.
     """
     if vocab_size < _LEAST_VOCABULARY:
@@ -45,7 +45,7 @@ def train_bpe(path: Path, vocab_size: int, job: Job) -> None:
 
 
 def _texts(job: Job) -> Iterator[str]:
-    """Text of evenly spread spans; what is malformed is left to who encodes it."""
+    """Text of evenly spread spans; malformed records are left to the encoder."""
     total = sum(each.size_bytes for each in job.request.inputs)
     stride = max(-(-total // TRAINED_ON_BYTES), 1)
     for _, i, begin, end in job.spans[::stride].tolist():
