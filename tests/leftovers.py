@@ -16,7 +16,7 @@ from meshfeed.sequence import decoding
 
 def as_a_rank_with_workers() -> None:
     """This process may have workers, leads the group that they are in, and gets all arrays through shared memory."""
-    cast(Any, multiprocessing.current_process())._config["daemon"] = False
+    multiprocessing.current_process().daemon = False
     os.setpgrp()
     cast(Any, decoding)._SHARED_BYTES = 64
 

@@ -29,8 +29,9 @@ import multiprocessing, sys
 multiprocessing.set_executable(sys.argv.pop())
 from meshfeed.cli import demo, main
 sys.path.insert(0, str(demo._examples()))
-import demo.corpus, demo.remote, demo.story
+import demo.corpus, demo.remote, demo.runs, demo.story
 demo.corpus._MOST_BYTES, demo.corpus._TRAINED_ON_BYTES = 500_000, 100_000
+demo.runs.WINDOW = 32
 demo.remote.STEPS = {"local": 3, "remote": 12, "broadcast": 12}
 demo.remote.HEADROOM = 100.0
 demo.remote._OPTIONS |= {"sequences": 8, "micro-batch-size": 4}

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def train(rank: int, out: str, *more: str, killed: bool = False) -> None:
             dist.FileStore(f"{out}/events", -1).set(f"at{rank}", "1")
             dist.FileStore(f"{out}/never", -1).wait(["killed"], timedelta(seconds=600))
 
-    cast(Any, multiprocessing.current_process())._config["daemon"] = False  # so that it may have workers
+    multiprocessing.current_process().daemon = False  # so that it may have workers
     paths = ["--shapes", f"{out}/shapes", "--out", out, "--checkpoint-every", "4", "--steps", str(STEPS)]
     train_vlm(arguments([*paths, *more]), after)
 

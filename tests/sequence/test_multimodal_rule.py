@@ -187,7 +187,7 @@ def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], dict[str
 
     A tp group of four has two nodes.
     """
-    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
+    multiprocessing.current_process().daemon = False  # so that it may have workers
     wrong: list[str] = []
     state, begun, decoded = None, 0, dict[str, int]()
     for text, delivery, workers in CASES:

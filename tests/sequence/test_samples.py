@@ -275,7 +275,7 @@ def every_delivery(rank: int) -> list[str]:
     """Both epochs of every case by every delivery (two of them in `make test`); tells what differs from simulate, or
     costs too much.
     """
-    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
+    multiprocessing.current_process().daemon = False  # so that it may have workers
     wrong: list[str] = []
     for at, (text, options, kind) in enumerate(CASES):
         fields = PACK if kind else ROWS

@@ -317,7 +317,7 @@ def test_an_item_that_never_comes() -> None:
 
 
 def test_workers_that_cannot_start_say_why() -> None:
-    multiprocessing.current_process()._config["daemon"] = True  # such a process may have no children
+    multiprocessing.current_process().daemon = True  # such a process may have no children
     try:
         with (
             mf.Feed(samples_recipe(Rich(), "ids"), machine=mf.Machine(workers=1)) as feed,
@@ -325,7 +325,7 @@ def test_workers_that_cannot_start_say_why() -> None:
         ):
             take(feed)
     finally:
-        multiprocessing.current_process()._config["daemon"] = False
+        multiprocessing.current_process().daemon = False
 
 
 class Stuck:
@@ -343,7 +343,7 @@ class Stuck:
 
 
 def rank_with_workers(rank: int, fifo: str) -> None:
-    multiprocessing.current_process()._config["daemon"] = False  # as a launcher's ranks are
+    multiprocessing.current_process().daemon = False  # as a launcher's ranks are
     with mf.Feed(samples_recipe(Stuck(fifo), "x"), machine=mf.Machine(workers=1)) as feed:
         take(feed)
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import made_up
 import numpy as np
@@ -51,7 +51,7 @@ class LooksLong(Look):
 
 def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any]]:
     """Stats of every step. slow: at what rank SLOW is, or all trainers are."""
-    cast(Any, multiprocessing.current_process())._config["daemon"] = False  # so that it may have workers
+    multiprocessing.current_process().daemon = False  # so that it may have workers
     is_slow = rank == SLOW and slow == "decode"
     recipe = multimodal(f"{folder}/store", image=LooksLong())
     if is_slow and workers:
