@@ -27,7 +27,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 LONGEST = (
     "test_demo.py", "test_prepare_engines.py", "test_meeting.py", "test_pages.py", "test_far_faults.py",
     "test_prepare_kills.py", "test_release.py", "test_lost_store.py", "test_cached.py", "test_s3.py", "test_exit.py",
-    "test_decode_workers.py", "test_feed.py", "test_deliveries.py", "test_far.py", "test_megatron_hybrid.py",
+    "test_decode_workers.py", "test_feed.py", "test_deliveries.py", "test_far.py", "test_core_alone.py",
+    "test_megatron_hybrid.py",
     "test_megatron_schedule.py", "test_nodes.py", "test_prepare_multimodal.py", "test_prepare_storage.py",
     "test_megatron_training.py", "test_transformers_loop.py", "test_resume.py", "test_vlm_example.py",
     "test_fixed_shapes.py", "test_megatron_batches.py", "test_loop_pages.py", "test_strangers.py", "test_failure.py",

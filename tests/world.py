@@ -38,7 +38,13 @@ AFTER_FAILURE_S = 60.0
 
 SHARED = "MESHFEED_TESTS_RANKS"
 """Environment variable: where the servers listen that this process shares with others."""
-_PRELOADED_FOR_ALL = ("megatron_world", "world_preload")
+_PRELOADED_FOR_ALL = (
+    "lightning.pytorch",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "megatron_world",
+    "world_preload",
+)
 """Modules of shared servers; that of a framework that is missing is left out."""
 _FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parent / "outer" / "integrations")]
 """Where the modules of `preload` are."""
@@ -174,9 +180,9 @@ class World:
             outcome.exitcode = process.exitcode
         return outcomes
 
-    def results(self, timeout_s: float = HANG_S) -> list[Any]:
-        """Every rank's result; fails the test where one raised."""
-        outcomes = self.join(timeout_s, AFTER_FAILURE_S)
+    def results(self, timeout_s: float = HANG_S, after_failure_s: float = AFTER_FAILURE_S) -> list[Any]:
+        """Every rank's result; fails the test where one raised. See `join`."""
+        outcomes = self.join(timeout_s, after_failure_s)
         for rank, outcome in enumerate(outcomes):
             if outcome.error or outcome.exitcode:
                 pytest.fail(f"rank {rank} failed ({outcome.exitcode}): {outcome.error}\n{outcome.trace}")
