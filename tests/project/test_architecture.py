@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ OPTIONAL = {
     "PIL",
 } | FRAMEWORKS
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file says."""
+    return ast.parse(path.read_text())
 
 
 def lint_imports(root: Path) -> tuple[bool, str]:
@@ -136,8 +143,7 @@ def test_tests_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_keep_the_rules_of_the_house(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
+    tree = tree_of(path)
     assert ast.get_docstring(tree), "every file says what it is for"
     in_cli = "cli" in path.relative_to(SOURCE).parts
     for node in ast.walk(tree):
@@ -155,7 +161,7 @@ def test_images_are_opened_in_one_place_by_one_list_of_formats() -> None:
     opening = {
         (str(path.relative_to(SOURCE)), ast.unparse(node))
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and re.search(r"(Image|PIL)\b.*\.open$", ast.unparse(node.func))
     }
     ((path, call),) = opening
@@ -186,9 +192,6 @@ def test_each_class_name_has_one_meaning() -> None:
     """`Multimodal` is the rule, and what prepares for it; a row and a microbatch are planned before they are made."""
     twice = {"Microbatch", "Multimodal", "Rows"}
     names = [
-        node.name
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
     ]
     assert {name for name in names if names.count(name) > 1} <= twice
