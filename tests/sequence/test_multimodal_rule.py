@@ -770,3 +770,29 @@ def test_no_life_of_a_job_loses_repeats_or_changes_a_part(folder: Path, tmp_path
             assert not lived.keys() & ledger.keys()
             lived |= ledger
         assert lived == alone
+
+
+@dataclass(frozen=True)
+class RowsFail(Look):
+    """Cannot tell the rows of images of three lines."""
+
+    def rows(self, parts: Any) -> Any:
+        if (parts.height == 3).any():
+            raise ValueError("three lines")
+        return super().rows(parts)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_processor_that_cannot_tell_its_rows_is_named_with_the_part(folder: Path, workers: int) -> None:
+    said = r"document (\d+), part (\d+) \(epoch 0\): RowsFail.*: ValueError: three lines$"
+    recipe, machine = multimodal(folder, image=RowsFail()), mf.Machine(workers=workers)
+    with (
+        mf.Feed(recipe, machine=machine, **PACKING) as feed,
+        pytest.raises(RecipeError, match=said) as raised,
+    ):
+        take(feed, 3)
+    match = re.search(said, str(raised.value))
+    assert match
+    store = cast(Any, recipe.sources[0])
+    with store:
+        assert store.parts(np.array([int(match[1])])).height[int(match[2])] == 3

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import struct
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -23,11 +24,12 @@ from meshfeed.columns import Array
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.machine import Machine
 from meshfeed.order import rng
-from meshfeed.parts import KINDS, Kind
+from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.arena import Arena, ArenaRange
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.processor import PartSize, Processor, named, rows_of, tokens_of
+from meshfeed.sequence.runs import Longs
 from meshfeed.store.workers import Failure, Workers
 
 Made = dict[str, Array]
@@ -164,7 +166,7 @@ class Decoder:
     def decode(self, places: Sequence[PartPlace]) -> list[Made | Bad]:
         """Each part, decoded and checked. Raises StoreError if it cannot be read, or a worker dies."""
         if self._workers is None:
-            tasks = {at: self._task(at) for at in dict.fromkeys(places)}
+            tasks = self._tasks(dict.fromkeys(places))
             decoded = {at: _decoded_here(self._processors, task) for at, task in tasks.items()}
             self.costs.wait_s += self._count(decoded.values())[0]
             return [decoded[at].made for at in places]
@@ -191,30 +193,60 @@ class Decoder:
         self.costs.busy_s += busy_s
         return busy_s, read_s
 
-    def _task(self, at: PartPlace) -> Task:
-        store, document = self._recipe.sources[at.source], np.array([at.index])
-        part = store.parts(document).only(at.part)
-        kind: Kind = KINDS[int(part.kind[0])]
+    def _tasks(self, places: Collection[PartPlace]) -> dict[PartPlace, Task]:
+        """All that decoding some parts needs. What one source has of them is read together."""
+        tasks: dict[PartPlace, Task] = {}
+        ordered = sorted(dict.fromkeys(places), key=lambda at: (at.source, at.index, at.part))
+        for source, some in itertools.groupby(ordered, key=lambda at: at.source):
+            tasks |= self._tasks_of(source, list(some))
+        return {at: tasks[at] for at in places}
+
+    def _tasks_of(self, source: int, places: Sequence[PartPlace]) -> dict[PartPlace, Task]:
+        """places: of one source, ascending by document and part."""
+        store, promised = self._recipe.sources[source], list[tuple[Kind, int, dict[str, int], int]]()
+        documents, numbers = (np.array(each) for each in zip(*((at.index, at.part) for at in places)))
+        unique, of = np.unique(documents, return_inverse=True)
+        parts = store.parts(unique)
+        parts = parts.take(parts.starts[of] + numbers)
+        for kind in KINDS:
+            if mine := parts.of_kind(kind).tolist():
+                rows, tokens = self._promised(kind, parts.take(np.array(mine)), [places[i] for i in mine])
+                for k, i in enumerate(mine):
+                    promised.append(
+                        (kind, i, {name: int(each[k]) for name, each in rows.items()}, int(tokens[k]))
+                    )
+        begin = time.monotonic()
+        data = store.read_parts(documents, numbers)
+        read_s = (time.monotonic() - begin) / len(places)
+        return {
+            (at := places[i]): Task(
+                kind=kind,
+                data=data[i],
+                size=PartSize.of(parts, i),
+                seeds=(self._recipe.seed, at.epoch, at.index, at.part, source),
+                rows=rows,
+                tokens=tokens,
+                read_s=read_s,
+            )
+            for kind, i, rows, tokens in promised
+        }
+
+    def _promised(
+        self, kind: Kind, parts: Parts, places: Sequence[PartPlace]
+    ) -> tuple[dict[str, Longs], Longs]:
+        """Rows and tokens of parts of one kind. Raises for the first that the processor or rule fails at."""
         processor = self._processors[kind]
         try:
-            rows, tokens = rows_of(processor, part), tokens_of(processor.rule, part)
+            return rows_of(processor, parts), tokens_of(processor.rule, parts)
         except Exception as error:
-            raise named(error, processor, self.told(at)) from error
-        begin = time.monotonic()
-        (data,) = store.read_parts(document, np.array([at.part]))
-        read_s = time.monotonic() - begin
-        return Task(
-            kind=kind,
-            data=data,
-            size=PartSize.of(part, 0),
-            seeds=(self._recipe.seed, at.epoch, at.index, at.part, at.source),
-            rows={name: int(count[0]) for name, count in rows.items()},
-            tokens=int(tokens[0]),
-            read_s=read_s,
-        )
+            if len(places) == 1:
+                raise named(error, processor, self.told(places[0])) from error
+            for i, at in enumerate(places):
+                self._promised(kind, parts.only(i), [at])
+            raise named(error, processor, f"{self.told(places[0])} and {len(places) - 1} more") from error
 
     def _task_with_room(self, at: PartPlace) -> Task:
-        task, arena = self._task(at), self._arena
+        (task,), arena = self._tasks([at]).values(), self._arena
         fields = self._processors[task.kind].fields
         sizes = [task.rows[each.name] * each.row_bytes for each in fields]
         if needed := sum(_aligned(size) for size in sizes if size >= _SHARED_BYTES):

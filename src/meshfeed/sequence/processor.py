@@ -30,7 +30,7 @@ class PartSize(NamedTuple):
     @classmethod
     def of(cls, parts: Parts, place: int) -> Self:
         """The size of one of some parts."""
-        height, width, length = (int(each[place]) for each in (parts.height, parts.width, parts.length))
+        height, width, length = int(parts.height[place]), int(parts.width[place]), int(parts.length[place])
         return cls(height, width, length, float(parts.rate[place]))
 
     def as_image(self) -> Parts:
