@@ -77,7 +77,9 @@ class OnHost:
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """See Placer. Of the free buffers, the one used last: the processor may still have it cached."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        room = _room_for(num_bytes)
+        # rounded up, by at most a quarter, to one of four sizes per power of two
+        grain = 1 << max((num_bytes - 1).bit_length() - 3, 6)
+        room = -(-num_bytes // grain) * grain
         made = self._made.setdefault(room, [])
         for at in range(len(made) - 1, -1, -1):
             if sys.getrefcount(made[at]) == _FREE:
@@ -184,12 +186,6 @@ class OnCuda:
 def on_device(value: Any, device: str | torch.device) -> Any:
     """A value with all tensors in it on a device."""
     return changed(value, lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v)
-
-
-def _room_for(num_bytes: int) -> int:
-    """Round up, by at most a quarter, to one of four sizes per power of two."""
-    grain = 1 << max((num_bytes - 1).bit_length() - 3, 6)
-    return -(-num_bytes // grain) * grain
 
 
 def microbatches_of(portion: Portion, built: Built, placer: Placer) -> tuple[list[Microbatch], Any]:

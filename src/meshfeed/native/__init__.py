@@ -51,10 +51,12 @@ def address(array: Any) -> int:
 
 def addresses(*arrays: npt.NDArray[np.int64]) -> list[int]:
     """Of contiguous int64 arrays, none of them converted: the caller's local variables keep them alive."""
+    found: list[int] = []
     for array in arrays:
         if array.dtype != _INT64:
             raise ValueError(f"compiled loops take int64, not {array.dtype.name}")
-    return [address(array) for array in arrays]
+        found.append(address(array))
+    return found
 
 
 def is_compiled() -> bool:

@@ -26,6 +26,7 @@ from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 
+Ranges = tuple[npt.NDArray[np.int32], Longs, Longs, Longs]
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
     Field(name="labels", dtype="int64", stages=("last",), split=True),
@@ -100,8 +101,11 @@ class DocumentRule(SequenceRule):
         """What the portion's group reads, as tokens of its draws; by default the held slices."""
         return portion.read()
 
-    def _ranges(self, recipe: Recipe, portion: Portion) -> tuple[npt.NDArray[np.int32], Longs, Longs, Longs]:
+    def _ranges(self, recipe: Recipe, portion: Portion) -> Ranges:
         """The held slices that are not empty: source, number, and stream range of each; [m]."""
+        return portion.once(recipe, lambda: self._found(recipe, portion), "ranges")
+
+    def _found(self, recipe: Recipe, portion: Portion) -> Ranges:
         held, draws = self.held(recipe, portion), self.look_up(recipe, portion.draws)
         some: Longs = np.flatnonzero(held.sizes)
         of = held.sequence[some]

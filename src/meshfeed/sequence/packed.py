@@ -66,26 +66,16 @@ def runs_at(places: Sequence[int], runs: Sequence[Runs]) -> Runs:
     return Runs(at, start, size)
 
 
-def _position_runs(portion: Portion) -> Runs:
-    """Where the tokens of a pack have positions, from which on; the dummy at its end has some, too."""
-    (own, at), tail = portion.own_tokens, portion.tail_tokens
-    runs = Runs(at, own.start - portion.starts[own.sequence], own.sizes)
-    return runs_at((0, 0), (runs, tail)) if tail.at.size else runs
-
-
-def _sequence_runs(portion: Portion) -> Runs:
-    """Where the sequences of a pack are, by number."""
-    own, at = portion.own_tokens
-    return Runs(at, own.sequence.astype(np.int64), own.sizes)
-
-
 def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
     """The named PLAN_FIELDS that cp splits, as runs."""
-    ids = _sequence_runs(portion)
+    own, at = portion.own_tokens
+    positions = Runs(at, own.start - portion.starts[own.sequence], own.sizes)
+    if portion.pack.tail:  # the dummy has positions, too
+        positions = runs_at((0, 0), (positions, portion.tail_tokens))
     runs_and_steps = {
-        "position_ids": (_position_runs(portion), 1),
-        "sequence_ids": (ids, 0),
-        "padding_mask": (Runs(ids.at, np.zeros_like(ids.at), ids.size), 0),
+        "position_ids": (positions, 1),
+        "sequence_ids": (Runs(at, own.sequence.astype(np.int64), own.sizes), 0),
+        "padding_mask": (Runs(at, np.zeros_like(at), own.sizes), 0),
     }
     made: list[RunField] = []
     for field in PLAN_FIELDS:

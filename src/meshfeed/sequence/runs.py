@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.native import POINTER, WHOLE, address, compiled
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe
@@ -104,15 +104,16 @@ class Runs:
         rows, read_rows = (out.shape[0], read.shape[0]) if out.ndim == 2 else (1, 1)
         if read_rows not in (1, rows):
             return False
-        at, start, size = (np.ascontiguousarray(each, np.int64) for each in (self.at, self.start, self.size))
+        runs = np.array((self.at, self.start, self.size), np.int64)
+        first, step = address(runs), runs.strides[0]
         done = copy_runs(
             kind,
             rows,
             *(address(read), read.itemsize, read.strides[0] if read_rows == rows > 1 else 0, read.shape[-1]),
             *(address(out), out.itemsize, out.strides[0] if rows > 1 else 0, out.shape[-1]),
-            *(at.size, *addresses(at, start, size)),
+            *(self.at.size, first, first + step, first + 2 * step),
         )
-        return done == rows * at.size
+        return done == rows * self.at.size
 
     def fill(self, value: float, out: Array) -> None:
         """Write one value to all runs."""
@@ -176,18 +177,20 @@ class WholeStep:
     rank: int
     served: tuple[int, ...]
     order: tuple[int, ...]
-    _made: dict[int, Any] = field(default_factory=dict[int, Any], init=False, repr=False)
+    _made: dict[tuple[int, str], Any] = field(
+        default_factory=dict[tuple[int, str], Any], init=False, repr=False
+    )
 
     def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
         """What a rule makes of the step's draws in a recipe, made once."""
         return _once(self._made, recipe, make)
 
 
-def _once(made: dict[int, Any], recipe: Recipe, make: Callable[[], M]) -> M:
+def _once(made: dict[tuple[int, str], Any], recipe: Recipe, make: Callable[[], M], what: str = "") -> M:
     # by identity: a step is of one recipe and those of its columns, which outlive it and are not kept by it
-    if id(recipe) not in made:
-        made[id(recipe)] = make()
-    return made[id(recipe)]
+    if (id(recipe), what) not in made:
+        made[id(recipe), what] = make()
+    return made[id(recipe), what]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +231,9 @@ class Portion:
     split: CpSplit
     needs: frozenset[str] | None = None
     step: WholeStep | None = None
-    _made: dict[int, Any] = field(default_factory=dict[int, Any], init=False, repr=False)
+    _made: dict[tuple[int, str], Any] = field(
+        default_factory=dict[tuple[int, str], Any], init=False, repr=False
+    )
     _read: dict[int, Slices] = field(default_factory=dict[int, Slices], init=False, repr=False)
     _runs: dict[tuple[int, int], Runs] = field(
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
@@ -264,9 +269,9 @@ class Portion:
         """Without what only the rule needs: a microbatch is pickled with its portion."""
         return {**self.__dict__, "step": None, "_made": {}}
 
-    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
-        """What a rule makes of the draws in a recipe, made once."""
-        return _once(self._made, recipe, make)
+    def once(self, recipe: Recipe, make: Callable[[], M], what: str = "") -> M:
+        """What a rule makes of the draws in a recipe, made once. what: distinguishes several such things."""
+        return _once(self._made, recipe, make, what)
 
     def draws_of(self, microbatch: int) -> Draws:
         """The draws of one of the microbatches."""

@@ -88,7 +88,9 @@ class FieldTable:
 
     def filled(self, allocate: Allocate) -> Filled:
         """The fields, but for those whose tensors are kept."""
-        rows = {each.field.name: each if each.is_kept else self._fill(each, allocate) for each in self.fields}
+        rows: dict[str, Array | RunField] = {}
+        for each in self.fields:
+            rows[each.field.name] = each if each.is_kept else self._fill(each, allocate)
         return Filled(self.shape, rows, self.ready)
 
     def built(self, allocate: Allocate) -> list[Arrays]:
