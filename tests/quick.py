@@ -113,9 +113,8 @@ def _serve(descriptor: int) -> None:
             with contextlib.suppress(ImportError):  # a framework may be missing
                 importlib.import_module(name)
         with contextlib.suppress(ImportError):  # as are the commands, beside the core alone
-            from meshfeed.cli.main import COMMANDS, parser_of
-
-            parser_of(COMMANDS)  # which imports them
+            commands = importlib.import_module("meshfeed.cli.main")
+            commands.parser_of(commands.COMMANDS)  # which imports them
     gc.collect()
     gc.freeze()  # no fork looks at it again, which takes long and copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
