@@ -280,7 +280,7 @@ def test_what_a_killed_process_left_is_removed(server: Nginx, tmp_path: Path) ->
 def test_a_fetcher_leaves_when_its_reader_has(server: Nginx, tmp_path: Path) -> None:
     ours, theirs = _context.Pipe(duplex=False)
     child = _context.Process(
-        target=read_for_ever, args=(server.url, str(tmp_path), 1, 1 << 30, theirs), daemon=True
+        target=read_forever, args=(server.url, str(tmp_path), 1, 1 << 30, theirs), daemon=True
     )
     child.start()
     theirs.close()
@@ -305,7 +305,7 @@ def command_of(pid: int) -> bytes:
     return b""
 
 
-def read_for_ever(url: str, cache: str, seed: int, limit: int, pipe: Any) -> None:
+def read_forever(url: str, cache: str, seed: int, limit: int, pipe: Any) -> None:
     rng = np.random.default_rng(seed)
     with file_of(url, Path(cache), limit) as file:
         while True:
@@ -320,7 +320,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
     def started(seed: int) -> tuple[Any, Any]:
         ours, theirs = _context.Pipe(duplex=False)
         child = _context.Process(
-            target=read_for_ever, args=(server.url, str(tmp_path), seed, limit, theirs), daemon=True
+            target=read_forever, args=(server.url, str(tmp_path), seed, limit, theirs), daemon=True
         )
         child.start()
         theirs.close()

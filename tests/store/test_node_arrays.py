@@ -54,7 +54,7 @@ def cut(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def turn_a_byte(path):
+def flip_a_byte(path):
     with path.open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         last = stream.read(1)
@@ -66,7 +66,7 @@ def blank(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("harm", [cut, turn_a_byte, blank, os.unlink])
+@pytest.mark.parametrize("harm", [cut, flip_a_byte, blank, os.unlink])
 @pytest.mark.parametrize("name", ["long.npy", "pairs.npy", "none.npy", "manifest.json"])
 def test_a_damaged_entry_is_built_anew(tmp_path, harm, name):
     cached_arrays(tmp_path, KEY, lambda: ARRAYS)

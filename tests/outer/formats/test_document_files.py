@@ -282,12 +282,12 @@ def test_blocks_go_through_row_groups_a_few_at_a_time(
     decoded: list[tuple[int, int]] = []
     decode = parquet.ParquetStore._decoded
 
-    def decode_and_tell(self: Any, f: int, group: int) -> Any:
+    def decode_and_signal(self: Any, f: int, group: int) -> Any:
         decoded.append((f, group))
         return decode(self, f, group)
 
     assert store.shard_ends.tolist() == list(range(3, 61, 3))
-    monkeypatch.setattr(parquet.ParquetStore, "_decoded", decode_and_tell)
+    monkeypatch.setattr(parquet.ParquetStore, "_decoded", decode_and_signal)
     recipe = mf.Recipe(
         data=store,
         sequence=mf.Documents(),
