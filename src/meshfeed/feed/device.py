@@ -15,15 +15,14 @@ from meshfeed.columns import Array, Arrays
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Together, Value
 from meshfeed.feed.nested import changed, leaves_of
-from meshfeed.sequence import FieldTable, Filled, Portion, RunField, widened
+from meshfeed.sequence import FieldTable, FilledTable, Portion, RunField, widened
 
 _MOST_KEPT = 128
 _MOST_FIELDS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
 _FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's
 
-
-Built = Sequence[Arrays] | Filled | FieldTable
+Built = Sequence[Arrays] | FilledTable | FieldTable
 """The fields of some microbatches: of each, of all in one array for each field, or as runs."""
 
 
@@ -98,7 +97,7 @@ class OnHost:
     def place(self, built: Built) -> tuple[Sequence[Mapping[str, Value]], Any]:
         if isinstance(built, FieldTable):
             return _together(widened(built, lambda array: torch.from_numpy(array.copy())), built.ready), None
-        if isinstance(built, Filled):
+        if isinstance(built, FilledTable):
             rows = {
                 name: torch.from_numpy(each) if isinstance(each, np.ndarray) else self._of(each, built.shape)
                 for name, each in built.rows.items()

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import cache
 from typing import cast, get_args
 
 import numpy as np
@@ -153,7 +154,7 @@ class SequenceRule(Rule):
     @property
     def has_table(self) -> bool:
         """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
-        return replaces_together(type(self), "table", "build")
+        return _has_table(type(self))
 
     def table(
         self,
@@ -184,6 +185,11 @@ class SequenceRule(Rule):
         kept.
         """
         return self.table(recipe, portion, columns, names, allocate).built(allocate)
+
+
+@cache  # asked for each portion
+def _has_table(kind: type[SequenceRule]) -> bool:
+    return replaces_together(kind, "table", "build")
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:

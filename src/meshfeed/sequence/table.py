@@ -56,7 +56,7 @@ class RunField:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledTable:
     """The fields of some microbatches on the host.
 
     Attributes:
@@ -86,12 +86,12 @@ class FieldTable:
     fields: Sequence[RunField]
     ready: Sequence[Arrays]
 
-    def filled(self, allocate: Allocate) -> Filled:
+    def filled(self, allocate: Allocate) -> FilledTable:
         """The fields, but for those whose tensors are kept."""
         rows: dict[str, Array | RunField] = {}
         for each in self.fields:
             rows[each.field.name] = each if each.is_kept else self._fill(each, allocate)
-        return Filled(self.shape, rows, self.ready)
+        return FilledTable(self.shape, rows, self.ready)
 
     def built(self, allocate: Allocate) -> list[Arrays]:
         """The fields of each microbatch."""
