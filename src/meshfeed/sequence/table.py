@@ -17,6 +17,8 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Runs
 
+_FEW = 32  # runs, between which a loop pads in less time than arrays of gaps take
+
 
 @dataclass(frozen=True, slots=True)
 class RunField:
@@ -40,7 +42,11 @@ class RunField:
 
     def write(self, out: Array, column: Array | None = None) -> None:
         """Fill the field, [tokens]. column: the one that it follows, as one row."""
-        runs, first = self.runs, self.runs.start
+        runs, first, covered = self.runs, self.runs.start, int(self.runs.size.sum())
+        if column is not None and 2 * covered < out.size:
+            out[:] = self.field.pad
+            runs.copy(column, out)
+            return
         if column is not None:
             runs.copy(column, out)
         elif not self.step and (first[:1] == first).all():
@@ -51,8 +57,15 @@ class RunField:
         else:
             for at, value, size in zip(runs.at.tolist(), first.tolist(), runs.size.tolist()):
                 out[at : at + size] = value + self.step * np.arange(size)
-        if runs.size.sum() < out.size:
+        if covered == out.size:
+            return
+        if runs.at.size > _FEW:
             runs.gaps(out.size).fill(self.field.pad, out)
+            return
+        ends = (runs.at + runs.size).tolist()
+        for start, stop in zip([0, *ends], [*runs.at.tolist(), out.size]):
+            if start < stop:
+                out[start:stop] = self.field.pad
 
 
 @dataclass(frozen=True, slots=True)
