@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshfeed.feed.batch import Microbatch
-from meshfeed.feed.device import OnHost, microbatches_of
+from meshfeed.feed.device import OnHost, built_by, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
 from meshfeed.machine import Machine
@@ -79,6 +79,6 @@ def simulate(
                 made: list[Microbatch] = []
                 for portion in stepping.portions(batch, coord, [coord.cp]):
                     columns = rule.load(recipe, portion, host.allocate) if reads else None
-                    built = rule.build(recipe, portion, columns, names, host.allocate)
+                    built = built_by(host, rule, recipe, portion, columns, names)
                     made += microbatches_of(portion, built, host)[0]
                 yield SimulatedStep(rank=rank, coord=coord, batch=batch, microbatches=tuple(made))

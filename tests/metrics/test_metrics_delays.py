@@ -36,7 +36,7 @@ def slow_at_a_stage(rank: int, path: str, delivery: str, log: str) -> list[dict[
 
         house.microbatches_of = delayed(house.microbatches_of, DELAYED)
     else:
-        method = {"read": "load", "plan": "lengths", "build": "build"}[SLOW[rank]]
+        method = {"read": "load", "plan": "lengths", "build": "table"}[SLOW[rank]]
         object.__setattr__(recipe.sequence, method, delayed(getattr(recipe.sequence, method), DELAYED))
     layout = mf.Layout.parse("tp2-dp2")
     steps: list[mf.Step] = []

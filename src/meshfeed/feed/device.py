@@ -11,11 +11,12 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Array, Arrays
+from meshfeed.columns import Array, Arrays, Columns
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Together, Value
 from meshfeed.feed.nested import changed, leaves_of
-from meshfeed.sequence import FieldTable, FilledTable, Portion, RunField, widened
+from meshfeed.recipe import Recipe
+from meshfeed.sequence import FieldTable, FilledTable, Portion, RunField, SequenceRule, widened
 
 _MOST_KEPT = 128
 _MOST_FIELDS = 16
@@ -180,6 +181,20 @@ class OnCuda:
 
     def _copied(self, value: Any) -> Value:
         return on_device(_tensors(value), self._device)
+
+
+def built_by(
+    placer: Placer,
+    rule: SequenceRule,
+    recipe: Recipe,
+    portion: Portion,
+    columns: Columns | None,
+    names: Sequence[str],
+) -> Built:
+    """The named fields of a portion, as the placer takes them: its rule's table, or what it builds itself."""
+    if rule.has_table:
+        return placer.fill(rule.table(recipe, portion, columns, names, placer.allocate))
+    return rule.build(recipe, portion, columns, names, placer.allocate)
 
 
 def on_device(value: Any, device: str | torch.device) -> Any:

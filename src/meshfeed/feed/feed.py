@@ -28,7 +28,7 @@ from meshfeed.deliver import (
 )
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
-from meshfeed.feed.device import Built, OnHost, Placer, microbatches_of
+from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
@@ -394,11 +394,10 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _built(self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None) -> Built:
         """A portion's fields; each microbatch's own where somebody compares digests."""
         rule, recipe, names = self._rule, self.recipe, self.role.fields
-        if digester is None and rule.has_table:
-            return placer.fill(rule.table(recipe, portion, columns, names, placer.allocate))
+        if digester is None:
+            return built_by(placer, rule, recipe, portion, columns, names)
         built = rule.build(recipe, portion, columns, names, placer.allocate)
-        if digester:
-            digester.add(built)
+        digester.add(built)
         return built
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:

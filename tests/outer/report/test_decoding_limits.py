@@ -61,7 +61,7 @@ def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any
         decoding.made_of = delayed(decoding.made_of, range(20, 60, 10))
     elif rank == SLOW and slow == "read":
         store = type(recipe.sources[0])
-        store.read_parts = delayed(store.read_parts, range(20, 60, 10))  # type: ignore[method-assign]
+        store.read_parts = delayed(store.read_parts, DELAYED)  # type: ignore[method-assign]
     machine = mf.Machine(workers=workers)
     options: dict[str, Any] = {
         "packing": PACKING, "delivery": "share", "timeout_s": 600, "machine": machine,
