@@ -116,11 +116,12 @@ def into_a_cache(lengths: np.ndarray, rounds: int) -> Row:
             made["theirs"] = [dataset.document_index, dataset.sample_index, dataset.shuffle_index]
 
         def ours() -> None:
-            machine = mf.Machine(index_cache=fresh())
+            folder = fresh()
+            machine = mf.Machine(index_cache=folder)
             rule = mf.MegatronGPT(LENGTH, samples=num_samples).run_by(machine, "with sample")
             recipe = mf.Recipe(data=mf.open(prefix), sequence=rule, batch=mf.Batch(sequences=256), seed=SEED)
             rule.prepare(recipe)
-            (entry,) = (each for each in Path(str(rule.cache)).iterdir() if each.is_dir())
+            (entry,) = (each for each in folder.iterdir() if each.is_dir())
             names = ("document", "sample", "shuffle")
             made["ours"] = [np.load(entry / f"{name}.npy", mmap_mode="r") for name in names]
 

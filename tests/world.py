@@ -27,11 +27,11 @@ from typing import Any
 
 import pytest
 
-from soak import SEED
+from soak import SEED, cases
 
 HASH_SEEDS = tuple(str((2 * SEED + server) % 2**32) for server in (1, 2))
 """PYTHONHASHSEED of each fork server."""
-HANG_S = 600.0
+HANG_S = float(cases(600, 3_600))
 """A rank that is silent for so long hangs: far beyond what a busy machine takes."""
 AFTER_FAILURE_S = 60.0
 """How long the other ranks may go on where one failed and all should have ended well."""

@@ -42,13 +42,17 @@ BY_NAME = {"parts/test_part_counts.py"}
 BLOCKER = """
 import sys
 
-class Blocker:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class WithoutBlocked:
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Blocker)
+    def find_spec(self, name, path=None, target=None):
+        return None if name in BLOCKED else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [WithoutBlocked(finder) for finder in sys.meta_path]
 """
 
 
@@ -158,7 +162,8 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a Python that has the copy, NumPy and torch; so have all that it starts."""
     path = os.pathsep.join(str(folder / name) for name in ("hook", "src", "tests"))
-    own = {name: value for name, value in os.environ.items() if name not in (quick.SHARED, world.SHARED)}
+    left_out = (quick.SHARED, world.SHARED, "MESHFEED_SOAK")  # its tests were soaked already
+    own = {name: value for name, value in os.environ.items() if name not in left_out}
     environment = own | {
         "PYTHONPATH": path,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

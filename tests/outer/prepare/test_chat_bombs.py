@@ -47,8 +47,9 @@ def made(folder: Path, template: str) -> ChatEncoder:
 @some(2)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_takes_too_much_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(chat_process, "CPU_S", 1)
     bomb, said = BOMBS[name]
+    if "1 s" in said:  # the others may take longer on a busy machine
+        monkeypatch.setattr(chat_process, "CPU_S", 1)
     # A conversation sets it off, so the next one is encoded.
     encoder = made(tmp_path, f"{{% if messages[0].content == 'x' %}}{bomb}{{% endif %}}{SOUND}")
     with pytest.raises(StoreError, match=f"conversation 0: .*{said}"):
