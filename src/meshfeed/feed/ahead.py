@@ -170,30 +170,24 @@ class Prefetcher(Generic[T]):
         Raises StopIteration at the end and, at once, after `stop`; TimeoutError after `timeout_s`, the
         producer's own error, or the job's. With a depth of 0 it makes the item, however long that takes.
         """
-        if not self._depth:
-            return self._make(error_of_job)
-        if os.getpid() != self._process:
+        if self._depth and os.getpid() != self._process:
             raise DeliveryError(
                 "this Feed belongs to the parent of this forked process, and its reader thread does not run "
                 "here; make a new Feed in this process"
             )
         self._taking.yes = True
         try:
-            return self._take(timeout_s, error_of_job)
+            return self._take(timeout_s, error_of_job) if self._depth else self._make(error_of_job)
         finally:
             self._taking.yes = False
 
     def _make(self, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
         if other := error_of_job():
             raise other
-        self._taking.yes = True
-        try:
-            with self._making:
-                if self._stopped:
-                    raise StopIteration
-                return next(self._items), self._clock.take()
-        finally:
-            self._taking.yes = False
+        with self._making:
+            if self._stopped:
+                raise StopIteration
+            return next(self._items), self._clock.take()
 
     def _take(self, timeout_s: float, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
         with self._changed:
