@@ -90,7 +90,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "sequence": (
-        ["sequence/*.py", "sequence/multimodal/*.py", "parts/*.py"],
+        ["sequence/*.py", "parts/*.py"],
         [
             *_in("sequence", "multimodal_random table columns documents windows samples masked chat arena"),
             *_in("sequence", "multimodal_rule encoder_balanced whisper multimodal_plans processors mrope"),
