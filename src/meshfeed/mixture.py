@@ -17,10 +17,10 @@ from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
 
-Unit = Literal["proportion", "repeat", "count"]
+Unit = Literal["proportion", "tokens", "repeat", "count"]
 Batches = Literal["mixed", "per_source"]
 
-_SHARES = ("proportion", "size")
+_SHARES = ("proportion", "tokens", "size")
 
 
 class Store(ABC):
@@ -84,7 +84,7 @@ class Amount(NamedTuple):
     Attributes:
         source: index of the store in the mixture.
         amount: from 0; a source of 0 is not drawn.
-        by: its unit. "size" weighs the source by amount x the store's own size.
+        by: its unit. "size" weighs the source by amount x the store's own size, in sequences.
     """
 
     source: int
@@ -115,9 +115,14 @@ class Mixture:
 
     `Mixture({"code": (store, 0.7), "docs": (other, 0.3)})` is endless. Without amounts,
     `Mixture({"code": store, "docs": other})`, each source is weighted by its number of sequences. With
+    by="tokens" the amounts are shares of the tokens, whatever the lengths of sequences. With
     by="repeat" the amounts are passes over each store, and with by="count" sequences of each; the stream ends
     when all are drawn. A mapping gives the unit of each source:
     `Mixture({"code": (store, 2), "docs": (other, 5000)}, by={"code": "repeat", "docs": "count"})`.
+
+    With by="tokens", a source's share of the sequences is its share of the tokens divided by the mean length
+    of its sequences in an epoch. So after every epoch of a source its tokens are exact; within one they
+    deviate by what its shuffle brings first.
 
     With batches="per_source" each global batch has one source, and whole batches alternate. After any number
     of steps since the last change of amounts or batch size, the number of steps of each source differs from
@@ -129,11 +134,11 @@ class Mixture:
         sources: name -> (store, amount), or the store alone, which is weighted by its size under "proportion"
             and otherwise taken once. The name keys the store's shuffle, so keep it. A source of amount 0 is
             not drawn.
-        by: "proportion", "repeat" or "count"; or name -> "repeat" or "count".
+        by: "proportion", "tokens", "repeat" or "count"; or name -> "repeat" or "count".
         batches: "mixed" or "per_source".
 
     Raises RecipeError for an amount that is negative or not finite, a count that is not an integer, amounts
-    for only some of the sources under "proportion", or no amount above 0.
+    for only some of the sources under "proportion" or "tokens", or no amount above 0.
     """
 
     def __init__(
@@ -156,15 +161,17 @@ class Mixture:
         step: int,
         sources: Mapping[str, float | Store | tuple[Store, float]],
         *,
-        by: Unit | Mapping[str, Unit] = "proportion",
+        by: Unit | Mapping[str, Unit] | None = None,
     ) -> Mixture:
         """The same mixture with different amounts from a step on.
 
         A source keeps its position: no sequence is repeated or skipped.
         sources: name -> amount, or a new store with or without an amount. Sources not named are not drawn
-        from there on.
+        from there on. by: as for the mixture; None for "tokens" after amounts by tokens, else "proportion".
         """
         check_next(step, self.parts[-1].step, "Mixture.then")
+        if by is None:
+            by = "tokens" if self.parts[-1].amounts[0].by == "tokens" else "proportion"
         changed = copy(self)
         changed._add(step, sources, by)
         return changed
@@ -259,6 +266,11 @@ def _unit_of(name: str, amount: float | None, by: Unit | Mapping[str, Unit]) -> 
     if unit not in get_args(Unit):
         raise RecipeError(f"source {name!r} has by={unit!r}: choose one of {', '.join(get_args(Unit))}")
     if amount is None:
+        if unit == "tokens":
+            raise RecipeError(
+                f"source {name!r} has no amount: by='tokens' takes (store, share of the tokens); for the "
+                f"share of each source's own tokens give no amounts, and by='proportion'"
+            )
         return "size" if unit == "proportion" else "repeat"
     return unit
 
@@ -282,6 +294,8 @@ def _check_units(names: Sequence[str], amounts: Sequence[Amount], by: Unit | Map
     if {"proportion", "size"} <= units:
         bare = next(name for name, amount in zip(names, amounts) if amount.by == "size")
         raise RecipeError(f"source {bare!r} has no amount, but others have: give every source one, or none")
+    if units >= {"proportion", "tokens"}:
+        raise RecipeError("shares are of sequences (proportion) or of tokens, not some of each: use one kind")
     if len(units) > 1 and units & set(_SHARES):
         raise RecipeError(
             "a proportion never ends, so it cannot be combined with repeat or count: use one kind"

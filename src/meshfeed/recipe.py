@@ -12,7 +12,7 @@ from collections.abc import Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from os import PathLike
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,29 @@ _WANTED = {
 }
 
 
+class EpochTokens(NamedTuple):
+    """Tokens of an epoch of a source: of all its sequences, and of the longest."""
+
+    total: int
+    longest: int
+
+
 class Rule(ABC):
     """What a recipe needs of a sequence rule, which turns a store into sequences."""
 
     @abstractmethod
     def num_sequences(self, store: Store) -> int:
         """Sequences in one epoch of a store; the same for every epoch."""
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        """Tokens of a source's sequences, from the index alone; the same for every epoch.
+
+        Raises RecipeError where they are not known beforehand.
+        """
+        raise RecipeError(
+            f"{self.summary()} does not say how many tokens its sequences have; count in sequences: "
+            f"Mixture(by='proportion')"
+        )
 
     def summary(self) -> str:
         """The rule and all its options in one line; part of the fingerprint."""

@@ -119,6 +119,10 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["step"].valid_tokens > 0
 
 
+def test_tokens() -> None:
+    run_page("tokens.md", 1)
+
+
 def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("finetuning.md", 11)

@@ -20,7 +20,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.rule import SequenceRule, TokenRule
@@ -148,6 +148,9 @@ class WithColumns(SequenceRule):
 
     def num_sequences(self, store: Store) -> int:
         return self.rule.num_sequences(store)
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        return self.rule.epoch_tokens(recipe, source)
 
     def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
         return self.rule.look_up(recipe, draws)

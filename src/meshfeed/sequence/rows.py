@@ -17,7 +17,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, runs_of
@@ -69,6 +69,10 @@ class Rows(SequenceRule):
     def fields(self) -> tuple[Field, ...]:
         """The fields for these options."""
         return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        """Every row counts as `length` tokens."""
+        return EpochTokens(self.num_sequences(recipe.sources[source]) * self.length, self.length)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each row, all equal; int64 [n]."""

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from typing import cast, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,11 @@ import numpy.typing as npt
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
+from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Recipe, Rule
+from meshfeed.recipe import EpochTokens, Recipe, Rule
 from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
@@ -32,6 +34,10 @@ from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
 
 _PLAIN = asdict(Machine())
+_COUNTED = 1 << 18  # sequences whose lengths are looked up together
+
+# by the rule's class and summary, for each store that exists
+_epoch_tokens: WeakKeyDictionary[Store, dict[tuple[type, str], EpochTokens]] = WeakKeyDictionary()
 
 
 class SequenceRule(Rule):
@@ -91,6 +97,17 @@ class SequenceRule(Rule):
     @abstractmethod
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each sequence, from the index alone; int64 [n]."""
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        """The sum of `lengths` over an epoch, and the largest: one pass over the index, kept with the store.
+
+        Raises RecipeError if the lengths of sequences differ from epoch to epoch.
+        """
+        kept = _epoch_tokens.setdefault(recipe.sources[source], {})
+        by = type(self), self.summary()
+        if by not in kept:
+            kept[by] = _counted(self, recipe, source)
+        return kept[by]
 
     @abstractmethod
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
@@ -190,6 +207,28 @@ class SequenceRule(Rule):
 @cache  # asked for each portion
 def _has_table(kind: type[SequenceRule]) -> bool:
     return replaces_together(kind, "table", "build")
+
+
+def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> EpochTokens:
+    store, total, longest = recipe.sources[source], 0, 0
+    count = rule.num_sequences(store)
+
+    def lengths(epoch: int, start: int, stop: int) -> Longs:
+        index = np.arange(start, stop)
+        draws = Draws(np.full(index.size, source, np.int32), np.full_like(index, epoch), index)
+        return np.asarray(rule.lengths(recipe, draws), np.int64)
+
+    with store:
+        for start in range(0, count, _COUNTED):
+            now = lengths(0, start, min(start + _COUNTED, count))
+            if start == 0 and (lengths(1, 0, now.size) != now).any():
+                raise RecipeError(
+                    f"{rule.summary()} gives the sequences of {store!r} other lengths in another epoch, so "
+                    f"the tokens of an epoch are not known beforehand; count in sequences: "
+                    f"Mixture(by='proportion')"
+                )
+            total, longest = total + int(now.sum()), max(longest, int(now.max()))
+    return EpochTokens(total, longest)
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:

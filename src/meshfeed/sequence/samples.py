@@ -18,7 +18,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError, StoreError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, EpochIndex
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule
@@ -103,6 +103,16 @@ class Samples(SequenceRule):
         if self.packed and not store.has_lengths:
             raise RecipeError(f"Samples(packed=True) plans with lengths: give {store!r} its lengths=")
         return store.num_documents
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        """By the store's lengths. Raises RecipeError for a store without."""
+        store = cast(Mapped, recipe.sources[source])
+        if not store.has_lengths:
+            raise RecipeError(
+                f"{self!r}: the tokens of {store!r} are not known beforehand; give it lengths=, or count in "
+                f"sequences: Mixture(by='proportion')"
+            )
+        return super().epoch_tokens(recipe, source)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each item; 1 if the store has no lengths; int64 [n]."""
