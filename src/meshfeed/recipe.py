@@ -124,6 +124,15 @@ class Batch:
             step = first + (position - self.position(first)) // sequences
         return step
 
+    def steps(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The step that each position falls in, and which of its sequences it is; int64 [n] each."""
+        step, place = np.zeros((2, positions.size), np.int64)
+        for first, sequences in self.stages:
+            since = positions - self.position(first)
+            here = since >= 0
+            step[here], place[here] = first + since[here] // sequences, since[here] % sequences
+        return step, place
+
     def summary(self, until: int | None = None) -> str:
         """One line with everything that determines the steps before `until`."""
         (_, first_size), *later = ((first, size) for first, size in self.stages if is_past(first, until))

@@ -195,6 +195,11 @@ def trained_alone() -> dict[str, Any]:
     return made
 
 
+def test_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("seen.md", 6)
+
+
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("storage.md", 2)

@@ -13,11 +13,9 @@ from meshfeed.order import Draws
 from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import TokenRule
-from meshfeed.sequence.windows import Windows
+from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.store import MultimodalStore
 
 Longs = npt.NDArray[np.int64]
@@ -113,26 +111,18 @@ def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Lo
     The stores must be entered. Raises RecipeError for a missing document, or a rule that does not support
     this.
     """
-    rule, store = recipe.sequence, recipe.sources[source]
+    store = recipe.sources[source]
     if not 0 <= document < store.num_documents:
         raise RecipeError(f"document {document}: {store!r} has {store.num_documents}, counted from 0")
-    if isinstance(rule, Windows):
-        at, size = int(store.offsets(np.array([document]))[0]), int(store.lengths(np.array([document]))[0])
-        tokens = np.append(np.arange(at, at + size, rule.length), at + size - 1) if size else np.zeros(0, int)
-        first = rule.ranges(recipe, source, _draw(source, epoch), _first(1))[0][0]
-        windows = np.unique((tokens - first) % store.num_tokens // rule.length)
-        return windows[windows < rule.num_sequences(store)]
-    if isinstance(rule, Documents) or not isinstance(rule, Rows):
-        return np.array([document])
-    raise RecipeError(f"{rule.summary()} cannot find the sequences of a document; trace by step")
+    rule = cast(SequenceRule, recipe.sequence)
+    held = rule.sequences_with(recipe, source, epoch, np.array([document]))
+    if isinstance(rule, Rows):  # the last label does not count
+        return np.unique(held.sequence[held.begin < rule.length])
+    return held.sequence
 
 
 def _first(tokens: int) -> Slices:
     return Slices(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([tokens]))
-
-
-def _draw(source: int, epoch: int) -> Draws:
-    return Draws(np.array([source], np.int32), np.array([epoch]), np.zeros(1, np.int64))
 
 
 def _documents_at(store: Any, offsets: Longs) -> Longs:

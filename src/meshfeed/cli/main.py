@@ -26,6 +26,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "roles": ("ShowRoles", "who opens storage, who receives what from whom, bytes per step"),
     "plan": ("Plan", "balance, padding, microbatches of packed steps, as a table and a picture"),
     "trace": ("Trace", "which documents a step and rank saw, or where a document went"),
+    "exposure": (
+        "Exposure",
+        "which steps saw some documents, and from which state to train again without them",
+    ),
     "calibrate": ("Calibrate", "time a transformer layer and fit the planner's cost model"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "watch": (

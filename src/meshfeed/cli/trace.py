@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
-
-import numpy as np
 
 import meshfeed as mf
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
-from meshfeed.cli.document_trace import DocumentParts, parts_in, pieces_of, sequences_with
+from meshfeed.cli.document_trace import sequences_with
 from meshfeed.cli.options import Command, argument, given, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
-from meshfeed.deliver.error_codec import runs_of
+from meshfeed.cli.sights import Line, Sights, cell
 from meshfeed.errors import MeshfeedError
-from meshfeed.feed.stepping import GlobalBatch, Stepping
-from meshfeed.layout import Coord
 from meshfeed.order import position_of
 from meshfeed.sequence import Multimodal, SequenceRule
-
-Line = dict[str, Any]
-"""A piece of a document, by the keys of --json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ class Trace(Command, JobOptions, RecipeOptions):
             return OK
         table = Table(*lines[0])
         for line in lines:
-            table.add_row(*map(_cell, line.values()))
+            table.add_row(*map(cell, line.values()))
         Console().print(table)
         return OK
 
@@ -96,8 +89,8 @@ class Trace(Command, JobOptions, RecipeOptions):
             why = "needs --capacity N, and --policy, as the job has: they decide the ranks"
             refuse_given(self, ("rank",), why)
 
-    def _sights(self, recipe: mf.Recipe) -> _Sights:
-        return _Sights(self.stepping_of(recipe, self.micro_batch_size or 1))
+    def _sights(self, recipe: mf.Recipe) -> Sights:
+        return Sights(self.stepping_of(recipe, self.micro_batch_size or 1))
 
     def _of_step(self, recipe: mf.Recipe, step: int) -> list[Line]:
         sights = self._sights(recipe)
@@ -146,102 +139,9 @@ def _where(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Line:
     return {"step": step, "place": place, "source": name, "epoch": epoch, "index": index}
 
 
-class _Sights:
-    """What the ranks of a layout hold of each step's documents, planned as a feed does. The stores must be
-    entered."""
-
-    def __init__(self, stepping: Stepping) -> None:
-        self.stepping = stepping
-        coords = stepping.layout.coords()
-        self._dp_cp = coords[:, 2] * stepping.layout.cp + coords[:, 1]
-        self._ranks = stepping.layout.ranks()
-
-    def of_step(self, step: int) -> list[Line]:
-        """Every piece of a document in a step, in stream order, and all who hold some of it."""
-        batch = self.stepping.global_batch(step)
-        if batch is None:
-            return []
-        layout, plan = self.stepping.layout, batch.plan
-        holders: dict[int, list[tuple[int, int, int]]] = {}
-        for dp_cp in range(layout.dp * layout.cp):
-            coord = Coord(tp=0, cp=dp_cp % layout.cp, dp=dp_cp // layout.cp, pp=0)
-            for row, start, stop in self._held(batch, coord):
-                holders.setdefault(row, []).append((dp_cp, start, stop))
-        pieces, found = pieces_of(self.stepping.recipe, batch.draws), list[Line]()
-        for row, (start, length) in enumerate(zip(plan.start.tolist(), plan.lengths.tolist())):
-            held = holders.get(row, [])
-            for first, last, line in self._placed(batch, pieces, row, start, start + length):
-                who = {dp_cp for dp_cp, begin, end in held if begin < last and first < end}
-                found.append(self._line(batch, row, line, who))
-        return found
-
-    def held_by(self, step: int, coord: Coord) -> list[Line]:
-        """The tokens of one rank, in the order of its microbatches and sequences."""
-        batch = self.stepping.global_batch(step)
-        if batch is None:
-            return []
-        me = {coord.dp * self.stepping.layout.cp + coord.cp}
-        pieces = pieces_of(self.stepping.recipe, batch.draws)
-        return [
-            self._line(batch, row, line, me)
-            for row, start, stop in self._held(batch, coord)
-            for _, _, line in self._placed(batch, pieces, row, start, stop)
-        ]
-
-    def _held(self, batch: GlobalBatch, coord: Coord) -> Iterator[tuple[int, int, int]]:
-        """(row, start, stop): the tokens of a row's sequence that a rank works on, padding left out."""
-        for portion in self.stepping.portions(batch, coord, [coord.cp]):
-            own, pack = portion.own, portion.pack
-            rows = pack.sequences[own.sequence]
-            stops = np.minimum(own.stop, pack.lengths[own.sequence])
-            at = batch.plan.start[rows]
-            slices = zip(rows.tolist(), (at + own.start).tolist(), (at + stops).tolist())
-            yield from ((row, start, stop) for row, start, stop in slices if start < stop)
-
-    def _placed(
-        self, batch: GlobalBatch, pieces: DocumentParts, row: int, start: int, stop: int
-    ) -> Iterator[tuple[int, int, Line]]:
-        """(first, last, line): documents in tokens start..stop of a row's sequence, and where they lie."""
-        place, draws = int(batch.plan.sequence[row]), batch.draws
-        sequence: Line = {
-            "step": batch.step,
-            "place": place,
-            "source": self.stepping.recipe.source_names[int(draws.source[place])] or "",
-            "epoch": int(draws.epoch[place]),
-            "index": int(draws.index[place]),
-        }
-        end = 0
-        for piece in range(*np.searchsorted(pieces.draw, [place, place + 1]).tolist()):
-            begin, end = end, end + int(pieces.stop[piece] - pieces.start[piece])
-            first, last, offset = max(start, begin), min(stop, end), int(pieces.start[piece]) - begin
-            if first < last:
-                document, low, high = int(pieces.document[piece]), first + offset, last + offset
-                line = sequence | {"document": document, "tokens": f"{low}:{high}"}
-                parts = parts_in(self.stepping.recipe, int(draws.source[place]), document, low, high)
-                yield first, last, line if parts is None else line | {"parts": parts}
-
-    def _line(self, batch: GlobalBatch, row: int, line: Line, dp_cp: set[int]) -> Line:
-        """A line with its microbatch and the global ranks, of every tp and pp, that hold some of it."""
-        ranks: list[int] = self._ranks[np.isin(self._dp_cp, sorted(dp_cp))].tolist()
-        return line | {"microbatch": int(batch.plan.microbatch[row]) if dp_cp else None, "ranks": ranks}
-
-
 def _document(recipe: mf.Recipe, text: str) -> tuple[int, int]:
     name, _, number = text.rpartition(":")
     if name not in recipe.source_names or not number.isdecimal():
         names = ", ".join(f"{each}:NUMBER" if each else "NUMBER" for each in recipe.source_names[:8])
         raise MeshfeedError(f"--document {text}: write {names}")
     return recipe.source_names.index(name), int(number)
-
-
-def _cell(value: Any) -> str:
-    match value:
-        case None | "" | []:
-            return "-"
-        case [{"part": _}, *_]:
-            return ", ".join(f"{each['part']} {each['kind']} {each['bytes']}" for each in value)
-        case list():  # ranks in few words: 0 1 2 3 8 -> "0-3,8"
-            runs = runs_of(cast(Sequence[int], value))
-            return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-        case _:
-            return str(value)

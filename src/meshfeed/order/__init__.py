@@ -19,6 +19,7 @@ from meshfeed.order.stream import (
     num_positions,
     num_steps,
     position_of,
+    positions_of,
 )
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "permute",
     "philox",
     "position_of",
+    "positions_of",
     "rng",
     "unpermute",
 ]

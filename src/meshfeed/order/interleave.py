@@ -18,9 +18,10 @@ Shares are exact: weights are multiples of 2**-64, and `w k` modulo 1 is one wra
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +84,33 @@ class Interleaving:
         source, _ = self.draws(edge, position)
         return self._edge(edge) + np.bincount(source, minlength=self.num_sources)
 
-    def position(self, source: int, count: int) -> int | None:
-        """The position of a source's draw number `count`, from 0; None from 2**62 on."""
+    def positions(self, sources: npt.NDArray[np.integer], counts: Longs) -> Longs:
+        """The position of each draw, a source's number `counts`, from 0; int64 [n], -1 from 2**62 on.
+
+        sources: int [n]. A block that holds several of them is made once.
+        """
         if self.num_sources == 1:
-            return count
+            return counts.copy()
+        found = np.full(counts.size, -1, np.int64)
+        together = (
+            self._by_block(s, np.flatnonzero(sources == s), counts) for s in np.unique(sources).tolist()
+        )
+        for block, source, mine in heapq.merge(*together, key=itemgetter(0)):
+            places = np.flatnonzero(self._block(block)[0] == source)
+            found[mine] = block * BLOCK + places[counts[mine] - self._edge(block * BLOCK)[source]]
+        return found
+
+    def _by_block(self, source: int, draws: Longs, counts: Longs) -> Iterator[tuple[int, int, Longs]]:
+        """(block, source, those of the draws that are in it), ascending. draws: indices into `counts`."""
+        draws = draws[np.argsort(counts[draws], kind="stable")]
+        ordered, at = counts[draws], 0
+        while at < draws.size and (block := self._block_with(source, int(ordered[at]))) is not None:
+            stop = int(ordered.searchsorted(self._edge((block + 1) * BLOCK)[source]))
+            yield block, source, draws[at:stop]
+            at = stop
+
+    def _block_with(self, source: int, count: int) -> int | None:
+        """The block of a source's draw number `count`; None from position 2**62 on."""
         word = self._words[source]
         low = (count << 64) // word // BLOCK  # not before floor(count / w), and before its deadline
         high = min(-(-((count + 1) << 64) // word) // BLOCK + 1, _END // BLOCK)
@@ -95,8 +119,7 @@ class Interleaving:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._edge(middle * BLOCK)[source] <= count else (low, middle)
-        sources, counts = self._block(low)
-        return low * BLOCK + int(np.flatnonzero((sources == source) & (counts == count))[0])
+        return low
 
     # -- edges ------------------------------------------------------------------------------------------
 
@@ -185,9 +208,9 @@ class WholeBatches:
             counts[self._runs.draws(whole, whole + 1)[0]] += rest
         return counts
 
-    def position(self, source: int, count: int) -> int | None:
-        run = self._runs.position(source, count // self._size)
-        return None if run is None else run * self._size + count % self._size
+    def positions(self, sources: npt.NDArray[np.integer], counts: Longs) -> Longs:
+        runs = self._runs.positions(sources, counts // self._size)
+        return np.where(runs < 0, -1, runs * self._size + counts % self._size)
 
 
 def _by_dates(opens: list[float], closes: list[float]) -> list[int]:

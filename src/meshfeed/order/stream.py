@@ -182,18 +182,20 @@ class Stream:
         shares[segment.sources] = segment.turns.weights
         return shares
 
-    def position(self, source: int, count: int) -> int | None:
-        """The position of a source's draw number `count`, from 0; None if it never occurs."""
-        nexts = [*self._segments[1:], None]
-        for segment, after in zip(self._segments, nexts):
-            if after is not None and count >= after.drawn[source]:
-                continue
-            local = np.flatnonzero(segment.sources == source)
-            if not local.size:
-                return None
-            found = segment.turns.position(int(local[0]), count - int(segment.drawn[source]))
-            return None if found is None else segment.start + found
-        return None
+    def positions(self, source: npt.NDArray[np.integer], count: Longs) -> Longs:
+        """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs."""
+        found = np.full(count.size, -1, np.int64)
+        for segment, after in zip(self._segments, [*self._segments[1:], None]):
+            local = np.full(self.sizes.size, -1)
+            local[segment.sources] = np.arange(segment.sources.size)
+            here = (local[source] >= 0) & (count >= segment.drawn[source])
+            if after is not None:
+                here &= count < after.drawn[source]
+            some = np.flatnonzero(here)
+            own = source[some]
+            at = segment.turns.positions(local[own], count[some] - segment.drawn[own])
+            found[some] = np.where(at < 0, -1, segment.start + at)
+        return found
 
     def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
         """Sequences in an epoch of each source; int64 [n], or [] for a single source."""
@@ -201,7 +203,7 @@ class Stream:
 
     def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
-        if source.size and epoch[0] == epoch[-1] and self.sizes.size == 1:
+        if self.sizes.size == 1 and source.size and (epoch == epoch[0]).all():
             return np.array(self._key(0, int(epoch[0])), np.uint64)
         few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
         return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
@@ -299,8 +301,17 @@ def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
-    """The position of a sequence in the stream, the inverse of `draws_between`; None if it does not occur.
+    """The position of a sequence in the stream; None if it does not occur. See `positions_of`."""
+    draw = Draws(np.array([source], np.int32), np.array([epoch]), np.array([index]))
+    position = int(positions_of(recipe, draw)[0])
+    return None if position < 0 else position
 
+
+def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs:
+    """The position of each draw in the stream, the inverse of `draws_between`; int64 [n].
+
+    -1 for a draw that does not occur, or not before position `stop`. Draws of a mixture whose positions
+    are far apart cost a block of the interleaving each.
     Raises RecipeError for a rule with its own order, or draws with replacement.
     """
     if recipe.shuffle == "replacement":
@@ -310,6 +321,12 @@ def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | No
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     stream = stream_of(recipe)
-    place = int(stream.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])
-    position = stream.position(source, epoch * int(stream.sizes[source]) + place)
-    return position if position is not None and (stream.end is None or position < stream.end) else None
+    stop = stream.end if stop is None else stream.within(stop, stop)[0]
+    place = stream.unshuffled(draws.source, draws.epoch, draws.index)
+    count = draws.epoch * stream.sizes[draws.source] + place
+    if stop is None:
+        return stream.positions(draws.source, count)
+    found = np.full(len(draws), -1, np.int64)
+    some = np.flatnonzero(count < stream.counts(stop)[draws.source])
+    found[some] = stream.positions(draws.source[some], count[some])
+    return found

@@ -19,7 +19,7 @@ from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.rule import Held, SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, runs_of
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 
@@ -86,6 +86,10 @@ class Rows(SequenceRule):
             return valid
         row, offset = self._document_starts(recipe, draws)
         return valid - np.bincount(row[offset <= valid[row]], minlength=len(draws))
+
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+        """Raises RecipeError: only the rule knows which rows a document is in."""
+        raise RecipeError(f"{self.summary()} cannot find the sequences of a document; look for it by step")
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""

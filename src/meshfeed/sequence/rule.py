@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import cast, get_args
 from weakref import WeakKeyDictionary
@@ -38,6 +38,23 @@ _COUNTED = 1 << 18  # sequences whose lengths are looked up together
 
 # by the rule's class and summary, for each store that exists
 _epoch_tokens: WeakKeyDictionary[Store, dict[tuple[type, str], EpochTokens]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Which sequences hold tokens of some documents, one array per property; int64 [n].
+
+    Attributes:
+        document: index into the documents that were asked for; ascending.
+        sequence: index of the sequence in its epoch.
+        begin, end: the tokens of the sequence that are the document's. A row also holds its last label, after
+            its last token.
+    """
+
+    document: Longs
+    sequence: Longs
+    begin: Longs
+    end: Longs
 
 
 class SequenceRule(Rule):
@@ -115,6 +132,16 @@ class SequenceRule(Rule):
 
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
+
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+        """The sequences of an epoch of a source that hold some documents, from the index alone.
+
+        documents: of a source that has them; int64 [n]. By default, each document is a sequence. Raises
+        RecipeError if the rule does not support this.
+        """
+        none = np.zeros_like(documents)
+        draws = Draws(none.astype(np.int32) + source, none + epoch, documents)
+        return Held(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
 
     def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
         """The rule of a feed with these settings. No sequence depends on them, and the fingerprint does not.

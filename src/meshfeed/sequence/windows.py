@@ -18,9 +18,10 @@ from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts
-from meshfeed.sequence.rule import TokenRule
+from meshfeed.sequence.rule import Held, TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
+from meshfeed.store.base import extents_of, runs
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,27 @@ class Windows(Rows, TokenRule):
         for epoch in set(draws.epoch.tolist()) - {0}:
             first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, self.length) % self.length
         return first % recipe.sources[source].num_tokens
+
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+        """See `SequenceRule`. A window whose last label alone is a document's holds it, too."""
+        store, length = recipe.sources[source], self.length
+        total, count = store.num_tokens, self.num_sequences(store)
+        begins, sizes = extents_of(store, documents)
+        none = np.zeros(1, np.int64)
+        first = self._first_tokens(recipe, source, Draws(none.astype(np.int32) + source, none + epoch, none))
+        begins = (begins - first) % total
+        # The epoch is a line: its windows and the last label. A token of the ring may lie there twice.
+        turns = np.array([[-total], [0], [total]])
+        on_line = (begins + turns).clip(0), (begins + sizes + turns).clip(None, count * length + 1)
+        turn, document = np.nonzero(on_line[0] < on_line[1])
+        begin, end = (each[turn, document] for each in on_line)
+        low = (begin - 1).clip(0) // length
+        counts = ((end - 1) // length).clip(None, count - 1) + 1 - low
+        window, of = runs(low, counts), np.arange(counts.size).repeat(counts)
+        begin = (begin[of] - window * length).clip(0)
+        end = (end[of] - window * length).clip(None, length + 1)
+        order = np.lexsort((window, document[of]))
+        return Held(document[of][order], window[order], begin[order], end[order])
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each window, one more token each, split at the stream's end."""

@@ -1,0 +1,193 @@
+"""meshfeed exposure: which steps saw documents that are to be removed, and the last state that saw none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+import meshfeed as mf
+from meshfeed.cli import recipes
+from meshfeed.cli.command import OK, Console, Table, print_json
+from meshfeed.cli.options import Command, argument, option, refuse_given
+from meshfeed.cli.packing import JobOptions
+from meshfeed.cli.recipes import RecipeOptions
+from meshfeed.cli.sights import Sights, cell
+from meshfeed.errors import MeshfeedError
+from meshfeed.order import num_steps
+from meshfeed.report.words import counted
+from meshfeed.sequence import SequenceRule
+from meshfeed.sequence.exposure import Exposures, exposures
+
+_SHOWN = 50  # rows of the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposure(Command, JobOptions, RecipeOptions):
+    """which steps saw some documents, and from which state to train again without them
+
+    Work out from the recipe alone which steps saw documents that are to be removed. LIST has one in a line:
+    NAME, a tab and its number, or the number for a store alone. --json prints one object per line: first the
+    summary, then each sequence that held a token of a document, in the order of training. A window holds
+    its last label, too.
+    """
+
+    examples = """
+        meshfeed exposure recipe.py removal.txt --until 120000 --checkpoint-every 1000
+        meshfeed exposure recipe.py removal.txt --until 120000 --json > exposure.jsonl
+        meshfeed exposure corpus removal.txt --until 200 --window 4096 --ranks --layout tp2-cp2-dp8
+    """
+    keys = {
+        "until": "of the summary: the first step that is not looked at",
+        "documents, seen": "documents of LIST, each counted once, and how many of them were seen",
+        "sequences, tokens": "how many sequences held them; how many of their tokens, also of one sequence",
+        "first_step, last_step": "of the steps that held any; null if none did",
+        "restart_step": "the last checkpoint that has seen none of them: train on from this step",
+        "step, place": "of a sequence: the step, and which of its sequences",
+        "source, epoch, index": "which sequence it is; source is '' for a single store",
+        "document": "which document of the source the sequence held",
+        "ranks": "with --ranks: global ranks that held some of these tokens, all of tp and pp",
+    }
+
+    recipe: str = argument("RECIPE", recipes.HELP)
+    documents: Path = argument("LIST", "a file of documents: NAME<tab>NUMBER or NUMBER, one per line")
+    until: int | None = option("only steps before this one, such as that of the last checkpoint (all)")
+    checkpoint_every: int | None = option("states are kept at every N-th step (1)")
+    ranks: bool = option("name the ranks, too: plans each step that held a document", default=False)
+    micro_batch_size: int | None = option("sequences per microbatch, where all have one length (1)")
+
+    def run(self) -> int:
+        recipe = self.recipe_of(self.recipe)
+        self._refuse_ignored(cast(SequenceRule, recipe.sequence))
+        until = num_steps(recipe) if self.until is None else self.until
+        if until is None:
+            raise MeshfeedError(
+                "this recipe never ends; give --until STEP, the first step that was not trained"
+            )
+        with contextlib.ExitStack() as stack:
+            for store in recipe.sources:
+                stack.enter_context(store)
+            sources, documents = documents_in(self.documents, recipe)
+            found = exposures(recipe, sources, documents, until)
+            ranks = self._ranks(recipe, found) if self.ranks else None
+        facts = self._facts(found, documents.size, until)
+        lines = _lines(recipe, documents[found.document], found, ranks)
+        if self.json:
+            print_json(facts, indent=None)
+            encode = json.JSONEncoder().encode  # there may be millions of lines
+            sys.stdout.writelines(f"{encode(line)}\n" for line in lines)
+        else:
+            _print(facts, list(islice(lines, _SHOWN)))
+        return OK
+
+    def _refuse_ignored(self, rule: SequenceRule) -> None:
+        if not self.ranks:
+            why = "has no effect without --ranks"
+            refuse_given(self, ("capacity", "micro_batch_size"), why)
+            if self.layout != JobOptions.layout:
+                raise MeshfeedError(f"--layout {why}")
+        self.refuse_ignored(rule)
+
+    def _ranks(self, recipe: mf.Recipe, found: Exposures) -> list[list[int]]:
+        sights, ranks = Sights(self.stepping_of(recipe, self.micro_batch_size or 1)), list[list[int]]()
+        steps, firsts = np.unique(found.step, return_index=True)
+        for step, first, stop in zip(steps.tolist(), firsts, [*firsts[1:], len(found)]):
+            these = (each[first:stop] for each in (found.place, found.begin, found.end))
+            ranks += sights.holding(step, *these)
+        return ranks
+
+    def _facts(self, found: Exposures, num_documents: int, until: int) -> dict[str, Any]:
+        first, last = (int(found.step[0]), int(found.step[-1])) if len(found) else (None, None)
+        clean = until if first is None else first
+        return {
+            "until": until,
+            "documents": num_documents,
+            "seen": np.unique(found.document).size,
+            "sequences": len(found),
+            "tokens": int((found.end - found.begin).sum()),
+            "first_step": first,
+            "last_step": last,
+            "restart_step": clean - clean % (self.checkpoint_every or 1),
+        }
+
+
+def documents_in(path: Path, recipe: mf.Recipe) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """(source, document) of each line of a file, each document once; [n] each.
+
+    The stores must be entered. Raises MeshfeedError, which names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as bad:
+        raise MeshfeedError(f"{path}: {getattr(bad, 'strerror', None) or bad}; give a text file") from bad
+    source_of = {name: source for source, name in enumerate(recipe.source_names)}
+    sizes = [store.num_documents for store in recipe.sources]
+    sources, documents = list[int](), list[int]()
+    for number, line in enumerate(lines, 1):
+        name, _, digits = line.rstrip().rpartition("\t")
+        source = source_of.get(name, -1)
+        if source < 0 or not (digits.isascii() and digits.isdigit()):
+            if not line.strip():
+                continue
+            raise MeshfeedError(f"{path}: line {number}: {line!r}; write {_form(recipe.source_names)}")
+        document = int(digits)
+        if document >= sizes[source]:
+            has = f"{recipe.sources[source]!r} has {sizes[source]:,}, counted from 0"
+            raise MeshfeedError(f"{path}: line {number}: document {digits}: {has}")
+        sources.append(source)
+        documents.append(document)
+    if not documents:
+        raise MeshfeedError(f"{path}: names no document; write {_form(recipe.source_names)}, one per line")
+    of, number = np.array(sources, np.int32), np.array(documents, np.int64)
+    order = np.lexsort((number, of))
+    of, number = of[order], number[order]
+    new = np.append(True, (np.diff(of) != 0) | (np.diff(number) != 0))
+    return of[new], number[new]
+
+
+def _form(names: Sequence[str]) -> str:
+    """How a line of the list is written."""
+    if names == ("",):
+        return "the number of a document"
+    more = ", ..." if len(names) > 8 else ""
+    return f"NAME<tab>NUMBER, where NAME is one of {', '.join(names[:8])}{more}"
+
+
+def _lines(
+    recipe: mf.Recipe, documents: npt.NDArray[np.int64], found: Exposures, ranks: list[list[int]] | None
+) -> Iterator[dict[str, Any]]:
+    """One line of the answer for each exposure. documents: of each."""
+    names, draws = recipe.source_names, found.draws
+    each = found.step, found.place, draws.source, draws.epoch, draws.index, documents, found.end - found.begin
+    rows = zip(*(column.tolist() for column in each))
+    for at, (step, place, source, epoch, index, document, tokens) in enumerate(rows):
+        line = {"step": step, "place": place, "source": names[source], "epoch": epoch, "index": index}
+        line |= {"document": document, "tokens": tokens}
+        yield line if ranks is None else line | {"ranks": ranks[at]}
+
+
+def _print(facts: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    console = Console()
+    seen = f"{facts['seen']:,} of {counted(facts['documents'], 'document')} seen before step {facts['until']}"
+    if not lines:
+        console.print(seen)
+        return
+    table = Table(*lines[0])
+    for line in lines:
+        table.add_row(*map(cell, line.values()))
+    console.print(table)
+    if facts["sequences"] > len(lines):
+        console.print(f"... and {facts['sequences'] - len(lines):,} more: --json prints all")
+    console.print(
+        f"\n{seen}: {counted(facts['tokens'], 'token')}, in {counted(facts['sequences'], 'sequence')} of "
+        f"steps {facts['first_step']} to {facts['last_step']}"
+    )
+    console.print(f"train again from the state of step {facts['restart_step']}, the last that saw none")

@@ -1,0 +1,135 @@
+"""What the ranks of a layout hold of each step's documents, as lines of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from meshfeed.cli.document_trace import DocumentParts, parts_in, pieces_of
+from meshfeed.deliver.error_codec import runs_of
+from meshfeed.feed.stepping import GlobalBatch, Stepping
+from meshfeed.layout import Coord
+from meshfeed.sequence.runs import Longs
+
+Line = dict[str, Any]
+"""A piece of a document, by the keys of --json."""
+
+
+class Sights:
+    """What the ranks of a layout hold of each step's documents, planned as a feed does. The stores must be
+    entered."""
+
+    def __init__(self, stepping: Stepping) -> None:
+        self.stepping = stepping
+        coords = stepping.layout.coords()
+        self._dp_cp = coords[:, 2] * stepping.layout.cp + coords[:, 1]
+        self._ranks = stepping.layout.ranks()
+
+    def of_step(self, step: int) -> list[Line]:
+        """Every piece of a document in a step, in stream order, and all who hold some of it."""
+        batch = self.stepping.global_batch(step)
+        if batch is None:
+            return []
+        plan, holders = batch.plan, self._holders(batch)
+        pieces, found = pieces_of(self.stepping.recipe, batch.draws), list[Line]()
+        for row, (start, length) in enumerate(zip(plan.start.tolist(), plan.lengths.tolist())):
+            held = holders.get(row, [])
+            for first, last, line in self._placed(batch, pieces, row, start, start + length):
+                who = {dp_cp for dp_cp, begin, end in held if begin < last and first < end}
+                found.append(self._line(batch, row, line, who))
+        return found
+
+    def holding(self, step: int, places: Longs, begins: Longs, ends: Longs) -> list[list[int]]:
+        """For some sequences of a step, the ranks that hold any of their tokens begins..ends, or predict one.
+
+        places: which of the step's sequences; int64 [n], as the others. All ranks of tp and pp.
+        """
+        batch = self.stepping.global_batch(step)
+        if batch is None:
+            return [[] for _ in places]
+        holders, found = self._holders(batch), list[list[int]]()
+        for place, begin, end in zip(places.tolist(), begins.tolist(), ends.tolist()):
+            rows = np.flatnonzero(batch.plan.sequence == place).tolist()
+            held = (each for row in rows for each in holders.get(row, ()))
+            # the token before `begin` predicts it
+            found.append(self._ranks_of({who for who, start, stop in held if start < end and begin <= stop}))
+        return found
+
+    def held_by(self, step: int, coord: Coord) -> list[Line]:
+        """The tokens of one rank, in the order of its microbatches and sequences."""
+        batch = self.stepping.global_batch(step)
+        if batch is None:
+            return []
+        me = {coord.dp * self.stepping.layout.cp + coord.cp}
+        pieces = pieces_of(self.stepping.recipe, batch.draws)
+        return [
+            self._line(batch, row, line, me)
+            for row, start, stop in self._held(batch, coord)
+            for _, _, line in self._placed(batch, pieces, row, start, stop)
+        ]
+
+    def _holders(self, batch: GlobalBatch) -> dict[int, list[tuple[int, int, int]]]:
+        """Row -> (dp_cp rank, start, stop) of the tokens of its sequence that each holds."""
+        layout, holders = self.stepping.layout, dict[int, list[tuple[int, int, int]]]()
+        for dp_cp in range(layout.dp * layout.cp):
+            coord = Coord(tp=0, cp=dp_cp % layout.cp, dp=dp_cp // layout.cp, pp=0)
+            for row, start, stop in self._held(batch, coord):
+                holders.setdefault(row, []).append((dp_cp, start, stop))
+        return holders
+
+    def _held(self, batch: GlobalBatch, coord: Coord) -> Iterator[tuple[int, int, int]]:
+        """(row, start, stop): the tokens of a row's sequence that a rank works on, padding left out."""
+        for portion in self.stepping.portions(batch, coord, [coord.cp]):
+            own, pack = portion.own, portion.pack
+            rows = pack.sequences[own.sequence]
+            stops = np.minimum(own.stop, pack.lengths[own.sequence])
+            at = batch.plan.start[rows]
+            slices = zip(rows.tolist(), (at + own.start).tolist(), (at + stops).tolist())
+            yield from ((row, start, stop) for row, start, stop in slices if start < stop)
+
+    def _placed(
+        self, batch: GlobalBatch, pieces: DocumentParts, row: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, Line]]:
+        """(first, last, line): documents in tokens start..stop of a row's sequence, and where they lie."""
+        place, draws = int(batch.plan.sequence[row]), batch.draws
+        sequence: Line = {
+            "step": batch.step,
+            "place": place,
+            "source": self.stepping.recipe.source_names[int(draws.source[place])] or "",
+            "epoch": int(draws.epoch[place]),
+            "index": int(draws.index[place]),
+        }
+        end = 0
+        for piece in range(*np.searchsorted(pieces.draw, [place, place + 1]).tolist()):
+            begin, end = end, end + int(pieces.stop[piece] - pieces.start[piece])
+            first, last, offset = max(start, begin), min(stop, end), int(pieces.start[piece]) - begin
+            if first < last:
+                document, low, high = int(pieces.document[piece]), first + offset, last + offset
+                line = sequence | {"document": document, "tokens": f"{low}:{high}"}
+                parts = parts_in(self.stepping.recipe, int(draws.source[place]), document, low, high)
+                yield first, last, line if parts is None else line | {"parts": parts}
+
+    def _line(self, batch: GlobalBatch, row: int, line: Line, dp_cp: set[int]) -> Line:
+        """A line with its microbatch and the global ranks, of every tp and pp, that hold some of it."""
+        microbatch = int(batch.plan.microbatch[row]) if dp_cp else None
+        return line | {"microbatch": microbatch, "ranks": self._ranks_of(dp_cp)}
+
+    def _ranks_of(self, dp_cp: set[int]) -> list[int]:
+        """The global ranks, of every tp and pp, that are these of dp and cp."""
+        return self._ranks[np.isin(self._dp_cp, sorted(dp_cp))].tolist()
+
+
+def cell(value: Any) -> str:
+    """A value of a line as text for tables."""
+    match value:
+        case None | "" | []:
+            return "-"
+        case [{"part": _}, *_]:
+            return ", ".join(f"{each['part']} {each['kind']} {each['bytes']}" for each in value)
+        case list():  # ranks in few words: 0 1 2 3 8 -> "0-3,8"
+            runs = runs_of(cast(Sequence[int], value))
+            return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+        case _:
+            return str(value)

@@ -1,0 +1,69 @@
+"""Exposure: which steps held some documents. From recipe and index alone, since the order can be inverted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.order import Draws, drawn_until, positions_of
+from meshfeed.recipe import Recipe
+from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.runs import Longs
+
+
+@dataclass(frozen=True, slots=True)
+class Exposures:
+    """Sequences that held some documents, one array per property, in the order of the stream; int64 [n].
+
+    Attributes:
+        document: index into the documents that were asked for.
+        step, place: the step, and which of its sequences.
+        draws: the sequences.
+        begin, end: the tokens of the sequence that are the document's; see `Held`.
+    """
+
+    document: Longs
+    step: Longs
+    place: Longs
+    draws: Draws
+    begin: Longs
+    end: Longs
+
+    def __len__(self) -> int:
+        return self.document.size
+
+
+def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs, until: int) -> Exposures:
+    """The sequences of the steps before `until` that held a token of some documents.
+
+    sources, documents: index of the store, and of the document in it; [n]. The stores must be entered.
+
+    The time is that of the documents and their epochs, not of the steps; in a mixture, each block of 4,096
+    draws that has one of them is made. Memory is about 200 bytes for each sequence.
+    Raises RecipeError for a rule with its own order, draws with replacement, and a rule whose rows cannot be
+    found by document; StoreError for a document that is not there.
+    """
+    rule, drawn = cast(SequenceRule, recipe.sequence), drawn_until(recipe, until)
+    if drawn is None:
+        raise RecipeError(f"{rule.summary()} has an order of its own; look for a document by step")
+    none = np.zeros(0, np.int64)
+    columns = [(none,) * 6]
+    for source in np.unique(sources).tolist():
+        mine = np.flatnonzero(sources == source)
+        for epoch in range(-(-int(drawn[0][source]) // rule.num_sequences(recipe.sources[source]))):
+            held = rule.sequences_with(recipe, source, epoch, documents[mine])
+            some = np.flatnonzero(held.begin < held.end)
+            none = np.zeros_like(some)
+            where = none + source, none + epoch, held.sequence[some], held.begin[some], held.end[some]
+            columns.append((mine[held.document[some]], *where))
+    document, source, epoch, sequence, begin, end = map(np.concatenate, zip(*columns))
+    draws = Draws(source.astype(np.int32), epoch, sequence)
+    positions = positions_of(recipe, draws, recipe.batch.position(until))
+    order = np.argsort(positions, kind="stable")
+    order = order[positions[order] >= 0]
+    step, place = recipe.batch.steps(positions[order])
+    return Exposures(document[order], step, place, draws.take(order), begin[order], end[order])
