@@ -197,7 +197,7 @@ def trained_alone() -> dict[str, Any]:
 
 def test_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("seen.md", 6)
+    run_page("seen.md", 8)
 
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

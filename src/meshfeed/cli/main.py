@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Exposure",
         "which steps saw some documents, and from which state to train again without them",
     ),
+    "replay": ("Replay", "write the very tensors that a rank got in some steps"),
     "calibrate": ("Calibrate", "time a transformer layer and fit the planner's cost model"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "watch": (
