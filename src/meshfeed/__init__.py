@@ -14,6 +14,7 @@ with mf.Feed(recipe, layout) as feed:
 import importlib
 import typing
 
+from meshfeed.amendments import Amendment, BatchSize, Exclude, Ledger, Reweigh, SkipSteps
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -78,7 +79,9 @@ __all__ = [
     "AccessError",
     "Account",
     "Align",
+    "Amendment",
     "Batch",
+    "BatchSize",
     "Blocks",
     "Cache",
     "CacheError",
@@ -95,11 +98,13 @@ __all__ = [
     "EncoderRoute",
     "EpochIndex",
     "Exchange",
+    "Exclude",
     "Feed",
     "Field",
     "IndexedWriter",
     "Layout",
     "LayoutError",
+    "Ledger",
     "Lengths",
     "Machine",
     "Mapped",
@@ -122,10 +127,12 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Resampled",
+    "Reweigh",
     "Role",
     "RoleError",
     "SameEveryEpoch",
     "Samples",
+    "SkipSteps",
     "StageMap",
     "State",
     "StateError",

@@ -170,8 +170,19 @@ class Mixture:
         from there on. by: as for the mixture; None for "tokens" after amounts by tokens, else "proportion".
         """
         check_next(step, self.parts[-1].step, "Mixture.then")
+        return self.amended(step, sources, by=by)
+
+    def amended(
+        self,
+        step: int,
+        sources: Mapping[str, float | Store | tuple[Store, float]],
+        *,
+        by: Unit | Mapping[str, Unit] | None = None,
+    ) -> Mixture:
+        """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
         if by is None:
-            by = "tokens" if self.parts[-1].amounts[0].by == "tokens" else "proportion"
+            before = [part for part in self.parts if part.step <= step][-1]
+            by = "tokens" if before.amounts[0].by == "tokens" else "proportion"
         changed = copy(self)
         changed._add(step, sources, by)
         return changed
@@ -230,7 +241,8 @@ class Mixture:
             amounts.append(Amount(index_of[name], amount, unit))
         _check_units(list(sources), amounts, by)
         self.names, self.stores = tuple(stores), tuple(stores.values())
-        self.parts = (*self.parts, Part(step, tuple(amounts)))
+        others = [part for part in self.parts if part.step != step]
+        self.parts = tuple(sorted((*others, Part(step, tuple(amounts))), key=lambda part: part.step))
 
     def __repr__(self) -> str:
         return f"Mixture({self.summary()})"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
+from operator import itemgetter
 from os import PathLike
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -59,6 +60,10 @@ class Rule(ABC):
             f"Mixture(by='proportion')"
         )
 
+    def num_documents(self, store: Store) -> int | None:
+        """Documents of a store that `Exclude` may name; None if the rule cannot leave any out."""
+        return None
+
     def summary(self) -> str:
         """The rule and all its options in one line; part of the fingerprint."""
         return repr(self)
@@ -100,9 +105,15 @@ class Batch:
     def then(self, step: int, sequences: int) -> Batch:
         """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`."""
         check_next(step, self.stages[-1][0], "Batch.then")
+        return self.amended(step, sequences)
+
+    def amended(self, step: int, sequences: int) -> Batch:
+        """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
         if type(sequences) is not int or sequences < 1:
             raise RecipeError(f"Batch.then({step}, {sequences!r}): a whole number of sequences from 1")
-        return replace(self, stages=(*self.stages, (step, sequences)))
+        others = [stage for stage in self.stages if stage[0] != step]
+        stages = sorted((*others, (step, sequences)))
+        return replace(self, sequences=stages[0][1], stages=tuple(stages))
 
     def position(self, step: int) -> int:
         """The first position of a step: the number of sequences in all steps before it."""
@@ -177,6 +188,53 @@ class Blocks:
         return f"blocks: sequences={self.sequences}, window={self.window}, lanes={self.lanes}"
 
 
+class Change(ABC):
+    """What an amendment does to a recipe from a step on; see `amendments`."""
+
+    @abstractmethod
+    def applied(self, recipe: Recipe, step: int) -> Recipe:
+        """The recipe with this change from `step` on. Raises RecipeError if it cannot have it."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Identifies the change; the same on every machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amended:
+    """What amendments have done to a recipe, but for its data and its batch, which have it themselves.
+
+    Attributes:
+        digests: (step, digest) of each amendment, in the order in which they were made.
+        skipped: (first step, stop) of steps that are left out.
+        excluded: (step, source, all its documents that are empty from there on), by step; int64, ascending.
+    """
+
+    digests: tuple[tuple[int, str], ...] = ()
+    skipped: tuple[tuple[int, int], ...] = ()
+    excluded: tuple[tuple[int, int, npt.NDArray[np.int64]], ...] = ()
+
+    def excluding(self, step: int, source: int, documents: npt.NDArray[np.int64]) -> Amended:
+        """With these documents of a source excluded from a step on, too."""
+        before = self.excluded_at(step).get(source, documents)
+        later = [
+            (first, of, np.union1d(gone, documents) if of == source and first > step else gone)
+            for first, of, gone in self.excluded
+        ]
+        entry = (step, source, np.union1d(before, documents))
+        return replace(self, excluded=tuple(sorted((*later, entry), key=itemgetter(0))))
+
+    def excluded_at(self, step: int) -> dict[int, npt.NDArray[np.int64]]:
+        """Source -> its documents that are empty in a step; int64, ascending. Only sources that have any."""
+        return {source: documents for first, source, documents in self.excluded if first <= step}
+
+    def until(self, step: int | None) -> str:
+        """How many amendments affect steps before `step` (None: all steps), and their digest; "" if none."""
+        digests = [each for each in self.digests if step is None or each[0] < step]
+        return f"{len(digests)}, digest {digest_of({'amendments': digests})}" if digests else ""
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Recipe:
     """What to train on, in which order, in which batches.
@@ -194,6 +252,7 @@ class Recipe:
             epoch has.
         verify_data: which bytes of the stores ranks compare when they begin, and a state when it is loaded:
             "sampled", those of the stores' fingerprints; "full", every one. Not part of the fingerprint.
+        amendments: what `amended` has added.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
 
     Raises RecipeError for any other value.
@@ -207,6 +266,7 @@ class Recipe:
     steps: int | None = None
     shuffle: Order | Blocks = "global"
     verify_data: VerifyData = "sampled"
+    amendments: Amended = field(default=Amended(), repr=False)
     sources: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -255,6 +315,25 @@ class Recipe:
         data.stores = tuple(stores)
         return replace(self, data=data)
 
+    def amended(self, amendments: Iterable[tuple[int, Change]]) -> Recipe:
+        """The same recipe with further changes, each from a step on.
+
+        amendments: a Ledger, or pairs such as (1000, mf.BatchSize(512)).
+        Of two changes of one kind at the same step, the later one holds. Raises RecipeError for a change that
+        this recipe cannot have.
+        """
+        made, given = self, list(amendments)
+        for step, change in sorted(given, key=itemgetter(0)):
+            if type(step) is not int or step < 0:
+                raise RecipeError(f"an amendment at step {step!r}: give a whole number from 0")
+            made = change.applied(made, step)
+        digests = (*self.amendments.digests, *((step, change.digest) for step, change in given))
+        return replace(made, amendments=replace(made.amendments, digests=digests))
+
+    def skips(self, step: int) -> bool:
+        """Whether an amendment leaves a step out."""
+        return any(first <= step < stop for first, stop in self.amendments.skipped)
+
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Recipe):
             return self is other
@@ -269,6 +348,7 @@ class Recipe:
         Two recipes are equal if these are. Fits a state of 4 KB.
         """
         data = self.data.summary(until) if isinstance(self.data, Mixture) else self.data.fingerprint
+        amended = self.amendments.until(until)
         return {
             "data": data,
             "sequence": brief(
@@ -278,6 +358,7 @@ class Recipe:
             "seed": str(self.seed),
             "epochs": str(self.epochs),
             "shuffle": self.shuffle.summary() if isinstance(self.shuffle, Blocks) else self.shuffle,
+            **({"amendments": amended} if amended else {}),
         }
 
     def data_digests(self) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ def simulate(
 ) -> Iterator[SimulatedStep]:
     """The data of every rank, step by step and rank by rank, without processes or delivery.
 
-    steps: a number of steps from 0, or the steps. ranks: only these; None for all. The other arguments are
-    those of `Feed`. Ends with the stream.
+    steps: a number of steps from 0, or the steps; those that an amendment skips are left out. ranks: only
+    these; None for all. The other arguments are those of `Feed`. Ends with the stream.
     """
     recipe, machine = run_by(recipe, machine, encoder)
     stages = stage_map or StageMap(pp=layout.pp)
@@ -70,6 +70,8 @@ def simulate(
         for store in recipe.sources:
             stack.enter_context(store.opened(machine))
         for step in range(steps) if isinstance(steps, int) else steps:
+            if recipe.skips(step):
+                continue
             batch = stepping.global_batch(step)
             if batch is None:
                 return

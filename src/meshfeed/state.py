@@ -170,6 +170,11 @@ def _hint(differ: list[str], recipe: Recipe) -> str:
             " The last step before it was short, since an epoch ended there; to continue after such an end, "
             "use Batch(last='drop') or 'pad' from the beginning."
         )
+    if "amendments" in differ:
+        return (
+            " A job's amendments are in the ledger that was kept beside the checkpoint: give it to the Feed, "
+            "mf.Feed(recipe, ledger=path), or amend the recipe, recipe.amended(mf.Ledger.read(path))."
+        )
     hint = ""
     if "batch" in differ:
         hint += " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."

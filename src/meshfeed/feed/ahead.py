@@ -41,6 +41,7 @@ class Ahead:
         reads: whether this rank reads. If not, nothing is announced.
         clock: measures the stages "plan" and "read".
         left_out: steps that are neither planned nor given.
+        amended: step -> what computes it from there on, where ranks may amend the recipe.
         budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
             announced ahead, and only one if no store `wants_ahead`.
     """
@@ -57,8 +58,9 @@ class Ahead:
         reads: bool,
         budget_bytes: int,
         left_out: frozenset[int] = frozenset(),
+        amended: Callable[[int], Stepping] | None = None,
     ) -> None:
-        self._left_out = left_out
+        self._left_out, self._amended = left_out, amended
         self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
         self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
@@ -92,11 +94,10 @@ class Ahead:
         """Plan and announce the next step; does nothing past the end of the stream."""
         if self._next is None:
             return
-        while self._next in self._left_out:
-            self._next += 1
         batch, portions = None, list[Portion]()
         try:
             with self._clock.stage("plan"):
+                self._next = self._first_given(self._next)
                 batch = self._stepping.global_batch(self._next)
                 if batch is not None:
                     portions = self._stepping.portions(batch, self._coord, self._served, self._needs)
@@ -113,6 +114,15 @@ class Ahead:
             self._unread_bytes += sum(map(self._num_bytes, portions))
         self._next += 1
         self._planned.append((batch, portions))
+
+    def _first_given(self, step: int) -> int:
+        """The first step from this one on that is not left out; amends the recipe as far as it."""
+        while True:
+            if self._amended is not None:
+                self._stepping = self._amended(step)
+            if step not in self._left_out and not self._stepping.recipe.skips(step):
+                return step
+            step += 1
 
     def _num_bytes(self, portion: Portion) -> int:
         return self._stepping.rule.num_bytes(self._stepping.recipe, portion)

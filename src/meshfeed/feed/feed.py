@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
+from meshfeed.amendments import Ledger
 from meshfeed.deliver import (
     Delivery,
     Digester,
@@ -28,6 +29,7 @@ from meshfeed.deliver import (
 )
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
+from meshfeed.feed.amending import Amending
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
@@ -39,7 +41,7 @@ from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import Change, Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
@@ -94,6 +96,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
             rank waits only for those it shares reads with; the trainer's first collective waits for the rest,
             with its own timeout. A recipe with verify_data="full" always waits for all.
         metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
+        ledger: path of the file that keeps the job's amendments, on storage that all ranks read, beside the
+            checkpoints: see `amend`. Read at once; one that does not exist yet has none. None: no amendments.
         name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
             a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
 
@@ -129,11 +133,16 @@ class Feed(StepSource[Delivery, FeedOptions]):
         rendezvous: Store | None = None,
         wait_for_all: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
+        ledger: str | PathLike[str] | None = None,
         name: str = "",
     ) -> None:
         _check_recipe(recipe)
         super().__init__(layout, rank, FeedOptions.of(locals()))
-        self.recipe, self._machine = run_by(recipe, machine, encoder)
+        self._given_recipe, self._machine = run_by(recipe, machine, encoder)
+        kept = None if ledger is None else Ledger.read(ledger, missing_ok=True)
+        self._amending = None if kept is None else Amending(kept, self._meeting)
+        self.recipe = self._given_recipe.amended(self.ledger)
+        self._begins_as, self._applied = self.recipe, self.ledger
         self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
         self._checks_tokens = False
@@ -162,6 +171,44 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def num_sequences(self) -> int | None:
         """Sequences in all these steps; None if the stream is endless."""
         return num_positions(self.recipe)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The amendments that this rank knows: all that affect a step which it has planned."""
+        return Ledger() if self._amending is None else self._amending.ledger
+
+    def amend(self, change: Change, at: int | None = None) -> int:
+        """Change the recipe while it trains: on any one rank, at any time; all others follow.
+
+        The change holds from step `at` on, or from the first step that no rank has planned yet: no rank waits
+        for another. Returns that step. The ledger has it before any rank plans the step, so a job that
+        resumes with the ledger goes on with it, under any layout.
+
+        change: `Reweigh`, `BatchSize`, `SkipSteps` or `Exclude`. Raises OptionError without a ledger, for a
+        step that may have been planned, or rows that do not fill microbatches; RecipeError for a change that
+        the recipe cannot have; DeliveryError for a lost store. Nothing changes then.
+        """
+        if self._amending is None:
+            raise OptionError(
+                "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
+                "mf.Feed(..., ledger=path)"
+            )
+        return self._amending.amend(change, at, self._step, self._check_ledger)
+
+    def _check_ledger(self, ledger: Ledger) -> None:
+        recipe = self._given_recipe.amended(ledger)
+        if not self._options.pad_rows:
+            replace(self._stepping, layout=self.layout, recipe=recipe).check_filled()
+
+    def _amended(self, step: int) -> Stepping:
+        """What computes a step that is about to be planned, with all amendments that affect it."""
+        amending = self._amending
+        if amending is not None and (ledger := amending.known_at(step)) is not self._applied:
+            if self._options.ledger is not None and self.rank == min(self.layout.ranks().tolist()):
+                ledger.write(self._options.ledger)
+            self._applied, self.recipe = ledger, self._given_recipe.amended(ledger)
+            self._stepping = self._stepping.amended(self.recipe)
+        return self._stepping
 
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
@@ -293,13 +340,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
     @property
     def _agreed(self) -> Mapping[str, str]:
         return {
-            **self.recipe.summary(),
+            **self._begins_as.summary(),
             **{f"data {i}": digest for i, (_, digest) in enumerate(self._grouped)},
             "verify_data": self.recipe.verify_data,
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._options.pad_rows),
             "left out": str(sorted(self._left_out)),
+            "ledger": "none" if self._amending is None else f"{self._amending.began or 'empty'}",
             "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
 
@@ -341,7 +389,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         decode_costs = self._rule.decode_costs if self.role.reads else None
         meter = Meter(self.recipe.sources, delivery.traffic, decode_costs=decode_costs)
         ahead = Ahead(
-            self._stepping,
+            self._amended(start),
             self.layout.coord(self.rank),
             *self._served(),
             start,
@@ -349,6 +397,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             reads=self.role.reads,
             budget_bytes=self._options.read_ahead_bytes,
             left_out=self._left_out,
+            amended=None if self._amending is None else self._amended,
         )
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:

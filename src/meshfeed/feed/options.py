@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
@@ -71,6 +72,7 @@ class FeedOptions(Options):
     micro_batch_size: int | None
     pad_rows: bool
     read_ahead_bytes: int
+    ledger: str | PathLike[str] | None
     vocab_size: int | None
 
     def __post_init__(self) -> None:

@@ -134,12 +134,20 @@ class Stepping:
         object.__setattr__(made, "rule", rule)
         return made
 
+    def amended(self, recipe: Recipe) -> Stepping:
+        """The same by an amended recipe."""
+        made = copy(self)
+        object.__setattr__(made, "recipe", recipe)
+        return made
+
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
         drawn = draws_of_step(self.recipe, step)
         if not len(drawn):
             return None
         draws = self.rule.look_up(self.recipe, drawn)
+        if excluded := self.recipe.amendments.excluded_at(step):
+            draws = self.rule.without(self.recipe, draws, excluded)
         whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)
         kept = np.flatnonzero(plan.microbatch >= 0)

@@ -155,6 +155,14 @@ class WithColumns(SequenceRule):
     def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
         return self.rule.look_up(recipe, draws)
 
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
+        if self._masks and not self.packed:
+            raise RecipeError(
+                f"{self.summary()} with a column of labels or of the loss mask cannot leave documents out; "
+                f"Documents can"
+            )
+        return self.rule.without(recipe, draws, excluded)
+
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         return self.rule.lengths(recipe, draws)
 

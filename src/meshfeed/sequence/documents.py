@@ -6,8 +6,8 @@ followed by one more token if the document continues. All other fields are compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of
+from meshfeed.sequence.runs import Located, Longs, Portion, Runs, among, dtype_of
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
@@ -59,6 +59,10 @@ class DocumentRule(SequenceRule):
             raise RecipeError(f"{type(self).__name__} reads a token store; {store!r} is not one")
         return store.num_documents
 
+    def num_documents(self, store: Store) -> int | None:
+        """All of a store: see `without`."""
+        return self.num_sequences(store)
+
     def shard_ends(self, store: Store) -> Longs | None:
         """See `Rule`; sequences are documents."""
         return store.shard_ends
@@ -70,6 +74,15 @@ class DocumentRule(SequenceRule):
     def look_up(self, recipe: Recipe, draws: Draws) -> Located:
         """Where the documents lie in their stores."""
         return located(recipe, draws)
+
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Located:
+        """Excluded documents are like empty ones of the store."""
+        found = self.look_up(recipe, draws)
+        stored = found.stored.copy()
+        for s, mine, of_source in found.by_source():
+            if s in excluded:
+                stored[mine[among(excluded[s], of_source.index)]] = 0
+        return replace(found, stored=stored)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""

@@ -21,6 +21,8 @@ from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import Held, SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, runs_of
+from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.runs import Longs, Portion, Runs, WithHoles, common, dtype_of, runs_of
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 
 Starts = tuple[Longs, Longs]
@@ -80,12 +82,12 @@ class Rows(SequenceRule):
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Loss-bearing tokens of each row, always whole; int64 [n]."""
-        tokens = self._tokens_in(recipe, draws)
-        valid = np.minimum(tokens - 1, self.length).clip(0)
-        if not self.eod_mask_loss:
-            return valid
-        row, offset = self._document_starts(recipe, draws)
-        return valid - np.bincount(row[offset <= valid[row]], minlength=len(draws))
+        if not self._masks_some(draws):
+            return self._predicting(recipe, draws)
+        starts = self._document_starts(recipe, draws) if self.eod_mask_loss else _NO_STARTS
+        begins, ends = self._bearing(recipe, draws, starts)
+        before = np.append(0, np.cumsum(ends - begins))
+        return np.diff(before[np.searchsorted(begins, np.arange(len(draws) + 1) * (self.length + 1))])
 
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
         """Raises RecipeError: only the rule knows which rows a document is in."""
@@ -127,22 +129,18 @@ class Rows(SequenceRule):
     ) -> FieldTable:
         """The named fields; see the class. Runs of positions and of the loss mask end where documents do."""
         shape, draws, starts = self._shape(portion), portion.draws, _NO_STARTS
-        cut = _cut_of(self.fields, (len(draws), shape[1]), _edges(portion.own_row), _edges(portion.held_row))
+        own, held = _edges(portion.own_row), _edges(portion.held_row)
+        cut = _cut_of(self.fields, (len(draws), shape[1]), self.length, own, held)
         if self._minds_documents:
             starts = self._document_starts(recipe, draws)
         tokens, labels, loss_mask, position_ids = cut.fields
-        pieces = cut.pieces
-        moves = self.reset_position_ids and "position_ids" in names
-        masks = self.eod_mask_loss and "loss_mask" in names
-        if moves or masks:
-            pieces = _pieces_of(starts, cut.pieces, len(draws), self.length)
-        if moves:
-            position_ids = RunField(position_ids.field, Runs(pieces.at, pieces.position, pieces.size), 1)
-        stored = self._tokens_in(recipe, draws)
-        if masks or stored.min(initial=self.length + 1) <= self.length:
-            bearing = pieces.size - pieces.ends if masks else pieces.size
-            bearing = np.minimum(bearing, stored[pieces.row] - 1 - pieces.offset).clip(0)
-            loss_mask = RunField(loss_mask.field, Runs(pieces.at, np.ones_like(bearing), bearing), 0)
+        if self.reset_position_ids and "position_ids" in names:
+            position_ids = RunField(position_ids.field, self._positions(starts, cut, len(draws)), 1)
+        bears_all = self._predicting(recipe, draws).min(initial=self.length) == self.length
+        if "loss_mask" in names and (self._masks_some(draws) or not bears_all):
+            begins, ends, _, of = common(*self._bearing(recipe, draws, starts), cut.begins, cut.ends)
+            runs = Runs(cut.at[of] + begins - cut.begins[of], np.ones_like(begins), ends - begins)
+            loss_mask = RunField(loss_mask.field, runs, 0)
         fields = tokens, labels, loss_mask, position_ids
         return table_of(shape, columns, names, fields, self._others(starts, portion, names))
 
@@ -160,11 +158,47 @@ class Rows(SequenceRule):
         """Stored tokens of each row, including its last label; int64 [n], all length + 1 here."""
         return np.full(len(draws), self.length + 1)
 
+    def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
+        """Ranges of tokens without loss, since their document or the next is excluded; ascending, apart."""
+        return _NO_STARTS
+
     def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
         """Read slices of rows, all of one source; out: [rows, width of the cut], contiguous."""
         recipe.sources[source].read_stream(*self.ranges(recipe, source, draws, cut), out=out.reshape(-1))
 
     # -- geometry -------------------------------------------------------------------------------------
+    # Token i of row r has the number r * (length + 1) + i; a row's last label is in between.
+
+    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each row that have a label; int64 [n]."""
+        return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
+
+    def _masks_some(self, draws: Draws) -> bool:
+        """Whether tokens that have a label may bear no loss."""
+        return self.eod_mask_loss or isinstance(draws, WithHoles)
+
+    def _bearing(self, recipe: Recipe, draws: Draws, starts: Starts) -> tuple[Longs, Longs]:
+        """The loss-bearing tokens of all rows, as ranges of numbers; ascending and apart."""
+        rows = np.arange(len(draws)) * (self.length + 1)
+        begins, ends = rows, rows + self._predicting(recipe, draws)
+        if self.eod_mask_loss:
+            # the token before a document predicts its first one; the last label of a row, the next row's
+            begins = np.sort(np.concatenate((rows, _numbers(starts, self.length))))
+            before = np.append(begins[1:], rows.size * (self.length + 1)) - 1
+            ends = np.maximum(np.minimum(before, ends[begins // (self.length + 1)]), begins)
+        hole_begins, hole_ends = self._holes(recipe, draws)
+        if hole_begins.size:
+            between = np.append(0, hole_ends), np.append(hole_begins, rows.size * (self.length + 1))
+            begins, ends, _, _ = common(begins, ends, *between)
+        return begins, ends
+
+    def _positions(self, starts: Starts, cut: _Cut, num_rows: int) -> Runs:
+        """Positions that restart where documents do."""
+        rows = np.arange(num_rows) * (self.length + 1)
+        first = np.sort(np.concatenate((rows, _numbers(starts, self.length))))
+        stops = np.append(first[1:], num_rows * (self.length + 1))
+        begins, ends, segment, of = common(first, stops, cut.begins, cut.ends)
+        return Runs(cut.at[of] + begins - cut.begins[of], begins - first[segment], ends - begins)
 
     def _shape(self, portion: Portion) -> tuple[int, int]:
         """Rows and tokens per rank of all microbatches of a portion."""
@@ -199,44 +233,8 @@ class Rows(SequenceRule):
             yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The own slices of every row, cut where documents start; int64 [n] each, in the order of the field.
-
-    Attributes:
-        row, offset: where a piece begins: in which row, at which of its tokens.
-        at, size: its place in the field, and its tokens.
-        position: how far its first token is from the start of its document, or of the row.
-        ends: 1 if a document starts right after it, else 0.
-    """
-
-    row: Longs
-    offset: Longs
-    at: Longs
-    size: Longs
-    position: Longs
-    ends: Longs
-
-
-def _pieces_of(starts: Starts, slices: _Pieces, num_rows: int, length: int) -> _Pieces:
-    """slices: of all rows, uncut. starts: offsets from 1 to length."""
-    # one ascending number for each token of each row, and for the end of the row
-    rows, documents = np.arange(num_rows) * (length + 1), starts[0] * (length + 1) + starts[1]
-    begins = slices.row * (length + 1) + slices.offset
-    stops = begins + slices.size
-    cuts = np.sort(np.concatenate((begins, documents)))
-    of = np.searchsorted(begins, cuts, side="right") - 1
-    stop = np.minimum(np.append(cuts[1:], cuts[-1:] + length), stops[of]) if begins.size else cuts
-    inside = np.flatnonzero((cuts < stop) & (of >= 0))
-    cuts, stop, of = cuts[inside], stop[inside], of[inside]
-    first = np.sort(np.concatenate((rows, documents)))
-    position = cuts - first[np.searchsorted(first, cuts, side="right") - 1]
-    after = np.searchsorted(documents, stop)
-    ends = np.append(documents, -1)[after] == stop
-    row, offset = np.divmod(cuts, length + 1)
-    return _Pieces(
-        row, offset, slices.at[of] + cuts - begins[of], stop - cuts, position, ends.astype(np.int64)
-    )
+def _numbers(starts: Starts, length: int) -> Longs:
+    return starts[0] * (length + 1) + starts[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +242,14 @@ class _Cut:
     """What is the same for all rows that are cut alike.
 
     Attributes:
-        pieces: the own slices.
+        begins, ends: the own slices of all rows, as numbers of tokens; int64 [m].
+        at: the place of each in the field; int64 [m].
         fields: tokens, labels, loss_mask and position_ids, where no document changes them.
     """
 
-    pieces: _Pieces
+    begins: Longs
+    ends: Longs
+    at: Longs
     fields: tuple[RunField, RunField, RunField, RunField]
 
 
@@ -266,7 +267,7 @@ def _slices(edges: Edges, *, extra: int = 0) -> Slices:
 
 
 @lru_cache(maxsize=8)  # the rows of a run are cut alike
-def _cut_of(fields: tuple[Field, ...], shape: tuple[int, int], own: Edges, held: Edges) -> _Cut:
+def _cut_of(fields: tuple[Field, ...], shape: tuple[int, int], length: int, own: Edges, held: Edges) -> _Cut:
     """shape: rows that hold a sequence, and tokens of each field. own, held: slices of one row."""
     mine, read = _slices(own), _slices(held, extra=1)
     numbers = np.arange(shape[0])
@@ -274,18 +275,19 @@ def _cut_of(fields: tuple[Field, ...], shape: tuple[int, int], own: Edges, held:
     def of_all(one: Longs, step: int) -> Longs:
         return (numbers[:, None] * step + one).ravel()
 
-    width, none = int(read.sizes.sum()), np.zeros(shape[0] * mine.start.size, np.int64)
-    row, offset = of_all(0 * mine.start, 1), of_all(mine.start, 0)
+    width, begins, offset = int(read.sizes.sum()), of_all(mine.start, length + 1), of_all(mine.start, 0)
     at, size = of_all(mine.offsets, shape[1]), of_all(mine.sizes, 0)
     in_read = [runs_of(mine, read, mine.offsets, ahead=ahead) for ahead in (0, 1)]
     tokens, labels = (Runs(at, of_all(each.start, width), of_all(each.size, 0)) for each in in_read)
     named = {each.name: each for each in fields}
     return _Cut(
-        _Pieces(row, offset, at, size, offset, none),
+        begins,
+        begins + size,
+        at,
         (
             RunField(named["tokens"], tokens, 1, "tokens"),
             RunField(named["labels"], labels, 1, "tokens"),
-            RunField(named["loss_mask"], Runs(at, none + 1, size), 0, is_kept=True),
+            RunField(named["loss_mask"], Runs(at, np.ones_like(size), size), 0, is_kept=True),
             RunField(named["position_ids"], Runs(at, offset, size), 1, is_kept=True),
         ),
     )

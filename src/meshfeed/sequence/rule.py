@@ -111,6 +111,13 @@ class SequenceRule(Rule):
         """
         return draws
 
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
+        """The draws, looked up, with nothing of excluded documents in them that bears loss.
+
+        excluded: source -> numbers of documents; int64, ascending. Called for rules with `num_documents`.
+        """
+        raise RecipeError(f"{self.summary()} cannot leave documents out")
+
     @abstractmethod
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each sequence, from the index alone; int64 [n]."""

@@ -7,7 +7,7 @@ part of it goes where in a rank's fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,6 +66,28 @@ class Located(Draws):
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
         return Located(*drawn, self.begins[places], self.stored[places])
+
+
+@dataclass(frozen=True, slots=True)
+class WithHoles(Draws):
+    """Draws of pieces of a stream, and what of the stream bears no loss.
+
+    Attributes:
+        holes: source -> where documents that bear none begin and end, ascending; int64 [m] each.
+    """
+
+    holes: Mapping[int, tuple[Longs, Longs]]
+
+    def between(self, start: int, stop: int) -> WithHoles:
+        """The draws start..stop of this run."""
+        return self.take(np.arange(len(self))[start:stop])
+
+    def take(self, places: npt.NDArray[np.integer]) -> WithHoles:
+        """The draws at some indices of this run."""
+        return WithHoles(self.source[places], self.epoch[places], self.index[places], self.holes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Draws, (self.source, self.epoch, self.index)  # holes may be many; a microbatch needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +156,33 @@ class Runs:
         size = np.append(self.at, width) - at
         some = np.flatnonzero(size > 0)
         return Runs(at[some], at[some], size[some])
+
+
+def among(some: Longs, values: Longs) -> npt.NDArray[np.bool_]:
+    """Whether each value is one of some, which are ascending and may be many more; bool [n]."""
+    at = np.searchsorted(some, values)
+    return np.append(some, -1)[at] == values
+
+
+def common(begins: Longs, ends: Longs, others: Longs, other_ends: Longs) -> tuple[Longs, Longs, Longs, Longs]:
+    """The ranges that two lists of ranges have in common: begins, ends, and in which range of each list.
+
+    Each list is ascending and apart, and counts from 0; int64 [n], [m] -> [k].
+    """
+    cuts = np.unique(np.concatenate((begins, others)))
+    one, other = (np.searchsorted(each, cuts, side="right") - 1 for each in (begins, others))
+    stops = np.minimum(np.append(ends, 0)[one], np.append(other_ends, 0)[other])  # 0 before the first range
+    some = np.flatnonzero(cuts < stops)
+    return cuts[some], stops[some], one[some], other[some]
+
+
+def together(begins: Longs, ends: Longs) -> tuple[Longs, Longs]:
+    """What ranges cover together, as ranges that are ascending and apart; int64 [n] -> [m]."""
+    order = begins[some := np.flatnonzero(begins < ends)].argsort(kind="stable")
+    begins, ends = begins[some][order], ends[some][order]
+    reach = np.maximum.accumulate(ends)
+    is_new = np.append(True, begins[1:] > reach[:-1])[: begins.size]
+    return begins[is_new], reach[np.append(is_new[1:], True)[: begins.size]]
 
 
 def holding(slices: Slices, sequence: npt.NDArray[np.integer], token: Longs) -> Longs:

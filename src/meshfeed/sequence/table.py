@@ -15,7 +15,7 @@ import torch
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Longs, Runs
+from meshfeed.sequence.runs import Longs, Runs, together
 
 _FEW = 32  # runs, between which a loop pads in less time than arrays of gaps take
 
@@ -122,7 +122,11 @@ class FieldTable:
         columns, fields = dict[str, Array](), list(self.fields)
         for name, column in self.columns.items():
             mine = [i for i, each in enumerate(fields) if each.column == name]
-            begins, sizes = _union([fields[i].runs for i in mine])
+            start, size = (
+                np.concatenate([getattr(fields[i].runs, of) for i in mine]) for of in ("start", "size")
+            )
+            begins, ends = together(start, start + size)
+            sizes = ends - begins
             before = np.cumsum(sizes) - sizes
             columns[name] = out = column.reshape(-1)
             if (total := int(sizes.sum())) == column.size:
@@ -149,17 +153,6 @@ def table_of(
     made = [each for each in fields if each.field.name in names and (columns or each.column is None)]
     used = {each.column: np.asarray(columns[each.column]) for each in made if columns and each.column}
     return FieldTable(shape, used, made, ready)
-
-
-def _union(runs: Sequence[Runs]) -> tuple[Longs, Longs]:
-    """Begins and sizes of the ranges that runs cover together, ascending and apart."""
-    start, size = (np.concatenate([getattr(each, name) for each in runs]) for name in ("start", "size"))
-    order = start[some := np.flatnonzero(size)].argsort(kind="stable")
-    start, stop = start[some][order], (start + size)[some][order]
-    reach = np.maximum.accumulate(stop)
-    is_new = np.append(True, start[1:] > reach[:-1])[: start.size]
-    begins = start[is_new]
-    return begins, reach[np.append(is_new[1:], True)[: start.size]] - begins
 
 
 def _count(row: Array, at: Longs, first: Longs, by: int) -> None:

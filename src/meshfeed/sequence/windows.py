@@ -8,7 +8,9 @@ different ones each time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -22,6 +24,10 @@ from meshfeed.sequence.rule import Held, TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of, runs
+from meshfeed.sequence.rule import TokenRule
+from meshfeed.sequence.runs import Longs, WithHoles, together
+from meshfeed.store import StreamStore
+from meshfeed.store.base import extents_of
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,49 @@ class Windows(Rows, TokenRule):
                 f"{self.length + 1}: use a shorter window or more data"
             )
         return num_tokens // self.length
+
+    def num_documents(self, store: Store) -> int | None:
+        """All of a store: see `without`."""
+        return cast(StreamStore, store).num_documents
+
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
+        """The tokens of excluded documents stay, and bear no loss; nor does a token that predicts one."""
+        return WithHoles(
+            draws.source,
+            draws.epoch,
+            draws.index,
+            {s: _extents(recipe, s, excluded[s]) for s, _, _ in draws.by_source() if s in excluded},
+        )
+
+    def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
+        if not isinstance(draws, WithHoles):
+            return super()._holes(recipe, draws)
+        begins: list[Longs] = []
+        ends: list[Longs] = []
+        for s, at, of_source in draws.by_source():
+            if s not in draws.holes:
+                continue
+            hole_begins, hole_ends = draws.holes[s]
+            first = self._first_tokens(recipe, s, of_source)
+            start, stop, of = _around(
+                first, np.full_like(first, self.length + 1), recipe.sources[s].num_tokens
+            )
+            least = np.searchsorted(hole_ends, start, side="right")
+            counts = (np.searchsorted(hole_begins, stop) - least).clip(0)
+            piece = np.repeat(np.arange(start.size), counts)
+            hole = np.arange(piece.size) - np.repeat(np.cumsum(counts) - counts, counts) + least[piece]
+            # a piece that continues at token 0 follows the stream's last token in its window
+            moved = np.where(start < first[of], recipe.sources[s].num_tokens, 0) - first[of]
+            row, moved = at[of[piece]] * (self.length + 1), moved[piece]
+            # the token before a document predicts its first one
+            begin, end = (
+                np.maximum(hole_begins[hole], start[piece]) - 1,
+                np.minimum(hole_ends[hole], stop[piece]),
+            )
+            begins.append(row + (begin + moved).clip(0, self.length))
+            ends.append(row + (end + moved).clip(0, self.length))
+        none = np.zeros(0, np.int64)
+        return together(np.concatenate([none, *begins]), np.concatenate([none, *ends]))
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of each window's first token, all of one source; int64 [n]."""
@@ -133,6 +182,13 @@ class Windows(Rows, TokenRule):
         offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
         ascending = np.lexsort((offset, window))
         return window[ascending], offset[ascending]
+
+
+def _extents(recipe: Recipe, source: int, documents: Longs) -> tuple[Longs, Longs]:
+    """Where documents that are not empty begin and end in their stream; int64 [m] each."""
+    begins, stored = extents_of(recipe.sources[source], documents)
+    some = stored > 0
+    return begins[some], (begins + stored)[some]
 
 
 def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:

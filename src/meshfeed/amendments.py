@@ -1,0 +1,362 @@
+"""Amendments: what changes while a job trains, as pairs (step, change), and the ledger that keeps them.
+
+The order of a job is a function of its recipe, its amendments and the step. An amendment changes nothing
+before its step, and an amended recipe is a recipe like any other: every rank, under any layout, and every
+tool computes the same stream from it. A feed agrees on amendments while it runs: see `Feed.amend`.
+
+A ledger is a file of lines of JSON, one for each amendment, in the order in which they were agreed. Each line
+has a digest of itself and all lines before it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError, StateError
+from meshfeed.mixture import Mixture, Unit
+from meshfeed.recipe import Change, Recipe
+from meshfeed.summary import digest_of
+
+Longs = npt.NDArray[np.int64]
+
+_HEAD = {"ledger": "meshfeed", "version": 1}
+_OF_LINE = ("step", "digest")
+_MOST_LISTED = 1000  # documents that a line of a ledger lists as numbers, for readers
+
+
+class Amendment(NamedTuple):
+    """A change from a step on."""
+
+    step: int
+    change: Change
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any], where: str) -> Amendment:
+        """The amendment that a line of a ledger describes. Raises StateError for anything else."""
+        try:
+            ((kind, told),) = ((name, value) for name, value in line.items() if name not in _OF_LINE)
+            return cls(line["step"], KINDS[kind].of_told(told))
+        except (KeyError, ValueError, TypeError, AttributeError) as bad:
+            raise StateError(f"{where}: not an amendment ({bad!r}); restore the file") from bad
+
+
+@dataclass(frozen=True)
+class _Told(Change):
+    """A change whose attributes are its JSON."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The attributes as plain JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def of_told(cls, told: Mapping[str, Any]) -> Self:
+        """The change that `told` describes. Raises RecipeError for anything else."""
+        return cls(**told)
+
+    @property
+    def digest(self) -> str:
+        """Of its kind and attributes."""
+        return digest_of({"kind": type(self).__name__, **self.told})
+
+
+@dataclass(frozen=True)
+class Reweigh(_Told):
+    """Other amounts for the sources of a mixture, as `Mixture.then` takes them.
+
+    Attributes:
+        amounts: name -> amount. A source that is not named is not drawn.
+        by: their unit, or name -> unit; see `Mixture.then`.
+    """
+
+    amounts: Mapping[str, float]
+    by: Unit | Mapping[str, Unit] | None = None
+
+    def applied(self, recipe: Recipe, step: int) -> Recipe:
+        """Each source goes on where it was."""
+        if not isinstance(recipe.data, Mixture):
+            raise RecipeError(
+                "Reweigh: the recipe has one store; give it a Mixture, of one source if need be"
+            )
+        known = recipe.data.names
+        if unknown := [name for name in self.amounts if name not in known]:
+            raise RecipeError(f"Reweigh: no source is called {unknown[0]!r}; there are {', '.join(known)}")
+        return replace(recipe, data=recipe.data.amended(step, dict(self.amounts), by=self.by))
+
+
+@dataclass(frozen=True)
+class BatchSize(_Told):
+    """Another number of sequences in each step, as `Batch.then` takes it."""
+
+    sequences: int
+
+    def applied(self, recipe: Recipe, step: int) -> Recipe:
+        """Steps after it have this size."""
+        return replace(recipe, batch=recipe.batch.amended(step, self.sequences))
+
+
+@dataclass(frozen=True)
+class SkipSteps(_Told):
+    """Leave out the steps from `first` to before `stop`, and their data, as after a loss spike.
+
+    The next step after them keeps its number and its data. Steps that were planned already are not left out.
+    Raises RecipeError unless 0 <= first < stop.
+    """
+
+    first: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not (type(self.first) is type(self.stop) is int and 0 <= self.first < self.stop):
+            raise RecipeError(f"SkipSteps({self.first!r}, {self.stop!r}): whole numbers, 0 <= first < stop")
+
+    def applied(self, recipe: Recipe, step: int) -> Recipe:
+        """The steps from `step` on are left out, as far as they are among these."""
+        skipped = (*recipe.amendments.skipped, (max(self.first, step), self.stop))
+        return replace(recipe, amendments=replace(recipe.amendments, skipped=skipped))
+
+
+@dataclass(frozen=True, eq=False)
+class Exclude(_Told):
+    """Leave out documents: where they would be drawn there is an empty sequence, so nothing else moves.
+
+    `Windows` keeps their tokens in place, without loss; with reset_attention_mask no other document attends
+    to them. Rules whose sequences are not of documents refuse it.
+
+    Attributes:
+        documents: source -> numbers of its documents; int64, ascending. Numbers alone are of a recipe without
+            a mixture, whose source is "".
+        files: source -> path of a file of such numbers, one in each line or as .npy. A ledger keeps the path
+            and a digest, and every rank reads the file: for a million documents.
+
+    Raises RecipeError for anything but whole numbers from 0, or a file that cannot be read or has changed.
+    """
+
+    documents: Mapping[str, Sequence[int] | Longs] | Sequence[int] | Longs = field(default_factory=dict)
+    files: Mapping[str, str | os.PathLike[str]] | str | os.PathLike[str] = field(default_factory=dict)
+    _read: dict[str, Longs] = field(default_factory=dict[str, Longs], init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        listed = self.documents if isinstance(self.documents, Mapping) else {"": self.documents}
+        given = cast(Any, self.files)
+        paths = {"": given} if isinstance(given, (str, os.PathLike)) else dict(given)
+        listed = {name: _numbers(numbers, f"source {name!r}") for name, numbers in listed.items()}
+        object.__setattr__(self, "documents", {name: found for name, found in listed.items() if found.size})
+        object.__setattr__(self, "files", {name: os.fspath(path) for name, path in paths.items()})
+        self._read.update({name: _numbers_in(path) for name, path in self._paths.items()})
+
+    @property
+    def _paths(self) -> dict[str, str]:
+        return cast("dict[str, str]", self.files)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Few documents as numbers, many packed; files with their digests."""
+        listed = cast("dict[str, Longs]", self.documents)
+        told: dict[str, Any] = {"documents": {name: _packed(numbers) for name, numbers in listed.items()}}
+        told["files"] = {name: [path, _digest(self._read[name])] for name, path in self._paths.items()}
+        return {name: value for name, value in told.items() if value}
+
+    @classmethod
+    def of_told(cls, told: Mapping[str, Any]) -> Self:
+        """The change that `told` describes. Raises RecipeError for anything else."""
+        listed = {name: _unpacked(packed) for name, packed in told.get("documents", {}).items()}
+        files = told.get("files", {})
+        made = cls(listed, {name: path for name, (path, _) in files.items()})
+        for name, (path, digest) in files.items():
+            if _digest(made._read[name]) != digest:
+                raise RecipeError(
+                    f"{path}: it has other documents than when they were excluded; restore the file"
+                )
+        return made
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the documents, wherever they are listed."""
+        return digest_of({name: _digest(numbers) for name, numbers in self.all_documents.items()})
+
+    @property
+    def all_documents(self) -> dict[str, Longs]:
+        """Source -> numbers of its documents, of the list and of the files; int64, ascending."""
+        listed = cast("dict[str, Longs]", self.documents)
+        none = np.zeros(0, np.int64)
+        return {
+            name: np.union1d(listed.get(name, none), self._read.get(name, none))
+            for name in sorted({*listed, *self._read})
+        }
+
+    def applied(self, recipe: Recipe, step: int) -> Recipe:
+        """The documents are empty from `step` on."""
+        amended, names = recipe.amendments, recipe.source_names
+        for name, numbers in self.all_documents.items():
+            if name not in names:
+                there = ", ".join(map(repr, names))
+                raise RecipeError(f"Exclude: no source is called {name!r}; the recipe has {there}")
+            source = names.index(name)
+            count = recipe.sequence.num_documents(recipe.sources[source])
+            if count is None:
+                raise RecipeError(f"Exclude: {recipe.sequence.summary()} cannot leave documents out")
+            if numbers[-1] >= count:
+                raise RecipeError(
+                    f"Exclude: document {numbers[-1]} of source {name!r}, which has {count}, counted from 0"
+                )
+            amended = amended.excluding(step, source, numbers)
+        return replace(recipe, amendments=amended)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{numbers.size} of {name!r}" for name, numbers in self.all_documents.items())
+        return f"Exclude({counts or 'nothing'})"
+
+
+KINDS: Mapping[str, type[_Told]] = {each.__name__: each for each in (Reweigh, BatchSize, SkipSteps, Exclude)}
+"""Kinds of changes by name."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The amendments of a job, in the order in which they were agreed.
+
+    `recipe.amended(ledger)` is what it trains on.
+    """
+
+    amendments: tuple[Amendment, ...] = ()
+
+    @cached_property
+    def digests(self) -> tuple[str, ...]:
+        """Of each amendment and all before it."""
+        digests, before = list[str](), ""
+        for step, change in self.amendments:
+            before = digest_of({"before": before, "step": step, "change": change.digest})
+            digests.append(before)
+        return tuple(digests)
+
+    @property
+    def digest(self) -> str:
+        """Of all amendments; "" without any."""
+        return self.digests[-1] if self.amendments else ""
+
+    def added(self, amendment: Amendment) -> Ledger:
+        """With one more."""
+        return Ledger((*self.amendments, amendment))
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Each as plain JSON."""
+        return [
+            {"step": step, type(change).__name__: cast(_Told, change).told, "digest": digest}
+            for (step, change), digest in zip(self.amendments, self.digests)
+        ]
+
+    @property
+    def text(self) -> str:
+        """As lines of JSON."""
+        return "".join(f"{json.dumps(line)}\n" for line in (_HEAD, *self.lines))
+
+    @classmethod
+    def of_text(cls, text: str, where: str = "the ledger") -> Ledger:
+        """The ledger that `text` gave. Raises StateError for anything else, and names the line."""
+        head, *lines = text.splitlines() or [""]
+        if _json_of(head, f"{where}, line 1") != _HEAD:
+            raise StateError(f"{where}: not a ledger of this version of meshfeed; it begins {head[:80]!r}")
+        made = cls()
+        for number, line in enumerate(lines, 2):
+            at = f"{where}, line {number}"
+            told = _json_of(line, at)
+            made = made.added(Amendment.of_line(told, at))
+            if made.digest != told.get("digest"):
+                raise StateError(f"{at}: it does not follow from the lines before it; restore the file")
+        if not text.endswith("\n"):
+            raise StateError(f"{where} is cut off in line {len(lines) + 1}; restore the file")
+        return made
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], *, missing_ok: bool = False) -> Ledger:
+        """The ledger in a file. Raises StateError if it is missing, cut off, altered, or something else.
+
+        missing_ok: a file that does not exist is an empty ledger.
+        """
+        try:
+            return cls.of_text(Path(path).read_text(encoding="utf-8"), os.fspath(path))
+        except FileNotFoundError as missing:
+            if missing_ok:
+                return cls()
+            raise StateError(f"{os.fspath(path)}: no such ledger") from missing
+        except (OSError, UnicodeDecodeError) as bad:
+            raise StateError(f"{os.fspath(path)}: cannot read the ledger ({bad})") from bad
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, which has the old content or the new one at any time. Raises StateError."""
+        target = Path(path)
+        beside = target.with_name(f"{target.name}.{os.getpid()}.new")
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(self.text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(target)
+        except OSError as bad:
+            raise StateError(f"{target}: cannot write the ledger ({bad})") from bad
+
+    def __len__(self) -> int:
+        return len(self.amendments)
+
+    def __iter__(self) -> Iterator[Amendment]:
+        return iter(self.amendments)
+
+
+def _json_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as bad:
+        raise StateError(f"{where}: not JSON ({bad}); the file is cut off or altered, restore it") from bad
+    if not isinstance(found, dict):
+        raise StateError(f"{where}: not an amendment; restore the file")
+    return cast("dict[str, Any]", found)
+
+
+def _numbers(given: Any, where: str) -> Longs:
+    """Numbers of documents, ascending, each once."""
+    found = np.asarray(given)
+    if found.size and (found.dtype.kind not in "iu" or found.ndim != 1 or found.min() < 0):
+        raise RecipeError(f"Exclude: {where}: give the numbers of documents, whole numbers from 0, in a list")
+    return np.unique(found.astype(np.int64))
+
+
+def _numbers_in(path: str) -> Longs:
+    try:
+        if path.endswith(".npy"):
+            return _numbers(np.load(path), path)
+        return _numbers(np.array(Path(path).read_text(encoding="utf-8").split(), np.int64), path)
+    except (OSError, ValueError, OverflowError) as bad:
+        raise RecipeError(
+            f"Exclude: {path}: {bad}; give a file with one document number in each line"
+        ) from bad
+
+
+def _digest(numbers: Longs) -> str:
+    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:32]
+
+
+def _packed(numbers: Longs) -> list[int] | str:
+    if numbers.size <= _MOST_LISTED:
+        return numbers.tolist()
+    steps = np.diff(numbers, prepend=0).astype("<i8")
+    return base64.b64encode(zlib.compress(steps.tobytes())).decode()
+
+
+def _unpacked(packed: list[int] | str) -> Longs:
+    if isinstance(packed, list):
+        return np.array(packed, np.int64)
+    return np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<i8"))

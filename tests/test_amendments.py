@@ -1,0 +1,461 @@
+"""Amendments: a job that is changed while it trains is a function of its recipe, its ledger and the step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+import meshfeed as mf
+import world
+from meshfeed.order import draws_between, draws_of_step
+from soak import SEED, cases
+
+STEPS = 24
+SIZES = {"code": 31, "docs": 17, "web": 43}
+LAYOUTS = ("dp1", "dp2", "tp2", "pp2", "dp3", "cp2", "tp2-pp2", "dp2-pp2", "cp2-dp2")
+PACKING = mf.Packing(capacity=128)
+
+
+def _documents() -> dict[tuple[str, int], range]:
+    """Source and number of each document -> its tokens, which no other one has."""
+    named = [(name, number) for name, size in SIZES.items() for number in range(size)]
+    ends = np.random.default_rng(0).integers(1, 60, len(named)).cumsum().tolist()
+    return {each: range(start, end) for each, start, end in zip(named, [0, *ends], ends)}
+
+
+DOCUMENTS = _documents()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store for each source."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name in SIZES:
+        with mf.IndexedWriter(folder / name, np.uint16) as writer:
+            for (of, _), tokens in DOCUMENTS.items():
+                if of == name:
+                    writer.add_document(np.array(tokens, np.uint16))
+    return folder
+
+
+def recipe_of(folder: Path, **options: Any) -> mf.Recipe:
+    data = mf.Mixture({name: (mf.open(folder / name), 1) for name in SIZES})
+    return mf.Recipe(**{"data": data, "sequence": mf.Documents(), "batch": mf.Batch(6), **options})
+
+
+# -- lives of jobs ------------------------------------------------------------------------------------
+
+
+class Job:
+    """The ranks of a job in this process, each with a loop of its own that may be ahead of the others'."""
+
+    def __init__(self, recipe: mf.Recipe, layout: str, ledger: Path, dice: random.Random, state: Any) -> None:
+        shape, store = mf.Layout.parse(layout), HashStore()
+        self.dice, self.stack = dice, contextlib.ExitStack()
+        self.feeds = [
+            mf.Feed(
+                recipe,
+                shape,
+                rank,
+                packing=PACKING,
+                delivery="direct",
+                rendezvous=store,
+                ledger=ledger,
+                prefetch=dice.choice([0, 2]),
+            )
+            for rank in range(shape.world_size)
+        ]
+        for feed in self.feeds:
+            if state is not None:
+                feed.load_state_dict(state)
+            self.stack.enter_context(feed)
+        self.loops = [iter(feed) for feed in self.feeds]
+        self.seen: list[dict[int, set[int]]] = [{} for _ in self.feeds]
+
+    def advance(self, rank: int) -> int:
+        """One step of a rank; returns its number. Notes the first token of each sequence that has some."""
+        step = next(self.loops[rank])
+        tokens: set[int] = set()
+        for microbatch in step.microbatches:
+            if "tokens" in microbatch:
+                row, ids = microbatch["tokens"][0].numpy(), microbatch["sequence_ids"][0].numpy()
+                tokens |= set(row[ids >= 0].tolist())
+        self.seen[rank][step.index] = tokens
+        return step.index
+
+    def trained(self) -> dict[int, set[int]]:
+        """Step -> tokens that some rank had, of the steps that all ranks have trained."""
+        common = set.intersection(*({*seen} for seen in self.seen))
+        return {step: set.union(*(seen[step] for seen in self.seen)) for step in common}
+
+
+def a_change(dice: random.Random) -> mf.Reweigh | mf.BatchSize | mf.SkipSteps | mf.Exclude:
+    what = dice.randrange(4)
+    if what == 0:
+        chosen = dice.sample(sorted(SIZES), dice.randint(1, 3))
+        return mf.Reweigh({name: dice.choice([0.05, 1.0, 3.0]) for name in chosen})
+    if what == 1:
+        return mf.BatchSize(dice.choice([3, 6, 10]))
+    if what == 2:
+        first = dice.randrange(STEPS)
+        return mf.SkipSteps(first, first + dice.randint(1, 3))
+    name = dice.choice(sorted(SIZES))
+    return mf.Exclude({name: dice.sample(range(SIZES[name]), dice.randint(1, SIZES[name] - 1))})
+
+
+def a_life(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> tuple[dict[int, set[int]], Counter[str]]:
+    """A job that is amended on random ranks at random times, killed, and resumed under other layouts.
+
+    Returns step -> tokens of its last run that had it, and what happened.
+    """
+    realised: dict[int, set[int]] = {}
+    happened: Counter[str] = Counter()
+    state: Any = None
+    for _ in range(dice.randint(1, 4)):
+        job = Job(recipe, dice.choice(LAYOUTS), ledger, dice, state)
+        with job.stack:
+            states, until = dict[int, Any](), dice.randint(1, STEPS)
+            lead = dice.randint(0, 6)
+            while True:
+                done = [max(seen, default=-1) for seen in job.seen]
+                if min(done) >= until:
+                    break
+                rank = dice.choice([r for r in range(len(done)) if done[r] <= min(done) + lead])
+                index = job.advance(rank)
+                if rank == 0:
+                    states[index] = job.feeds[0].state_dict()
+                if dice.random() < 0.08:
+                    who, at = dice.choice(job.feeds), dice.choice([None, None, dice.randrange(STEPS)])
+                    change = a_change(dice)
+                    try:
+                        happened[type(change).__name__] += who.amend(change, at) >= 0
+                    except mf.OptionError:
+                        happened["refused"] += 1
+            trained = job.trained()
+        if kept := [step for step in trained if step in states]:
+            last = dice.choice(sorted(kept))  # the checkpoint that the next run loads
+            state, realised = states[last], realised | trained
+            realised = {step: tokens for step, tokens in realised.items() if step <= last}
+    return realised, happened
+
+
+class Naive:
+    """What a ledger means, step by step, without arithmetic."""
+
+    def __init__(self, recipe: mf.Recipe, ledger: mf.Ledger) -> None:
+        self.recipe, self.ledger = recipe, ledger
+
+    def last(self, kind: type, step: int) -> Any:
+        """The change of a kind that holds in a step: of the latest step, and there the last in the ledger."""
+        found = [(each.step, at, each.change) for at, each in enumerate(self.ledger) if each.step <= step]
+        found = [each for each in found if isinstance(each[2], kind)]
+        return max(found, key=lambda each: each[:2])[2] if found else None
+
+    def size(self, step: int) -> int:
+        change = self.last(mf.BatchSize, step)
+        return self.recipe.batch.sequences if change is None else change.sequences
+
+    def shares(self, step: int) -> Mapping[str, float]:
+        change = self.last(mf.Reweigh, step)
+        amounts = dict.fromkeys(SIZES, 1.0) if change is None else change.amounts
+        return {name: amount / sum(amounts.values()) for name, amount in amounts.items()}
+
+    def skips(self, step: int) -> bool:
+        return any(
+            isinstance(change, mf.SkipSteps) and at <= step and change.first <= step < change.stop
+            for at, change in self.ledger
+        )
+
+    def excluded(self, step: int) -> set[tuple[str, int]]:
+        return {
+            (name, number)
+            for at, change in self.ledger
+            if isinstance(change, mf.Exclude) and at <= step
+            for name, numbers in change.all_documents.items()
+            for number in numbers.tolist()
+        }
+
+
+def order_of(recipe: mf.Recipe, source: int) -> Iterator[int]:
+    """Documents of a source in the order in which it gives them, if it were alone."""
+    name, position = recipe.source_names[source], 0
+    alone = mf.Recipe(
+        data=mf.Mixture({name: (recipe.sources[source], 1)}),
+        sequence=recipe.sequence,
+        batch=recipe.batch,
+        seed=recipe.seed,
+    )
+    while True:
+        yield from draws_between(alone, position, position + 100).index.tolist()
+        position += 100
+
+
+def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -> None:
+    """What was realised is what the naive model says; no position moved, none is lost or comes twice."""
+    naive, amended = Naive(recipe, ledger), recipe.amended(ledger)
+    orders = [order_of(recipe, source) for source in range(len(SIZES))]
+    names = recipe.source_names
+    drawn: Counter[str] = Counter()  # since the shares changed
+    share, before = naive.shares(0), 0
+    for step in range(max(realised, default=-1) + 1):
+        draws = draws_of_step(amended, step)
+        assert len(draws) == naive.size(step)
+        if naive.shares(step) != share or any(
+            at == step and isinstance(change, mf.Reweigh) for at, change in ledger
+        ):
+            share, drawn, before = naive.shares(step), Counter(), 0
+        wanted: set[int] = set()
+        for source, number in zip(draws.source.tolist(), draws.index.tolist()):
+            name, before = names[source], before + 1
+            assert number == next(orders[source])
+            drawn[name] += 1
+            assert all(abs(drawn[n] - share.get(n, 0) * before) < 1 for n in names)
+            if (name, number) not in naive.excluded(step):
+                wanted |= set(DOCUMENTS[name, number])
+        assert amended.skips(step) == naive.skips(step)
+        assert (step in realised) == (not naive.skips(step))
+        if step in realised:
+            assert realised[step] == wanted
+
+
+def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path: Path) -> None:
+    recipe, happened = recipe_of(folder), Counter[str]()
+    for life in range(cases(30, 300)):
+        ledger = tmp_path / f"{life}.jsonl"
+        realised, did = a_life(recipe, ledger, random.Random(f"{SEED} {life}"))
+        check(recipe, mf.Ledger.read(ledger, missing_ok=True), realised)
+        happened += did
+    assert all(happened[kind] for kind in ("Reweigh", "BatchSize", "SkipSteps", "Exclude", "refused"))
+
+
+def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[dict[int, Any], Any]:
+    """A rank with every default but the ledger, which amends at steps of its own."""
+    layout, dice = mf.Layout.parse("tp2-pp2"), random.Random(rank)
+    feed = mf.Feed(recipe_of(folder), layout, packing=PACKING, ledger=ledger)
+    seen: dict[int, Any] = {}
+    with feed:
+        if state is not None:
+            feed.load_state_dict(state)
+        for step in feed:
+            seen[step.index] = [dict(microbatch) for microbatch in step.microbatches]
+            if state is None and step.index % 4 == rank:
+                feed.amend(a_change(dice))
+            if step.index >= STEPS:
+                return seen, feed.state_dict()
+    raise AssertionError
+
+
+def test_ranks_that_share_reads_follow_each_other(folder: Path, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    results = world.run(_amending_rank, 4, folder, ledger, None)
+    assert len({json.dumps(state) for _, state in results}) == 1
+    amended = recipe_of(folder).amended(mf.Ledger.read(ledger))
+    assert len(mf.Ledger.read(ledger)) > 10
+    layout = mf.Layout.parse("tp2-pp2")
+    for simulated in mf.simulate(amended, layout, STEPS + 1, packing=PACKING):
+        step = simulated.batch.step
+        if step > max(results[simulated.rank][0]):
+            continue
+        got = results[simulated.rank][0][step]
+        assert len(got) == len(simulated.microbatches)
+        for one, other in zip(got, simulated.microbatches):
+            assert one.keys() == other.keys()
+            assert all(one[name].equal(other[name]) for name in one)
+    state = results[0][1]
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=ledger) as feed:  # resumed in one process
+        feed.load_state_dict(state)
+        assert next(iter(feed)).index >= state["step"]
+
+
+# -- what an excluded document leaves -----------------------------------------------------------------
+
+
+@settings(max_examples=cases(25), deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=4, max_size=14).filter(lambda lengths: sum(lengths) > 9),
+    st.data(),
+)
+def test_windows_keep_excluded_tokens_without_loss(lengths: list[int], data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 8), "window")
+    gone = data.draw(st.sets(st.integers(0, len(lengths) - 1)), "excluded")
+    flags = {name: data.draw(st.booleans(), name) for name in ("eod_mask_loss", "reset_attention_mask")}
+    layout = mf.Layout.parse(data.draw(st.sampled_from(["dp1", "cp2", "cp3-dp2"])))
+    with tempfile.TemporaryDirectory() as folder:
+        with mf.IndexedWriter(f"{folder}/c", np.uint16) as writer:
+            document_of: list[int] = []
+            for number, size in enumerate(lengths):
+                writer.add_document(np.arange(len(document_of), len(document_of) + size, dtype=np.uint16))
+                document_of += [number] * size
+        recipe = mf.Recipe(
+            data=mf.open(f"{folder}/c"), sequence=mf.Windows(length, **flags), batch=mf.Batch(2), epochs=3
+        )
+        amended, total = recipe.amended([(1, mf.Exclude(sorted(gone)))]), len(document_of)
+        valid: Counter[int] = Counter()
+        for simulated in mf.simulate(amended, layout, 4):
+            step = simulated.batch.step
+            for microbatch in simulated.microbatches:
+                tokens, mask = microbatch["tokens"].numpy(), microbatch["loss_mask"].numpy()
+                labels, rows = microbatch["labels"].numpy(), len(microbatch.draws)
+                real = _real(simulated, microbatch, layout, length)
+                for row in range(len(tokens)):
+                    for token, label, bears, is_real in zip(tokens[row], labels[row], mask[row], real):
+                        here, there = document_of[token], document_of[(token + 1) % total]
+                        wanted = row < rows and is_real
+                        wanted &= not (flags["eod_mask_loss"] and _starts(document_of, (token + 1) % total))
+                        wanted &= not (step >= 1 and {here, there} & gone)
+                        assert bears == wanted
+                        if wanted:
+                            assert label == (token + 1) % total
+                            valid[step] += 1
+            if simulated.rank == layout.world_size - 1:
+                assert simulated.batch.valid_tokens == valid[step]
+
+
+def _real(simulated: Any, microbatch: Any, layout: mf.Layout, length: int) -> list[bool]:
+    """Which tokens of a row on this rank are not padding."""
+    width = microbatch["tokens"].shape[1] * layout.cp
+    if layout.cp == 1:
+        return [token < length for token in range(width)]
+    chunks = np.array_split(np.arange(width), 2 * layout.cp)
+    mine = np.concatenate((chunks[simulated.coord.cp], chunks[2 * layout.cp - 1 - simulated.coord.cp]))
+    return (mine < length).tolist()
+
+
+def _starts(document_of: list[int], token: int) -> bool:
+    return token == 0 or document_of[token] != document_of[token - 1]
+
+
+def test_masked_rows_of_excluded_documents_bear_no_loss(folder: Path) -> None:
+    rule = mf.Masked(64, vocab_size=5000, mask_token=4999, first_token=4998)
+    recipe = mf.Recipe(data=mf.open(folder / "web"), sequence=rule, batch=mf.Batch(43))
+    amended = recipe.amended([(1, mf.Exclude(range(0, 43, 2)))])
+    for step, simulated in enumerate(mf.simulate(amended, mf.Layout(), 2, micro_batch_size=43)):
+        (microbatch,) = simulated.microbatches
+        has_loss = microbatch["loss_mask"].numpy().any(1)
+        is_even = simulated.batch.draws.index % 2 == 0
+        assert (has_loss == ~is_even if step else has_loss).all()
+        assert simulated.batch.valid_tokens == microbatch["loss_mask"].sum()
+
+
+# -- the ledger ---------------------------------------------------------------------------------------
+
+
+def ledger_of(tmp_path: Path) -> mf.Ledger:
+    many = tmp_path / "removed.txt"
+    many.write_text("\n".join(map(str, range(0, 43, 3))))
+    changes = (
+        mf.Reweigh({"web": 0.5, "code": 2}),
+        mf.Reweigh({"web": 3, "code": 2}, by={"web": "repeat", "code": "count"}),
+        mf.BatchSize(9),
+        mf.SkipSteps(5, 7),
+        mf.Exclude({"web": range(40), "docs": np.arange(3)}),
+        mf.Exclude(files={"web": many}),
+        mf.Exclude({"": np.arange(0, 10**6, 7)}),
+    )
+    return mf.Ledger(tuple(mf.Amendment(10 - at, change) for at, change in enumerate(changes)))
+
+
+def test_a_ledger_is_what_was_written(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    ledger.write(tmp_path / "ledger.jsonl")
+    again = mf.Ledger.read(tmp_path / "ledger.jsonl")
+    assert again.text == ledger.text
+    assert again.digest == ledger.digest
+    assert [each.name for each in tmp_path.iterdir() if "new" in each.name] == []
+    for one, other in zip(ledger, again):
+        assert repr(one) == repr(other)
+
+
+@pytest.mark.parametrize(
+    "what", ["cut", "altered", "without a line", "swapped", "something else", "empty", "kind"]
+)
+def test_a_damaged_ledger_is_refused_by_line(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger_of(tmp_path).write(path)
+    lines = path.read_text().splitlines(keepends=True)
+    damaged = {
+        "cut": "".join(lines)[:-30],
+        "altered": "".join(lines).replace('"sequences": 9', '"sequences": 8'),
+        "without a line": "".join(lines[:2] + lines[3:]),
+        "swapped": "".join([lines[0], lines[2], lines[1], *lines[3:]]),
+        "something else": "a: 1\n",
+        "empty": "",
+        "kind": "".join(lines).replace("BatchSize", "Batchsize"),
+    }
+    path.write_text(damaged[what])
+    with pytest.raises(mf.StateError, match=r"line|ledger") as refused:
+        mf.Ledger.read(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_missing_or_shorter_ledger_is_refused_with_the_state(folder: Path, tmp_path: Path) -> None:
+    recipe, path = recipe_of(folder), tmp_path / "ledger.jsonl"
+    with mf.Feed(recipe, packing=PACKING, ledger=path) as feed:
+        for step in feed:
+            if step.index == 1:
+                feed.amend(mf.BatchSize(9))
+                feed.amend(mf.Exclude({"web": [1]}))
+            if step.index == 9:
+                state = feed.state_dict()
+                break
+    assert len(json.dumps(state)) <= 4096
+    with pytest.raises(mf.StateError, match="ledger"):
+        mf.Feed(recipe, packing=PACKING).load_state_dict(state)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    with pytest.raises(mf.StateError, match=r"2, digest.*1, digest"):
+        mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(state)
+    path.write_text("".join(lines))
+    mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(state)
+
+
+def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
+        next(iter(feed))
+        for change, told in (
+            (mf.Reweigh({"wiki": 1}), "'wiki'"),
+            (mf.Exclude({"web": [43]}), "document 43 of source 'web', which has 43"),
+            (mf.Exclude([3]), "no source is called ''"),
+            (mf.BatchSize(0), "whole number"),
+        ):
+            with pytest.raises(mf.RecipeError, match=told):
+                feed.amend(change)
+        with pytest.raises(mf.OptionError, match="planned already"):
+            feed.amend(mf.BatchSize(9), at=0)
+        assert len(feed.ledger) == 0
+    with mf.Feed(recipe_of(folder), packing=PACKING) as feed, pytest.raises(mf.OptionError, match="ledger"):
+        feed.amend(mf.BatchSize(9))
+    rows = recipe_of(folder, sequence=mf.Windows(8), batch=mf.Batch(4))
+    of_rows = mf.Feed(rows, mf.Layout.parse("dp2"), 0, delivery="direct", ledger=path, micro_batch_size=2)
+    with of_rows as feed, pytest.raises(mf.OptionError, match="has 6 sequences"):
+        feed.amend(mf.BatchSize(6))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: mf.SkipSteps(3, 3),
+        lambda: mf.SkipSteps(-1, 3),
+        lambda: mf.SkipSteps(1.0, 3),  # type: ignore[arg-type]
+        lambda: mf.Exclude({"web": [-1]}),
+        lambda: mf.Exclude({"web": ["a"]}),  # type: ignore[dict-item]
+        lambda: mf.Exclude({"web": [1.5]}),  # type: ignore[dict-item]
+        lambda: mf.Exclude(files="no-such-file"),
+    ],
+)
+def test_wrong_changes_are_refused_when_they_are_made(wrong: Any) -> None:
+    with pytest.raises(mf.RecipeError, match=r"SkipSteps|Exclude"):
+        wrong()
