@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tokens() -> None:
     run_page("tokens.md", 1)
+def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = run_page("amendments.md", 7)
+    kinds = [type(change).__name__ for _, change in names["ledger"]]
+    assert kinds[:3] == ["Reweigh", "Exclude", "BatchSize"]
+    assert names["rank"].batch.step == 11
+    monkeypatch.delitem(sys.modules, "recipe")
 
 
 def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ class Plan(Command, JobOptions, RecipeOptions):
             raise MeshfeedError("give either a recipe or --lengths FILE")
         if self.recipe is None:
             why = "is of a recipe or store; --lengths is one step of bare lengths"
-            refuse_given(self, ("steps", "encoder", *recipes.OF_STORE), why)
+            refuse_given(self, ("steps", "encoder", "amendments", *recipes.OF_STORE), why)
         else:
             refuse_given(self, ("first",), "is of --lengths; for a recipe or store there is --steps")
         planned = list(self._of_lengths() if self.recipe is None else self._of_recipe(self.recipe))

@@ -78,7 +78,16 @@ class StoreOptions(StorageOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeOptions(StoreOptions):
+class AmendmentOptions:
+    """Options of a job that was amended."""
+
+    title = "of a job that was amended while it trained"
+
+    amendments: Path | None = option("the ledger that the job has kept", metavar="LEDGER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(StoreOptions, AmendmentOptions):
     """Options of a store that is given without a recipe."""
 
     title = "for a store given by its path (a recipe sets these itself)"
@@ -91,7 +100,11 @@ class RecipeOptions(StoreOptions):
     window: int | None = option("the same as --rule 'windows(N)'")
 
     def recipe_of(self, text: str) -> mf.Recipe:
-        """The recipe that the argument means. Raises MeshfeedError where it means none."""
+        """The recipe that the argument means, amended. Raises MeshfeedError where it means none."""
+        recipe = self._unamended(text)
+        return recipe if self.amendments is None else recipe.amended(mf.Ledger.read(self.amendments))
+
+    def _unamended(self, text: str) -> mf.Recipe:
         path, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
         if not path.endswith(".py"):
             return self._of_store(text)
