@@ -128,7 +128,7 @@ def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run_page("amendments.md", 7)
     kinds = [type(change).__name__ for _, change in names["ledger"]]
     assert kinds[:3] == ["Reweigh", "Exclude", "BatchSize"]
-    assert names["rank"].batch.step == 11
+    assert names["simulated"].batch.step == 11
     monkeypatch.delitem(sys.modules, "recipe")
 
 
