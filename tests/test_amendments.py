@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
 import world
@@ -50,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(folder: Path, **options: Any) -> mf.Recipe:
+def recipe_of(folder: Path) -> mf.Recipe:
     data = mf.Mixture({name: (mf.open(folder / name), 1) for name in SIZES})
-    return mf.Recipe(**{"data": data, "sequence": mf.Documents(), "batch": mf.Batch(6), **options})
+    return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(6))
 
 
 # -- lives of jobs ------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -
 
 def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path: Path) -> None:
     recipe, happened = recipe_of(folder), Counter[str]()
-    for life in range(cases(30, 300)):
+    for life in range(cases(12, 300)):
         ledger = tmp_path / f"{life}.jsonl"
         realised, did = a_life(recipe, ledger, random.Random(f"{SEED} {life}"))
         check(recipe, mf.Ledger.read(ledger, missing_ok=True), realised)
@@ -401,7 +402,7 @@ def test_a_damaged_ledger_is_refused_by_line(tmp_path: Path, what: str) -> None:
 
 
 def test_a_missing_or_shorter_ledger_is_refused_with_the_state(folder: Path, tmp_path: Path) -> None:
-    recipe, path = recipe_of(folder), tmp_path / "ledger.jsonl"
+    recipe, path, state = recipe_of(folder), tmp_path / "ledger.jsonl", dict[str, Any]()
     with mf.Feed(recipe, packing=PACKING, ledger=path) as feed:
         for step in feed:
             if step.index == 1:
@@ -438,7 +439,7 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
         assert len(feed.ledger) == 0
     with mf.Feed(recipe_of(folder), packing=PACKING) as feed, pytest.raises(mf.OptionError, match="ledger"):
         feed.amend(mf.BatchSize(9))
-    rows = recipe_of(folder, sequence=mf.Windows(8), batch=mf.Batch(4))
+    rows = replace(recipe_of(folder), sequence=mf.Windows(8), batch=mf.Batch(4))
     of_rows = mf.Feed(rows, mf.Layout.parse("dp2"), 0, delivery="direct", ledger=path, micro_batch_size=2)
     with of_rows as feed, pytest.raises(mf.OptionError, match="has 6 sequences"):
         feed.amend(mf.BatchSize(6))

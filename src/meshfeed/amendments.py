@@ -182,12 +182,12 @@ class Exclude(_Told):
                 )
         return made
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Of the documents, wherever they are listed."""
         return digest_of({name: _digest(numbers) for name, numbers in self.all_documents.items()})
 
-    @property
+    @cached_property
     def all_documents(self) -> dict[str, Longs]:
         """Source -> numbers of its documents, of the list and of the files; int64, ascending."""
         listed = cast("dict[str, Longs]", self.documents)

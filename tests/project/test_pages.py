@@ -125,9 +125,10 @@ def test_tokens() -> None:
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    names = run_page("amendments.md", 7)
+    names = run_page("amendments.md", 8)
     kinds = [type(change).__name__ for _, change in names["ledger"]]
     assert kinds[:3] == ["Reweigh", "Exclude", "BatchSize"]
+    assert names["first"] == 3
     assert names["simulated"].batch.step == 11
     monkeypatch.delitem(sys.modules, "recipe")
 

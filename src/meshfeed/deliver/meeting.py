@@ -62,6 +62,7 @@ class Meeting:
         name: of the feed. All ranks that begin runs of this name begin them in the same order.
         start: the step at which this rank starts or resumes; equal on all ranks.
         num_ranks: in the job.
+        number: of the run, where all its ranks know it; None counts the runs that this process has begun.
         on_error: called with an error that ends a meeting, before this rank leaves its peers.
         cancelled: set by another thread if a rank will not arrive. Calls that wait here raise PeerError.
     """
@@ -72,6 +73,7 @@ class Meeting:
     name: str = ""
     start: int = 0
     num_ranks: int = 2
+    number: int | None = None
     on_error: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
     _space: str = field(default="", init=False)
@@ -100,7 +102,8 @@ class Meeting:
         if not self._prefix:
             self._space = self.rendezvous.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
             of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
-            self._prefix = f"meshfeed/{of}/{next(_numbers[self._space, self.name])}"
+            number = next(_numbers[self._space, self.name]) if self.number is None else self.number
+            self._prefix = f"meshfeed/{of}/{number}"
         return self._prefix
 
     def skip(self) -> None:

@@ -31,7 +31,9 @@ from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.amending import Amending
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
+from meshfeed.feed.launch import given_layout
 from meshfeed.feed.options import FeedOptions
+from meshfeed.feed.regrouping import agree
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
@@ -142,6 +144,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
         kept = None if ledger is None else Ledger.read(ledger, missing_ok=True)
         self._amending = None if kept is None else Amending(kept, self._meeting)
         self.recipe = self._given_recipe.amended(self.ledger)
+        self._committed: int | None = None  # the first step that is not, once the trainer says so
+        self._generation: int | None = None
         self._begins_as, self._applied = self.recipe, self.ledger
         self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
@@ -172,6 +176,69 @@ class Feed(StepSource[Delivery, FeedOptions]):
         """Sequences in all these steps; None if the stream is endless."""
         return num_positions(self.recipe)
 
+    def commit(self, step: int) -> None:
+        """Note that the model has taken a step for good, for `regroup`.
+
+        For a trainer that may drop a step after its microbatches were taken, as torchft does. Without it, a
+        step counts once the loop asks for the next one.
+        """
+        self._committed = step + 1
+
+    def regroup(
+        self,
+        layout: Layout | DeviceMesh,
+        rank: int | None = None,
+        *,
+        generation: int,
+        rendezvous: Store | None = None,
+        readers: Iterable[int] | None = None,
+    ) -> int:
+        """Go on in another layout without a restart, after ranks were lost or have come back.
+
+        Every rank of the new layout calls it: survivors, and new processes with a Feed of their own. They
+        meet here, and then begin a loop. Open files, caches, indices and decoders stay. The loops go on at
+        the lowest step that a survivor has not committed, see `commit`; a Feed that has neither trained nor
+        loaded a state follows. Returns that step.
+
+        layout, rank, readers: as for a Feed. generation: the number of this arrangement, equal on all ranks
+        and new each time. rendezvous: a torch.distributed Store that all of them reach; None takes that of
+        the default process group. Raises PeerError if a rank does not come within `timeout_s`.
+        """
+        with self._changing:
+            first = self._first_uncommitted
+            self._stop()
+            options = replace(self._options, rendezvous=rendezvous, readers=readers)
+            self._move(given_layout(layout), rank, options)
+            self._generation = generation
+            self._stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp).with_rule(
+                self._rule
+            )
+        step, ledger = 0 if first is None else first, self.ledger
+        if (meeting := self._meeting()) is not None:
+            again = replace(meeting, name=f"{self._options.name} regroups", number=generation)
+            step, ledger = agree(again, self.layout.ranks().tolist(), first, ledger)
+        if self._amending is not None:
+            self._amending = Amending(ledger, self._meeting)
+            self._apply(ledger)
+            self._begins_as = self.recipe
+        self._next_step, self._loaded = step, True
+        self._committed = None if self._committed is None else step
+        return step
+
+    @property
+    def _first_uncommitted(self) -> int | None:
+        """None for a feed that has neither trained nor loaded a state."""
+        if self._committed is not None:
+            return self._committed
+        if self._run is not None:
+            return self._run.step_in_loop
+        return self._next_step if self._next_step or self._loaded else None
+
+    @property
+    def _run_name(self) -> str:
+        name = super()._run_name
+        return name if self._generation is None else f"{name}, generation {self._generation}"
+
     @property
     def ledger(self) -> Ledger:
         """The amendments that this rank knows: all that affect a step which it has planned."""
@@ -197,18 +264,21 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _check_ledger(self, ledger: Ledger) -> None:
         recipe = self._given_recipe.amended(ledger)
+        num_positions(recipe)  # raises if its sources cannot have these amounts or batch sizes
         if not self._options.pad_rows:
             replace(self._stepping, layout=self.layout, recipe=recipe).check_filled()
 
     def _amended(self, step: int) -> Stepping:
         """What computes a step that is about to be planned, with all amendments that affect it."""
-        amending = self._amending
-        if amending is not None and (ledger := amending.known_at(step)) is not self._applied:
-            if self._options.ledger is not None and self.rank == min(self.layout.ranks().tolist()):
-                ledger.write(self._options.ledger)
-            self._applied, self.recipe = ledger, self._given_recipe.amended(ledger)
-            self._stepping = self._stepping.amended(self.recipe)
+        if self._amending is not None and (ledger := self._amending.known_at(step)) is not self._applied:
+            self._apply(ledger)
         return self._stepping
+
+    def _apply(self, ledger: Ledger) -> None:
+        if self._options.ledger is not None and self.rank == min(self.layout.ranks().tolist()):
+            ledger.write(self._options.ledger)
+        self._applied, self.recipe = ledger, self._given_recipe.amended(ledger)
+        self._stepping = self._stepping.amended(self.recipe)
 
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on

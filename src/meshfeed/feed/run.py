@@ -71,11 +71,13 @@ class _View:
     """A consumer's position: fields it does not need, items queued for it, its next step.
 
     whole: the first step it has not completed, by taking all microbatches or by asking for the next step.
+    left: the first step that it has not left, by asking for the next one.
     """
 
     hidden: frozenset[str]
     step: int
     whole: int
+    left: int
     items: deque[StepStart | list[Microbatch] | None] = field(default_factory=deque)
     joined: bool = False
 
@@ -133,7 +135,7 @@ class Run:
         self._peers, self._verifier, self._placer = peers, peers.verifier, placer
         self._clock, self._origin, self._timeout_s = clock, origin, options.timeout_s
         self._recorder, self._ended, self._num_ready = recorder, ended, 0
-        self._views = [_View(hidden, start, start) for hidden in views]
+        self._views = [_View(hidden, start, start, start) for hidden in views]
         self._prefetcher = Prefetcher(self._reporting(items, start), clock, options.prefetch, _is_read)
         self._failures = Failures(peers.meeting, peers.role.rank, self._wake)
         self._due = start  # the step that the producer's next item belongs to
@@ -150,6 +152,11 @@ class Run:
     def step(self) -> int:
         """The first step that some view has not completed."""
         return min(view.whole for view in self._views)
+
+    @property
+    def step_in_loop(self) -> int:
+        """The step that some view is in, or waits for: it has asked for none after it."""
+        return min(view.left for view in self._views)
 
     def join(self, view: int, num_views: int) -> bool:
         """Join as a view; False if that is impossible and a new run must begin."""
@@ -170,7 +177,7 @@ class Run:
         consumer = self._views[view]
         while True:
             if not self._stopped:  # after a failure, an unfinished step does not count as completed
-                consumer.whole = consumer.step
+                consumer.whole = consumer.left = consumer.step
             self._num_ready = self._prefetcher.num_ready
             item = self._take(consumer)
             if item is None:

@@ -59,8 +59,6 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     """
 
     def __init__(self, layout: Layout | DeviceMesh | None, rank: int | None, options: OptionsT) -> None:
-        self._given_layout, self._given_rank, self._options = given_layout(layout), rank, options
-        self._readers = None if options.readers is None else frozenset(options.readers)
         self._recorder = Recorder(options.metrics, self._about)
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
@@ -69,8 +67,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         # Held while a run is made or ended, never while it waits for peers: another thread may end it then.
         self._changing = threading.RLock()
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self), os.getpid())
-        self.stage_map = options.stage_map or StageMap(pp=(self._given_layout or Layout()).pp)
-        self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
+        self._move(given_layout(layout), rank, options)
 
     # -- what a subclass defines ----------------------------------------------------------------------
 
@@ -301,6 +298,17 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         """Record the producer's final error. Call before notifying peers."""
         if error is not None and (run := self._run) is not None:
             run.record(error)
+
+    def _move(self, layout: Layout | None, rank: int | None, options: OptionsT) -> None:
+        """Take another place in another layout, between two runs."""
+        self._given_layout, self._given_rank, self._options = layout, rank, options
+        self._readers = None if options.readers is None else frozenset(options.readers)
+        self.stage_map = options.stage_map or StageMap(pp=(layout or Layout()).pp)
+        self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
+        for kind in type(self).__mro__:
+            for name, value in vars(kind).items():
+                if isinstance(value, cached_property):
+                    self.__dict__.pop(name, None)
 
     def _stop(self) -> None:
         with self._changing:

@@ -84,8 +84,8 @@ class Rows(SequenceRule):
         """Loss-bearing tokens of each row, always whole; int64 [n]."""
         if not self._masks_some(draws):
             return self._predicting(recipe, draws)
-        starts = self._document_starts(recipe, draws) if self.eod_mask_loss else _NO_STARTS
-        begins, ends = self._bearing(recipe, draws, starts)
+        documents = self._document_starts(recipe, draws) if self.eod_mask_loss else _NO_STARTS
+        begins, ends = self._bearing(recipe, draws, documents)
         before = np.append(0, np.cumsum(ends - begins))
         return np.diff(before[np.searchsorted(begins, np.arange(len(draws) + 1) * (self.length + 1))])
 

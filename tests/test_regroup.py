@@ -1,0 +1,169 @@
+"""Ranks that are lost and come back while the processes that are left go on: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+import meshfeed as mf
+import world
+from corpus import write_corpus
+from soak import SEED, cases
+
+LAYOUTS = ("dp1", "dp2", "dp3", "dp4", "tp2", "cp2", "tp2-dp2", "cp2-dp2", "pp2-dp2")
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> mf.Recipe:
+    """Documents of which each has tokens of its own, almost surely."""
+    path = tmp_path_factory.mktemp("corpus") / "c"
+    write_corpus(path, num_tokens=6_000, mean=20)
+    return mf.Recipe(data=mf.open(path), sequence=mf.Documents(), batch=mf.Batch(BATCH))
+
+
+PACKING = mf.Packing(capacity=256)
+
+
+@dataclass
+class Rank:
+    """A process of the job: its feed, and what its model has taken."""
+
+    feed: mf.Feed
+    loop: Any = None
+    committed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def train(self, until: int, commits_last: bool) -> None:
+        """Steps up to `until`; the last may be dropped after its microbatches were taken."""
+        for step in self.loop:
+            drawn = [
+                (epoch, index)
+                for microbatch in step.microbatches
+                for epoch, index in zip(microbatch.draws.epoch.tolist(), microbatch.draws.index.tolist())
+            ]
+            if step.index < until or commits_last:
+                self.committed[step.index] = drawn
+                self.feed.commit(step.index)
+            if step.index == until:
+                return
+
+
+def together(ranks: list[Rank], layout: mf.Layout, generation: int) -> list[int]:
+    """Where each goes on."""
+    store = HashStore()
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        found = [
+            pool.submit(each.feed.regroup, layout, rank, generation=generation, rendezvous=store)
+            for rank, each in enumerate(ranks)
+        ]
+        return [each.result() for each in found]
+
+
+def a_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
+    """Generations of a job. After each, some ranks are gone, new ones come, and all have another place."""
+    ranks, happened, at = list[Rank](), Counter[str](), 0
+    by_step: dict[int, list[tuple[int, int]]] = {}
+    for generation in range(dice.randint(2, 6)):
+        layout = mf.Layout.parse(dice.choice(LAYOUTS))
+        size = layout.world_size
+        ranks = dice.sample(ranks, min(len(ranks), size, dice.randint(1, 4)))  # survivors, in any order
+        joined = size - len(ranks)
+        happened["joined"] += joined
+        for _ in range(joined):
+            prefetch = dice.choice([0, 2])
+            feed = mf.Feed(recipe, packing=PACKING, delivery="direct", prefetch=prefetch, timeout_s=60)
+            ranks.insert(dice.randint(0, len(ranks)), Rank(feed))
+        starts = together(ranks, layout, generation)
+        assert starts == [at] * size
+        for each in ranks:
+            each.loop, each.committed = iter(each.feed), {}
+        last = at + dice.randint(0, 3)
+        drops = dice.random() < 0.5
+        for each in dice.sample(ranks, size):
+            each.train(last, commits_last=not drops)
+        for step in range(at, last + (not drops)):
+            assert step not in by_step
+            by_step[step] = [*chain(*_once(layout, [each.committed[step] for each in ranks]))]
+        at = last + (not drops)
+        happened["dropped"] += drops
+    for each in ranks:
+        each.feed.close()
+    for step, drawn in by_step.items():
+        (simulated,) = mf.simulate(recipe, mf.Layout(), [step], packing=PACKING)
+        wanted = simulated.batch.draws
+        assert sorted(drawn) == sorted(zip(wanted.epoch.tolist(), wanted.index.tolist()))
+    assert sorted(by_step) == list(range(at))
+    return happened
+
+
+def _once(layout: mf.Layout, by_rank: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """Of each data-parallel replica, what one of its ranks had; the others had the same."""
+    replicas: dict[int, list[tuple[int, int]]] = {}
+    for rank, drawn in enumerate(by_rank):
+        assert replicas.setdefault(layout.coord(rank).dp, drawn) == drawn
+    return [*replicas.values()]
+
+
+def test_no_step_is_lost_or_trained_twice(recipe: mf.Recipe) -> None:
+    happened = Counter[str]()
+    for history in range(cases(15, 200)):
+        happened += a_history(recipe, random.Random(f"{SEED} {history}"))
+    assert happened["joined"] > 20 and happened["dropped"] > 5
+
+
+def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:
+    """A rank of tp2-dp2 at its defaults. Rank 3 is killed in step 5; the others go on with a new process."""
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    is_new, seen = rank == 4, dict[int, list[int]]()
+    old = mf.Layout.parse("tp2-dp2")
+    feed = mf.Feed(recipe, old, rank % 4, packing=PACKING, rendezvous=store, timeout_s=120)
+    with feed:
+        try:
+            for step in () if is_new else feed:
+                drawn = [i for microbatch in step.microbatches for i in microbatch.draws.index.tolist()]
+                if step.index == 5:
+                    if rank == 3:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    store.wait(["lost"])  # as a collective of the trainer fails
+                    break
+                seen[step.index] = drawn
+        except mf.PeerError:  # it was lost while this rank waited for data
+            pass
+        layout = mf.Layout.parse("tp2-pp2")
+        first = feed.regroup(layout, 3 if is_new else rank, generation=1, rendezvous=store)
+        assert first == 5
+        for step in feed:
+            seen[step.index] = [
+                i for microbatch in step.microbatches for i in microbatch.draws.index.tolist()
+            ]
+            if step.index == 9:
+                break
+    return seen
+
+
+def test_processes_go_on_without_the_one_that_was_killed(recipe: mf.Recipe) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    job = world.start(_train_on, 5, recipe, store.port, distributed=False)
+    job.processes[3].join()
+    store.set("lost", "yes")
+    outcomes = job.join()
+    assert [outcome.error for outcome in outcomes] == [None] * 5
+    seen = [outcome.result for rank, outcome in enumerate(outcomes) if rank != 3]
+    for step in range(10):
+        (simulated,) = mf.simulate(recipe, mf.Layout(), [step], packing=PACKING)
+        wanted = sorted(simulated.batch.draws.index.tolist())
+        if step < 5:  # rank 3 had half of it, with rank 2
+            assert sorted(seen[0][step] + seen[2][step]) == wanted
+            assert seen[1][step] == seen[0][step]
+        else:
+            assert [sorted(each[step]) for each in seen] == [wanted] * 4
