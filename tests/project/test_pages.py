@@ -122,6 +122,8 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tokens() -> None:
     run_page("tokens.md", 1)
+
+
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
