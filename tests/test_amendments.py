@@ -21,17 +21,20 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 import meshfeed as mf
 import world
 from meshfeed.order import draws_between, draws_of_step
+from meshfeed.recipe import Change
 from soak import SEED, cases
 
 STEPS = 24
 SIZES = {"code": 31, "docs": 17, "web": 43}
+FURTHER = {"more": 13, "still more": 29}
+"""What sources may grow by."""
 LAYOUTS = ("dp1", "dp2", "tp2", "pp2", "dp3", "cp2", "tp2-pp2", "dp2-pp2", "cp2-dp2")
 PACKING = mf.Packing(capacity=128)
 
 
 def _documents() -> dict[tuple[str, int], range]:
     """Source and number of each document -> its tokens, which no other one has."""
-    named = [(name, number) for name, size in SIZES.items() for number in range(size)]
+    named = [(name, number) for name, size in (SIZES | FURTHER).items() for number in range(size)]
     ends = np.random.default_rng(0).integers(1, 60, len(named)).cumsum().tolist()
     return {each: range(start, end) for each, start, end in zip(named, [0, *ends], ends)}
 
@@ -41,9 +44,9 @@ DOCUMENTS = _documents()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store for each source."""
+    """A store for each source, and two more."""
     folder = tmp_path_factory.mktemp("stores")
-    for name in SIZES:
+    for name in SIZES | FURTHER:
         with mf.IndexedWriter(folder / name, np.uint16) as writer:
             for (of, _), tokens in DOCUMENTS.items():
                 if of == name:
@@ -102,8 +105,8 @@ class Job:
         return {step: set.union(*(seen[step] for seen in self.seen)) for step in common}
 
 
-def a_change(dice: random.Random) -> mf.Reweigh | mf.BatchSize | mf.SkipSteps | mf.Exclude:
-    what = dice.randrange(4)
+def a_change(folder: Path, dice: random.Random) -> Change:
+    what = dice.randrange(5)
     if what == 0:
         chosen = dice.sample(sorted(SIZES), dice.randint(1, 3))
         return mf.Reweigh({name: dice.choice([0.05, 1.0, 3.0]) for name in chosen})
@@ -113,10 +116,14 @@ def a_change(dice: random.Random) -> mf.Reweigh | mf.BatchSize | mf.SkipSteps | 
         first = dice.randrange(STEPS)
         return mf.SkipSteps(first, first + dice.randint(1, 3))
     name = dice.choice(sorted(SIZES))
+    if what == 3:
+        return mf.Grow(name, str(folder / dice.choice(sorted(FURTHER))))
     return mf.Exclude({name: dice.sample(range(SIZES[name]), dice.randint(1, SIZES[name] - 1))})
 
 
-def a_life(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> tuple[dict[int, set[int]], Counter[str]]:
+def a_life(
+    folder: Path, recipe: mf.Recipe, ledger: Path, dice: random.Random
+) -> tuple[dict[int, set[int]], Counter[str]]:
     """A job that is amended on random ranks at random times, killed, and resumed under other layouts.
 
     Returns step -> tokens of its last run that had it, and what happened.
@@ -139,7 +146,7 @@ def a_life(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> tuple[dict[i
                     states[index] = job.feeds[0].state_dict()
                 if dice.random() < 0.08:
                     who, at = dice.choice(job.feeds), dice.choice([None, None, dice.randrange(STEPS)])
-                    change = a_change(dice)
+                    change = a_change(folder, dice)
                     try:
                         happened[type(change).__name__] += who.amend(change, at) >= 0
                     except mf.OptionError:
@@ -169,9 +176,26 @@ class Naive:
         return self.recipe.batch.sequences if change is None else change.sequences
 
     def shares(self, step: int) -> Mapping[str, float]:
+        """Of each store."""
         change = self.last(mf.Reweigh, step)
         amounts = dict.fromkeys(SIZES, 1.0) if change is None else change.amounts
-        return {name: amount / sum(amounts.values()) for name, amount in amounts.items()}
+        shares: dict[str, float] = {}
+        for name, amount in amounts.items():
+            stores = [name, *(each for each, (of, _) in self.grown(step).items() if of == name)]
+            sizes = [SIZES[name], *(FURTHER[self.grown(step)[each][1]] for each in stores[1:])]
+            for each, size in zip(stores, sizes):
+                shares[each] = amount / sum(amounts.values()) * size / sum(sizes)
+        return shares
+
+    def grown(self, step: int) -> dict[str, tuple[str, str]]:
+        """Further source -> the source that it is of, and its store."""
+        found: dict[str, tuple[str, str]] = {}
+        inorder = sorted(self.ledger, key=lambda each: each.step)
+        for change in (each.change for each in inorder if each.step <= step):
+            if isinstance(change, mf.Grow):
+                number = 1 + sum(of == change.source for of, _ in found.values())
+                found[f"{change.source}+{number}"] = change.source, Path(change.path).name
+        return found
 
     def skips(self, step: int) -> bool:
         return any(
@@ -206,15 +230,19 @@ def order_of(recipe: mf.Recipe, source: int) -> Iterator[int]:
 def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -> None:
     """What was realised is what the naive model says; no position moved, none is lost or comes twice."""
     naive, amended = Naive(recipe, ledger), recipe.amended(ledger)
-    orders = [order_of(recipe, source) for source in range(len(SIZES))]
-    names = recipe.source_names
+    names = amended.source_names
+    orders = [order_of(amended, source) for source in range(len(names))]
+    store_of = {name: name for name in SIZES} | {
+        name: store for name, (_, store) in naive.grown(STEPS * 9).items()
+    }
+    assert {*names} == {*store_of}
     drawn: Counter[str] = Counter()  # since the shares changed
     share, before = naive.shares(0), 0
     for step in range(max(realised, default=-1) + 1):
         draws = draws_of_step(amended, step)
         assert len(draws) == naive.size(step)
         if naive.shares(step) != share or any(
-            at == step and isinstance(change, mf.Reweigh) for at, change in ledger
+            at == step and isinstance(change, (mf.Reweigh, mf.Grow)) for at, change in ledger
         ):
             share, drawn, before = naive.shares(step), Counter(), 0
         wanted: set[int] = set()
@@ -224,7 +252,7 @@ def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -
             drawn[name] += 1
             assert all(abs(drawn[n] - share.get(n, 0) * before) < 1 for n in names)
             if (name, number) not in naive.excluded(step):
-                wanted |= set(DOCUMENTS[name, number])
+                wanted |= set(DOCUMENTS[store_of[name], number])
         assert amended.skips(step) == naive.skips(step)
         assert (step in realised) == (not naive.skips(step))
         if step in realised:
@@ -235,10 +263,10 @@ def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path:
     recipe, happened = recipe_of(folder), Counter[str]()
     for life in range(cases(12, 300)):
         ledger = tmp_path / f"{life}.jsonl"
-        realised, did = a_life(recipe, ledger, random.Random(f"{SEED} {life}"))
+        realised, did = a_life(folder, recipe, ledger, random.Random(f"{SEED} {life}"))
         check(recipe, mf.Ledger.read(ledger, missing_ok=True), realised)
         happened += did
-    assert all(happened[kind] for kind in ("Reweigh", "BatchSize", "SkipSteps", "Exclude", "refused"))
+    assert all(happened[kind] for kind in ("Reweigh", "BatchSize", "SkipSteps", "Exclude", "Grow", "refused"))
 
 
 def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[dict[int, Any], Any]:
@@ -252,7 +280,7 @@ def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[d
         for step in feed:
             seen[step.index] = [dict(microbatch) for microbatch in step.microbatches]
             if state is None and step.index % 4 == rank:
-                feed.amend(a_change(dice))
+                feed.amend(a_change(folder, dice))
             if step.index >= STEPS:
                 return seen, feed.state_dict()
     raise AssertionError
@@ -353,7 +381,7 @@ def test_masked_rows_of_excluded_documents_bear_no_loss(folder: Path) -> None:
 # -- the ledger ---------------------------------------------------------------------------------------
 
 
-def ledger_of(tmp_path: Path) -> mf.Ledger:
+def ledger_of(folder: Path, tmp_path: Path) -> mf.Ledger:
     many = tmp_path / "removed.txt"
     many.write_text("\n".join(map(str, range(0, 43, 3))))
     changes = (
@@ -364,12 +392,13 @@ def ledger_of(tmp_path: Path) -> mf.Ledger:
         mf.Exclude({"web": range(40), "docs": np.arange(3)}),
         mf.Exclude(files={"web": many}),
         mf.Exclude({"": np.arange(0, 10**6, 7)}),
+        mf.Grow("web", str(folder / "more")),
     )
     return mf.Ledger(tuple(mf.Amendment(10 - at, change) for at, change in enumerate(changes)))
 
 
-def test_a_ledger_is_what_was_written(tmp_path: Path) -> None:
-    ledger = ledger_of(tmp_path)
+def test_a_ledger_is_what_was_written(folder: Path, tmp_path: Path) -> None:
+    ledger = ledger_of(folder, tmp_path)
     ledger.write(tmp_path / "ledger.jsonl")
     again = mf.Ledger.read(tmp_path / "ledger.jsonl")
     assert again.text == ledger.text
@@ -382,9 +411,9 @@ def test_a_ledger_is_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what", ["cut", "altered", "without a line", "swapped", "something else", "empty", "kind"]
 )
-def test_a_damaged_ledger_is_refused_by_line(tmp_path: Path, what: str) -> None:
+def test_a_damaged_ledger_is_refused_by_line(folder: Path, tmp_path: Path, what: str) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger_of(tmp_path).write(path)
+    ledger_of(folder, tmp_path).write(path)
     lines = path.read_text().splitlines(keepends=True)
     damaged = {
         "cut": "".join(lines)[:-30],
@@ -431,6 +460,7 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
             (mf.Exclude({"web": [43]}), "document 43 of source 'web', which has 43"),
             (mf.Exclude([3]), "no source is called ''"),
             (mf.BatchSize(0), "whole number"),
+            (mf.Grow("wiki", str(folder / "more")), "no mixture with a source 'wiki'"),
         ):
             with pytest.raises(mf.RecipeError, match=told):
                 feed.amend(change)

@@ -14,7 +14,6 @@ with mf.Feed(recipe, layout) as feed:
 import importlib
 import typing
 
-from meshfeed.amendments import Amendment, BatchSize, Exclude, Ledger, Reweigh, SkipSteps
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -63,6 +62,7 @@ from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.state import State
 
 if typing.TYPE_CHECKING:
+    from meshfeed.amendments import Amendment, BatchSize, Exclude, Grow, Ledger, Reweigh, SkipSteps
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step
@@ -101,6 +101,7 @@ __all__ = [
     "Exclude",
     "Feed",
     "Field",
+    "Grow",
     "IndexedWriter",
     "Layout",
     "LayoutError",
@@ -156,21 +157,28 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
+    "Amendment": "meshfeed.amendments",
+    "BatchSize": "meshfeed.amendments",
     "Cache": "meshfeed.files",
     "Chat": "meshfeed.sequence",
     "DatasetWriter": "meshfeed.store",
     "Documents": "meshfeed.sequence",
     "Exchange": "meshfeed.exchange",
+    "Exclude": "meshfeed.amendments",
     "Feed": "meshfeed.feed",
+    "Grow": "meshfeed.amendments",
     "IndexedWriter": "meshfeed.store",
+    "Ledger": "meshfeed.amendments",
     "Lengths": "meshfeed.store",
     "Mapped": "meshfeed.store",
     "Masked": "meshfeed.sequence",
     "Microbatch": "meshfeed.feed.batch",
     "Multimodal": "meshfeed.sequence",
     "Resampled": "meshfeed.store",
+    "Reweigh": "meshfeed.amendments",
     "SameEveryEpoch": "meshfeed.store",
     "Samples": "meshfeed.sequence",
+    "SkipSteps": "meshfeed.amendments",
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
     "exchange_encoded": "meshfeed.feed.encoded",

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.recipe import Change, Recipe
+from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
 
 Longs = npt.NDArray[np.int64]
@@ -76,6 +77,8 @@ class _Told(Change):
 class Reweigh(_Told):
     """Other amounts for the sources of a mixture, as `Mixture.then` takes them.
 
+    A source that has grown shares its amount with the sources that it has grown by, as `Grow` says.
+
     Attributes:
         amounts: name -> amount. A source that is not named is not drawn.
         by: their unit, or name -> unit; see `Mixture.then`.
@@ -93,7 +96,14 @@ class Reweigh(_Told):
         known = recipe.data.names
         if unknown := [name for name in self.amounts if name not in known]:
             raise RecipeError(f"Reweigh: no source is called {unknown[0]!r}; there are {', '.join(known)}")
-        return replace(recipe, data=recipe.data.amended(step, dict(self.amounts), by=self.by))
+        amounts, unit = dict[str, float](), recipe.data.unit_at(step) if self.by is None else self.by
+        for name, amount in self.amounts.items():
+            among = recipe.amendments.stores_of(name)
+            if among[1:] and unit not in ("proportion", "tokens"):
+                raise RecipeError(f"Reweigh: {name!r} has grown: give it a share, not an amount that ends")
+            sizes = _sizes(recipe, among, str(unit)) if among[1:] else [1]
+            amounts |= {each: amount * size / sum(sizes) for each, size in zip(among, sizes)}
+        return replace(recipe, data=recipe.data.amended(step, amounts, by=unit))
 
 
 @dataclass(frozen=True)
@@ -220,7 +230,84 @@ class Exclude(_Told):
         return f"Exclude({counts or 'nothing'})"
 
 
-KINDS: Mapping[str, type[_Told]] = {each.__name__: each for each in (Reweigh, BatchSize, SkipSteps, Exclude)}
+@dataclass(frozen=True)
+class Grow(_Told):
+    """More documents for a source of a mixture, in a store of their own.
+
+    They are a source beside it, called source+1, source+2 and so on. The amount of the source is shared among
+    its stores by their sequences, or by their tokens under by="tokens". Each has epochs of its own, so
+    nothing that was drawn moves. A store with columns beside its tokens is refused.
+
+    Attributes:
+        source: name of the source.
+        path, column, dtype, tokenizer: of the store, as for `open`; every rank opens it.
+        fingerprint: of the store; "" when the change is made, which fills it in.
+
+    Raises StoreError if there is no such store, RecipeError if it has another fingerprint.
+    """
+
+    source: str
+    path: str
+    column: str | None = None
+    dtype: str | None = None
+    tokenizer: str | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.fspath(self.path))
+        found = self.store.fingerprint
+        if self.fingerprint not in ("", found):
+            raise RecipeError(
+                f"Grow: {self.path} has fingerprint {found}, and had {self.fingerprint} when {self.source!r} "
+                f"grew by it; restore the files"
+            )
+        object.__setattr__(self, "fingerprint", found)
+
+    @cached_property
+    def store(self) -> StreamStore:
+        """What the source grows by."""
+        return open_store(self.path, column=self.column, dtype=self.dtype, tokenizer=self.tokenizer)
+
+    @property
+    def digest(self) -> str:
+        """Of the content, wherever it lies."""
+        return digest_of({"source": self.source, "fingerprint": self.fingerprint})
+
+    def applied(self, recipe: Recipe, step: int) -> Recipe:
+        """The mixture has one more source, from `step` on."""
+        known = recipe.source_names
+        if not isinstance(recipe.data, Mixture) or self.source not in known:
+            there = ", ".join(map(repr, known))
+            raise RecipeError(f"Grow: the recipe is no mixture with a source {self.source!r}; it has {there}")
+        if self.store.columns:
+            raise RecipeError(
+                f"Grow: {self.path} has columns beside the tokens, {', '.join(self.store.columns)}"
+            )
+        among = recipe.amendments.stores_of(self.source)
+        name = f"{self.source}+{len(among)}"
+        grown = (*recipe.amendments.grown, (self.source, name))
+
+        stores = [self.store if each == self.source else store for each, store in zip(known, recipe.sources)]
+
+        def share(unit: str) -> float:
+            (size,) = _sizes(recipe.with_stores(stores), [self.source], unit)
+            return size / (size + sum(_sizes(recipe, among, unit)))
+
+        data = recipe.data.grown(step, name, self.store, beside=among, share=share)
+        return replace(recipe, data=data, amendments=replace(recipe.amendments, grown=grown))
+
+
+def _sizes(recipe: Recipe, names: Sequence[str], unit: str) -> list[int]:
+    """Tokens in an epoch of some sources under "tokens", else sequences."""
+    rule, sources = recipe.sequence, [recipe.source_names.index(name) for name in names]
+    if unit == "tokens":
+        return [rule.epoch_tokens(recipe, source).total for source in sources]
+    return [rule.num_sequences(recipe.sources[source]) for source in sources]
+
+
+KINDS: Mapping[str, type[_Told]] = {
+    each.__name__: each for each in (Reweigh, BatchSize, SkipSteps, Exclude, Grow)
+}
 """Kinds of changes by name."""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, cast, get_args
 
 import numpy as np
@@ -180,12 +180,45 @@ class Mixture:
         by: Unit | Mapping[str, Unit] | None = None,
     ) -> Mixture:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
-        if by is None:
-            before = [part for part in self.parts if part.step <= step][-1]
-            by = "tokens" if before.amounts[0].by == "tokens" else "proportion"
         changed = copy(self)
-        changed._add(step, sources, by)
+        changed._add(step, sources, self.unit_at(step) if by is None else by)
         return changed
+
+    def unit_at(self, step: int) -> Unit:
+        """What amounts that are given without a unit mean from a step on."""
+        return "tokens" if self._part_at(step).amounts[0].by == "tokens" else "proportion"
+
+    def _part_at(self, step: int) -> Part:
+        return [part for part in self.parts if part.step <= step][-1]
+
+    def grown(
+        self, step: int, name: str, store: Store, *, beside: Sequence[str], share: Callable[[str], float]
+    ) -> Mixture:
+        """The same mixture with a new source, which takes part in what others give from a step on.
+
+        beside: these; from the step on, they and the new one share the sum of their amounts. share: unit ->
+        the new source's share of it. Raises RecipeError where they have amounts that end.
+        """
+        grown, sources = copy(self), {self.names.index(each) for each in beside}
+        grown.names, grown.stores = (*self.names, name), (*self.stores, store)
+        parts = [part for part in self.parts if part.step < step]
+        for part in (
+            replace(self._part_at(step), step=step),
+            *(part for part in self.parts if part.step > step),
+        ):
+            mine = [each for each in part.amounts if each.source in sources]
+            others = [each for each in part.amounts if each.source not in sources]
+            if mine and not part.is_endless:
+                raise RecipeError(f"source {beside[0]!r} has amounts that end, by {mine[0].by}: give shares")
+            if mine and mine[0].by == "size":  # which weighs each by its own size
+                mine.append(mine[0]._replace(source=len(self.stores)))
+            elif mine:
+                taken, total = share(mine[0].by), math.fsum(each.amount for each in mine)
+                new = Amount(len(self.stores), total * taken, mine[0].by)
+                mine = [*(each._replace(amount=each.amount * (1 - taken)) for each in mine), new]
+            parts.append(replace(part, amounts=(*others, *mine)))
+        grown.parts = tuple(parts)
+        return grown
 
     def summary(self, until: int | None = None) -> str:
         """One line with everything that determines the steps before `until`."""

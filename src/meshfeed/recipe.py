@@ -208,11 +208,13 @@ class Amended:
     Attributes:
         digests: (step, digest) of each amendment, in the order in which they were made.
         skipped: (first step, stop) of steps that are left out.
+        grown: (source, name of the source that its further documents are), in order.
         excluded: (step, source, all its documents that are empty from there on), by step; int64, ascending.
     """
 
     digests: tuple[tuple[int, str], ...] = ()
     skipped: tuple[tuple[int, int], ...] = ()
+    grown: tuple[tuple[str, str], ...] = ()
     excluded: tuple[tuple[int, int, npt.NDArray[np.int64]], ...] = ()
 
     def excluding(self, step: int, source: int, documents: npt.NDArray[np.int64]) -> Amended:
@@ -228,6 +230,10 @@ class Amended:
     def excluded_at(self, step: int) -> dict[int, npt.NDArray[np.int64]]:
         """Source -> its documents that are empty in a step; int64, ascending. Only sources that have any."""
         return {source: documents for first, source, documents in self.excluded if first <= step}
+
+    def stores_of(self, source: str) -> list[str]:
+        """The sources that hold the documents of one that may have grown; itself first."""
+        return [source, *(name for of, name in self.grown if of == source)]
 
     def until(self, step: int | None) -> str:
         """How many amendments affect steps before `step` (None: all steps), and their digest; "" if none."""

@@ -251,9 +251,9 @@ class Feed(StepSource[Delivery, FeedOptions]):
         for another. Returns that step. The ledger has it before any rank plans the step, so a job that
         resumes with the ledger goes on with it, under any layout.
 
-        change: `Reweigh`, `BatchSize`, `SkipSteps` or `Exclude`. Raises OptionError without a ledger, for a
-        step that may have been planned, or rows that do not fill microbatches; RecipeError for a change that
-        the recipe cannot have; DeliveryError for a lost store. Nothing changes then.
+        change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
+        for a step that may have been planned, or rows that do not fill microbatches; RecipeError for a change
+        that the recipe cannot have; DeliveryError for a lost store. Nothing changes then.
         """
         if self._amending is None:
             raise OptionError(
@@ -277,8 +277,16 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _apply(self, ledger: Ledger) -> None:
         if self._options.ledger is not None and self.rank == min(self.layout.ranks().tolist()):
             ledger.write(self._options.ledger)
-        self._applied, self.recipe = ledger, self._given_recipe.amended(ledger)
-        self._stepping = self._stepping.amended(self.recipe)
+        recipe = self._given_recipe.amended(ledger)
+        further = recipe.sources[len(self.recipe.sources) :]
+        if further and self._entered:
+            for store in further:
+                self._resources.enter_context(store.opened(self._machine))
+            self._digests = recipe.data_digests()
+            if self._options.vocab_size is not None:
+                self._checks_tokens |= check_stores(further, self._options.vocab_size)
+        self._applied, self.recipe = ledger, recipe
+        self._stepping = self._stepping.amended(recipe)
 
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
