@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 import meshfeed as mf
 import world
+from meshfeed.metrics import RunLog, read_run
 from meshfeed.order import draws_between, draws_of_step
 from meshfeed.recipe import Change
 from soak import SEED, cases
@@ -490,3 +491,18 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
 def test_wrong_changes_are_refused_when_they_are_made(wrong: Any) -> None:
     with pytest.raises(mf.RecipeError, match=r"SkipSteps|Exclude"):
         wrong()
+
+
+def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Path) -> None:
+    recipe, log = recipe_of(folder), RunLog(tmp_path / "log")
+    with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", metrics=log) as feed:
+        for step in feed:
+            if step.index == 1:
+                feed.amend(mf.Grow("web", str(folder / "more")))
+            if step.index == 20:
+                break
+    mixture = read_run(tmp_path / "log").mixture
+    assert mixture is not None
+    assert mixture.names == ("code", "docs", "web", "web+1")
+    assert mixture.drawn[-1].sum() == 6 * (mixture.steps[-1] + 1)
+    assert mixture.drawn[-1, 3] > 0

@@ -248,8 +248,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
         """Change the recipe while it trains: on any one rank, at any time; all others follow.
 
         The change holds from step `at` on, or from the first step that no rank has planned yet: no rank waits
-        for another. Returns that step. The ledger has it before any rank plans the step, so a job that
-        resumes with the ledger goes on with it, under any layout.
+        for another. Returns that step. The job's first rank writes it to the ledger before it plans the step,
+        so every checkpoint after it resumes with it, under any layout.
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that may have been planned, or rows that do not fill microbatches; RecipeError for a change

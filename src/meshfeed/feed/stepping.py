@@ -169,7 +169,10 @@ class Stepping:
         if len(self.recipe.sources) > 1:
             drawn, epochs = drawn_until(self.recipe, step + 1) or (None, None)
             asked = asked_at(self.recipe, step)
-            stats = StepStats(source_drawn=drawn, source_epochs=epochs, source_asked=asked)
+            names = self.recipe.source_names
+            stats = StepStats(
+                source_drawn=drawn, source_epochs=epochs, source_asked=asked, source_names=names
+            )
         if self.packing is None:
             return stats
         return stats_of_packs(plan, draws, self.packing, pp=self.layout.pp, vpp=self.vpp, known=stats)

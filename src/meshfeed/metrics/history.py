@@ -271,7 +271,7 @@ def _column(start: RankStart, name: str) -> Floats:
 
 def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHistory | None:
     drawn_lines = [
-        (start.header["sources"], each)
+        (each["sources"], each)
         for several, end in zip(jobs, undone)
         for start in several
         for each in start.drawn

@@ -104,5 +104,5 @@ class RankFile:
         elif "start" in line:
             self.starts.append(RankStart(line["start"]))
         elif "mixture" in line:
-            drawn = line["mixture"]
-            self.starts[-1].drawn.append({name: drawn[name] for name in ("step", "drawn", "asked")})
+            start, drawn = self.starts[-1], {"sources": self.starts[-1].header["sources"], **line["mixture"]}
+            start.drawn.append({name: drawn[name] for name in ("step", "drawn", "asked", "sources")})

@@ -64,7 +64,7 @@ class RunLog(Sink):
             entry for entry in entries if isinstance(entry, StepRecord) and "source_drawn" in entry.stats
         ]
         if drawn and start.is_lowest:
-            lines.append(_mixture(drawn[-1]))
+            lines.append(_mixture(drawn[-1], start.sources))
         path = self._folder / file_name(start.rank)
         try:
             if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted during the run
@@ -137,10 +137,15 @@ def _step(record: StepRecord, decodes: bool) -> list[float | None]:
     ]
 
 
-def _mixture(record: StepRecord) -> dict[str, Any]:
-    """Draws of each source until the end of a step, and the recipe's shares in that step."""
+def _mixture(record: StepRecord, sources: tuple[str, ...]) -> dict[str, Any]:
+    """Draws of each source until the end of a step, and the recipe's shares in that step.
+
+    sources: those of the run's start; the names are written if there are others.
+    """
     drawn, asked = (record.stats[name].tolist() for name in ("source_drawn", "source_asked"))
-    return {"mixture": {"step": record.step, "drawn": drawn, "asked": asked}}
+    names = record.stats.source_names or sources
+    others = {} if names == sources else {"sources": [*names]}
+    return {"mixture": {"step": record.step, "drawn": drawn, "asked": asked, **others}}
 
 
 def _remove_incomplete(fd: int) -> None:

@@ -47,6 +47,7 @@ class StepStats(Mapping[str, Any]):
         source_drawn, source_epochs: sequences of each source up to this step, and the same in epochs; arrays.
             None for a single source, as is the next.
         source_asked: the recipe's share of each source in this step; an array.
+        source_names: of the sources, which an amendment may add to.
         metrics_lost: steps that a metrics sink has failed to take so far; None without sinks.
     """
 
@@ -72,6 +73,7 @@ class StepStats(Mapping[str, Any]):
     source_drawn: npt.NDArray[np.int64] | None = None
     source_epochs: npt.NDArray[np.float64] | None = None
     source_asked: npt.NDArray[np.float64] | None = None
+    source_names: tuple[str, ...] | None = None
     metrics_lost: int | None = None
 
     def __getitem__(self, name: str) -> Any:

@@ -94,7 +94,7 @@ class Telemetry(Sink):
             self._steps(len(records))
             self._tokens(sum(record.tokens for record in records))
             if last.source_drawn is not None:
-                self._record_mixture(last.source_drawn, last.source_asked, start.sources)
+                self._record_mixture(last.source_drawn, last.source_asked, last.source_names or start.sources)
 
     def _record_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
         shares = (drawn / drawn.sum()).tolist()
