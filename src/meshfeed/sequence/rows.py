@@ -20,8 +20,6 @@ from meshfeed.plan import Align, Slices
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import Held, SequenceRule
-from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, runs_of
-from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs, WithHoles, common, dtype_of, runs_of
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 

@@ -21,13 +21,9 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.rule import Held, TokenRule
-from meshfeed.sequence.runs import Longs
-from meshfeed.store import StreamStore
-from meshfeed.store.base import extents_of, runs
-from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.runs import Longs, WithHoles, together
 from meshfeed.store import StreamStore
-from meshfeed.store.base import extents_of
+from meshfeed.store.base import extents_of, runs
 
 
 @dataclass(frozen=True)
