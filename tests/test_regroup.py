@@ -12,8 +12,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
 import world
@@ -123,7 +122,7 @@ def test_no_step_is_lost_or_trained_twice(recipe: mf.Recipe) -> None:
 
 def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:
     """A rank of tp2-dp2 at its defaults. Rank 3 is killed in step 5; the others go on with a new process."""
-    store = dist.TCPStore("127.0.0.1", port, None, False)
+    store = TCPStore("127.0.0.1", port, None, False)
     is_new, seen = rank == 4, dict[int, list[int]]()
     old = mf.Layout.parse("tp2-dp2")
     feed = mf.Feed(recipe, old, rank % 4, packing=PACKING, rendezvous=store, timeout_s=120)
@@ -152,7 +151,7 @@ def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:
 
 
 def test_processes_go_on_without_the_one_that_was_killed(recipe: mf.Recipe) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     job = world.start(_train_on, 5, recipe, store.port, distributed=False)
     job.processes[3].join()
     store.set("lost", "yes")

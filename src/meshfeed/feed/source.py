@@ -308,7 +308,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         for kind in type(self).__mro__:
             for name, value in vars(kind).items():
                 if isinstance(value, cached_property):
-                    self.__dict__.pop(name, None)
+                    vars(self).pop(name, None)
 
     def _stop(self) -> None:
         with self._changing:
