@@ -29,6 +29,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_state_of_another_step_than_the_models_is_refused(corpus: Path) -> None:
+    feed = mf.Feed(recipe_of(corpus))
+    state = mf.State.at(feed.recipe, 3).to_json()
+    with pytest.raises(mf.StateError, match="data is at step 3, the model at step 4"):
+        feed.load_state_dict(state, step=4)
+    assert feed.state_dict()["step"] == 0
+    feed.load_state_dict(state, step=3)
+    assert feed.state_dict()["step"] == 3
+
+
 def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", seed=1)
     recipe = recipe_of(corpus)

@@ -131,6 +131,15 @@ class State:
         return first == second
 
 
+def check_step(saved: Any, wanted: int | None) -> None:
+    """Raises StateError if a state is of another step than the model's; None for no check."""
+    if wanted is not None and saved != wanted:
+        raise StateError(
+            f"the state of the data is at step {saved}, the model at step {wanted}: they were not saved "
+            f"together; load both from one checkpoint"
+        )
+
+
 def check_is_state(saved: Any, names: Sequence[str]) -> None:
     """Raises StateError for anything but a mapping with these entries."""
     if isinstance(saved, (str, bytes)):

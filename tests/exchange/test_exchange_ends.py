@@ -139,7 +139,10 @@ def test_a_foreign_state_is_refused() -> None:
         ):
             with pytest.raises(mf.StateError):
                 exchange.load_state_dict(bad)
+        with pytest.raises(mf.StateError, match="data is at step 0, the model at step 1"):
+            exchange.load_state_dict(state, step=1)
         assert exchange.state_dict() == state
+        exchange.load_state_dict(state, step=0)
     with (
         exchange_of(0, mf.Layout(), iter([])) as exchange,
         pytest.raises(mf.StateError, match="load_state_dict"),

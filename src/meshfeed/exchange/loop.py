@@ -38,6 +38,7 @@ from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing, StepPlan
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
+from meshfeed.state import check_step
 
 Uneven = Literal["drain", "drop", "error"]
 """drain: continue with smaller steps until all iterators are exhausted.
@@ -213,14 +214,16 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         """
         return self._puller.state(self._step)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Resume at a state; then start a new loop.
 
-        An iterator without `load_state_dict` must already be at that position. Raises StateError for anything
-        but a result of `state_dict`, or if the iterator does not return from its current item; the iterator
-        is unchanged then.
+        step: the next step of the model that was loaded with it; None for no check. An iterator without
+        `load_state_dict` must already be at that position. Raises StateError for a state of another step, for
+        anything but a result of `state_dict`, or if the iterator does not return from its current item; the
+        iterator is unchanged then.
         """
         self._puller.check(state_dict)
+        check_step(state_dict["step"], step)
         with self._changing:
             self._stop()
             if self._busy.locked():

@@ -47,7 +47,7 @@ from meshfeed.recipe import Change, Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
-from meshfeed.state import State
+from meshfeed.state import State, check_step
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
 
@@ -350,17 +350,19 @@ class Feed(StepSource[Delivery, FeedOptions]):
         """
         return State.at(self.recipe, self._step, self._digests).to_json()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Resume at a state, under any layout; then start a new loop.
 
-        Raises StateError for a state of another recipe, a damaged one, or one past the recipe's end; nothing
-        changes then.
+        step: the next step of the model that was loaded with it; None for no check. Raises StateError for a
+        state of another step or recipe, a damaged one, or one past the recipe's end; nothing changes then.
         """
         state = State.from_json(state_dict)
+        check_step(state.step, step)
         state.check(self.recipe)
         with self._changing:
             self._stop()
             self._next_step, self._loaded = state.step, True
+            self._committed = None if self._committed is None else state.step
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
