@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws, OwnOrder, draws_between, draws_of_step, key_of, num_positions, positions_of
+from meshfeed.sequence.drawn import drawn_of_sources
 from meshfeed.sequence.exposure import exposures
 from soak import cases
 
@@ -97,6 +98,31 @@ def test_it_is_what_a_scan_of_every_step_finds(recipe: mf.Recipe, until: int, da
 
 
 @settings(max_examples=cases(60), deadline=None)
+@given(recipes(), st.integers(0, 16), st.data())
+def test_what_each_source_gave_is_what_a_scan_counts(
+    recipe: mf.Recipe, until: int, data: st.DataObject
+) -> None:
+    """Also of a recipe whose amendments leave out steps and documents."""
+    changes: list[Any] = []
+    for step in data.draw(st.lists(st.integers(0, 12), max_size=3)):
+        source = data.draw(st.integers(0, len(recipe.sources) - 1))
+        some = st.lists(st.integers(0, recipe.sources[source].num_documents - 1), min_size=1, unique=True)
+        exclude = mf.Exclude({recipe.source_names[source]: sorted(data.draw(some))})
+        changes.append((step, data.draw(st.sampled_from([mf.SkipSteps(step, step + 3), exclude]))))
+    recipe = recipe.amended(changes)
+    wanted = np.zeros((2, len(recipe.sources)), np.int64)
+    for step in range(until):
+        gone = recipe.amendments.excluded_at(step) if isinstance(recipe.sequence, mf.Documents) else {}
+        draws = draws_of_step(recipe, step)
+        for source, index in zip(draws.source.tolist(), draws.index.tolist()):
+            if not recipe.skips(step):
+                one = Draws(np.array([source], np.int32), np.zeros(1, np.int64), np.array([index]))
+                empty = index in gone.get(source, np.zeros(0)).tolist()
+                wanted[:, source] += 1, 0 if empty else recipe.sequence.lengths(recipe, one)[0]
+    assert np.array_equal(drawn_of_sources(recipe, until), wanted)
+
+
+@settings(max_examples=cases(60), deadline=None)
 @given(recipes(), st.randoms(use_true_random=False), st.integers(0, 90))
 def test_positions_of_draws_in_any_order(recipe: mf.Recipe, random: Any, stop: int) -> None:
     draws = draws_between(recipe, 0, 80)
@@ -144,3 +170,28 @@ def test_orders_without_an_inverse_are_refused_by_name() -> None:
         exposures(mf.Recipe(data=own, sequence=InTheirOrder(4), batch=mf.Batch(2)), one, one, 3)
     with pytest.raises(StoreError, match="document 7 asked for"):
         exposures(replace(recipe, shuffle="none"), one, one + 7, 3)
+
+
+class Items:
+    """Without lengths: each counts as a token."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+        return {"x": np.zeros(at.index)}
+
+
+def test_what_is_counted_one_by_one() -> None:
+    own, batch = mf.Lengths([30]), mf.Batch(2)
+    recipe = mf.Recipe(data=own, sequence=mf.Windows(4), batch=batch, shuffle="replacement")
+    assert np.ravel(drawn_of_sources(recipe, 3)).tolist() == [6, 24]
+    recipe = mf.Recipe(
+        data=mf.Lengths([3, 5, 40]), sequence=mf.Documents(), batch=batch, shuffle="replacement"
+    )
+    wanted = sum(mf.Documents().lengths(recipe, draws_of_step(recipe, step)).sum() for step in range(9))
+    assert np.ravel(drawn_of_sources(recipe, 9)).tolist() == [18, wanted]
+    recipe = mf.Recipe(data=own, sequence=InTheirOrder(4), batch=batch)
+    assert np.ravel(drawn_of_sources(recipe, 9)).tolist() == [10, 40]
+    recipe = mf.Recipe(data=mf.Mapped(Items()), sequence=mf.Samples("x"), batch=batch)
+    assert np.ravel(drawn_of_sources(recipe, 6)).tolist() == [12, 12]

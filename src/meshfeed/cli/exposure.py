@@ -20,7 +20,7 @@ from meshfeed.cli.command import OK, Console, Table, print_json
 from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
-from meshfeed.cli.sights import Sights, cell
+from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.order import num_steps
 from meshfeed.report.words import counted
@@ -54,6 +54,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
         "step, place": "of a sequence: the step, and which of its sequences",
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document": "which document of the source the sequence held",
+        "origin": "of a store that meshfeed prepare made on this disk: file, and line, row, item or sample",
         "ranks": "with --ranks: global ranks that held some of these tokens, all of tp and pp",
     }
 
@@ -79,7 +80,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
             found = exposures(recipe, sources, documents, until)
             ranks = self._ranks(recipe, found) if self.ranks else None
         facts = self._facts(found, documents.size, until)
-        lines = _lines(recipe, documents[found.document], found, ranks)
+        lines = with_origins(recipe, _lines(recipe, documents[found.document], found, ranks))
         if self.json:
             print_json(facts, indent=None)
             encode = json.JSONEncoder().encode  # there may be millions of lines
@@ -163,7 +164,7 @@ def _form(names: Sequence[str]) -> str:
 
 def _lines(
     recipe: mf.Recipe, documents: npt.NDArray[np.int64], found: Exposures, ranks: list[list[int]] | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Line]:
     """One line of the answer for each exposure. documents: of each."""
     names, draws = recipe.source_names, found.draws
     each = found.step, found.place, draws.source, draws.epoch, draws.index, documents, found.end - found.begin
@@ -174,7 +175,7 @@ def _lines(
         yield line if ranks is None else line | {"ranks": ranks[at]}
 
 
-def _print(facts: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+def _print(facts: dict[str, Any], lines: list[Line]) -> None:
     console = Console()
     seen = f"{facts['seen']:,} of {counted(facts['documents'], 'document')} seen before step {facts['until']}"
     if not lines:

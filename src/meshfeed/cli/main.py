@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "which steps saw some documents, and from which state to train again without them",
     ),
     "replay": ("Replay", "write the very tensors that a rank got in some steps"),
+    "audit": ("Audit", "sequences and tokens that a job drew of each source, with a digest to compare"),
     "calibrate": ("Calibrate", "time a transformer layer and fit the planner's cost model"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "watch": (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -10,11 +11,15 @@ import numpy as np
 from meshfeed.cli.document_trace import DocumentParts, parts_in, pieces_of
 from meshfeed.deliver.error_codec import runs_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
+from meshfeed.formats.prepared import Origins
 from meshfeed.layout import Coord
+from meshfeed.recipe import Recipe
 from meshfeed.sequence.runs import Longs
+from meshfeed.store.dataset import DatasetStore
 
 Line = dict[str, Any]
 """A piece of a document, by the keys of --json."""
+_TOGETHER = 4096  # lines whose origins are looked up together
 
 
 class Sights:
@@ -121,6 +126,23 @@ class Sights:
         return self._ranks[np.isin(self._dp_cp, sorted(dp_cp))].tolist()
 
 
+def with_origins(recipe: Recipe, lines: Iterable[Line]) -> Iterator[Line]:
+    """The lines with the origin of each document; as they are if no store knows any. See `Origins`."""
+    named = zip(recipe.source_names, recipe.sources)
+    told = ((name, Origins.of_store(store.path)) for name, store in named if isinstance(store, DatasetStore))
+    known = [(name, origins) for name, origins in told if origins is not None]
+    lines = iter(lines)
+    while known and (some := list(islice(lines, _TOGETHER))):
+        found: list[Any] = [None] * len(some)
+        for name, origins in known:
+            mine = [at for at, line in enumerate(some) if line["source"] == name]
+            documents = np.array([some[at]["document"] for at in mine], np.int64)
+            for at, origin in zip(mine, origins.of(documents)):
+                found[at] = origin
+        yield from (line | {"origin": origin} for line, origin in zip(some, found))
+    yield from lines
+
+
 def cell(value: Any) -> str:
     """A value of a line as text for tables."""
     match value:
@@ -128,6 +150,9 @@ def cell(value: Any) -> str:
             return "-"
         case [{"part": _}, *_]:
             return ", ".join(f"{each['part']} {each['kind']} {each['bytes']}" for each in value)
+        case {"file": _}:
+            (_, file), *place = cast(dict[str, Any], value).items()
+            return " ".join([file, *(f"{what} {number}" for what, number in place)])
         case list():  # ranks in few words: 0 1 2 3 8 -> "0-3,8"
             runs = runs_of(cast(Sequence[int], value))
             return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

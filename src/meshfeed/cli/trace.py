@@ -14,7 +14,7 @@ from meshfeed.cli.document_trace import sequences_with
 from meshfeed.cli.options import Command, argument, given, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
-from meshfeed.cli.sights import Line, Sights, cell
+from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.order import position_of
 from meshfeed.sequence import Multimodal, SequenceRule
@@ -39,6 +39,7 @@ class Trace(Command, JobOptions, RecipeOptions):
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document, tokens": "which document of the source, and which of its tokens, as first:stop",
         "parts": "of mf.Multimodal: images, audio and video there, each as number, kind, file and bytes",
+        "origin": "of a store that meshfeed prepare made on this disk: file, and line, row, item or sample",
         "microbatch": "which of the step's; null where the packing is not known",
         "ranks": "global ranks whose context-parallel slice has some of these tokens, all of tp and pp",
     }
@@ -65,6 +66,7 @@ class Trace(Command, JobOptions, RecipeOptions):
                 lines = self._of_step(recipe, self.step)
             else:
                 lines = self._of_documents(recipe, self.document or [])
+        lines = list(with_origins(recipe, lines))
         if self.json:
             for line in lines:
                 print_json(line, indent=None)

@@ -269,6 +269,19 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
     return Draws(source, epoch, stream.indices(source, epoch, place))
 
 
+def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws:
+    """Draws start..stop of one source, counted by its own draws from 0, wherever they come in the stream.
+
+    Raises RecipeError for a rule with its own order.
+    """
+    if isinstance(recipe.sequence, OwnOrder):
+        raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for draws by step")
+    stream = stream_of(recipe)
+    epoch, place = np.divmod(np.arange(start, stop), stream.sizes[source])
+    of = np.full(place.size, source, np.int32)
+    return Draws(of, epoch, stream.indices(of, epoch, place))
+
+
 def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
     """The lane of each draw of a step, int64 [n]; None unless the shuffle is by blocks."""
     if not isinstance(recipe.shuffle, Blocks):

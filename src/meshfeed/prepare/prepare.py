@@ -4,6 +4,7 @@
     OUT/                appears complete, at one moment; in object storage, see `storage_output`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
         parts.*, part_sizes.*    images and audio, if any; see `store.part_files`
+        origins.npy     the record that each document was, beside dataset.json; see `formats.prepared`
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
         manifest.json   the request and the results

@@ -22,6 +22,7 @@ from texts import Here, tree
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
+from meshfeed.formats.prepared import ORIGINS
 from meshfeed.prepare import Multimodal, Text, prepare
 from meshfeed.prepare.inputs.json_list import elements
 from services.needs import needs
@@ -37,8 +38,8 @@ RECORDS = [{"text": text, "of": {"no": [{"use": "]"}, {"use": "}"}]}} for text i
 
 
 def stores(folder: Path) -> dict[str, bytes]:
-    """What was made, without what was asked."""
-    return {name: data for name, data in tree(folder).items() if name != "manifest.json"}
+    """What was made, without what was asked and of which files."""
+    return {name: data for name, data in tree(folder).items() if name not in ("manifest.json", ORIGINS)}
 
 
 @pytest.fixture

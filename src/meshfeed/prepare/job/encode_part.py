@@ -123,6 +123,7 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
     summary.num_blocks += 1
     return Block(
         lengths=lengths,
+        records=np.array([(span, record.number) for span, record in some], np.int64).reshape(-1, 2),
         hashes=np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2),
         columns=columns,
     )

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.files.local.durable import durable_file
-from meshfeed.files.url import without_secrets
-from meshfeed.formats.prepared import ERRORS
+from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of
 from meshfeed.prepare.encoding.multimodal import PART_DTYPES
 from meshfeed.prepare.job.job import Job
 from meshfeed.prepare.job.part_file import (
@@ -22,6 +21,7 @@ from meshfeed.prepare.job.part_file import (
     PartSummary,
     blocks_of_part,
     part_path,
+    write_array,
 )
 from meshfeed.store import DatasetWriter, MultimodalStore, open_store
 from meshfeed.store.part_files import SIZES, parts_of
@@ -58,6 +58,8 @@ def merge(
         if job.request.dedup:
             keep = first_of_each(hashes)
     folders = [TRAIN, VALIDATION] if job.request.validation else ["."]
+    counts = [count for summary in summaries for count in summary.counts]
+    bases, origins = bases_of(counts, job.spans[:, 1]), {name: OriginRuns() for name in folders}
     with ExitStack() as stack:
         stores = {
             name: stack.enter_context(DatasetWriter(out / name, columns, parts=bool(encoder.beside)))
@@ -66,13 +68,18 @@ def merge(
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
+            span, number = block.records.T
             for name, store in stores.items():
-                _add(store, block, keep[mine] & (apart[mine] == (name == VALIDATION)))
+                chosen = keep[mine] & (apart[mine] == (name == VALIDATION))
+                _add(store, block, chosen)
+                origins[name].add(job.spans[span[chosen], 1], bases[span[chosen]] + number[chosen])
             first = mine.stop
             on_part(part)
+    for name, runs in origins.items():
+        with durable_file(out / name / ORIGINS) as stream:
+            write_array(stream, runs.array())
     if malformed:
-        counts = [count for summary in summaries for count in summary.counts]
-        _write_malformed(job, out / ERRORS, bases_of(counts, job.spans[:, 1]), malformed)
+        _write_malformed(job, out / ERRORS, bases, malformed)
     return {
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
@@ -140,12 +147,9 @@ def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malfo
     with durable_file(path) as stream:
         for each in malformed:
             where = job.request.inputs[int(job.spans[each.span, 1])]
-            number = int(bases[each.span]) + each.number
-            names = {"jsonl": "line", "json": "item", "parquet": "row", "arrow": "row"}
-            names |= {"webdataset": "sample", "mds": "sample"}
-            place = {names[where.kind]: number + (where.kind == "jsonl")} if where.kind in names else {}
+            place = place_of(where.url, where.kind, int(bases[each.span]) + each.number)
             byte = {"byte": each.byte} if each.byte >= 0 else {}
-            line = {"file": without_secrets(where.url)} | place | byte | {"error": each.reason}
+            line = place | byte | {"error": each.reason}
             stream.write(json.dumps(line).encode() + b"\n")
 
 

@@ -3,7 +3,7 @@
 blocks    of documents: each some arrays as NumPy's .npy, one after the other (see Block)
 summary   JSON (see PartSummary)
 u64       bytes of the summary
-"MFPART" 0 2
+"MFPART" 0 3
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from meshfeed.files import typed_errors
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-VERSION = 2
+VERSION = 3
 """Of part files; a job resumes only with its own version."""
 
-_MAGIC = b"MFPART\0\2"
+_MAGIC = b"MFPART\0\3"
 _TAIL = struct.Struct("<Q8s")
 
 
@@ -76,12 +76,14 @@ class Block:
 
     Attributes:
         lengths: tokens of each; int64 [n].
+        records: the span of each in the job's spans, and the number of its line or row there; int64 [n, 2].
         hashes: 128 bits of each; uint64 [n, 2], or [0, 2] if they are not needed.
         columns: name -> the values of all documents, back to back; of tokens, and of images and
             audio as `encoding.multimodal.PART_DTYPES`.
     """
 
     lengths: I64
+    records: I64
     hashes: U64
     columns: Mapping[str, Array]
 
@@ -93,7 +95,7 @@ def part_path(folder: Path, part: int) -> Path:
 
 def write_block(stream: IO[bytes], block: Block) -> None:
     """The next documents of a part."""
-    for array in (block.lengths, block.hashes, *block.columns.values()):
+    for array in (block.lengths, block.records, block.hashes, *block.columns.values()):
         write_array(stream, array)
 
 
@@ -126,8 +128,8 @@ def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterato
     with typed_errors(path), path.open("rb") as stream:
         mapped = np.asarray(np.memmap(path, np.uint8, "r"))
         for _ in range(num_blocks):
-            lengths, hashes, *columns = (_next(stream, mapped) for _ in range(2 + len(names)))
-            yield Block(lengths, hashes, dict(zip(names, columns)))
+            lengths, records, hashes, *columns = (_next(stream, mapped) for _ in range(3 + len(names)))
+            yield Block(lengths, records, hashes, dict(zip(names, columns)))
 
 
 def _next(stream: IO[bytes], mapped: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
