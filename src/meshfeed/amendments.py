@@ -113,7 +113,9 @@ class BatchSize(_Told):
     sequences: int
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
-        """Steps after it have this size."""
+        """Steps after it have this size. Raises RecipeError for a batch of tokens."""
+        if recipe.batch.tokens is not None:
+            raise RecipeError(f"BatchSize({self.sequences}): steps of {recipe.batch!r} are counted in tokens")
         return replace(recipe, batch=recipe.batch.amended(step, self.sequences))
 
 

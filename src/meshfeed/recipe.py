@@ -50,6 +50,16 @@ class Rule(ABC):
     def num_sequences(self, store: Store) -> int:
         """Sequences in one epoch of a store; the same for every epoch."""
 
+    @property
+    def row_length(self) -> int | None:
+        """Tokens of each sequence, if all have equally many; None if they differ."""
+        return None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether steps can be cut by the `lengths` of its sequences."""
+        return False
+
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
         """Tokens of a source's sequences, from the index alone; the same for every epoch.
 
@@ -75,68 +85,100 @@ class Rule(ABC):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Batch:
-    """How many sequences make a global batch: `Batch(256)`, or `Batch(sequences=256)`.
+    """How much makes a global batch: `Batch(256)`, or `Batch(sequences=256)`; or `Batch(tokens=4_000_000)`.
+
+    With tokens, a step has whole sequences of about so many tokens. Step k begins with the first sequence
+    whose middle is at token k x tokens of the stream or after it, so its tokens differ from this number by at
+    most half a sequence at either end. They are counted as the rule counts them, before a packing splits,
+    truncates or drops a sequence. Rows of one length need a whole number of rows, and the batch becomes one
+    of sequences.
 
     Attributes:
-        sequences: sequences in each step.
+        sequences: sequences in each step; None for a batch of tokens.
+        tokens: tokens in each step; None for a batch of sequences.
         last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
             the stream before it, "pad" fills it with what would come next if the stream continued.
-        stages: (first step, sequences) of each stage of a ramp, which `then` adds to.
+        stages: (first step, sequences or tokens) of each stage of a ramp, which `then` adds to.
+
+    Raises RecipeError for other values, and for both sequences and tokens, or neither.
     """
 
-    sequences: int
+    sequences: int | None = None
     _: KW_ONLY
+    tokens: int | None = None
     last: Last = "keep"
     stages: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if type(self.sequences) is not int or self.sequences < 1:
-            raise RecipeError(f"Batch(sequences={self.sequences!r}): a whole number from 1")
+        unit, size = self._unit, self.sequences if self.tokens is None else self.tokens
+        if type(size) is not int or size < 1:
+            raise RecipeError(f"Batch({unit}={size!r}): a whole number from 1")
+        if self.sequences is not None and self.tokens is not None:
+            raise RecipeError(f"{self!r}: give sequences or tokens, not both")
         if self.last not in get_args(Last):
             raise RecipeError(f"Batch(last={self.last!r}): choose one of {', '.join(get_args(Last))}")
         if not self.stages:
-            object.__setattr__(self, "stages", ((0, self.sequences),))
+            object.__setattr__(self, "stages", ((0, size),))
+
+    @property
+    def _unit(self) -> str:
+        return "sequences" if self.tokens is None else "tokens"
 
     def __repr__(self) -> str:
-        last = "" if self.last == "keep" else f", last={self.last!r}"
-        ramp = "".join(f".then({step}, {sequences})" for step, sequences in self.stages[1:])
-        return f"Batch(sequences={self.sequences}{last}){ramp}"
+        given = [f"{name}={size}" for name in ("sequences", "tokens") if (size := getattr(self, name))]
+        given += [] if self.last == "keep" else [f"last={self.last!r}"]
+        named = "" if self.tokens is None else "tokens="
+        ramp = "".join(f".then({step}, {named}{size})" for step, size in self.stages[1:])
+        return f"Batch({', '.join(given)}){ramp}"
 
-    def then(self, step: int, sequences: int) -> Batch:
-        """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`."""
+    def then(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
+        """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`.
+
+        A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`.
+        """
         check_next(step, self.stages[-1][0], "Batch.then")
-        return self.amended(step, sequences)
+        return self.amended(step, sequences, tokens=tokens)
 
-    def amended(self, step: int, sequences: int) -> Batch:
+    def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
-        if type(sequences) is not int or sequences < 1:
-            raise RecipeError(f"Batch.then({step}, {sequences!r}): a whole number of sequences from 1")
+        size, other = (sequences, tokens) if self.tokens is None else (tokens, sequences)
+        if type(size) is not int or size < 1 or other is not None:
+            given = f"{sequences!r}" if tokens is None else f"tokens={tokens!r}"
+            raise RecipeError(f"Batch.then({step}, {given}): a whole number of {self._unit} from 1")
         others = [stage for stage in self.stages if stage[0] != step]
-        stages = sorted((*others, (step, sequences)))
-        return replace(self, sequences=stages[0][1], stages=tuple(stages))
+        stages = tuple(sorted((*others, (step, size))))
+        if self.tokens is None:
+            return replace(self, sequences=stages[0][1], stages=stages)
+        return replace(self, tokens=stages[0][1], stages=stages)
 
     def position(self, step: int) -> int:
-        """The first position of a step: the number of sequences in all steps before it."""
+        """Sequences in all steps before one, so its first position; or for a batch of tokens, their tokens.
+
+        `order.start_of_step` is the first position for both.
+        """
         position = 0
-        for (first, sequences), (end, _) in zip(self.stages, (*self.stages[1:], (step, 0))):
-            position += max(min(end, step) - first, 0) * sequences
+        for (first, size), (end, _) in zip(self.stages, (*self.stages[1:], (step, 0))):
+            position += max(min(end, step) - first, 0) * size
         return position
 
     def size(self, step: int) -> int:
-        """Sequences of a step."""
-        return [sequences for first, sequences in self.stages if first <= step][-1]
+        """Sequences of a step, or tokens."""
+        return [size for first, size in self.stages if first <= step][-1]
 
     def step(self, position: int) -> int:
-        """The step that a position falls in."""
+        """The step that a position falls in, or for a batch of tokens, a token."""
         step = 0
-        for first, sequences in self.stages:
+        for first, size in self.stages:
             if position < self.position(first):
                 break
-            step = first + (position - self.position(first)) // sequences
+            step = first + (position - self.position(first)) // size
         return step
 
     def steps(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The step that each position falls in, and which of its sequences it is; int64 [n] each."""
+        """The step that each position falls in, and which of its sequences it is; int64 [n] each.
+
+        For a batch of sequences; see `order.steps_of`.
+        """
         step, place = np.zeros((2, positions.size), np.int64)
         for first, sequences in self.stages:
             since = positions - self.position(first)
@@ -144,11 +186,24 @@ class Batch:
             step[here], place[here] = first + since[here] // sequences, since[here] % sequences
         return step, place
 
+    def of_rows(self, length: int) -> Batch:
+        """The same batch of tokens, of rows of one length. Raises RecipeError unless they fill its steps."""
+        for _, tokens in self.stages:
+            if tokens % length:
+                least = tokens // length * length
+                near = f"{least} or {least + length}" if least else f"{length}"
+                raise RecipeError(
+                    f"{self!r}: {tokens} tokens are no whole number of rows of {length}; give {near}"
+                )
+        stages = tuple((first, tokens // length) for first, tokens in self.stages)
+        return Batch(sequences=stages[0][1], last=self.last, stages=stages)
+
     def summary(self, until: int | None = None) -> str:
         """One line with everything that determines the steps before `until`."""
         (_, first_size), *later = ((first, size) for first, size in self.stages if is_past(first, until))
         ramp = "".join(f", {size} from step {first}" for first, size in later)
-        return brief(f"sequences={first_size}{ramp}" + (f"; last={self.last}" if self.last != "keep" else ""))
+        last = f"; last={self.last}" if self.last != "keep" else ""
+        return brief(f"{self._unit}={first_size}{ramp}{last}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +303,7 @@ class Recipe:
     Attributes:
         data: the store to read, or a `Mixture` of several.
         sequence: how tokens become sequences, such as `Windows(4096)`.
-        batch: how many sequences make a step; a whole number n is `Batch(n)`.
+        batch: how much makes a step; a whole number n is `Batch(n)`.
         seed: of the shuffle and everything random in a sequence; any int64.
         epochs: passes over a store; None for an endless stream. A mixture sets this by its amounts.
         steps: end after this many steps; None for no limit. Not part of the fingerprint, so a job may be
@@ -297,6 +352,8 @@ class Recipe:
                 f"epochs={self.epochs} with a mixture: set it for each source, "
                 f'Mixture({{"name": (store, {self.epochs})}}, by="repeat"), or give steps'
             )
+        if self.batch.tokens is not None:
+            object.__setattr__(self, "batch", self._batch_of_tokens())
         if self.shuffle == "blocks":
             object.__setattr__(self, "shuffle", Blocks())
         if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
@@ -308,17 +365,24 @@ class Recipe:
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
 
+    def _batch_of_tokens(self) -> Batch:
+        length, why = self.sequence.row_length, ""
+        if length is not None:
+            return self.batch.of_rows(length)
+        if not self.sequence.counts_tokens:
+            why = f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
+        elif self.shuffle == "replacement":
+            why = "under shuffle='replacement' the epochs of a source have different numbers of tokens"
+        elif isinstance(self.data, Mixture) and self.data.batches == "per_source":
+            why = "batches='per_source' counts the sequences of a batch"
+        if why:
+            raise RecipeError(f"{self.batch!r}: {why}; give Batch(sequences=)")
+        return self.batch
+
     @property
     def source_names(self) -> tuple[str, ...]:
         """The sources' names in a mixture; one empty name for a store alone."""
         return self.data.names if isinstance(self.data, Mixture) else ("",)
-
-    def source_names_at(self, step: int) -> tuple[str, ...]:
-        """The same without those that an amendment adds after a step: equal on all ranks that plan it."""
-        names, grown = self.source_names, len(self.amendments.grown)
-        if not grown or not isinstance(self.data, Mixture):
-            return names
-        return names[: max(len(names) - grown, self.data.drawn(step + 1)[-1] + 1)]
 
     def with_stores(self, stores: Sequence[Store]) -> Recipe:
         """The same recipe with other stores for its sources, such as a column of each."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshfeed.errors import StateError
 from meshfeed.mixture import Mixture
-from meshfeed.order import num_positions, num_steps
+from meshfeed.order import has_step, num_positions, num_steps, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.summary import digest_of, same_text
 
@@ -105,11 +105,10 @@ class State:
             )
 
     def _check_end(self, recipe: Recipe) -> None:
-        end = num_steps(recipe) if self.step else None
-        if end is not None and self.step > end:
+        if self.step and not has_step(recipe, self.step - 1):
             raise StateError(
-                f"this state is at step {self.step}, but the recipe ends after {end} steps; raise epochs= or "
-                f"steps=, or load an earlier state"
+                f"this state is at step {self.step}, but the recipe ends after {num_steps(recipe)} steps; "
+                f"raise epochs= or steps=, or load an earlier state"
             )
 
     def _agrees(self, part: str, ours: Mapping[str, str]) -> bool:
@@ -125,7 +124,7 @@ class State:
         if not (saved == "None" or saved.isdecimal()):
             return False
         before = replace(recipe, epochs=None if saved == "None" else int(saved), steps=None)
-        drawn = recipe.batch.position(self.step)
+        drawn = start_of_step(recipe, self.step)
         ends = (num_positions(each) for each in (before, replace(recipe, steps=None)))
         first, second = (drawn if end is None else min(drawn, end) for end in ends)
         return first == second

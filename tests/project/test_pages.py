@@ -121,7 +121,7 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens() -> None:
-    run_page("tokens.md", 1)
+    run_page("tokens.md", 2)
 
 
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("pytorch.md", 12)
+    run_page("pytorch.md", 8)
     alone = trained_alone()
     lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
     assert [int(step) for step, _ in lines] == list(range(6))

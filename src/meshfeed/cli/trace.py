@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 import meshfeed as mf
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
@@ -16,7 +18,7 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
-from meshfeed.order import position_of
+from meshfeed.order import position_of, steps_of
 from meshfeed.sequence import Multimodal, SequenceRule
 
 
@@ -135,8 +137,9 @@ class Trace(Command, JobOptions, RecipeOptions):
 def _where(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Line:
     """Where a sequence comes, as the first part of a line."""
     position = position_of(recipe, source, epoch, index)
-    step = None if position is None else recipe.batch.step(position)
-    place = None if position is None or step is None else position - recipe.batch.position(step)
+    step = place = None
+    if position is not None:
+        step, place = (int(each[0]) for each in steps_of(recipe, np.array([position])))
     name = recipe.source_names[source] or ""
     return {"step": step, "place": place, "source": name, "epoch": epoch, "index": index}
 

@@ -30,7 +30,6 @@ from meshfeed.deliver import (
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.amending import Amending
-from meshfeed.feed.batch import Sources
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout
 from meshfeed.feed.options import FeedOptions
@@ -41,7 +40,7 @@ from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
-from meshfeed.order import num_positions, num_steps
+from meshfeed.order import has_step, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Change, Recipe
@@ -289,14 +288,6 @@ class Feed(StepSource[Delivery, FeedOptions]):
         self._applied, self.recipe = ledger, recipe
         self._stepping = self._stepping.amended(recipe)
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The names of the mixture's sources, `Mixture.then` included; one empty name for a store alone.
-
-        With those that amendments have added so far, at the end. `step.sources` has those of a step.
-        """
-        return self.recipe.source_names
-
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
         lengths."""
@@ -392,7 +383,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
         # Only a loaded state may be at the end. A second loop here would silently get nothing.
-        if self._next_step and self._next_step == self.num_steps and not self._loaded:
+        if self._next_step and not self._loaded and not has_step(self.recipe, self._next_step):
             if self._entered_by_loop:
                 self.close()
             raise StateError(
@@ -492,7 +483,6 @@ class Feed(StepSource[Delivery, FeedOptions]):
         for batch, portions in ahead:
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
-            sources = Sources.of(batch.sources, self._rule)
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:
@@ -506,7 +496,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 with clock.stage("build"):
                     built = self._built(portion, columns, placer, digester)
                 with clock.stage("copy"):
-                    made, ticket = microbatches_of(portion, built, placer, sources)
+                    made, ticket = microbatches_of(portion, built, placer)
                 yield Made(made, ticket, meter.take())
                 ahead.have_read(portion)
             digests = digester.digests() if digester else None

@@ -1,7 +1,8 @@
 """Position -> draw: the order of the training stream as a function. Pure.
 
 Read it in this order: `permutation` (the shuffle of an epoch), `blocks` (the same by shards), `interleave`
-(which source is next), `schedule` (when sources and batch sizes change), `stream` (all of it: step -> draws).
+(which source is next), `schedule` (when sources and batch sizes change), `tokens` (where steps of so many
+tokens begin), `stream` (all of it: step -> draws).
 """
 
 from meshfeed.order.interleave import Interleaving
@@ -16,11 +17,14 @@ from meshfeed.order.stream import (
     draws_between,
     draws_of_source,
     draws_of_step,
+    has_step,
     lanes_of_step,
     num_positions,
     num_steps,
     position_of,
     positions_of,
+    start_of_step,
+    steps_of,
 )
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "draws_between",
     "draws_of_source",
     "draws_of_step",
+    "has_step",
     "key_of",
     "lanes_of_step",
     "num_positions",
@@ -43,5 +48,7 @@ __all__ = [
     "position_of",
     "positions_of",
     "rng",
+    "start_of_step",
+    "steps_of",
     "unpermute",
 ]

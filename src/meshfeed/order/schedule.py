@@ -7,7 +7,7 @@ source continues from there: no state is kept, and no sequence is lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -26,12 +26,19 @@ _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Turns:
+    """Whose turn it is from a step on: `turns` counts the sources that are drawn."""
+
+    step: int
+    sources: npt.NDArray[np.int32]
+    turns: Interleaving | WholeBatches
+
+
+@dataclass(frozen=True, slots=True)
+class Segment(Turns):
     """Positions with one set of amounts: from `start` on, after `drawn` draws of each source."""
 
     start: int
-    sources: npt.NDArray[np.int32]
-    turns: Interleaving | WholeBatches
     drawn: Longs
 
     def counts(self, position: int) -> Longs:
@@ -50,44 +57,49 @@ def sizes_of(recipe: Recipe) -> Longs:
     return np.array(sizes, np.int64)
 
 
-def segments_of(recipe: Recipe, sizes: Longs) -> list[Segment]:
-    """The segments of the stream, in order. sizes: see `sizes_of`.
+def turns_of(recipe: Recipe, sizes: Longs) -> list[Turns]:
+    """What begins a segment, in order. sizes: see `sizes_of`.
 
     Raises RecipeError for amounts that make no sequence or fill no batch.
     """
-    segments: list[Segment] = []
+    made: list[Turns] = []
     for part in _parts_by_batch(recipe.batch, _parts(recipe)) if _per_source(recipe) else _parts(recipe):
-        start = recipe.batch.position(part.step)
-        drawn = segments[-1].counts(start) if segments else np.zeros(sizes.size, np.int64)
         weights = _weights(recipe, sizes, part)
         turns = interleaving_of(tuple(weights.values()))
         if _per_source(recipe):
             turns = WholeBatches(turns, recipe.batch.size(part.step))
-        segments.append(Segment(start, np.array(list(weights), np.int32), turns, drawn))
-    return segments
+        made.append(Turns(part.step, np.array(list(weights), np.int32), turns))
+    return made
 
 
-def end_of(recipe: Recipe, sizes: Longs) -> int | None:
-    """The position at which all amounts of the recipe are drawn; None if that is never."""
+def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | None:
+    """The position at which all amounts of the recipe are drawn; None if that is never.
+
+    start: step -> its first position.
+    """
     if recipe.epochs is not None:
         return recipe.epochs * int(sizes[0])
     last = _parts(recipe)[-1]
     if last.is_endless:
         return None
     total = int(sum(_weights(recipe, sizes, last).values()))
-    return recipe.batch.position(last.step) + total * (recipe.batch.sequences if _per_source(recipe) else 1)
+    return start(last.step) + total * (recipe.batch.size(last.step) if _per_source(recipe) else 1)
 
 
-def whole_end(recipe: Recipe, end: int | None) -> int | None:
-    """The end of the stream, rounded to whole steps if the batch requires it."""
-    batch = recipe.batch
-    if end is not None and batch.last != "keep":
-        step = batch.step(end)
-        whole = batch.position(step)
-        end = whole if batch.last == "drop" or end == whole else batch.position(step + 1)
+def whole_end(
+    recipe: Recipe, end: int | None, start: Callable[[int], int], step_at: Callable[[int], int]
+) -> int | None:
+    """The end of the stream, rounded to whole steps if the batch requires it.
+
+    start: step -> its first position; step_at: its inverse.
+    """
+    if end is not None and recipe.batch.last != "keep":
+        step = step_at(end)
+        whole = start(step)
+        end = whole if recipe.batch.last == "drop" or end == whole else start(step + 1)
     if recipe.steps is None:
         return end
-    return batch.position(recipe.steps) if end is None else min(end, batch.position(recipe.steps))
+    return start(recipe.steps) if end is None else min(end, start(recipe.steps))
 
 
 def _parts(recipe: Recipe) -> Sequence[Part]:
@@ -140,12 +152,13 @@ def _whole_count(recipe: Recipe, size: int, each: Amount, count: int) -> int:
         raise RecipeError(
             'batches="per_source" with amounts that end: give batches of one size, or proportions'
         )
-    if count % batch.sequences and batch.last == "keep":
+    of_batch = batch.size(0)
+    if count % of_batch and batch.last == "keep":
         raise RecipeError(
-            f"source {name!r}: {count} sequences do not fill batches of {batch.sequences}; "
-            f"Batch(last='drop') leaves {count % batch.sequences} out, last='pad' fills the last one"
+            f"source {name!r}: {count} sequences do not fill batches of {of_batch}; "
+            f"Batch(last='drop') leaves {count % of_batch} out, last='pad' fills the last one"
         )
-    return -(-count // batch.sequences) if batch.last == "pad" else count // batch.sequences
+    return -(-count // of_batch) if batch.last == "pad" else count // of_batch
 
 
 @lru_cache(maxsize=16)

@@ -1,16 +1,20 @@
 """The stream: position -> (source, epoch, index), and the positions of a step.
 
-Position p counts sequences over all sources and epochs. Step k of a batch of B is positions [k*B, (k+1)*B).
+Position p counts sequences over all sources and epochs. Step k of a batch of B is positions [k*B, (k+1)*B);
+`tokens` says where steps of so many tokens begin.
 No list is built and no state is kept: position 10**12 costs the same as position 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +22,8 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
-from meshfeed.order.schedule import end_of, segments_of, sizes_of, whole_end
+from meshfeed.order.schedule import Segment, end_of, sizes_of, turns_of, whole_end
+from meshfeed.order.tokens import EpochSums, Reached, cut_at
 from meshfeed.recipe import Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
@@ -106,16 +111,17 @@ class OwnOrder(ABC):
 
 
 class Stream:
-    """position <-> (source, epoch, index), for one recipe.
+    """position <-> (source, epoch, index), and step <-> position, for one recipe.
 
     Attributes:
         sizes: sequences in an epoch of each source; int64 [num_sources].
-        end: the number of positions; None if the stream is endless.
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        self._recipe = weakref.ref(recipe)  # an entry of `_streams` would keep its recipe alive
+        self._batch = recipe.batch
         if isinstance(recipe.sequence, OwnOrder):
-            self.end = whole_end(recipe, recipe.sequence.num_positions(recipe))
+            self._prepare()
             return
         self._seed, self._numbers = recipe.seed, [_number_of(name) for name in recipe.source_names]
         self.sizes = sizes_of(recipe)
@@ -124,20 +130,84 @@ class Stream:
         if isinstance(recipe.shuffle, Blocks):
             ends = [recipe.sequence.shard_ends(store) for store in recipe.sources]
             self._blocks = BlockShuffle(recipe.shuffle, self.sizes, ends)
-        self._segments = segments_of(recipe, self.sizes)
-        self.end = whole_end(recipe, end_of(recipe, self.sizes))
+        self._turns = turns_of(recipe, self.sizes)
+        self._segment = lru_cache(None)(self._make_segment)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Refuse what cannot become steps, now rather than at a step."""
+        _ = self.end
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    def start(self, step: int) -> int:
+        """The first position of a step, as if the stream had no end."""
+        return self._batch.position(step)
+
+    def step_at(self, position: int) -> int:
+        """The step that a position falls in."""
+        return self._batch.step(position)
+
+    def steps(self, positions: Longs) -> tuple[Longs, Longs]:
+        """The step that each position falls in, and which of its sequences it is; int64 [n] each."""
+        return self._batch.steps(positions)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Positions [start, stop) of a step; empty past the end of the stream."""
+        return self.within(self.start(step), self.start(step + 1))
+
+    @cached_property
+    def all_drawn(self) -> int | None:
+        """The position at which all amounts are drawn, maybe within a step; None if that is never."""
+        recipe = self._of()
+        if isinstance(recipe.sequence, OwnOrder):
+            return recipe.sequence.num_positions(recipe)
+        return end_of(recipe, self.sizes, self.start)
+
+    @cached_property
+    def end(self) -> int | None:
+        """The number of positions in all steps; None if the stream is endless."""
+        return whole_end(self._of(), self.all_drawn, self.start, self.step_at)
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Positions [start, stop), cut off at the end."""
         return (start, stop) if self.end is None else (min(start, self.end), min(stop, self.end))
 
-    def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
-        """(source, number of its draws before) at positions start..stop; int32, int64 [n]."""
-        if len(self._segments) == 1 and self.sizes.size == 1:
+    def _of(self) -> Recipe:
+        recipe = self._recipe()
+        assert recipe is not None
+        return recipe
+
+    # -- segments ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def segments(self) -> Sequence[Segment]:
+        """All, in order."""
+        return [self._segment(i) for i in range(len(self._turns))]
+
+    def segments_before(self, step: int) -> Sequence[Segment]:
+        """At least those that begin before a step, and the first."""
+        return self.segments
+
+    def _make_segment(self, i: int) -> Segment:
+        turns = self._turns[i]
+        start = self.start(turns.step)
+        drawn = self._segment(i - 1).counts(start) if i else np.zeros(self.sizes.size, np.int64)
+        return Segment(turns.step, turns.sources, turns.turns, start, drawn)
+
+    def drawn(
+        self, start: int, stop: int, segments: Sequence[Segment] | None = None
+    ) -> tuple[npt.NDArray[np.int32], Longs]:
+        """(source, number of its draws before) at positions start..stop; int32, int64 [n].
+
+        segments: those that begin before `stop`; None finds them.
+        """
+        segments = self.segments if segments is None else segments
+        if len(segments) == 1 and self.sizes.size == 1:
             return np.zeros(stop - start, np.int32), np.arange(start, stop)
         found: list[tuple[npt.NDArray[np.int32], Longs]] = []
-        ends = [*(segment.start for segment in self._segments[1:]), stop]
-        for segment, end in zip(self._segments, ends):
+        ends = [*(segment.start for segment in segments[1:]), stop]
+        for segment, end in zip(segments, ends):
             first, last = max(start, segment.start), min(end, stop)
             if first < last or not found:
                 local, count = segment.turns.draws(first - segment.start, max(last, first) - segment.start)
@@ -145,11 +215,18 @@ class Stream:
                 found.append((source, count + segment.drawn[source]))
         return np.concatenate([source for source, _ in found]), np.concatenate([count for _, count in found])
 
-    def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
+    def places(
+        self, start: int, stop: int, segments: Sequence[Segment] | None = None
+    ) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
         """(source, epoch, position in the epoch) at positions start..stop; int32, int64, int64 [n]."""
-        source, count = self.drawn(start, stop)
+        source, count = self.drawn(start, stop, segments)
         size = self._sizes_of(source)
         return source, count // size, count % size
+
+    def draws(self, start: int, stop: int, segments: Sequence[Segment] | None = None) -> Draws:
+        """The draws at positions start..stop."""
+        source, epoch, place = self.places(start, stop, segments)
+        return Draws(source, epoch, self.indices(source, epoch, place))
 
     def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
         """The sequence at each position of an epoch; int64 [n]."""
@@ -173,19 +250,19 @@ class Stream:
 
     def counts(self, position: int) -> Longs:
         """Draws of each source before a position; int64 [num_sources]."""
-        return [each for each in self._segments if each.start <= position][-1].counts(position)
+        return _at(self.segments, position).counts(position)
 
-    def shares(self, position: int) -> npt.NDArray[np.float64]:
-        """The recipe's share of each source at a position; float64 [num_sources]."""
-        segment = [each for each in self._segments if each.start <= position][-1]
+    def shares(self, step: int) -> npt.NDArray[np.float64]:
+        """The recipe's share of each source in a step; float64 [num_sources]."""
+        turns = [each for each in self._turns if each.step <= step][-1]
         shares = np.zeros(self.sizes.size)
-        shares[segment.sources] = segment.turns.weights
+        shares[turns.sources] = turns.turns.weights
         return shares
 
     def positions(self, source: npt.NDArray[np.integer], count: Longs) -> Longs:
         """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs."""
         found = np.full(count.size, -1, np.int64)
-        for segment, after in zip(self._segments, [*self._segments[1:], None]):
+        for segment, after in zip(self.segments, [*self.segments[1:], None]):
             local = np.full(self.sizes.size, -1)
             local[segment.sources] = np.arange(segment.sources.size)
             here = (local[source] >= 0) & (count >= segment.drawn[source])
@@ -212,6 +289,111 @@ class Stream:
         return key_of(self._seed, self._numbers[source], epoch)
 
 
+def _at(segments: Sequence[Segment], position: int) -> Segment:
+    """The segment of a position."""
+    return [each for each in segments if each.start <= position][-1]
+
+
+class _Lengths(Protocol):
+    """What a rule has whose `counts_tokens` is true."""
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs: ...
+
+
+class TokenStream(Stream):
+    """The stream of a batch of tokens; see `tokens`. Sums and segments are made when a step needs them."""
+
+    def _prepare(self) -> None:
+        recipe, least = self._of(), min(tokens for _, tokens in self._batch.stages)
+        if isinstance(recipe.sequence, OwnOrder):
+            raise RecipeError(f"{recipe.sequence.summary()} has its own order; give Batch(sequences=)")
+        epochs = [recipe.sequence.epoch_tokens(recipe, source) for source in range(self.sizes.size)]
+        for turns in self._turns:
+            drawn = [(source, *epochs[source]) for source in turns.sources.tolist()]
+            if not any(total for _, total, _ in drawn):
+                raise RecipeError(f"from step {turns.step} on, no source that is drawn has a token")
+            for source, _, longest in drawn:
+                if longest > least:
+                    raise RecipeError(
+                        f"source {recipe.source_names[source]!r} ({recipe.sources[source]!r}) has a sequence "
+                        f"of {longest} tokens, more than a step of {least}: give Batch(tokens=) at least "
+                        f"{longest}, or cut long sequences, as by Documents(max_len={least})"
+                    )
+        self._totals = [total for total, _ in epochs]
+        self._sums = EpochSums(self.sizes, self._totals, self._lengths_in_epoch)
+        self._cut = lru_cache(1024)(self._make_cut)
+        self._near = Reached(0, 0)
+
+    def start(self, step: int) -> int:
+        return self._cut(step)
+
+    def step_at(self, position: int) -> int:
+        step = self._batch.step(self._tokens_before(position, self.segments))
+        while self.start(step) > position:
+            step -= 1
+        while self.start(step + 1) <= position:
+            step += 1
+        return step
+
+    def steps(self, positions: Longs) -> tuple[Longs, Longs]:
+        step, place = np.zeros((2, positions.size), np.int64)
+        order, done = np.argsort(positions, kind="stable"), 0
+        while done < order.size:  # step by step
+            now = self.step_at(int(positions[order[done]]))
+            stop = int(np.searchsorted(positions, self.start(now + 1), sorter=order))
+            mine = order[done:stop]
+            step[mine], place[mine], done = now, positions[mine] - self.start(now), stop
+        return step, place
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        start, stop = self.start(step), self.start(step + 1)
+        steps = self._of().steps
+        if (steps is None or step < steps) and (self.all_drawn is None or stop <= self.all_drawn):
+            return start, stop  # without summing up to the end
+        return self.within(start, stop)
+
+    def segments_before(self, step: int) -> Sequence[Segment]:
+        return [self._segment(i) for i, turns in enumerate(self._turns) if not i or turns.step < step]
+
+    def _make_cut(self, step: int) -> int:
+        target, near = self._batch.position(step), self._near
+        if not target:
+            return 0
+        segments = self.segments_before(step)
+        source, weights = segments[-1].sources, segments[-1].turns.weights
+        means = np.array(self._totals)[source] / self.sizes[source]
+        position, self._near = cut_at(
+            target,
+            near if near.tokens < target else Reached(0, 0),
+            lambda position: self._tokens_before(position, segments),
+            lambda start, stop: self._lengths(self.draws(start, stop, segments)),
+            mean=float(weights @ means),
+            first=segments[-1].start,
+        )
+        return position
+
+    def _tokens_before(self, position: int, segments: Sequence[Segment]) -> int:
+        counts = _at(segments, position).counts(position)
+        return sum(self._sums.before(source, drawn) for source, drawn in enumerate(counts.tolist()))
+
+    def _lengths_in_epoch(self, source: int, epoch: int, start: int, stop: int) -> Longs:
+        """Tokens of the sequences at some places of an epoch; int64 [stop - start]."""
+        place = np.arange(start, stop)
+        sources, epochs = np.full(place.size, source, np.int32), np.full_like(place, epoch)
+        if self._shuffle == "global":  # with one size and key for all
+            key = np.array(self._key(source, epoch), np.uint64)
+            return self._lengths(Draws(sources, epochs, permute(place, size=self.sizes[source], key=key)))
+        return self._lengths(Draws(sources, epochs, self.indices(sources, epochs, place)))
+
+    def _lengths(self, draws: Draws) -> Longs:
+        """Tokens of some draws; int64 [n]."""
+        recipe = self._of()
+        with contextlib.ExitStack() as stack:
+            for store in recipe.sources:
+                stack.enter_context(store)
+            return np.asarray(cast(_Lengths, recipe.sequence).lengths(recipe, draws), np.int64)
+
+
 # by id, as equal recipes may differ in stores; an entry goes when its recipe does
 _streams: dict[int, tuple[weakref.ref[Recipe], Stream]] = {}
 
@@ -222,7 +404,7 @@ def stream_of(recipe: Recipe) -> Stream:
     found = _streams.get(key)
     if found is None:
         ref = weakref.ref(recipe, lambda _: _streams.pop(key, None))
-        found = _streams[key] = ref, Stream(recipe)
+        found = _streams[key] = ref, Stream(recipe) if recipe.batch.tokens is None else TokenStream(recipe)
     return found[1]
 
 
@@ -233,6 +415,16 @@ def _number_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def start_of_step(recipe: Recipe, step: int) -> int:
+    """The first position of a step, as if the stream had no end: the sequences of all steps before it."""
+    return stream_of(recipe).start(step)
+
+
+def steps_of(recipe: Recipe, positions: Longs) -> tuple[Longs, Longs]:
+    """The step that each position falls in, and which of its sequences it is; int64 [n] each."""
+    return stream_of(recipe).steps(positions)
+
+
 def num_positions(recipe: Recipe) -> int | None:
     """Number of sequences in all steps; None if the stream is endless."""
     return stream_of(recipe).end
@@ -240,8 +432,20 @@ def num_positions(recipe: Recipe) -> int | None:
 
 def num_steps(recipe: Recipe) -> int | None:
     """Number of steps, including a short last one; None if the stream is endless."""
-    end = num_positions(recipe)
-    return None if end is None else recipe.batch.step(end - 1) + 1 if end else 0
+    stream = stream_of(recipe)
+    if stream.all_drawn is None:
+        return recipe.steps
+    end = stream.end
+    return None if end is None else stream.step_at(end - 1) + 1 if end else 0
+
+
+def has_step(recipe: Recipe, step: int) -> bool:
+    """Whether the stream has not ended before a step."""
+    stream = stream_of(recipe)
+    if stream.all_drawn is None:
+        return recipe.steps is None or step < recipe.steps
+    start, stop = stream.bounds(step)
+    return start < stop
 
 
 def draws_of_step(recipe: Recipe, step: int) -> Draws:
@@ -251,7 +455,7 @@ def draws_of_step(recipe: Recipe, step: int) -> Draws:
     """
     if step < 0:
         raise RecipeError(f"step {step}: steps count from 0")
-    return draws_between(recipe, recipe.batch.position(step), recipe.batch.position(step + 1))
+    return _draws(recipe, *stream_of(recipe).bounds(step), step + 1)
 
 
 def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
@@ -259,14 +463,17 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
 
     Raises RecipeError for positions below 0, or beyond 2**62.
     """
-    stream = stream_of(recipe)
-    start, stop = stream.within(start, stop)
+    return _draws(recipe, *stream_of(recipe).within(start, stop))
+
+
+def _draws(recipe: Recipe, start: int, stop: int, before: int | None = None) -> Draws:
+    """Positions [start, stop) of the stream. before: a step that they come before; None for any."""
     if start < 0 or stop >= 2**62:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
     if isinstance(recipe.sequence, OwnOrder):
         return recipe.sequence.draws_between(recipe, start, stop)
-    source, epoch, place = stream.places(start, stop)
-    return Draws(source, epoch, stream.indices(source, epoch, place))
+    stream = stream_of(recipe)
+    return stream.draws(start, stop, None if before is None else stream.segments_before(before))
 
 
 def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws:
@@ -287,8 +494,7 @@ def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
     if not isinstance(recipe.shuffle, Blocks):
         return None
     stream = stream_of(recipe)
-    start, stop = stream.within(recipe.batch.position(step), recipe.batch.position(step + 1))
-    return stream.places(start, stop)[2] % recipe.shuffle.lanes
+    return stream.places(*stream.bounds(step), stream.segments_before(step + 1))[2] % recipe.shuffle.lanes
 
 
 def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
@@ -298,8 +504,9 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
     """
     if isinstance(recipe.sequence, OwnOrder):
         return None
-    stream, position = stream_of(recipe), recipe.batch.position(step)
-    drawn = stream.counts(stream.within(position, position)[0])
+    stream = stream_of(recipe)
+    position, _ = stream.bounds(step)
+    drawn = _at(stream.segments_before(step + 1), position).counts(position)
     return drawn, drawn / stream.sizes
 
 
@@ -308,9 +515,7 @@ def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
 
     None for a rule with its own order.
     """
-    if isinstance(recipe.sequence, OwnOrder):
-        return None
-    return stream_of(recipe).shares(recipe.batch.position(step))
+    return None if isinstance(recipe.sequence, OwnOrder) else stream_of(recipe).shares(step)
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from meshfeed.errors import RecipeError
-from meshfeed.order import drawn_until, draws_between, draws_of_source
+from meshfeed.order import drawn_until, draws_between, draws_of_source, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
@@ -62,10 +62,8 @@ def _counted(recipe: Recipe, until: int) -> _Counts:
 
 
 def _scanned(recipe: Recipe, first_step: int, stop_step: int) -> _Counts:
-    rule, (start, stop) = (
-        cast(SequenceRule, recipe.sequence),
-        map(recipe.batch.position, (first_step, stop_step)),
-    )
+    rule = cast(SequenceRule, recipe.sequence)
+    start, stop = (start_of_step(recipe, step) for step in (first_step, stop_step))
     sequences, tokens = np.zeros((2, len(recipe.sources)), np.int64)
     for at in range(start, stop, _TOGETHER):
         for source, _, draws in draws_between(recipe, at, min(at + _TOGETHER, stop)).by_source():

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order import Draws, drawn_until, positions_of
+from meshfeed.order import Draws, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.documents import DocumentRule
 from meshfeed.sequence.rule import SequenceRule
@@ -65,10 +65,10 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
             columns.append((mine[held.document[some]], *where))
     document, source, epoch, sequence, begin, end = map(np.concatenate, zip(*columns))
     draws = Draws(source.astype(np.int32), epoch, sequence)
-    positions = positions_of(recipe, draws, recipe.batch.position(until))
+    positions = positions_of(recipe, draws, start_of_step(recipe, until))
     order = np.argsort(positions, kind="stable")
     order = order[positions[order] >= 0]
-    step, place = recipe.batch.steps(positions[order])
+    step, place = steps_of(recipe, positions[order])
     seen = np.ones(order.size, np.bool_)
     for first, stop in recipe.amendments.skipped:
         seen &= (step < first) | (stop <= step)

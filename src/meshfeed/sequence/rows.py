@@ -70,6 +70,11 @@ class Rows(SequenceRule):
         """The fields for these options."""
         return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
 
+    @property
+    def row_length(self) -> int:
+        """Tokens of each row."""
+        return self.length
+
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
         """Every row counts as `length` tokens."""
         return EpochTokens(self.num_sequences(recipe.sources[source]) * self.length, self.length)

@@ -69,6 +69,11 @@ class SequenceRule(Rule):
         return False
 
     @property
+    def counts_tokens(self) -> bool:
+        """Sequences of different lengths are counted, unless they are padded to rows."""
+        return self.packed
+
+    @property
     def row_tokens(self) -> int:
         """The length that the shorter sequences of a rule of rows are padded to; 1 for no such length."""
         return 1

@@ -1,0 +1,83 @@
+"""Batches of so many tokens through real feeds: under other layouts, resumed, at the end of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+import world
+from meshfeed.order import draws_of_step, num_steps
+from meshfeed.testing import assert_resumable
+
+PACKING = mf.Packing(capacity=64)
+LENGTHS = np.random.default_rng(5).integers(0, 60, 90)
+
+
+def recipe_of(**options: Any) -> mf.Recipe:
+    a, b = mf.Lengths(LENGTHS[:60]), mf.Lengths(LENGTHS[60:])
+    data = mf.Mixture({"a": (a, 1), "b": (b, 2)}, by="repeat")
+    return mf.Recipe(
+        data=data, sequence=mf.Documents(), batch=mf.Batch(tokens=300).then(4, tokens=450), **options
+    )
+
+
+def expected(step: int) -> list[tuple[int, int, int]]:
+    draws = draws_of_step(recipe_of(), step)
+    return sorted(zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()))
+
+
+def train(rank: int, text: str, state: Any, steps: int | None) -> tuple[Any, dict[int, Any]]:
+    """The state after some steps, and the sequences of each that this rank had tokens of."""
+    seen: dict[int, Any] = {}
+    with mf.Feed(recipe_of(), mf.Layout.parse(text), packing=PACKING, timeout_s=600) as feed:
+        if state is not None:
+            feed.load_state_dict(state)
+        for step in feed:
+            draws = [each.draws for each in step.microbatches]
+            seen[step.index] = [
+                each for d in draws for each in zip(d.source.tolist(), d.epoch.tolist(), d.index.tolist())
+            ]
+            if steps is not None and len(seen) == steps:
+                break
+        return feed.state_dict(), seen
+
+
+def test_a_job_goes_on_under_another_layout() -> None:
+    (state, first), *_ = world.run(train, 1, "dp1", None, 5)
+    assert state["step"] == 5 and "tokens=300, 450 from step 4" in state["recipe"]["batch"]
+    rest = world.run(train, 2, "dp2", state, None)
+    count = num_steps(recipe_of()) or 0
+    assert {*first} == set(range(5)) and all({*seen} == set(range(5, count)) for _, seen in rest)
+    for step in range(5):
+        assert sorted(first[step]) == [each for each in expected(step) if length_of(each)]
+    for step in range(5, count):
+        both = [each for _, seen in rest for each in seen[step]]
+        assert sorted(both) == [each for each in expected(step) if length_of(each)]
+
+
+def length_of(drawn: tuple[int, int, int]) -> int:
+    source, _, index = drawn
+    return int(LENGTHS[:60][index] if source == 0 else LENGTHS[60:][index])
+
+
+def test_a_state_is_of_its_tokens() -> None:
+    assert_resumable(recipe_of(), steps=4, packing=PACKING)
+    with mf.Feed(recipe_of(), rank=0, packing=PACKING) as feed:
+        steps = iter(feed)
+        for _ in range(3):
+            next(steps)
+        state = feed.state_dict()
+        assert feed.num_steps == num_steps(recipe_of()) and feed.num_microbatches(0) is None
+    later = mf.Recipe(
+        data=recipe_of().data, sequence=mf.Documents(), batch=mf.Batch(tokens=300).then(3, tokens=900)
+    )
+    mf.Feed(later, rank=0, packing=PACKING).load_state_dict(state)
+    other = mf.Recipe(data=recipe_of().data, sequence=mf.Documents(), batch=mf.Batch(tokens=301))
+    with pytest.raises(mf.StateError, match="batch: saved 'tokens=300', now 'tokens=301'"):
+        mf.Feed(other, rank=0, packing=PACKING).load_state_dict(state)
+    short = recipe_of(steps=1)
+    with pytest.raises(mf.StateError, match="ends after 1 steps"):
+        mf.Feed(short, rank=0, packing=PACKING).load_state_dict(state)
