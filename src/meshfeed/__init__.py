@@ -65,7 +65,7 @@ if typing.TYPE_CHECKING:
     from meshfeed.amendments import Amendment, BatchSize, Exclude, Grow, Ledger, Reweigh, SkipSteps
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
-    from meshfeed.feed.batch import Microbatch, Step
+    from meshfeed.feed.batch import Microbatch, Step, loss_by_source
     from meshfeed.feed.encoded import exchange_encoded
     from meshfeed.files import Cache
     from meshfeed.sequence import Chat, Documents, Masked, Multimodal, Samples, Windows
@@ -147,6 +147,7 @@ __all__ = [
     "assign_roles",
     "encoder_routes",
     "exchange_encoded",
+    "loss_by_source",
     "open",
     "packs_of",
     "plan_encoder",
@@ -182,6 +183,7 @@ _ON_FIRST_USE = {
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
     "exchange_encoded": "meshfeed.feed.encoded",
+    "loss_by_source": "meshfeed.feed.batch",
     "open": "meshfeed.store:open_store",
     "simulate": "meshfeed.simulation",
 }

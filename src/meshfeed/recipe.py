@@ -384,6 +384,13 @@ class Recipe:
         """The sources' names in a mixture; one empty name for a store alone."""
         return self.data.names if isinstance(self.data, Mixture) else ("",)
 
+    def source_names_at(self, step: int) -> tuple[str, ...]:
+        """The same without those that an amendment adds after a step: equal on all ranks that plan it."""
+        names, grown = self.source_names, len(self.amendments.grown)
+        if not grown or not isinstance(self.data, Mixture):
+            return names
+        return names[: max(len(names) - grown, self.data.drawn(step + 1)[-1] + 1)]
+
     def with_stores(self, stores: Sequence[Store]) -> Recipe:
         """The same recipe with other stores for its sources, such as a column of each."""
         if not isinstance(self.data, Mixture):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshfeed.feed.batch import Microbatch
+from meshfeed.feed.batch import Microbatch, Sources
 from meshfeed.feed.device import OnHost, built_by, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
@@ -75,6 +75,7 @@ def simulate(
             batch = stepping.global_batch(step)
             if batch is None:
                 return
+            sources = Sources.of(batch.sources, rule)
             for rank, coord in zip(chosen, coords):
                 fields = stages.fields_of_rank(rule.fields, coord.pp)
                 names, reads = [field.name for field in fields], any(field.stored for field in fields)
@@ -82,5 +83,5 @@ def simulate(
                 for portion in stepping.portions(batch, coord, [coord.cp]):
                     columns = rule.load(recipe, portion, host.allocate) if reads else None
                     built = built_by(host, rule, recipe, portion, columns, names)
-                    made += microbatches_of(portion, built, host)[0]
+                    made += microbatches_of(portion, built, host, sources)[0]
                 yield SimulatedStep(rank=rank, coord=coord, batch=batch, microbatches=tuple(made))

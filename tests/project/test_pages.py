@@ -143,7 +143,7 @@ def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("pytorch.md", 8)
+    run_page("pytorch.md", 12)
     alone = trained_alone()
     lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
     assert [int(step) for step, _ in lines] == list(range(6))

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
-from meshfeed.errors import StateError
-from meshfeed.feed.nested import changed
+from meshfeed.errors import OptionError, StateError
+from meshfeed.feed.nested import changed, leaves_of
 from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
-from meshfeed.sequence import Portion
+from meshfeed.sequence import Portion, SequenceRule
+
+_SOURCE = "source"
 
 Value = torch.Tensor | Sequence[Any]
 """A tensor, or one value per sequence: a tensor, bytes, whatever holds tensors (see `Keys`), or None."""
@@ -69,9 +72,34 @@ class Fields(Mapping[str, Value]):
         return len(self._together.rows) + len(self._others)
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the microbatches of a step know of its sources.
+
+    Attributes:
+        names: see `Step`.
+        has_dummy_rows: whether rows without loss stand for missing sequences.
+        is_field: whether the rule has a field "source" of its own.
+    """
+
+    names: tuple[str, ...]
+    has_dummy_rows: bool
+    is_field: bool
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], rule: SequenceRule) -> Sources:
+        """Those of microbatches that a rule makes."""
+        return cls(names, rule.has_dummy_rows, any(field.name == _SOURCE for field in rule.fields))
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
     """Field name -> tensor (or a list of one value per sequence, if shapes vary), for one rank.
+
+    Beside its fields, `microbatch["source"]` is the number in `Step.sources` of each sequence's source, on
+    every stage: int64 [rows], or for a pack [sequences of cu_seqlens]; -1 for dummies. It is made when it is
+    asked for, from the plan. Iterating does not name it, so that `**microbatch` gives the fields alone. A
+    rule's own field of that name takes its place. An Exchange has no sources.
 
     Attributes:
         index: of the microbatch in its step, from 0.
@@ -83,6 +111,7 @@ class Microbatch(Mapping[str, Any]):
     index: int
     fields: Mapping[str, Value]
     _portion: Portion
+    _sources: Sources | None = None
 
     @property
     def draws(self) -> Draws:
@@ -106,6 +135,39 @@ class Microbatch(Mapping[str, Any]):
         return len(self.cp_ranks)
 
     @property
+    def is_pack(self) -> bool:
+        """Whether it is one pack of sequences; otherwise each of its rows is one."""
+        return not self._portion.rows
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources that its numbers count; see `Step`."""
+        return () if self._sources is None else self._sources.names
+
+    def source_of_sequences(self) -> torch.Tensor:
+        """What `microbatch["source"]` is, also where the rule has a field of that name.
+
+        Raises OptionError for the microbatch of an Exchange.
+        """
+        if self._sources is None:
+            raise OptionError(
+                "the microbatches of an Exchange know no sources; give each item the number of its source, "
+                "under a key of its own"
+            )
+        drawn, pack, rows = self.draws.source, self._portion.pack, self._portion.rows
+        if rows:
+            size = rows if self._sources.has_dummy_rows else drawn.size
+        else:  # as many as cu_seqlens has
+            size = max(drawn.size, 1) if pack.max_sequences is None else pack.max_sequences + 1
+        numbers = np.full(size, -1, np.int64)
+        numbers[: drawn.size] = drawn
+        held = (leaf for value in self.fields.values() for leaf in leaves_of(value))
+        device = next((leaf.device for leaf in held if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        made = torch.from_numpy(numbers)
+        # a copy from other memory than page-locked may wait for the device
+        return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
+
+    @property
     def is_dummy(self) -> bool:
         """Whether it holds no sequence: no loss, no tokens; it keeps ranks in step."""
         return len(self.draws) == 0
@@ -114,6 +176,8 @@ class Microbatch(Mapping[str, Any]):
         try:
             return self.fields[name]
         except KeyError:
+            if name == _SOURCE and self._sources is not None and not self._sources.is_field:
+                return self.source_of_sequences()
             has = ", ".join(self.fields) or "none"
             message = f"{name!r} is not among the fields that this rank's stage needs: {has}"
             raise KeyError(message) from None
@@ -132,7 +196,7 @@ class Microbatch(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: changed(value, _apart) for name, value in self.fields.items()}
-        return Microbatch, (self.index, fields, self._portion)
+        return Microbatch, (self.index, fields, self._portion, self._sources)
 
     def __repr__(self) -> str:
         shapes = {
@@ -177,6 +241,8 @@ class Step:
         tokens: tokens of the global batch, without padding.
         valid_tokens: its loss-bearing tokens: the denominator of a per-token loss, for any split.
         sum_sq: sum of squared sequence lengths of the global batch.
+        sources: names of the mixture's sources, by the numbers of `microbatch["source"]`, equal on all ranks;
+            those that an amendment adds later are not among them. ("",) for a store alone; () of an Exchange.
         plan: which sequence goes where, for the whole job.
         microbatches: each is handed out once, in order.
     """
@@ -186,6 +252,7 @@ class Step:
     tokens: int
     valid_tokens: int
     sum_sq: int
+    sources: tuple[str, ...]
     plan: StepPlan
     microbatches: Microbatches
     _costs: StepCosts
@@ -204,3 +271,47 @@ class Step:
     def flops(self, shape: ModelShape, *, backward: bool = True) -> int:
         """FLOPs of a model on the step's real tokens, over all ranks; exact, from the plan alone."""
         return flops(self.plan, shape, backward=backward)
+
+
+def loss_by_source(token_losses: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+    """The loss of each source in a microbatch of a Feed, as sums that add up over microbatches and ranks.
+
+    Add those of a step's microbatches, and those of the dp and cp ranks by one all-reduce; then the first
+    column divided by the second is the mean loss of each source, and the second adds up to
+    `step.valid_tokens`. Ranks of a tp group have the same sums. Nothing is sent here, and no device is waited
+    for.
+
+    token_losses: float, of each token of this rank, before the loss mask: of the shape of the field
+        "loss_mask". A loss where the mask is 0 does not matter, not even NaN.
+    Returns the sums of loss x mask and the number of tokens with a mask other than 0; float64
+    [len(step.sources), 2], on the device of the losses and without a gradient.
+    Raises OptionError for losses of another shape, for the microbatch of a stage or rule without a loss_mask,
+    and of an Exchange.
+    """
+    source, num = microbatch.source_of_sequences(), len(microbatch.sources)
+    if microbatch.is_dummy:  # perhaps without a row, and then without a tensor
+        return token_losses.new_zeros(num, 2, dtype=torch.float64)
+    for name in ("loss_mask", "sequence_ids")[: 1 + microbatch.is_pack]:
+        if not isinstance(microbatch.fields.get(name), torch.Tensor):
+            has = ", ".join(microbatch.fields) or "no field"
+            raise OptionError(
+                f"loss_by_source needs the tensor {name!r}, and this microbatch has only {has}; call it on "
+                f"the stage with the loss, of a rule with this field"
+            )
+    mask: torch.Tensor = microbatch["loss_mask"]
+    if token_losses.shape != mask.shape:
+        raise OptionError(
+            f"loss_by_source: losses of shape {list(token_losses.shape)}, where loss_mask has "
+            f"{list(mask.shape)}; give one for each token, as by losses.view_as(microbatch['loss_mask'])"
+        )
+    with torch.no_grad():
+        if microbatch.is_pack:
+            of_token = source[microbatch["sequence_ids"].long().clamp(min=0)]
+        else:
+            of_token = source.view(-1, *[1] * (mask.ndim - 1))
+        bears = mask != 0
+        losses = torch.where(bears, token_losses.double() * mask, 0.0)
+        both = torch.stack((losses, bears.double()), dim=-1).flatten(0, -2)
+        # what bears no loss is added to a row more: to leave it out, its number would have to be known
+        rows = torch.where(bears, of_token, num).flatten()
+        return both.new_zeros(num + 1, 2).index_add_(0, rows, both)[:num]

@@ -13,7 +13,7 @@ import torch
 
 from meshfeed.columns import Array, Arrays, Columns
 from meshfeed.errors import OptionError
-from meshfeed.feed.batch import Fields, Microbatch, Together, Value
+from meshfeed.feed.batch import Fields, Microbatch, Sources, Together, Value
 from meshfeed.feed.nested import changed, leaves_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import FieldTable, FilledTable, Portion, RunField, SequenceRule, widened
@@ -202,10 +202,13 @@ def on_device(value: Any, device: str | torch.device) -> Any:
     return changed(value, lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v)
 
 
-def microbatches_of(portion: Portion, built: Built, placer: Placer) -> tuple[list[Microbatch], Any]:
+def microbatches_of(
+    portion: Portion, built: Built, placer: Placer, sources: Sources | None = None
+) -> tuple[list[Microbatch], Any]:
     """The microbatches of a portion on their device, and the placer's ticket for them."""
     placed, ticket = placer.place(built)
-    return [Microbatch(m, fields, portion) for m, fields in zip(portion.microbatches, placed)], ticket
+    made = zip(portion.microbatches, placed)
+    return [Microbatch(m, fields, portion, sources) for m, fields in made], ticket
 
 
 def _tensors(value: Any) -> Value:

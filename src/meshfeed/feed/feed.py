@@ -30,6 +30,7 @@ from meshfeed.deliver import (
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.amending import Amending
+from meshfeed.feed.batch import Sources
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout
 from meshfeed.feed.options import FeedOptions
@@ -288,6 +289,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
         self._applied, self.recipe = ledger, recipe
         self._stepping = self._stepping.amended(recipe)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the mixture's sources, `Mixture.then` included; one empty name for a store alone.
+
+        With those that amendments have added so far, at the end. `step.sources` has those of a step.
+        """
+        return self.recipe.source_names
+
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
         lengths."""
@@ -483,6 +492,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         for batch, portions in ahead:
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
+            sources = Sources.of(batch.sources, self._rule)
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:
@@ -496,7 +506,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 with clock.stage("build"):
                     built = self._built(portion, columns, placer, digester)
                 with clock.stage("copy"):
-                    made, ticket = microbatches_of(portion, built, placer)
+                    made, ticket = microbatches_of(portion, built, placer, sources)
                 yield Made(made, ticket, meter.take())
                 ahead.have_read(portion)
             digests = digester.digests() if digester else None

@@ -228,6 +228,7 @@ class Run:
             tokens=batch.tokens,
             valid_tokens=batch.valid_tokens,
             sum_sq=batch.sum_sq,
+            sources=batch.sources,
             plan=batch.plan,
             microbatches=Microbatches(self._microbatches(view, batch)),
             _costs=costs,

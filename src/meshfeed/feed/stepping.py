@@ -51,7 +51,7 @@ class GlobalBatch:
         draws: the sequences, in order, with what the rule has looked up of them.
         lengths: tokens of each, before the plan splits or truncates it; int64 [n].
         plan: the rank of each sequence.
-        tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
+        tokens, valid_tokens, sum_sq, sources: of the whole batch; see `batch.Step`.
         stats: what is known of the step's costs before it is made, worked out where somebody asks.
     """
 
@@ -62,6 +62,7 @@ class GlobalBatch:
     tokens: int
     valid_tokens: int
     sum_sq: int
+    sources: tuple[str, ...] = ()
     stats: Callable[[], StepStats] = StepStats
 
 
@@ -161,6 +162,7 @@ class Stepping:
             tokens=int(lengths.sum()),
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
+            sources=self.recipe.source_names_at(step),
             stats=partial(self._stats, step, draws, plan),
         )
 
