@@ -73,7 +73,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "order": (
         ["order/*.py"],
         [
-            *_in("", "goldens lanes"),
+            *_in("", "goldens lanes native"),
             *_in("order", "permutation interleave stream blocks mixture mixture_units"),
         ],
     ),

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 _LISTED: dict[str, list[tuple[str, str, str]]] = {
+    "order/interleave.py": [
+        ("while high - low > 1:", "while high - low != 1:", "high stays above low"),
+    ],
+    "order/stream.py": [
+        (
+            "if len(self._segments) == 1 and self.sizes.size == 1:",
+            "if not len(self._segments) == 1 and self.sizes.size == 1:",
+            "one source has one order, in one segment or in several",
+        ),
+        (
+            "here = (local[source] >= 0) & (count >= segment.drawn[source])",
+            "here = (local[source] >= 0) * (count >= segment.drawn[source])",
+            "both are of truth values",
+        ),
+    ],
     "sequence/multimodal/index.py": [
         ("if len(found) < 2:", "if len(found) < 1:", "merging the parts of one source gives them back"),
     ],

@@ -171,6 +171,28 @@ def test_golden_ratios_across_the_edges_of_blocks(weights: tuple[float, ...]) ->
     assert made.hexdigest() == GOLDEN_RATIOS[weights]
 
 
+GOLDEN_EDGES = {
+    "0.001 and 0.999": "6601fe51ac185384",
+    "1e-6": "b7d77bad577595e8",
+    "0.7 and 0.3": "0d8fb448ba7f2da9",
+    "ten equal": "83ad1e681024ce60",
+    "ten of any size": "49b3a62788f765e5",
+    "ten magnitudes": "abef0e03e9c26d6d",
+    "a thousand of any size": "9c35f7f678dc74ab",
+    "a thousand, Zipf": "772411deba4902d0",
+    "one large, a thousand small": "d0a707c5bc6b12c8",
+}
+
+
+@pytest.mark.parametrize("family", GOLDEN_EDGES)
+def test_golden_edges_of_many_sources(family: str) -> None:
+    """Counts at edges of blocks near and far: which sources are rounded up where others cannot make up for it."""
+    turns, made = Interleaving(FAMILIES[family]), hashlib.blake2b(digest_size=8)
+    for edge in [*range(1, 40), *(7**k for k in range(3, 19))]:
+        made.update(turns.counts(edge * BLOCK).astype("<i8").tobytes())
+    assert made.hexdigest() == GOLDEN_EDGES[family]
+
+
 GOLDEN = [0, 1, 0, 0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1, 0]
 GOLDEN_FAR = [0, 1, 0, 0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1, 0]
 
