@@ -42,6 +42,7 @@ def _documents() -> dict[tuple[str, int], range]:
 
 
 DOCUMENTS = _documents()
+LONGEST = max(map(len, DOCUMENTS.values()))
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(folder: Path) -> mf.Recipe:
+def recipe_of(folder: Path, batch: mf.Batch | int = 6) -> mf.Recipe:
     data = mf.Mixture({name: (mf.open(folder / name), 1) for name in SIZES})
-    return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(6))
+    batch = mf.Batch(batch) if isinstance(batch, int) else batch
+    return mf.Recipe(data=data, sequence=mf.Documents(), batch=batch)
 
 
 # -- lives of jobs ------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def a_change(folder: Path, dice: random.Random) -> Change:
         chosen = dice.sample(sorted(SIZES), dice.randint(1, 3))
         return mf.Reweigh({name: dice.choice([0.05, 1.0, 3.0]) for name in chosen})
     if what == 1:
-        return mf.BatchSize(dice.choice([3, 6, 10]))
+        return dice.choice([mf.BatchSize(3), mf.BatchSize(10), mf.BatchSize(tokens=dice.choice([90, 300]))])
     if what == 2:
         first = dice.randrange(STEPS)
         return mf.SkipSteps(first, first + dice.randint(1, 3))
@@ -152,7 +154,10 @@ def a_life(
                     try:
                         happened[type(change).__name__] += who.amend(change, at) >= 0
                     except mf.OptionError:
-                        happened["refused"] += 1
+                        happened["too late"] += 1
+                    except mf.RecipeError:  # sequences for a batch of tokens, or the reverse
+                        assert isinstance(change, mf.BatchSize)
+                        happened["another unit"] += 1
             trained = job.trained()
         if kept := [step for step in trained if step in states]:
             last = dice.choice(sorted(kept))  # the checkpoint that the next run loads
@@ -174,8 +179,9 @@ class Naive:
         return max(found, key=lambda each: each[:2])[2] if found else None
 
     def size(self, step: int) -> int:
-        change = self.last(mf.BatchSize, step)
-        return self.recipe.batch.sequences if change is None else change.sequences
+        """Sequences of a step, or tokens."""
+        change = self.last(mf.BatchSize, step) or self.recipe.batch
+        return change.sequences or change.tokens
 
     def shares(self, step: int) -> Mapping[str, float]:
         """Of each store."""
@@ -242,7 +248,12 @@ def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -
     share, before = naive.shares(0), 0
     for step in range(max(realised, default=-1) + 1):
         draws = draws_of_step(amended, step)
-        assert len(draws) == naive.size(step)
+        if recipe.batch.tokens is None:
+            assert len(draws) == naive.size(step)
+        else:
+            at = zip(draws.source.tolist(), draws.index.tolist())
+            lengths = [len(DOCUMENTS[store_of[names[source]], number]) for source, number in at]
+            assert abs(sum(lengths) - naive.size(step)) <= LONGEST
         if naive.shares(step) != share or any(
             at == step and isinstance(change, (mf.Reweigh, mf.Grow)) for at, change in ledger
         ):
@@ -262,13 +273,16 @@ def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -
 
 
 def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path: Path) -> None:
-    recipe, happened = recipe_of(folder), Counter[str]()
+    happened = Counter[str]()
     for life in range(cases(12, 300)):
+        recipe = recipe_of(folder, mf.Batch(tokens=150) if life % 3 == 0 else 6)
         ledger = tmp_path / f"{life}.jsonl"
         realised, did = a_life(folder, recipe, ledger, random.Random(f"{SEED} {life}"))
         check(recipe, mf.Ledger.read(ledger, missing_ok=True), realised)
         happened += did
-    assert all(happened[kind] for kind in ("Reweigh", "BatchSize", "SkipSteps", "Exclude", "Grow", "refused"))
+    assert all(
+        happened[kind] for kind in ("Reweigh", "BatchSize", "SkipSteps", "Exclude", "Grow", "too late")
+    )
 
 
 def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[dict[int, Any], Any]:

@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,8 +69,11 @@ def together(ranks: list[Rank], layout: mf.Layout, generation: int) -> list[int]
         return [each.result() for each in found]
 
 
-def a_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
-    """Generations of a job. After each, some ranks are gone, new ones come, and all have another place."""
+def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[str]:
+    """Generations of a job. After each, some ranks are gone, new ones come, and all have another place.
+
+    In between, ranks amend it.
+    """
     ranks, happened, at = list[Rank](), Counter[str](), 0
     by_step: dict[int, list[tuple[int, int]]] = {}
     for generation in range(dice.randint(2, 6)):
@@ -80,7 +84,8 @@ def a_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
         happened["joined"] += joined
         for _ in range(joined):
             prefetch = dice.choice([0, 2])
-            feed = mf.Feed(recipe, packing=PACKING, delivery="direct", prefetch=prefetch, timeout_s=60)
+            options: Any = {"delivery": "direct", "prefetch": prefetch, "ledger": ledger, "timeout_s": 60}
+            feed = mf.Feed(recipe, packing=PACKING, **options)
             ranks.insert(dice.randint(0, len(ranks)), Rank(feed))
         starts = together(ranks, layout, generation)
         assert starts == [at] * size
@@ -90,6 +95,11 @@ def a_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
         drops = dice.random() < 0.5
         for each in dice.sample(ranks, size):
             each.train(last, commits_last=not drops)
+            if dice.random() < 0.1:
+                each.feed.amend(
+                    dice.choice([mf.BatchSize(7), mf.BatchSize(20), mf.Exclude([*range(0, 90, 4)])])
+                )
+                happened["amended"] += 1
         for step in range(at, last + (not drops)):
             assert step not in by_step
             by_step[step] = [*chain(*_once(layout, [each.committed[step] for each in ranks]))]
@@ -98,9 +108,11 @@ def a_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
     for each in ranks:
         each.feed.close()
     for step, drawn in by_step.items():
-        (simulated,) = mf.simulate(recipe, mf.Layout(), [step], packing=PACKING)
-        wanted = simulated.batch.draws
-        assert sorted(drawn) == sorted(zip(wanted.epoch.tolist(), wanted.index.tolist()))
+        amended = recipe.amended(mf.Ledger.read(ledger, missing_ok=True))
+        (simulated,) = mf.simulate(amended, mf.Layout(), [step], packing=PACKING)
+        held = [microbatch.draws for microbatch in simulated.microbatches]
+        wanted = [at for draws in held for at in zip(draws.epoch.tolist(), draws.index.tolist())]
+        assert sorted(drawn) == sorted(wanted)
     assert sorted(by_step) == list(range(at))
     return happened
 
@@ -113,11 +125,11 @@ def _once(layout: mf.Layout, by_rank: list[list[tuple[int, int]]]) -> list[list[
     return [*replicas.values()]
 
 
-def test_no_step_is_lost_or_trained_twice(recipe: mf.Recipe) -> None:
+def test_no_step_is_lost_or_trained_twice(recipe: mf.Recipe, tmp_path: Path) -> None:
     happened = Counter[str]()
     for history in range(cases(15, 200)):
-        happened += a_history(recipe, random.Random(f"{SEED} {history}"))
-    assert happened["joined"] > 20 and happened["dropped"] > 5
+        happened += a_history(recipe, tmp_path / f"{history}.jsonl", random.Random(f"{SEED} {history}"))
+    assert happened["joined"] > 20 and happened["dropped"] > 5 and happened["amended"] > 5
 
 
 def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:

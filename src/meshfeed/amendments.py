@@ -59,8 +59,9 @@ class _Told(Change):
 
     @property
     def told(self) -> dict[str, Any]:
-        """The attributes as plain JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """The attributes as plain JSON, but for those that are None."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in told.items() if value is not None}
 
     @classmethod
     def of_told(cls, told: Mapping[str, Any]) -> Self:
@@ -108,15 +109,14 @@ class Reweigh(_Told):
 
 @dataclass(frozen=True)
 class BatchSize(_Told):
-    """Another number of sequences in each step, as `Batch.then` takes it."""
+    """Another number of sequences in each step, or of tokens, as `Batch.then` takes it."""
 
-    sequences: int
+    sequences: int | None = None
+    tokens: int | None = None
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
-        """Steps after it have this size. Raises RecipeError for a batch of tokens."""
-        if recipe.batch.tokens is not None:
-            raise RecipeError(f"BatchSize({self.sequences}): steps of {recipe.batch!r} are counted in tokens")
-        return replace(recipe, batch=recipe.batch.amended(step, self.sequences))
+        """Steps from there on have this size. Raises RecipeError for the other unit than the batch's."""
+        return replace(recipe, batch=recipe.batch.amended(step, self.sequences, tokens=self.tokens))
 
 
 @dataclass(frozen=True)
