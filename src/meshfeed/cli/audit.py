@@ -55,7 +55,7 @@ class Audit(Command, RecipeOptions):
             sequences, tokens = drawn_of_sources(recipe, until)
             sizes = [recipe.sequence.num_sequences(store) for store in recipe.sources]
         columns = recipe.source_names, recipe.sources, sequences.tolist(), tokens.tolist()
-        sources = [
+        sources: list[dict[str, Any]] = [
             {"source": name, "data": store.fingerprint, "sequences": count, "tokens": held}
             for name, store, count, held in zip(*columns)
         ]

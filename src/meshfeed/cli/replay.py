@@ -93,7 +93,7 @@ class Replay(Command, JobOptions, RecipeOptions):
                 "rank": self.rank,
                 "coord": stepping.layout.coord(self.rank)._asdict(),
             }
-            index = told | {"steps": [_written(folder, step) for step in made]}
+            index: dict[str, Any] = told | {"steps": [_written(folder, step) for step in made]}
             with durable_file(folder / _INDEX) as stream:
                 stream.write(json.dumps(index, indent=1).encode() + b"\n")
         if self.json:

@@ -33,8 +33,11 @@ MARKER = "meshfeed-prepare.lock"
 _HEAD_BYTES = 1 << 12  # "format" is among the first keys, and a list of many inputs follows
 
 
-_RECORDS = {"jsonl": "line", "json": "item", "parquet": "row", "arrow": "row"}
-_RECORDS |= {"webdataset": "sample", "mds": "sample"}
+_RECORDS = {
+    **{"jsonl": "line", "json": "item", "parquet": "row", "arrow": "row"},
+    **{"webdataset": "sample", "mds": "sample"},
+}
+"""Kind of an input -> what one of its records is called; a file of text is one record."""
 
 
 def place_of(url: str, kind: str, number: int) -> dict[str, Any]:
@@ -94,8 +97,9 @@ class Origins:
     def of(self, documents: I64) -> list[dict[str, Any]]:
         """The record that each document was; see `place_of`. documents: int64 [n]."""
         first, inputs, numbers = self.runs[:, self.runs[0].searchsorted(documents, side="right") - 1]
-        records = zip(inputs.tolist(), (numbers + documents - first).tolist())
-        return [place_of(*self.inputs[of], number) for of, number in records]
+        files = (self.inputs[each] for each in inputs.tolist())
+        records = zip(files, (numbers + documents - first).tolist())
+        return [place_of(url, kind, number) for (url, kind), number in records]
 
 
 def documents_in(folder: Folder, names: Sequence[str]) -> list[str]:

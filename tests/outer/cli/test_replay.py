@@ -37,7 +37,7 @@ items = mf.Recipe(
     data=mf.Mapped(Items()), sequence=mf.Samples("x", "raw", {{"y": "float32"}}), batch=mf.Batch(sequences=4)
 )
 """
-JOBS = {
+JOBS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "rows": ("cp2-pp2", {"micro_batch_size": 2}, ["--micro-batch-size", "2"]),
     "packs": (
         "dp2-pp2",
