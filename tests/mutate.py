@@ -124,8 +124,10 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "recipe": (
         ["recipe.py", "mixture.py", "summary.py", "state.py"],
         [
-            *_in("", "goldens recipe_state code_in_fingerprints arguments first_mistakes text"),
-            *_in("order", "mixture mixture_units interleave stream blocks"),
+            *_in("", "goldens recipe_state code_in_fingerprints arguments first_mistakes text amendments"),
+            *_in("", "verify_data"),
+            *_in("order", "mixture mixture_units interleave stream blocks tokens"),
+            *_in("sequence", "exposure"),
         ],
     ),
 }

@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 _LISTED: dict[str, list[tuple[str, str, str]]] = {
+    "summary.py": [
+        (
+            "start = next(text[:end] for end in range(720, 0, -10) if len(json.dumps(text[:end])) <= 722)",
+            "start = next(text[:end] for end in range(720, -1, -10) if len(json.dumps(text[:end])) <= 722)",
+            "ten characters are always short enough",
+        ),
+        (
+            'return rows[0][begin[1] :] + "".join(rows[1:])',
+            'return rows[0][begin[ 2] :] + "".join(rows[1:])',
+            "only Python 3.12 and newer cut f-strings into several tokens",
+        ),
+    ],
+    "state.py": [
+        (
+            'rest = {name: value for name, value in content.items() if name != "fingerprint"}',
+            'rest = {name: value for name, value in content.items() if name is not "fingerprint"}',
+            "CPython keeps one string of that name",
+        ),
+    ],
     "order/interleave.py": [
         ("while high - low > 1:", "while high - low != 1:", "high stays above low"),
     ],

@@ -510,6 +510,12 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
         feed.amend(mf.BatchSize(6))
 
 
+@pytest.mark.parametrize("step", [-1, 1.0, "3", None, True])
+def test_an_amendment_is_at_a_step(folder: Path, step: Any) -> None:
+    with pytest.raises(mf.RecipeError, match="an amendment at step"):
+        recipe_of(folder).amended([(2, mf.BatchSize(4)), (step, mf.BatchSize(3))])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -407,9 +407,10 @@ class Recipe:
         this recipe cannot have.
         """
         made, given = self, list(amendments)
-        for step, change in sorted(given, key=itemgetter(0)):
+        for step, _ in given:
             if type(step) is not int or step < 0:
                 raise RecipeError(f"an amendment at step {step!r}: give a whole number from 0")
+        for step, change in sorted(given, key=itemgetter(0)):
             made = change.applied(made, step)
         digests = (*self.amendments.digests, *((step, change.digest) for step, change in given))
         return replace(made, amendments=replace(made.amendments, digests=digests))
