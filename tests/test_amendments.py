@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import tempfile
@@ -546,3 +547,26 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
     assert mixture.names == ("code", "docs", "web", "web+1")
     assert mixture.drawn[-1].sum() == 6 * (mixture.steps[-1] + 1)
     assert mixture.drawn[-1, 3] > 0
+
+
+def test_amendments_may_be_made_one_after_the_other(folder: Path) -> None:
+    """In whatever order, as far as none replaces another."""
+    made = [
+        (10, mf.Exclude({"web": [1, 2, 3], "code": [4]})),
+        (5, mf.Exclude({"web": [3, 9]})),
+        (7, mf.Reweigh({"web": 1, "docs": 3})),
+        (3, mf.BatchSize(4)),
+        (8, mf.SkipSteps(11, 13)),
+    ]
+    at_once = recipe_of(folder).amended(made)
+    for order in [*itertools.permutations(made)][::13]:
+        amended = recipe_of(folder)
+        for each in order:
+            amended = amended.amended([each])
+        for step in range(20):
+            assert amended.skips(step) == at_once.skips(step)
+            found, wanted = (each.amendments.excluded_at(step) for each in (amended, at_once))
+            assert {s: d.tolist() for s, d in found.items()} == {s: d.tolist() for s, d in wanted.items()}
+            one, other = draws_of_step(amended, step), draws_of_step(at_once, step)
+            assert one.source.tolist() == other.source.tolist()
+            assert one.index.tolist() == other.index.tolist()
