@@ -103,7 +103,8 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ["feed/stepping.py", "feed/ahead.py", "feed/batch.py"],
         _in(
             "",
-            "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation roles layout",
+            "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation roles layout "
+            "sources",
         ),
     ),
     "deliver": (

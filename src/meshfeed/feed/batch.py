@@ -306,7 +306,7 @@ def loss_by_source(token_losses: torch.Tensor, microbatch: Microbatch) -> torch.
         )
     with torch.no_grad():
         if microbatch.is_pack:
-            of_token = source[microbatch["sequence_ids"].long().clamp(min=0)]
+            of_token = source[microbatch["sequence_ids"].long()]  # padding, -1, bears no loss
         else:
             of_token = source.view(-1, *[1] * (mask.ndim - 1))
         bears = mask != 0
