@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,14 @@ class Part:
         return self.amounts[0].by in _SHARES
 
 
+class Threshold(NamedTuple):
+    """Amounts from the first step that begins at or after so many tokens; see `Mixture.then`."""
+
+    tokens: int
+    sources: Mapping[str, float | Store | tuple[Store, float]]
+    by: Unit | Mapping[str, Unit] | None
+
+
 class Mixture:
     """Several stores as one stream, each in proportion in every prefix; see `order.interleave`.
 
@@ -153,24 +162,44 @@ class Mixture:
         self.names: tuple[str, ...] = ()
         self.stores: tuple[Store, ...] = ()
         self.parts: tuple[Part, ...] = ()
+        self.thresholds: tuple[Threshold, ...] = ()
         self.batches: Batches = batches
         self._add(0, sources, by)
 
     def then(
         self,
-        step: int,
-        sources: Mapping[str, float | Store | tuple[Store, float]],
+        step: int | None = None,
+        sources: Mapping[str, float | Store | tuple[Store, float]] | None = None,
         *,
         by: Unit | Mapping[str, Unit] | None = None,
+        at_tokens: float | None = None,
     ) -> Mixture:
         """The same mixture with different amounts from a step on.
 
         A source keeps its position: no sequence is repeated or skipped.
         sources: name -> amount, or a new store with or without an amount. Sources not named are not drawn
         from there on. by: as for the mixture; None for "tokens" after amounts by tokens, else "proportion".
+        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, which a
+        recipe of rows or of a `Batch(tokens=)` knows. Later changes are then given by tokens, too.
         """
-        check_next(step, self.parts[-1].step, "Mixture.then")
-        return self.amended(step, sources, by=by)
+        if sources is None:
+            raise RecipeError("Mixture.then: give the amounts, as sources={name: amount}")
+        tokens = tokens_given(step, at_tokens, [each.tokens for each in self.thresholds], "Mixture.then")
+        if tokens is None:
+            check_next(cast(int, step), self.parts[-1].step, "Mixture.then")
+            return self.amended(cast(int, step), sources, by=by)
+        changed, after = copy(self), itertools.count(self.parts[-1].step + 1)
+        changed.thresholds = (*self.thresholds, Threshold(tokens, sources, by))
+        changed.settled(lambda _: next(after))  # what is wrong with the amounts is said here
+        return changed
+
+    def settled(self, first_step_at: Callable[[int], int]) -> Mixture:
+        """The same mixture with steps for its thresholds. first_step_at: tokens -> the step."""
+        made = copy(self)
+        made.thresholds = ()
+        for tokens, sources, by in self.thresholds:
+            made = made.then(first_step_at(tokens), sources, by=by)
+        return made
 
     def amended(
         self,
@@ -278,7 +307,8 @@ class Mixture:
         self.parts = tuple(sorted((*others, Part(step, tuple(amounts))), key=lambda part: part.step))
 
     def __repr__(self) -> str:
-        return f"Mixture({self.summary()})"
+        later = "".join(f"; other amounts at {each.tokens} tokens" for each in self.thresholds)
+        return f"Mixture({self.summary()}{later})"
 
 
 def is_past(first: int, until: int | None) -> bool:
@@ -290,6 +320,23 @@ def check_next(step: int, before: int, where: str) -> None:
     """Raise RecipeError unless `step` comes after `before`, the step of the last change."""
     if type(step) is not int or step <= before:
         raise RecipeError(f"{where}(step={step!r}): give a step after {before}, the step of the last change")
+
+
+def tokens_given(step: int | None, at_tokens: float | None, before: Sequence[int], where: str) -> int | None:
+    """The threshold of a change; None if it is at a step. before: those of earlier changes.
+
+    Raises RecipeError for both or neither, and for a threshold that is not whole or not after these.
+    """
+    if (step is None) == (at_tokens is None):
+        raise RecipeError(f"{where}(step={step!r}, at_tokens={at_tokens!r}): give one of them")
+    if at_tokens is None:
+        if before:
+            raise RecipeError(f"{where}({step}): after a change at {before[-1]} tokens give at_tokens=, too")
+        return None
+    least = before[-1] if before else 0
+    if type(at_tokens) not in (int, float) or not least < at_tokens < 2**62 or at_tokens != int(at_tokens):
+        raise RecipeError(f"{where}(at_tokens={at_tokens!r}): a whole number of tokens above {least}")
+    return int(at_tokens)
 
 
 def _store_and_amount(given: float | Store | tuple[Store, float]) -> tuple[Store | None, float | None]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.mixture import Mixture, Store, check_next, is_past
+from meshfeed.mixture import Mixture, Store, check_next, is_past, tokens_given
 from meshfeed.summary import brief, code_of, digest_of
 
 Order = Literal["global", "blocks", "none", "replacement"]
@@ -99,6 +99,7 @@ class Batch:
         last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
             the stream before it, "pad" fills it with what would come next if the stream continued.
         stages: (first step, sequences or tokens) of each stage of a ramp, which `then` adds to.
+        thresholds: (tokens of the stream, sequences) of further stages; a recipe turns them into steps.
 
     Raises RecipeError for other values, and for both sequences and tokens, or neither.
     """
@@ -108,6 +109,7 @@ class Batch:
     tokens: int | None = None
     last: Last = "keep"
     stages: tuple[tuple[int, int], ...] = ()
+    thresholds: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         unit, size = self._unit, self.sequences if self.tokens is None else self.tokens
@@ -129,15 +131,42 @@ class Batch:
         given += [] if self.last == "keep" else [f"last={self.last!r}"]
         named = "" if self.tokens is None else "tokens="
         ramp = "".join(f".then({step}, {named}{size})" for step, size in self.stages[1:])
+        ramp += "".join(f".then(at_tokens={at}, sequences={size})" for at, size in self.thresholds)
         return f"Batch({', '.join(given)}){ramp}"
 
-    def then(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
+    def then(
+        self,
+        step: int | None = None,
+        sequences: int | None = None,
+        *,
+        tokens: int | None = None,
+        at_tokens: float | None = None,
+    ) -> Batch:
         """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`.
 
         A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`.
+        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, as
+        `Batch(64).then(at_tokens=10e9, sequences=128)`. For a batch of sequences a recipe of rows knows the
+        step; later stages are then given by tokens, too.
         """
+        at = tokens_given(step, at_tokens, [tokens for tokens, _ in self.thresholds], "Batch.then")
+        if at is not None and self.tokens is None:
+            self.amended(0, sequences, tokens=tokens)  # or it is refused now
+            return replace(self, thresholds=(*self.thresholds, (at, cast(int, sequences))))
+        step = cast(int, step) if at is None else self.first_step_at(at)
         check_next(step, self.stages[-1][0], "Batch.then")
         return self.amended(step, sequences, tokens=tokens)
+
+    def first_step_at(self, amount: int) -> int:
+        """The first step that begins at or after so many sequences, or tokens of a batch of tokens."""
+        return self.step(amount - 1) + 1 if amount else 0
+
+    def settled(self, length: int) -> Batch:
+        """The same batch of rows of one length with steps for its thresholds."""
+        made = replace(self, thresholds=())
+        for tokens, size in self.thresholds:
+            made = made.then(made.first_step_at(-(-tokens // length)), size)
+        return made
 
     def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
@@ -336,8 +365,6 @@ class Recipe:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
         if not isinstance(self.data, (Store, Mixture)):
             raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
-        sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
-        object.__setattr__(self, "sources", sources)
         given: dict[str, tuple[Any, type]] = {"sequence": (self.sequence, Rule), "batch": (self.batch, Batch)}
         for part, (value, needed) in given.items():
             if not isinstance(value, needed):
@@ -354,6 +381,9 @@ class Recipe:
             )
         if self.batch.tokens is not None:
             object.__setattr__(self, "batch", self._batch_of_tokens())
+        self._settle_thresholds()
+        sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
+        object.__setattr__(self, "sources", sources)
         if self.shuffle == "blocks":
             object.__setattr__(self, "shuffle", Blocks())
         if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
@@ -364,6 +394,23 @@ class Recipe:
             raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
+
+    def _settle_thresholds(self) -> None:
+        """Turn the thresholds of data and batch into steps."""
+        of_data = isinstance(self.data, Mixture) and self.data.thresholds
+        if not of_data and not self.batch.thresholds:
+            return
+        length = 1 if self.batch.tokens is not None else self.sequence.row_length
+        if length is None:
+            raise RecipeError(
+                f"at_tokens= with {self.sequence.summary()}: its sequences differ in length, so nobody knows "
+                f"beforehand which step of {self.batch!r} comes after so many tokens; give Batch(tokens=)"
+            )
+        batch = self.batch.settled(length)
+        object.__setattr__(self, "batch", batch)
+        if isinstance(self.data, Mixture):
+            data = self.data.settled(lambda tokens: batch.first_step_at(-(-tokens // length)))
+            object.__setattr__(self, "data", data)
 
     def _batch_of_tokens(self) -> Batch:
         length, why = self.sequence.row_length, ""

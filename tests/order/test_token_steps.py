@@ -44,7 +44,7 @@ def naive_starts(first: mf.Mixture, parts: list[Part], sizes: list[int], by: Any
     The sequences that decide where a step ends are those of the amounts in it.
     """
     mixture, changes, starts, due, tokens = first, dict(parts), [0], 0, 0
-    stream, known = None, list[int]()  # lengths of the stream from the last change on
+    stream, begin, known = None, 0, list[int]()  # lengths of the stream from the last change on
     for step, size in enumerate(sizes):
         if step in changes:
             mixture, stream = mixture.then(starts[-1], changes[step], by=by), None
@@ -256,7 +256,7 @@ def test_what_cannot_be_counted_in_tokens_is_refused_by_name() -> None:
             ),
             "Masked.*give Batch",
         ),
-        (lambda: recipe_of(store, mf.Batch(tokens=90)).amended([(3, mf.BatchSize(8))]), "counted in tokens"),
+        (lambda: recipe_of(store, mf.Batch(tokens=90)).amended([(3, mf.BatchSize(8))]), "of tokens"),
         (
             lambda: draws_of_step(recipe_of(mf.Lengths([0]), mf.Batch(tokens=9)), 0),
             "no source .* has a token",
@@ -265,3 +265,94 @@ def test_what_cannot_be_counted_in_tokens_is_refused_by_name() -> None:
         with pytest.raises(mf.RecipeError, match=message):
             wrong()
     assert len(draws_of_step(recipe_of(store, mf.Batch(tokens=90)), 0)) > 0
+
+
+# -- thresholds ---------------------------------------------------------------------------------------------
+
+
+def first_at(tokens: int, begins: list[int]) -> int:
+    return next(step for step, begin in enumerate(begins) if begin >= tokens)
+
+
+@settings(max_examples=cases(60), deadline=None)
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 600), st.integers(1, 9)), min_size=1, max_size=3),
+    st.lists(st.integers(1, 600), max_size=2),
+    st.booleans(),
+)
+def test_a_change_at_so_many_tokens_is_at_the_first_step_that_begins_there(
+    size: int, ramp: list[tuple[int, int]], changes: list[int], is_counted: bool
+) -> None:
+    """Rows of 8 tokens, by a batch of sequences or of tokens, against a loop over the steps."""
+    batch: Any = mf.Batch(tokens=size * 8) if is_counted else mf.Batch(size)
+    begins, at, sizes, changed = [0], 0, [size], list[tuple[int, int]]()
+    for later, then in ramp:
+        at += later
+        while begins[-1] < at:
+            begins.append(begins[-1] + sizes[-1] * 8)
+        if changed and changed[-1][0] == len(begins) - 1:
+            return  # two within one step are refused; see below
+        changed.append((len(begins) - 1, then))
+        batch = batch.then(at_tokens=at, **({"tokens": then * 8} if is_counted else {"sequences": then}))
+        sizes.append(then)
+    while begins[-1] < 2_000:
+        begins.append(begins[-1] + sizes[-1] * 8)
+    mixture, parts, at = mf.Mixture({"a": (mf.Lengths([99]), 1), "b": (mf.Lengths([99]), 1)}), [0], 0
+    for later in changes:
+        at += later
+        if first_at(at, begins) in parts:
+            return
+        parts.append(first_at(at, begins))
+        mixture = mixture.then(sources={"a": 1, "b": len(parts)}, at_tokens=float(at))
+    recipe = mf.Recipe(data=mixture, sequence=mf.Windows(8), batch=batch)
+    assert recipe.batch.stages == ((0, size), *changed) and not recipe.batch.thresholds
+    assert isinstance(recipe.data, mf.Mixture) and [part.step for part in recipe.data.parts] == parts
+    assert [start_of_step(recipe, step) * 8 for step in range(len(begins))] == begins
+
+
+def test_thresholds_of_documents_go_by_the_tokens_of_their_steps() -> None:
+    a, b = mf.Lengths([7, 9, 11]), mf.Lengths([5])
+    mixture = mf.Mixture({"a": (a, 1)}).then(at_tokens=250, sources={"b": (b, 1)})
+    batch = mf.Batch(tokens=100).then(at_tokens=301, tokens=50)
+    recipe = mf.Recipe(data=mixture, sequence=mf.Documents(), batch=batch)
+    assert recipe.source_names == ("a", "b") and recipe.batch.stages == ((0, 100), (4, 50))
+    sources = [set(draws_of_step(recipe, step).source.tolist()) for step in range(5)]
+    assert sources == [{0}, {0}, {0}, {1}, {1}]
+    assert recipe == mf.Recipe(
+        data=mf.Mixture({"a": (a, 1)}).then(3, {"b": (b, 1)}),
+        sequence=mf.Documents(),
+        batch=mf.Batch(tokens=100).then(4, tokens=50),
+    )
+
+
+def test_thresholds_that_mean_nothing_are_refused() -> None:
+    a = mf.Lengths([70] * 9)
+    mixture = mf.Mixture({"a": (a, 1)})
+
+    def of_rows(batch: mf.Batch) -> mf.Recipe:
+        return mf.Recipe(data=a, sequence=mf.Windows(8), batch=batch)
+
+    for wrong, message in (
+        (lambda: mf.Batch(8).then(3, 9, at_tokens=5), "give one of them"),
+        (lambda: mf.Batch(8).then(sequences=9), "give one of them"),
+        (lambda: mf.Batch(8).then(at_tokens=9.5, sequences=9), "a whole number of tokens above 0"),
+        (lambda: mf.Batch(8).then(at_tokens=9, sequences=0), "a whole number of sequences"),
+        (lambda: mf.Batch(8).then(at_tokens=9, sequences=3).then(at_tokens=9, sequences=4), "above 9"),
+        (lambda: mf.Batch(8).then(at_tokens=9, sequences=3).then(7, 4), "after a change at 9 tokens"),
+        (lambda: mixture.then(at_tokens=9, sources={"a": 1}).then(7, {"a": 1}), "after a change at 9 tokens"),
+        (lambda: mixture.then(at_tokens=9, sources={"b": 1}), "source 'b' is new"),
+        (lambda: mixture.then(at_tokens=9), "give the amounts"),
+        (
+            lambda: of_rows(mf.Batch(8).then(at_tokens=9, sequences=3).then(at_tokens=10, sequences=4)),
+            "give a step after 1",
+        ),
+        (
+            lambda: recipe_of(a, mf.Batch(8).then(at_tokens=9, sequences=3)),
+            r"Documents.* differ in length.* give Batch\(tokens=\)",
+        ),
+    ):
+        with pytest.raises(mf.RecipeError, match=message):
+            wrong()
+    assert "then(at_tokens=90, sequences=3)" in repr(mf.Batch(8).then(at_tokens=90, sequences=3))
+    assert "at 90 tokens" in repr(mixture.then(at_tokens=90, sources={"a": 1}))

@@ -26,6 +26,12 @@ def recipe_of(data: mf.Mixture, sequences: int = 16, rule: Any = None, **options
     return mf.Recipe(data=data, sequence=rule or mf.Documents(), batch=batch, **options)
 
 
+def shares_at(recipe: mf.Recipe, step: int) -> list[float]:
+    shares = asked_at(recipe, step)
+    assert shares is not None
+    return shares.tolist()
+
+
 def tokens_of(recipe: mf.Recipe, lengths: list[np.ndarray], start: int, stop: int) -> np.ndarray:
     """Tokens of each source at some positions, counted sequence by sequence; int64 [sources]."""
     draws = draws_between(recipe, start, stop)
@@ -105,7 +111,7 @@ def test_masked_documents_count_what_is_in_their_rows() -> None:
     rule = mf.Masked(10, vocab_size=50, mask_token=3, first_token=1, last_token=2, crop="random")
     stores = {"a": (mf.Lengths([2, 30]), 0.5), "b": (mf.Lengths([4]), 0.5)}
     recipe = recipe_of(mf.Mixture(stores, by="tokens"), rule=rule)
-    assert asked_at(recipe, 0).tolist() == pytest.approx([6 / 13, 7 / 13]), "7 and 6 tokens a row"
+    assert shares_at(recipe, 0) == pytest.approx([6 / 13, 7 / 13]), "7 and 6 tokens a row"
 
 
 def test_batches_of_one_source_take_turns_by_tokens() -> None:
@@ -120,7 +126,7 @@ def test_later_amounts_stay_in_tokens() -> None:
     a, b, c = mf.Lengths([4_000] * 9), mf.Lengths([400] * 9), mf.Lengths([40] * 9)
     mixture = mf.Mixture({"a": (a, 0.5), "b": (b, 0.5)}, by="tokens").then(3, {"a": 0.5, "c": (c, 0.5)})
     mixture = mixture.then(5, {"a": 1, "b": 1}, by="proportion").then(7, {"a": 3, "b": 1})
-    asked = [asked_at(recipe_of(mixture), step).tolist() for step in (0, 3, 5, 7)]
+    asked = [shares_at(recipe_of(mixture), step) for step in (0, 3, 5, 7)]
     assert asked[0] == pytest.approx([1 / 11, 10 / 11, 0])
     assert asked[1] == pytest.approx([1 / 101, 0, 100 / 101])
     assert asked[2] == [0.5, 0.5, 0] and asked[3] == [0.75, 0.25, 0]

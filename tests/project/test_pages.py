@@ -121,7 +121,7 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens() -> None:
-    run_page("tokens.md", 2)
+    run_page("tokens.md", 3)
 
 
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ iterators = megatron.data_iterators(feed)  # in forward_step: megatron.get_batch
 Megatron-core is imported by the functions that need it, and needs no change.
 """
 
+from meshfeed.integrations.megatron.batch_sizes import batch_of_schedule
 from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, get_batch
 from meshfeed.integrations.megatron.config import SCHEDULERS, packing_of
 from meshfeed.integrations.megatron.feeds import feed
@@ -27,6 +28,7 @@ __all__ = [
     "SequencePacking",
     "StageIterator",
     "Wrapped",
+    "batch_of_schedule",
     "begin",
     "data_iterators",
     "feed",
