@@ -534,6 +534,28 @@ def test_wrong_changes_are_refused_when_they_are_made(wrong: Any) -> None:
         wrong()
 
 
+def test_a_source_may_grow_before_a_growth_that_was_agreed_earlier(folder: Path, tmp_path: Path) -> None:
+    recipe, path, seen = recipe_of(folder), tmp_path / "ledger.jsonl", dict[int, list[tuple[int, int]]]()
+    with mf.Feed(recipe, packing=PACKING, ledger=path) as feed:
+        for step in feed:
+            draws = [microbatch.draws for microbatch in step.microbatches]
+            seen[step.index] = [at for each in draws for at in zip(each.source.tolist(), each.index.tolist())]
+            if step.index == 0:
+                feed.amend(mf.Grow("web", str(folder / "more")), at=20)
+            if step.index == 5:
+                feed.amend(mf.Grow("web", str(folder / "still more")))
+            if step.index == 30:
+                break
+    amended = recipe.amended(mf.Ledger.read(path))
+    assert amended.source_names == ("code", "docs", "web", "web+1", "web+2")
+    for simulated in mf.simulate(amended, mf.Layout(), 31, packing=PACKING):
+        draws = [microbatch.draws for microbatch in simulated.microbatches]
+        assert seen[simulated.batch.step] == [
+            at for each in draws for at in zip(each.source.tolist(), each.index.tolist())
+        ]
+    assert {source for drawn in seen.values() for source, _ in drawn} == {*range(5)}
+
+
 def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Path) -> None:
     recipe, log = recipe_of(folder), RunLog(tmp_path / "log")
     with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", metrics=log) as feed:

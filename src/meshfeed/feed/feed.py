@@ -279,7 +279,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
         if self._options.ledger is not None and self.rank == min(self.layout.ranks().tolist()):
             ledger.write(self._options.ledger)
         recipe = self._given_recipe.amended(ledger)
-        further = recipe.sources[len(self.recipe.sources) :]
+        known = {id(store) for store in self.recipe.sources}
+        further = [store for store in recipe.sources if id(store) not in known]
         if further and self._entered:
             for store in further:
                 self._resources.enter_context(store.opened(self._machine))

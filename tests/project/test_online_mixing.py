@@ -1,0 +1,36 @@
+"""examples/online_mixing.py: what a rule does to a mixture is replayed from its ledger, under another layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import online_mixing
+import pytest
+
+import meshfeed as mf
+import world
+
+
+def run(rank: int, layout: str, folder: Path, ledger: Path, rule: str, out: Path) -> None:
+    made = online_mixing.RULES[rule]() if rule else None
+    online_mixing.train(mf.Layout.parse(layout), folder, ledger, made, 45, out)
+
+
+@pytest.mark.parametrize("rule", sorted(online_mixing.RULES))
+def test_a_replay_trains_on_the_same(rule: str, tmp_path: Path) -> None:
+    for name in ("corpus", "run", "again"):
+        (tmp_path / name).mkdir()
+    online_mixing.write_corpus(tmp_path / "corpus")
+    ledger = tmp_path / "ledger.jsonl"
+    world.run(run, 4, "tp2-dp2", tmp_path / "corpus", ledger, rule, tmp_path / "run")
+    agreed = [*mf.Ledger.read(ledger)]
+    world.run(run, 2, "cp2", tmp_path / "corpus", ledger, "", tmp_path / "again")
+    first, again = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("run", "again"))
+    np.testing.assert_allclose(first, again, rtol=0, atol=1e-12)
+    assert np.less(first[-1], first[0]).all()
+    assert [change.amounts.keys() for _, change in agreed] == [online_mixing.CHOICES.keys()] * 4
+    assert [*mf.Ledger.read(ledger)] == agreed, "a replay adds nothing"
+    last = agreed[-1].change.amounts
+    assert last["easy"] < max(last.values()), "it is learned first"
