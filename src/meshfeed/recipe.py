@@ -464,7 +464,8 @@ class Recipe:
 
     def skips(self, step: int) -> bool:
         """Whether an amendment leaves a step out."""
-        return any(first <= step < stop for first, stop in self.amendments.skipped)
+        skipped = self.amendments.skipped
+        return bool(skipped) and any(first <= step < stop for first, stop in skipped)
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Recipe):

@@ -489,11 +489,12 @@ class Feed(StepSource[Delivery, FeedOptions]):
             left_out=self._left_out,
             amended=None if self._amending is None else self._amended,
         )
-        is_sent = not isinstance(delivery, Direct)
+        is_sent, sources = not isinstance(delivery, Direct), None
         for batch, portions in ahead:
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
-            sources = Sources.of(batch.sources, self._rule)
+            if sources is None or sources.names != batch.sources:
+                sources = Sources.of(batch.sources, self._rule)
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:

@@ -147,7 +147,8 @@ class Stepping:
         if not len(drawn):
             return None
         draws = self.rule.look_up(self.recipe, drawn)
-        if excluded := self.recipe.amendments.excluded_at(step):
+        amendments = self.recipe.amendments
+        if amendments.excluded and (excluded := amendments.excluded_at(step)):
             draws = self.rule.without(self.recipe, draws, excluded)
         whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)

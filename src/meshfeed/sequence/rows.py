@@ -85,7 +85,7 @@ class Rows(SequenceRule):
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Loss-bearing tokens of each row, always whole; int64 [n]."""
-        if not self._masks_some(draws):
+        if not (self.eod_mask_loss or isinstance(draws, WithHoles)):
             return self._predicting(recipe, draws)
         documents = self._document_starts(recipe, draws) if self.eod_mask_loss else _NO_STARTS
         begins, ends = self._bearing(recipe, draws, documents)
@@ -139,8 +139,7 @@ class Rows(SequenceRule):
         tokens, labels, loss_mask, position_ids = cut.fields
         if self.reset_position_ids and "position_ids" in names:
             position_ids = RunField(position_ids.field, self._positions(starts, cut, len(draws)), 1)
-        bears_all = self._predicting(recipe, draws).min(initial=self.length) == self.length
-        if "loss_mask" in names and (self._masks_some(draws) or not bears_all):
+        if "loss_mask" in names and self._masks(recipe, draws):
             begins, ends, _, of = common(*self._bearing(recipe, draws, starts), cut.begins, cut.ends)
             runs = Runs(cut.at[of] + begins - cut.begins[of], np.ones_like(begins), ends - begins)
             loss_mask = RunField(loss_mask.field, runs, 0)
@@ -176,9 +175,11 @@ class Rows(SequenceRule):
         """Tokens of each row that have a label; int64 [n]."""
         return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
 
-    def _masks_some(self, draws: Draws) -> bool:
-        """Whether tokens that have a label may bear no loss."""
-        return self.eod_mask_loss or isinstance(draws, WithHoles)
+    def _masks(self, recipe: Recipe, draws: Draws) -> bool:
+        """Whether some token of a row bears no loss."""
+        if self.eod_mask_loss or isinstance(draws, WithHoles):
+            return True
+        return bool((self._predicting(recipe, draws) < self.length).any())
 
     def _bearing(self, recipe: Recipe, draws: Draws, starts: Starts) -> tuple[Longs, Longs]:
         """The loss-bearing tokens of all rows, as ranges of numbers; ascending and apart."""
