@@ -174,9 +174,7 @@ class Stream:
         return (start, stop) if self.end is None else (min(start, self.end), min(stop, self.end))
 
     def _of(self) -> Recipe:
-        recipe = self._recipe()
-        assert recipe is not None
-        return recipe
+        return cast(Recipe, self._recipe())  # whoever asks a stream holds its recipe
 
     # -- segments ---------------------------------------------------------------------------------------
 
