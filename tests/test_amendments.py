@@ -134,6 +134,7 @@ def a_life(
     Returns step -> tokens of its last run that had it, and what happened.
     """
     realised: dict[int, set[int]] = {}
+    agreed: list[tuple[int, str]] = []
     happened: Counter[str] = Counter()
     state: Any = None
     for _ in range(dice.randint(1, 4)):
@@ -156,14 +157,21 @@ def a_life(
                         happened[type(change).__name__] += who.amend(change, at) >= 0
                     except mf.OptionError:
                         happened["too late"] += 1
-                    except mf.RecipeError:  # sequences for a batch of tokens, or the reverse
-                        assert isinstance(change, mf.BatchSize)
-                        happened["another unit"] += 1
+                        continue
+                    except mf.RecipeError:
+                        # sequences for a batch of tokens, nothing left to skip, a store that is there
+                        assert isinstance(change, (mf.BatchSize, mf.SkipSteps, mf.Grow))
+                        happened["refused"] += 1
+                        continue
+                    kept = [(step, each.digest) for step, each in mf.Ledger.read(ledger)]
+                    assert (who.ledger.amendments[-1].step, change.digest) in kept
+                    agreed.append(kept[-1])
             trained = job.trained()
         if kept := [step for step in trained if step in states]:
             last = dice.choice(sorted(kept))  # the checkpoint that the next run loads
             state, realised = states[last], realised | trained
             realised = {step: tokens for step, tokens in realised.items() if step <= last}
+    assert {*agreed} <= {(step, each.digest) for step, each in mf.Ledger.read(ledger, missing_ok=True)}
     return realised, happened
 
 
@@ -202,8 +210,7 @@ class Naive:
         inorder = sorted(self.ledger, key=lambda each: each.step)
         for change in (each.change for each in inorder if each.step <= step):
             if isinstance(change, mf.Grow):
-                number = 1 + sum(of == change.source for of, _ in found.values())
-                found[f"{change.source}+{number}"] = change.source, Path(change.path).name
+                found[f"{change.source}+{change.fingerprint[:8]}"] = change.source, Path(change.path).name
         return found
 
     def skips(self, step: int) -> bool:
@@ -446,7 +453,7 @@ def test_a_ledger_is_what_was_written(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["cut", "altered", "without a line", "swapped", "something else", "empty", "kind"]
+    "what", ["cut", "altered", "without a line", "swapped", "something else", "empty", "kind", "packed"]
 )
 def test_a_damaged_ledger_is_refused_by_line(folder: Path, tmp_path: Path, what: str) -> None:
     path = tmp_path / "ledger.jsonl"
@@ -460,6 +467,7 @@ def test_a_damaged_ledger_is_refused_by_line(folder: Path, tmp_path: Path, what:
         "something else": "a: 1\n",
         "empty": "",
         "kind": "".join(lines).replace("BatchSize", "Batchsize"),
+        "packed": "".join(lines).replace('"eJ', '"xx'),
     }
     path.write_text(damaged[what])
     with pytest.raises(mf.StateError, match=r"line|ledger") as refused:
@@ -497,12 +505,17 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
             (mf.Exclude({"web": [43]}), "document 43 of source 'web', which has 43"),
             (mf.Exclude([3]), "no source is called ''"),
             (mf.BatchSize(0), "whole number"),
+            (mf.SkipSteps(0, 1), "planned already"),
             (mf.Grow("wiki", str(folder / "more")), "no mixture with a source 'wiki'"),
         ):
             with pytest.raises(mf.RecipeError, match=told):
                 feed.amend(change)
         with pytest.raises(mf.OptionError, match="planned already"):
             feed.amend(mf.BatchSize(9), at=0)
+        wrong: Any
+        for wrong, at in (({"web": 2}, None), (mf.BatchSize(9), "30"), (mf.BatchSize(9), 30.0)):
+            with pytest.raises(mf.OptionError, match="amend"):
+                feed.amend(wrong, at=at)
         assert len(feed.ledger) == 0
     with mf.Feed(recipe_of(folder), packing=PACKING) as feed, pytest.raises(mf.OptionError, match="ledger"):
         feed.amend(mf.BatchSize(9))
@@ -510,6 +523,70 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
     of_rows = mf.Feed(rows, mf.Layout.parse("dp2"), 0, delivery="direct", ledger=path, micro_batch_size=2)
     with of_rows as feed, pytest.raises(mf.OptionError, match="has 6 sequences"):
         feed.amend(mf.BatchSize(6))
+
+
+def test_a_change_is_not_changed_by_its_maker(folder: Path, tmp_path: Path) -> None:
+    path, amounts = tmp_path / "ledger.jsonl", {"code": 1.0, "web": 1.0}
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
+        for step in feed:
+            amounts["web"] *= 2
+            feed.amend(mf.Reweigh(amounts))
+            if step.index == 8:
+                break
+    made = [change.told["amounts"]["web"] for _, change in mf.Ledger.read(path)]
+    assert made == [2.0**k for k in range(1, 10)]
+
+
+def test_an_agreed_amendment_outlives_a_clean_stop(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
+        next(iter(feed))
+        at = feed.amend(mf.Exclude({"web": [1]}))
+    ((step, change),) = mf.Ledger.read(path)
+    assert (step, change.told) == (at, {"documents": {"web": [1]}})
+
+
+def test_steps_that_come_again_can_be_skipped(folder: Path, tmp_path: Path) -> None:
+    """A job goes back to a checkpoint before a loss spike and leaves its steps out."""
+    path, seen, state = tmp_path / "ledger.jsonl", list[int](), dict[str, Any]()
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
+        for step in feed:
+            if step.index == 9:
+                state = feed.state_dict()
+            if step.index == 30:
+                break
+        feed.load_state_dict(state)
+        assert feed.amend(mf.SkipSteps(12, 20)) == state["step"]
+        for step in feed:
+            seen.append(step.index)
+            if step.index == 22:
+                break
+    assert seen == [*range(state["step"], 12), 20, 21, 22]
+
+
+def test_what_was_trained_before_cannot_be_amended(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(folder)
+    state = mf.State.at(recipe, 21).to_json()
+    feed = mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl")
+    feed.amend(mf.BatchSize(24))  # of step 0: it was not told yet that the job is further
+    with pytest.raises(mf.StateError, match="amendments"):
+        feed.load_state_dict(state)
+
+
+def test_a_far_skip_takes_no_time(folder: Path, tmp_path: Path) -> None:
+    recipe = replace(recipe_of(folder), steps=200)
+    with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", prefetch=0) as feed:
+        feed.amend(mf.SkipSteps(3, 10**12))
+        assert [step.index for step in feed] == [0, 1, 2]
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
+    feed = mf.Feed(recipe_of(folder), packing=PACKING, ledger=tmp_path / "no folder" / "ledger.jsonl")
+    with pytest.raises(mf.StateError, match="cannot write"), feed:
+        pass
+    nothing: Any = 5
+    with pytest.raises(mf.OptionError, match="ledger=5"):
+        mf.Feed(recipe_of(folder), packing=PACKING, ledger=nothing)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "3", None, True])
@@ -527,11 +604,13 @@ def test_an_amendment_is_at_a_step(folder: Path, step: Any) -> None:
         lambda: mf.Exclude({"web": [-1]}),
         lambda: mf.Exclude({"web": ["a"]}),  # type: ignore[dict-item]
         lambda: mf.Exclude({"web": [1.5]}),  # type: ignore[dict-item]
+        lambda: mf.Exclude({"web": np.array([2**63 + 5], np.uint64)}),  # type: ignore[dict-item]
         lambda: mf.Exclude(files="no-such-file"),
+        lambda: mf.Reweigh(None),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_changes_are_refused_when_they_are_made(wrong: Any) -> None:
-    with pytest.raises(mf.RecipeError, match=r"SkipSteps|Exclude"):
+    with pytest.raises(mf.RecipeError, match=r"SkipSteps|Exclude|Reweigh"):
         wrong()
 
 
@@ -548,7 +627,8 @@ def test_a_source_may_grow_before_a_growth_that_was_agreed_earlier(folder: Path,
             if step.index == 30:
                 break
     amended = recipe.amended(mf.Ledger.read(path))
-    assert amended.source_names == ("code", "docs", "web", "web+1", "web+2")
+    names = [f"web+{mf.open(folder / name).fingerprint[:8]}" for name in ("still more", "more")]
+    assert amended.source_names == ("code", "docs", "web", *names)
     for simulated in mf.simulate(amended, mf.Layout(), 31, packing=PACKING):
         draws = [microbatch.draws for microbatch in simulated.microbatches]
         assert seen[simulated.batch.step] == [
@@ -567,7 +647,7 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
                 break
     mixture = read_run(tmp_path / "log").mixture
     assert mixture is not None
-    assert mixture.names == ("code", "docs", "web", "web+1")
+    assert mixture.names == ("code", "docs", "web", f"web+{mf.open(folder / 'more').fingerprint[:8]}")
     assert mixture.drawn[-1].sum() == 6 * (mixture.steps[-1] + 1)
     assert mixture.drawn[-1, 3] > 0
 

@@ -7,7 +7,7 @@ import random
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,53 @@ def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[s
         assert sorted(drawn) == sorted(wanted)
     assert sorted(by_step) == list(range(at))
     return happened
+
+
+def test_a_step_whose_microbatches_were_taken_is_not_committed(recipe: mf.Recipe) -> None:
+    store, wrong = HashStore(), list[Any]()
+    with mf.Feed(recipe, packing=PACKING, rendezvous=store) as feed:
+        for step in feed:
+            assert len([*step.microbatches]) == step.num_microbatches
+            if step.index == 3:
+                break
+        wrong = ["dp1"]
+        with pytest.raises(mf.LayoutError):
+            feed.regroup(wrong[0], generation=0, rendezvous=store)
+        assert feed.regroup(mf.Layout(), 0, generation=0, rendezvous=store) == 3
+        wrong = [0, -1, "x", 1.0]
+        for generation in wrong:
+            with pytest.raises(mf.OptionError, match="generation"):
+                feed.regroup(mf.Layout(), 0, generation=generation, rendezvous=store)
+        assert next(iter(feed)).index == 3
+        wrong = [4, 100, "3", -1]
+        for step in wrong:
+            with pytest.raises(mf.OptionError, match="commit"):
+                feed.commit(step)
+        feed.commit(3)
+        assert feed.regroup(mf.Layout(), 0, generation=7, rendezvous=store) == 4
+
+
+def test_a_layout_that_its_rows_do_not_fill_is_refused(recipe: mf.Recipe) -> None:
+    rows = replace(recipe, sequence=mf.Windows(16), batch=mf.Batch(16))
+    with mf.Feed(rows) as feed:
+        next(iter(feed))
+        with pytest.raises(mf.OptionError, match="16 sequences"):
+            feed.regroup(mf.Layout(dp=3), 0, generation=1, rendezvous=HashStore())
+        with pytest.raises(mf.DeliveryError, match="rendezvous"):
+            feed.regroup(mf.Layout(dp=2), 0, generation=1)
+
+
+def test_a_generation_is_used_once(recipe: mf.Recipe) -> None:
+    store, two = HashStore(), mf.Layout(dp=2)
+
+    def regrouped(rank: int) -> int:
+        feed = mf.Feed(recipe, packing=PACKING, delivery="direct")
+        return feed.regroup(two, rank, generation=1, rendezvous=store)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(regrouped, range(2))] == [0, 0]
+    with pytest.raises(mf.OptionError, match="used before"):
+        regrouped(1)
 
 
 def _once(layout: mf.Layout, by_rank: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:

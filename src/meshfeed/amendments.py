@@ -14,6 +14,7 @@ import base64
 import hashlib
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -49,7 +50,7 @@ class Amendment(NamedTuple):
         try:
             ((kind, told),) = ((name, value) for name, value in line.items() if name not in _OF_LINE)
             return cls(line["step"], KINDS[kind].of_told(told))
-        except (KeyError, ValueError, TypeError, AttributeError) as bad:
+        except (KeyError, ValueError, TypeError, AttributeError, zlib.error) as bad:
             raise StateError(f"{where}: not an amendment ({bad!r}); restore the file") from bad
 
 
@@ -88,6 +89,13 @@ class Reweigh(_Told):
     amounts: Mapping[str, float]
     by: Unit | Mapping[str, Unit] | None = None
 
+    def __post_init__(self) -> None:
+        for name, given in (("amounts", self.amounts), ("by", self.by)):
+            if isinstance(cast(object, given), Mapping):
+                object.__setattr__(self, name, {**cast(Any, given)})  # the caller may change it
+            elif name == "amounts":
+                raise RecipeError(f"Reweigh({given!r}): give a mapping, such as {{'code': 2, 'web': 1}}")
+
     def applied(self, recipe: Recipe, step: int) -> Recipe:
         """Each source goes on where it was."""
         if not isinstance(recipe.data, Mixture):
@@ -98,7 +106,10 @@ class Reweigh(_Told):
         if unknown := [name for name in self.amounts if name not in known]:
             raise RecipeError(f"Reweigh: no source is called {unknown[0]!r}; there are {', '.join(known)}")
         amounts, unit = dict[str, float](), recipe.data.unit_at(step) if self.by is None else self.by
+        further = {name for _, name in recipe.amendments.grown}
         for name, amount in self.amounts.items():
+            if name in further:
+                raise RecipeError(f"Reweigh: {name!r} has a share of its source's amount; name the source")
             among = recipe.amendments.stores_of(name)
             if among[1:] and unit not in ("proportion", "tokens"):
                 raise RecipeError(f"Reweigh: {name!r} has grown: give it a share, not an amount that ends")
@@ -135,7 +146,12 @@ class SkipSteps(_Told):
             raise RecipeError(f"SkipSteps({self.first!r}, {self.stop!r}): whole numbers, 0 <= first < stop")
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
-        """The steps from `step` on are left out, as far as they are among these."""
+        """The steps from `step` on are left out, as far as they are among these.
+
+        Raises RecipeError if none is.
+        """
+        if self.stop <= step:
+            raise RecipeError(f"{self!r}: the steps before {step} are planned already; none is left to skip")
         skipped = (*recipe.amendments.skipped, (max(self.first, step), self.stop))
         return replace(recipe, amendments=replace(recipe.amendments, skipped=skipped))
 
@@ -216,6 +232,8 @@ class Exclude(_Told):
             if name not in names:
                 there = ", ".join(map(repr, names))
                 raise RecipeError(f"Exclude: no source is called {name!r}; the recipe has {there}")
+            if not numbers.size:
+                continue
             source = names.index(name)
             count = recipe.sequence.num_documents(recipe.sources[source])
             if count is None:
@@ -236,9 +254,10 @@ class Exclude(_Told):
 class Grow(_Told):
     """More documents for a source of a mixture, in a store of their own.
 
-    They are a source beside it, called source+1, source+2 and so on. The amount of the source is shared among
-    its stores by their sequences, or by their tokens under by="tokens". Each has epochs of its own, so
-    nothing that was drawn moves. A store with columns beside its tokens is refused.
+    They are a source beside it, called source+F, F the first digits of the store's fingerprint. The amount of
+    the source is shared among its stores by their sequences, or by their tokens under by="tokens". Each has
+    epochs of its own, so nothing that was drawn moves. A store with columns beside its tokens is refused, and
+    one that the source has grown by.
 
     Attributes:
         source: name of the source.
@@ -285,8 +304,12 @@ class Grow(_Told):
             raise RecipeError(
                 f"Grow: {self.path} has columns beside the tokens, {', '.join(self.store.columns)}"
             )
+        if self.source in {name for _, name in recipe.amendments.grown}:
+            raise RecipeError(f"Grow: {self.source!r} is of a source that has grown; let that one grow")
         among = recipe.amendments.stores_of(self.source)
-        name = f"{self.source}+{len(among)}"
+        name = f"{self.source}+{self.fingerprint[:8]}"
+        if name in known:
+            raise RecipeError(f"Grow: {self.path} is {name!r} already")
         grown = (*recipe.amendments.grown, (self.source, name))
 
         stores = [self.store if each == self.source else store for each, store in zip(known, recipe.sources)]
@@ -335,6 +358,10 @@ class Ledger:
     def digest(self) -> str:
         """Of all amendments; "" without any."""
         return self.digests[-1] if self.amendments else ""
+
+    def begins_with(self, other: Ledger) -> bool:
+        """Whether another ledger is the beginning of this one, or all of it."""
+        return self.digests[: len(other)] == other.digests
 
     def added(self, amendment: Amendment) -> Ledger:
         """With one more."""
@@ -388,7 +415,7 @@ class Ledger:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which has the old content or the new one at any time. Raises StateError."""
         target = Path(path)
-        beside = target.with_name(f"{target.name}.{os.getpid()}.new")
+        beside = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.new")
         try:
             with beside.open("w", encoding="utf-8") as file:
                 file.write(self.text)
@@ -420,6 +447,8 @@ def _numbers(given: Any, where: str) -> Longs:
     found = np.asarray(given)
     if found.size and (found.dtype.kind not in "iu" or found.ndim != 1 or found.min() < 0):
         raise RecipeError(f"Exclude: {where}: give the numbers of documents, whole numbers from 0, in a list")
+    if found.size and int(found.max()) >= 2**62:
+        raise RecipeError(f"Exclude: {where}: no store has a document {found.max()}")
     return np.unique(found.astype(np.int64))
 
 

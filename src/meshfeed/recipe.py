@@ -464,8 +464,14 @@ class Recipe:
 
     def skips(self, step: int) -> bool:
         """Whether an amendment leaves a step out."""
-        skipped = self.amendments.skipped
-        return bool(skipped) and any(first <= step < stop for first, stop in skipped)
+        return self.first_given(step) > step
+
+    def first_given(self, step: int) -> int:
+        """The first step from this one on that no amendment leaves out."""
+        for first, stop in sorted(self.amendments.skipped):
+            if first <= step < stop:
+                step = stop
+        return step
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Recipe):

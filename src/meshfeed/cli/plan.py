@@ -114,6 +114,10 @@ class Plan(Command, JobOptions, RecipeOptions):
             for store in recipe.sources:
                 stack.enter_context(store)
             for step in steps:
+                if recipe.skips(step):
+                    raise MeshfeedError(
+                        f"step {step}: an amendment skips it, to step {recipe.first_given(step)}"
+                    )
                 began = time.perf_counter()
                 batch = stepping.global_batch(step)
                 seconds = time.perf_counter() - began

@@ -97,6 +97,8 @@ class Trace(Command, JobOptions, RecipeOptions):
         return Sights(self.stepping_of(recipe, self.micro_batch_size or 1))
 
     def _of_step(self, recipe: mf.Recipe, step: int) -> list[Line]:
+        if recipe.skips(step):
+            raise MeshfeedError(f"step {step}: an amendment skips it, to step {recipe.first_given(step)}")
         sights = self._sights(recipe)
         found = sights.of_step(step)
         if not found:

@@ -120,9 +120,10 @@ class Ahead:
         while True:
             if self._amended is not None:
                 self._stepping = self._amended(step)
-            if step not in self._left_out and not self._stepping.recipe.skips(step):
+            given = self._stepping.recipe.first_given(step)
+            if given == step and step not in self._left_out:
                 return step
-            step += 1
+            step = max(given, step + 1)
 
     def _num_bytes(self, portion: Portion) -> int:
         return self._stepping.rule.num_bytes(self._stepping.recipe, portion)

@@ -4,14 +4,16 @@ One key of the job's rendezvous store holds the *horizon*: the first step that n
 digest of the last amendment. A rank that comes to the horizon moves it on. A rank that amends takes the
 horizon's step and writes the amendment's digest there. Both are one compare-and-set of that key, so an
 amendment is at a step that no rank has planned, and a rank knows all amendments of the steps that it plans.
+The horizon begins anew after ranks have loaded a state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -19,7 +21,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from meshfeed.amendments import Amendment, Ledger
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text
-from meshfeed.errors import OptionError
+from meshfeed.errors import DeliveryError, OptionError
 from meshfeed.recipe import Change
 
 T = TypeVar("T")
@@ -27,42 +29,53 @@ T = TypeVar("T")
 AT_ONCE = 4
 """Steps that a rank moves the horizon on by: it asks the store once for so many."""
 
+_MOST_BYTES = 4 << 20  # of an amendment; a TCPStore takes no value of 8 MiB
+
 
 class Amending:
     """One rank's side of the agreement.
 
     Args:
         ledger: what the job begins with; equal on all ranks.
+        path: of the file that keeps it; the same text on all ranks.
         meeting: -> where the ranks meet; None for one process.
+
+    Attributes:
+        loads: states that this rank has loaded; equal on all ranks that plan.
     """
 
-    def __init__(self, ledger: Ledger, meeting: Callable[[], Meeting | None]) -> None:
-        self.ledger, self.began, self._meeting = ledger, ledger.digest, meeting
+    def __init__(self, ledger: Ledger, path: str, meeting: Callable[[], Meeting | None]) -> None:
+        self.ledger, self.began, self._path, self._meeting = ledger, ledger.digest, path, meeting
+        self.loads = 0
         self._alone = HashStore()
-        self._planned = 0  # this rank may plan the steps before
+        self._planned = 0, 0  # after so many loads, this rank may plan the steps before
         self._lock = threading.Lock()  # the producer and callers of `amend`
+        self._holder: int | None = None
 
     def known_at(self, step: int) -> Ledger:
         """All amendments that affect a step, which this rank is about to plan. Raises DeliveryError."""
-        with self._lock:
-            while step >= self._planned:
-                text, horizon = self._caught_up(step)
+        with self._held():
+            while (self.loads, step) >= self._planned:
+                text, loads, horizon = self._caught_up(step)
+                if loads > self.loads:  # other ranks have left this run, and so will this one
+                    break
                 if horizon <= step:
                     horizon = step + AT_ONCE
-                    if not self._replaced(text, horizon, self.ledger.digest):
+                    if not self._replaced(text, loads, horizon, self.ledger.digest):
                         continue
-                self._planned = horizon
+                self._planned = self.loads, horizon
         return self.ledger
 
-    def amend(self, change: Change, at: int | None, least: int, check: Callable[[Ledger], object]) -> int:
-        """Agree on a change at a step, or at the first that no rank has planned. Returns its step.
+    def amend(self, change: Change, at: int | None, least: int, check: Callable[[Ledger], object]) -> Ledger:
+        """Agree on a change at a step, or at the first that no rank has planned: the last of the ledger.
 
         least: the first step that this rank has not trained. check: raises for a ledger that the job cannot
-        have. Raises OptionError for a step that some rank may have planned, DeliveryError.
+        have. Raises OptionError for a step that some rank may have planned, a change that is too large, or in
+        a signal handler that has interrupted this; DeliveryError.
         """
-        with self._lock:
+        with self._held():
             while True:
-                text, horizon = self._caught_up(least)
+                text, loads, horizon = self._caught_up(least)
                 first = max(horizon, least)
                 if at is not None and at < first:
                     raise OptionError(
@@ -72,37 +85,65 @@ class Amending:
                 ledger = self.ledger.added(Amendment(first if at is None else at, change))
                 check(ledger)
                 told = json.dumps([self.ledger.digest, ledger.lines[-1]])
+                if len(told) > _MOST_BYTES:
+                    raise OptionError(
+                        f"amend: {change!r} takes {len(told):,} bytes, and ranks pass on {_MOST_BYTES:,}; "
+                        f"put the documents in a file, mf.Exclude(files=...)"
+                    )
                 self._call(lambda store, key, of=ledger.digest, text=told: store.set(f"{key}/{of}", text))
-                if self._replaced(text, horizon, ledger.digest):
+                if self._replaced(text, loads, horizon, ledger.digest):
                     self.ledger = ledger
-                    return ledger.amendments[-1].step
+                    return ledger
 
-    def _caught_up(self, step: int) -> tuple[str, int]:
-        """Get the amendments of other ranks. The horizon's text, and the first step that no rank may plan.
+    @contextlib.contextmanager
+    def _held(self) -> Generator[None]:
+        if self._holder == threading.get_ident():
+            raise OptionError(
+                "amend: this signal handler has interrupted the planning of a step; note the change there, "
+                "and amend in the loop"
+            )
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    def _caught_up(self, step: int) -> tuple[str, int, int]:
+        """Get the amendments of other ranks. The horizon's text, its loads, the first step not to be planned.
 
         step: where the horizon begins if this rank is the first to ask.
         """
-        text = self._call(lambda store, key: first_text(store, key, json.dumps([step, self.began])))
-        horizon, head = json.loads(text)
-        lines = list[Any]()
-        while head != self.ledger.digest:
+        begins = json.dumps([self.loads, step, self.began])
+        text = self._call(lambda store, key: first_text(store, key, begins))
+        loads, horizon, head = json.loads(text)
+        if loads < self.loads:  # of a run that is over
+            loads, horizon = self.loads, 0
+        lines, known = list[Any](), {"", *self.ledger.digests}
+        while head not in known:
             told = self._call(lambda store, key, of=head: store.get(f"{key}/{of}"))
             head, line = json.loads(told)
             lines.append(line)
+        if head != self.ledger.digest:
+            raise DeliveryError(
+                "ranks disagree on the amendments of this job; give them one ledger, and feeds that keep "
+                "others a name (name=)"
+            )
         for line in reversed(lines):
             self.ledger = self.ledger.added(Amendment.of_line(line, "an amendment of another rank"))
-        return text, horizon
+        return text, loads, horizon
 
-    def _replaced(self, text: str, horizon: int, head: str) -> bool:
+    def _replaced(self, text: str, loads: int, horizon: int, head: str) -> bool:
         """Replace the horizon's text. False if another rank has come between."""
-        new = json.dumps([horizon, head])
+        new = json.dumps([loads, horizon, head])
         return self._call(lambda store, key: store.compare_set(key, text, new)).decode() == new
 
     def _call(self, operation: Callable[[Any, str], T]) -> T:
         """Run an operation on the store, with the key of the horizon. Raises DeliveryError."""
         meeting = self._meeting()
         name = "" if meeting is None else meeting.name
-        key = f"meshfeed/{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}/ledger/{self.began}"
+        of = hashlib.blake2b(f"{name} {self._path}".encode(), digest_size=8).hexdigest()
+        key = f"meshfeed/{of}/ledger/{self.began}"
         if meeting is None:
             return operation(self._alone, key)
         return meeting.call(lambda store: operation(store, key))

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +29,7 @@ from meshfeed.deliver import (
     make_delivery,
     tell,
 )
-from meshfeed.errors import OptionError, StateError
+from meshfeed.errors import DeliveryError, OptionError, StateError
 from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.amending import Amending
 from meshfeed.feed.batch import Sources
@@ -143,8 +145,9 @@ class Feed(StepSource[Delivery, FeedOptions]):
         super().__init__(layout, rank, FeedOptions.of(locals()))
         self._given_recipe, self._machine = run_by(recipe, machine, encoder)
         kept = None if ledger is None else Ledger.read(ledger, missing_ok=True)
-        self._amending = None if kept is None else Amending(kept, self._meeting)
+        self._amending = None if kept is None else self._amends(kept)
         self.recipe = self._given_recipe.amended(self.ledger)
+        self._left: int | None = None  # the step that the last loop was in
         self._committed: int | None = None  # the first step that is not, once the trainer says so
         self._generation: int | None = None
         self._begins_as, self._applied = self.recipe, self.ledger
@@ -183,6 +186,9 @@ class Feed(StepSource[Delivery, FeedOptions]):
         For a trainer that may drop a step after its microbatches were taken, as torchft does. Without it, a
         step counts once the loop asks for the next one.
         """
+        last = self._next_step - 1 if self._run is None else self._run.step_in_loop
+        if type(step) is not int or not 0 <= step <= last:
+            raise OptionError(f"commit({step!r}): give a step that the loop has had, 0 to {last}")
         self._committed = step + 1
 
     def regroup(
@@ -205,24 +211,38 @@ class Feed(StepSource[Delivery, FeedOptions]):
         and new each time. rendezvous: a torch.distributed Store that all of them reach; None takes that of
         the default process group. Raises PeerError if a rank does not come within `timeout_s`.
         """
+        place, before = given_layout(layout), -1 if self._generation is None else self._generation
+        if type(generation) is not int or generation <= before:
+            raise OptionError(f"regroup(generation={generation!r}): give a whole number above {before}")
+        if not self._options.pad_rows and place is not None:
+            replace(self._stepping, layout=place).check_filled()
         with self._changing:
             first = self._first_uncommitted
             self._stop()
             options = replace(self._options, rendezvous=rendezvous, readers=readers)
-            self._move(given_layout(layout), rank, options)
+            self._move(place, rank, options)
             self._generation = generation
             self._stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp).with_rule(
                 self._rule
             )
         step, ledger = 0 if first is None else first, self.ledger
-        if (meeting := self._meeting()) is not None:
+        if self._options.ledger is not None:  # what a rank that is lost has agreed on
+            kept = Ledger.read(self._options.ledger, missing_ok=True)
+            ledger = kept if kept.begins_with(ledger) else ledger
+        meeting = self._meeting()
+        if meeting is None and self.layout.world_size > 1:
+            raise DeliveryError(
+                f"regroup: rank {self.rank} needs a way to meet the others of {self.layout}; call "
+                f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
+            )
+        if meeting is not None:
             again = replace(meeting, name=f"{self._options.name} regroups", number=generation)
             step, ledger = agree(again, self.layout.ranks().tolist(), first, ledger)
         if self._amending is not None:
-            self._amending = Amending(ledger, self._meeting)
+            self._amending = self._amends(ledger)
             self._apply(ledger)
             self._begins_as = self.recipe
-        self._next_step, self._loaded = step, True
+        self._next_step, self._left, self._loaded = step, step, True
         self._committed = None if self._committed is None else step
         return step
 
@@ -233,6 +253,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
             return self._committed
         if self._run is not None:
             return self._run.step_in_loop
+        if self._left is not None:
+            return self._left
         return self._next_step if self._next_step or self._loaded else None
 
     @property
@@ -249,19 +271,40 @@ class Feed(StepSource[Delivery, FeedOptions]):
         """Change the recipe while it trains: on any one rank, at any time; all others follow.
 
         The change holds from step `at` on, or from the first step that no rank has planned yet: no rank waits
-        for another. Returns that step. The job's first rank writes it to the ledger before it plans the step,
-        so every checkpoint after it resumes with it, under any layout.
+        for another. Returns that step, with the amendment in the ledger: a job that resumes has it, under any
+        layout.
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that may have been planned, or rows that do not fill microbatches; RecipeError for a change
-        that the recipe cannot have; DeliveryError for a lost store. Nothing changes then.
+        that the recipe cannot have; DeliveryError for a lost store. Nothing changes then. StateError if the
+        ledger cannot be written.
         """
+        if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
+            raise OptionError(f"amend({change!r}, at={at!r}): such as amend(mf.BatchSize(512), at=1000)")
         if self._amending is None:
             raise OptionError(
                 "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
                 "mf.Feed(..., ledger=path)"
             )
-        return self._amending.amend(change, at, self._step, self._check_ledger)
+        ledger = self._amending.amend(change, at, self._step, self._check_ledger)
+        self._keep(ledger)
+        return ledger.amendments[-1].step
+
+    def _amends(self, ledger: Ledger) -> Amending:
+        return Amending(ledger, os.fspath(self._options.ledger or ""), self._meeting)
+
+    def _keep(self, ledger: Ledger) -> None:
+        """Write the ledger, unless another rank has written one that goes on from it. Raises StateError."""
+        path = self._options.ledger
+        if path is None:
+            return
+        kept = Ledger.read(path, missing_ok=True)
+        if not kept.begins_with(ledger) or not Path(path).exists():
+            if not ledger.begins_with(kept):
+                raise StateError(
+                    f"{os.fspath(path)}: another job keeps its amendments there; give this one its own"
+                )
+            ledger.write(path)
 
     def _check_ledger(self, ledger: Ledger) -> None:
         recipe = self._given_recipe.amended(ledger)
@@ -275,9 +318,13 @@ class Feed(StepSource[Delivery, FeedOptions]):
             self._apply(ledger)
         return self._stepping
 
+    @property
+    def _is_first(self) -> bool:
+        return self.rank == min(self.layout.ranks().tolist())
+
     def _apply(self, ledger: Ledger) -> None:
-        if self._options.ledger is not None and self.rank == min(self.layout.ranks().tolist()):
-            ledger.write(self._options.ledger)
+        if self._is_first:
+            self._keep(ledger)
         recipe = self._given_recipe.amended(ledger)
         known = {id(store) for store in self.recipe.sources}
         further = [store for store in recipe.sources if id(store) not in known]
@@ -337,6 +384,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
                         f"leave it out"
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
+            if self._amending is not None and self._is_first:
+                self._keep(self.ledger)  # so that a path that cannot be written is refused here
             self._rule = stack.enter_context(self._rule.opened(self.recipe))
             self._stepping = self._stepping.with_rule(self._rule)
             if not self._options.pad_rows:
@@ -368,11 +417,13 @@ class Feed(StepSource[Delivery, FeedOptions]):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
-        state.check(self.recipe)
+        state.check(self._given_recipe.amended(self.ledger))
         with self._changing:
             self._stop()
-            self._next_step, self._loaded = state.step, True
+            self._next_step, self._left, self._loaded = state.step, None, True
             self._committed = None if self._committed is None else state.step
+            if self._amending is not None:
+                self._amending.loads += 1
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
@@ -416,6 +467,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _stop(self) -> None:
         had_run = self._run is not None
+        if self._run is not None:
+            self._left = self._run.step_in_loop
         super()._stop()
         if had_run:
             for store in self.recipe.sources:
@@ -437,7 +490,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._options.pad_rows),
             "left out": str(sorted(self._left_out)),
-            "ledger": "none" if self._amending is None else f"{self._amending.began or 'empty'}",
+            "ledger": "none" if self._amending is None else f"{self._options.ledger} {self._amending.began}",
             "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
 

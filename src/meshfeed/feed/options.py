@@ -79,6 +79,8 @@ class FeedOptions(Options):
         super().__post_init__()
         check_counts(1, vocab_size=1 if self.vocab_size is None else self.vocab_size)
         check_counts(0, read_ahead_bytes=self.read_ahead_bytes)
+        if not isinstance(cast(object, self.ledger or ""), (str, PathLike)):
+            raise OptionError(f"ledger={self.ledger!r}: give the path of a file, or None")
         check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
         check_flags(pad_rows=self.pad_rows)
         if self.packing is not None and (self.micro_batch_size is not None or self.pad_rows):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from meshfeed.sequence.rule import Held, TokenRule
 from meshfeed.sequence.runs import Longs, WithHoles, together
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of, runs
+
+# of each store, the excluded documents that were looked up last
+_found: WeakKeyDictionary[Store, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Windows(Rows, TokenRule):
             draws.source,
             draws.epoch,
             draws.index,
-            {s: _extents(recipe, s, excluded[s]) for s, _, _ in draws.by_source() if s in excluded},
+            {s: _extents(recipe.sources[s], excluded[s]) for s, _, _ in draws.by_source() if s in excluded},
         )
 
     def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
@@ -180,11 +184,14 @@ class Windows(Rows, TokenRule):
         return window[ascending], offset[ascending]
 
 
-def _extents(recipe: Recipe, source: int, documents: Longs) -> tuple[Longs, Longs]:
+def _extents(store: Store, documents: Longs) -> tuple[Longs, Longs]:
     """Where documents that are not empty begin and end in their stream; int64 [m] each."""
-    begins, stored = extents_of(recipe.sources[source], documents)
-    some = stored > 0
-    return begins[some], (begins + stored)[some]
+    kept = _found.setdefault(store, {})
+    if kept.get("of") is not documents:  # an amendment's, the same object in every step
+        begins, stored = extents_of(cast(StreamStore, store), documents)
+        some = stored > 0
+        kept |= {"of": documents, "extents": (begins[some], (begins + stored)[some])}
+    return kept["extents"]
 
 
 def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:
