@@ -256,11 +256,6 @@ class Stepping:
             return None
         return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes)))
 
-    @property
-    def shares_packs(self) -> bool:
-        """Whether the cp ranks of a data-parallel replica always work on one pack."""
-        return self.packing is None or self.packing.policy != "dynamic_cp"
-
     def portions(
         self, batch: GlobalBatch, coord: Coord, served: Sequence[int], needs: frozenset[str] | None = None
     ) -> list[Portion]:
