@@ -299,7 +299,8 @@ def test_a_source_that_an_amendment_adds_counts_from_its_step_on(folder: Path, t
                 assert last(microbatch).shape == (len(step.sources), 2)
             if step.index == at + 1:
                 break
-        assert told == [("short", "middle")] * at + [("short", "middle", "middle+1")] * 2
+        further = f"middle+{mf.open(folder / 'long').fingerprint[:8]}"
+        assert told == [("short", "middle")] * at + [("short", "middle", further)] * 2
         assert feed.sources == told[-1]
         again = mf.simulate(recipe.amended(feed.ledger), mf.Layout(), at + 2, **PACKED)
     assert [made.batch.sources for made in again] == told

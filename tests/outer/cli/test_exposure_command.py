@@ -106,7 +106,10 @@ def test_the_last_checkpoint_that_saw_none(folder: Path, capsys: pytest.CaptureF
     )
 
 
-def test_what_people_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_people_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     many = listed(folder, "".join(f"code\t{document}\r\n" for document in range(60)))
     recipe = f"{folder}/recipes.py:windows"
     assert main(["exposure", recipe, many, "--until", "30"]) == 0

@@ -70,8 +70,12 @@ def test_each_document_is_the_record_that_it_names(
 
 
 def test_commands_name_file_and_line(
-    inputs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    inputs: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # paths are not broken
     out, removal = tmp_path / "out", tmp_path / "removal.txt"
     prepare(inputs, out, BYTES, max_errors=3, engine=Here())
     removal.write_text("8\n60")
