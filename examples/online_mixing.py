@@ -76,7 +76,8 @@ class Ado:
         """The next amounts: at least a twentieth of an even share for each."""
         speeds = np.zeros(len(CHOICES))
         for source, points in enumerate(self._points):
-            slope, height = np.polyfit(*np.array(points).T, 1)
+            tokens, losses = np.array(points).T
+            slope, height = np.polyfit(tokens, losses, 1)
             speeds[source] = max(-slope, 0.0) * np.exp(height + slope * np.log(self._seen[source]))
         shares = speeds / speeds.sum() if speeds.any() else np.ones(len(CHOICES)) / len(CHOICES)
         return shares * 0.95 + 0.05 / len(CHOICES)
