@@ -9,9 +9,7 @@ from typing import Any
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json, say
 from meshfeed.cli.options import Command, argument, option
-from meshfeed.cli.recipes import RecipeOptions
-from meshfeed.errors import MeshfeedError
-from meshfeed.order import num_steps
+from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.sequence.drawn import drawn_of_sources
 from meshfeed.summary import digest_of
 
@@ -44,11 +42,7 @@ class Audit(Command, RecipeOptions):
 
     def run(self) -> int:
         recipe = self.recipe_of(self.recipe)
-        until = num_steps(recipe) if self.until is None else self.until
-        if until is None:
-            raise MeshfeedError(
-                "this recipe never ends; give --until STEP, the first step that does not count"
-            )
+        until = until_of(recipe, self.until, "does not count")
         with contextlib.ExitStack() as stack:
             for store in recipe.sources:
                 stack.enter_context(store)

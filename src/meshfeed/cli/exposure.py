@@ -19,10 +19,9 @@ from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
 from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.packing import JobOptions
-from meshfeed.cli.recipes import RecipeOptions
+from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
-from meshfeed.order import num_steps
 from meshfeed.report.words import counted
 from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.exposure import Exposures, exposures
@@ -68,11 +67,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
     def run(self) -> int:
         recipe = self.recipe_of(self.recipe)
         self._refuse_ignored(cast(SequenceRule, recipe.sequence))
-        until = num_steps(recipe) if self.until is None else self.until
-        if until is None:
-            raise MeshfeedError(
-                "this recipe never ends; give --until STEP, the first step that was not trained"
-            )
+        until = until_of(recipe, self.until, "was not trained")
         with contextlib.ExitStack() as stack:
             for store in recipe.sources:
                 stack.enter_context(store)

@@ -13,6 +13,7 @@ import meshfeed as mf
 from meshfeed.cli.options import option, refuse_given
 from meshfeed.cli.rule_names import rule_named
 from meshfeed.errors import MeshfeedError
+from meshfeed.order import num_steps
 from meshfeed.store import StreamStore, open_store
 from meshfeed.store.base import LabelsAre
 from meshfeed.store.tokenizer import KNOWN
@@ -128,6 +129,17 @@ class RecipeOptions(StoreOptions, AmendmentOptions):
             batch=mf.Batch(sequences=self.sequences or 256),
             seed=self.seed or 0,
         )
+
+
+def until_of(recipe: mf.Recipe, until: int | None, meaning: str) -> int:
+    """The step that --until gives, or else the end of the stream. Raises MeshfeedError if it has none.
+
+    meaning: what the step is to the command, for the message.
+    """
+    found = num_steps(recipe) if until is None else until
+    if found is None:
+        raise MeshfeedError(f"this recipe never ends; give --until STEP, the first step that {meaning}")
+    return found
 
 
 def _made_by(path: str) -> dict[str, Any]:
