@@ -42,6 +42,13 @@ def recipe_of(
     )
 
 
+def recipe_in(folder: Path, name: str) -> mf.Recipe:
+    """The one of that name that the folder's recipes.py makes."""
+    made: dict[str, Any] = {}
+    exec((folder / "recipes.py").read_text(), made)
+    return made[name]
+
+
 def flip_in_build(feed: mf.Feed, *, once: bool, step: int) -> None:
     """A token changes in memory while this rank builds a step; once, or whenever it builds that step."""
     rule = feed.recipe.sequence

@@ -271,7 +271,7 @@ def _column(start: RankStart, name: str) -> Floats:
 
 def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHistory | None:
     drawn_lines = [
-        (each["sources"], each)
+        each
         for several, end in zip(jobs, undone)
         for start in several
         for each in start.drawn
@@ -280,11 +280,11 @@ def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHist
     if not drawn_lines:
         return None
     # a recipe may gain sources
-    names = tuple(dict.fromkeys(name for sources, _ in drawn_lines for name in sources))
+    names = tuple(dict.fromkeys(name for each in drawn_lines for name in each["sources"]))
     shape = len(drawn_lines), len(names)
     drawn, asked = np.zeros(shape, np.int64), np.zeros(shape)
-    for row, (sources, each) in enumerate(drawn_lines):
-        at = [names.index(name) for name in sources]
+    for row, each in enumerate(drawn_lines):
+        at = [names.index(name) for name in each["sources"]]
         drawn[row, at], asked[row, at] = each["drawn"], each["asked"]
-    steps = np.array([each["step"] for _, each in drawn_lines], np.int64)
+    steps = np.array([each["step"] for each in drawn_lines], np.int64)
     return MixtureHistory(names=names, steps=steps, drawn=drawn, asked=asked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshfeed as mf
-from corpus import write_corpus
+from corpus import recipe_in, write_corpus
 from meshfeed.cli import replay
 from meshfeed.cli.main import main
 
@@ -57,12 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(path / "corpus")
     (path / "recipes.py").write_text(RECIPES.format(folder=path))
     return path
-
-
-def recipe_in(folder: Path, name: str) -> mf.Recipe:
-    made: dict[str, Any] = {}
-    exec((folder / "recipes.py").read_text(), made)
-    return made[name]
 
 
 def given_by_its_feed(folder: Path, name: str, rank: int, steps: range) -> dict[int, list[dict[str, Any]]]:

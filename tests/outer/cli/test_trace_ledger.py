@@ -19,6 +19,7 @@ import torch
 
 import meshfeed as mf
 import world
+from corpus import recipe_in
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
 from soak import cases, some
@@ -86,12 +87,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 writer.add_document(((document * PLACES + np.arange(size)) * 2 + source).astype(np.int32))
     (path / "recipes.py").write_text(RECIPES.format(folder=path))
     return path
-
-
-def recipe_in(folder: Path, name: str) -> mf.Recipe:
-    made: dict[str, Any] = {}
-    exec((folder / "recipes.py").read_text(), made)
-    return made[name]
 
 
 def ledger_of(tokens: Iterable[tuple[int, int, torch.Tensor]]) -> Held:
