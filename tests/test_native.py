@@ -20,7 +20,8 @@ import meshfeed as mf
 from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files.local import file as local
-from meshfeed.order import permutation
+from meshfeed.order import interleave, permutation
+from meshfeed.order.interleave import BLOCK
 from meshfeed.plan import CostModel, place, plan_step, reach
 from meshfeed.plan.encoders import swap
 from meshfeed.sequence import runs as runs_module
@@ -130,6 +131,28 @@ def test_places_are_permuted_as_numpy_permutes_them(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(permutation, "_permute", None)
         assert np.array_equal(permutation.permute(places, **of_each), there)
+
+
+@settings(max_examples=cases(60), deadline=None)
+@given(
+    st.lists(
+        st.integers(1, 10**6) | st.floats(1e-9, 1.0) | st.sampled_from([1, 0.1, 2.0**-40, 1e-30]),
+        min_size=2,
+        max_size=40,
+    ),
+    st.integers(0, 2**50 - 3) | st.integers(0, 9) | st.just(2**50 - 3),
+)
+def test_turns_are_taken_as_numpy_takes_them(weights: list[float], block: int) -> None:
+    """Sources of any share, at the first blocks and the last: counts at edges, draws, and where each is."""
+    needs_compiled()
+    loop, plain = interleave.Interleaving(weights), interleave.Interleaving(weights)
+    made = loop._make_block(block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interleave, "_edge", None)
+        patch.setattr(interleave, "_take_turns", None)
+        assert np.array_equal(plain.counts(block * BLOCK), loop.counts(block * BLOCK))
+        for one, other in zip(made, plain._make_block(block), strict=True):
+            assert one.dtype == other.dtype and np.array_equal(one, other)
 
 
 @settings(max_examples=cases(40), deadline=None)

@@ -450,6 +450,128 @@ int64_t mf_swap(const int64_t *bounds, const double *limits, int64_t num_costs, 
     return num_swaps;
 }
 
+/* -- whose turn it is: see meshfeed/order/interleave.py ---------------------------------------------------- */
+
+enum { FRACTION_BITS = 44 }; /* _BITS */
+static const int64_t ONE = (int64_t)1 << FRACTION_BITS;
+
+/* A source's share of the first draws: whole part, and fraction in parts of ONE: `_share`. */
+static int64_t share_of(uint64_t word, uint64_t draws, int64_t *fraction)
+{
+    uint64_t low = draws & UINT32_MAX, high = draws >> 32;
+    uint64_t first = (word & UINT32_MAX) * high, second = (word >> 32) * low;
+    uint64_t carried = ((word & UINT32_MAX) * low >> 32) + (first & UINT32_MAX) + (second & UINT32_MAX);
+    *fraction = (int64_t)(word * draws >> (64 - FRACTION_BITS));
+    return (int64_t)((word >> 32) * high + (first >> 32) + (second >> 32) + (carried >> 32));
+}
+
+static int64_t floor_of(int64_t x) { return x < 0 ? -((ONE - 1 - x) / ONE) : x / ONE; }
+
+/* Round up the `count` likeliest of some sources, the first of equals. */
+static void round_up(int64_t num, const int64_t *own, const double *likeness, int64_t count, int64_t *counts,
+                     entry *heap)
+{
+    int64_t size = 0;
+    for (int64_t i = 0; i < num; i++)
+        push(heap, &size, (entry){-likeness[own[i]], own[i]});
+    while (count-- > 0)
+        counts[pop(heap, &size).group]++;
+}
+
+/* The count of each source at the edge of a block: `_edge_of`.
+
+   before, after: the counts at both parent edges, or none. groups: the sources from the rarest on; ends: of
+   each group of them. most, tiny: the roundings that rarer sources may sum to, what is no fraction. Returns
+   by how many the roundings miss the sum, where the caller begins anew.
+   likeness, heap: room for num_sources. */
+int64_t mf_edge(int64_t num_sources, const uint64_t *words, int64_t position, const int64_t *before,
+                const int64_t *after, int64_t num_groups, const int64_t *groups, const int64_t *ends,
+                int64_t most, int64_t tiny, int64_t *counts, double *likeness, entry *heap)
+{
+    int64_t total = ONE / 2, share = 0, placed = 0, begin = 0, fraction;
+    for (int64_t s = 0; s < num_sources; s++) {
+        counts[s] = share_of(words[s], (uint64_t)position, &fraction);
+        total += fraction;
+    }
+    total /= ONE;
+    for (int64_t g = 0; g < num_groups; begin = ends[g++]) {
+        int64_t count = 0, must = 0, may = 0;
+        for (int64_t i = begin; i < ends[g]; i++) {
+            int64_t s = groups[i];
+            int64_t whole = share_of(words[s], (uint64_t)position, &fraction), like = fraction;
+            like = fraction >= ONE - tiny ? 2 * ONE : fraction <= tiny ? -ONE : fraction;
+            if (before)
+                like += 4 * ONE * ((before[s] > whole) - (after[s] <= whole));
+            likeness[s] = (double)like;
+            share += fraction;
+            count += like >= ONE / 2;
+            must += like >= ONE;
+            may += like > 0;
+        }
+        int64_t least = -floor_of(most - share) - placed, largest = floor_of(share + most) - placed;
+        count = count < least ? least : count;
+        count = count > largest ? largest : count;
+        if (g == num_groups - 1)
+            count = total - placed;
+        count = count < must ? must : count > may ? may : count;
+        round_up(ends[g] - begin, groups + begin, likeness, count, counts, heap);
+        placed += count;
+    }
+    return placed - total;
+}
+
+static double ceiling(double x)
+{
+    if (!(x < 0x1p53)) /* whole already */
+        return x;
+    double below = (double)(int64_t)x;
+    return below < x ? below + 1 : below;
+}
+
+/* The draws of a block by deadline: `_turns_of`. Each source has `counts` of them, after `held` before it.
+
+   slack: dates this close are equal. Writes the source of each draw, its number, and the place of each
+   source's draws, source after source. Returns how many draws it has placed: all, or none if they are not as
+   many, or one opens after the block.
+   scratch: room for 3 * num_draws + 1; closes, heap: for num_draws. */
+int64_t mf_take_turns(int64_t num_sources, const uint64_t *words, int64_t position, const int64_t *held,
+                      const int64_t *counts, const double *weights, const double *slack,
+                      int64_t num_draws, int32_t *source, int64_t *number, int64_t *place,
+                      int64_t *scratch, double *closes, entry *heap)
+{
+    int64_t *first = scratch, *next = first + num_draws + 1, *numbers = next + num_draws;
+    int64_t task = 0, num_ready = 0, at = 0, fraction;
+    for (int64_t date = 0; date <= num_draws; date++)
+        first[date] = -1;
+    for (int64_t s = 0; s < num_sources; s++) {
+        int64_t whole = share_of(words[s], (uint64_t)position, &fraction);
+        for (int64_t k = held[s]; k < held[s] + counts[s]; k++, task++) {
+            double ahead = (double)(k - whole) - (double)fraction / (double)ONE;
+            double opens = larger(ahead / weights[s] + *slack, 0);
+            if (task == num_draws || !(opens < (double)num_draws + 1))
+                return 0;
+            closes[task] = ceiling((ahead + 1) / weights[s] - *slack);
+            next[task] = first[(int64_t)opens];
+            first[(int64_t)opens] = task;
+            numbers[task] = k;
+            place[task] = s; /* until its turn */
+        }
+    }
+    if (task < num_draws)
+        return 0;
+    for (int64_t now = 0; now < num_draws; now++) {
+        /* if none is open yet, the next to open start early */
+        for (; at <= num_draws && (at <= now || !num_ready); at++)
+            for (int64_t t = first[at]; t >= 0; t = next[t])
+                push(heap, &num_ready, (entry){closes[t], at * num_draws + t});
+        int64_t t = pop(heap, &num_ready).group % num_draws;
+        source[now] = (int32_t)place[t];
+        number[now] = numbers[t];
+        place[t] = now;
+    }
+    return num_draws;
+}
+
 /* -- Megatron's order: see meshfeed/integrations/megatron/gpt_order.py ------------------------------------ */
 
 /* Always the dataset that lags most behind its share, the first of equals: `_blend`, one step at a time.

@@ -22,11 +22,13 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 
 Longs = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -38,6 +40,30 @@ _END = 2**62
 _LEANING = 3 << 42  # the most that the roundings of the rarer sources may sum to: 3/4
 _BITS = 44  # of a fraction, so that sums over half a million sources are exact
 _SLACK = 1e-9  # weights such as 1/10 are not multiples of 2**-64: deadlines this close are equal
+
+_edge = compiled(
+    "mf_edge",
+    *(WHOLE, POINTER, WHOLE, POINTER, POINTER),
+    *(WHOLE, POINTER, POINTER, WHOLE, WHOLE),
+    *(POINTER, POINTER, POINTER),
+)
+_take_turns = compiled("mf_take_turns", WHOLE, POINTER, WHOLE, *[POINTER] * 4, WHOLE, *[POINTER] * 6)
+
+
+class _Block(NamedTuple):
+    """The draws between two edges.
+
+    Attributes:
+        source: of each draw; int32 [BLOCK].
+        count: draws of that source before it; int64 [BLOCK].
+        place: where the draws of each source are in the block, source after source; int64 [BLOCK].
+        first: where those of a source begin in `place`; int64 [num_sources].
+    """
+
+    source: npt.NDArray[np.int32]
+    count: Longs
+    place: Longs
+    first: Longs
 
 
 class Interleaving:
@@ -61,6 +87,8 @@ class Interleaving:
         self.weights = np.array([word / 2**64 for word in self._words])
         octaves = np.array([(65 - word.bit_length()) // 2 for word in self._words])
         self._rarest_first = [np.flatnonzero(octaves == octave) for octave in np.unique(octaves)[::-1]]
+        self._groups = np.concatenate(self._rarest_first)
+        self._ends = np.cumsum([own.size for own in self._rarest_first])
         self._edge = lru_cache(maxsize=256)(self._make_edge)
         self._block = lru_cache(maxsize=4)(self._make_block)
 
@@ -70,10 +98,10 @@ class Interleaving:
             return np.zeros(stop - start, np.int32), np.arange(start, stop, dtype=np.int64)
         sources, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         for block in range(start // BLOCK, -(-stop // BLOCK)):
-            source, count = self._block(block)
+            made = self._block(block)
             mine = slice(max(start - block * BLOCK, 0), stop - block * BLOCK)
-            sources.append(source[mine])
-            counts.append(count[mine])
+            sources.append(made.source[mine])
+            counts.append(made.count[mine])
         return np.concatenate(sources), np.concatenate(counts)
 
     def counts(self, position: int) -> Longs:
@@ -96,8 +124,9 @@ class Interleaving:
             self._by_block(s, np.flatnonzero(sources == s), counts) for s in np.unique(sources).tolist()
         )
         for block, source, mine in heapq.merge(*together, key=itemgetter(0)):
-            places = np.flatnonzero(self._block(block)[0] == source)
-            found[mine] = block * BLOCK + places[counts[mine] - self._edge(block * BLOCK)[source]]
+            made = self._block(block)
+            nth = counts[mine] - self._edge(block * BLOCK)[source]
+            found[mine] = block * BLOCK + made.place[made.first[source] + nth]
         return found
 
     def _by_block(self, source: int, draws: Longs, counts: Longs) -> Iterator[tuple[int, int, Longs]]:
@@ -139,15 +168,22 @@ class Interleaving:
         """The count of each source at the edge of a block; int64 [num_sources]."""
         if position == 0:
             return np.zeros(self.num_sources, np.int64)
+        span, parents = position & -position, None
+        if position + span < _END:
+            parents = self._edge(position - span), self._edge(position + span)
+        made = self._edge_compiled(position, parents)
+        return self._edge_of(position, parents) if made is None else made
+
+    def _edge_of(self, position: int, parents: tuple[Longs, Longs] | None) -> Longs:
+        """The counts at an edge, from those at its two parent edges."""
         whole, fraction = self._share(position)
         one, tiny = 1 << _BITS, int(_SLACK * (1 << _BITS))
         # Preference to round up: a fraction; below 0 must not be rounded up, `one` or more must be.
         likeness = np.where(fraction <= tiny, -one, fraction)
         likeness = np.where(fraction >= one - tiny, 2 * one, likeness)
-        span = position & -position
-        if position + span < _END:
-            likeness += 4 * one * (self._edge(position - span) > whole)
-            likeness -= 4 * one * (self._edge(position + span) <= whole)
+        if parents is not None:
+            likeness += 4 * one * (parents[0] > whole)
+            likeness -= 4 * one * (parents[1] <= whole)
         total = (int(fraction.sum()) + one // 2) >> _BITS
         up = np.zeros(self.num_sources, bool)
         share, placed = 0, 0
@@ -167,22 +203,57 @@ class Interleaving:
             up[wrong[by_likeness[: abs(placed - total)]]] = placed < total
         return whole + up
 
+    def _edge_compiled(self, position: int, parents: tuple[Longs, Longs] | None) -> Longs | None:
+        """The same by the compiled loop; None without it, or if the frequent sources cannot compensate."""
+        if _edge is None:
+            return None
+        num, counts = self.num_sources, np.empty(self.num_sources, np.int64)
+        likeness, heap = np.empty(num), np.empty((num, 2))
+        missed = _edge(
+            *(num, address(self._word), position, *(addresses(*parents) if parents else (None, None))),
+            *(self._ends.size, *addresses(self._groups, self._ends)),
+            *(_LEANING, int(_SLACK * (1 << _BITS))),
+            *(address(counts), address(likeness), address(heap)),
+        )
+        return None if missed else counts
+
     # -- blocks -----------------------------------------------------------------------------------------
 
-    def _make_block(self, block: int) -> tuple[npt.NDArray[np.int32], Longs]:
-        """The draws between two edges, by deadline: (source, count before it); int32, int64 [BLOCK]."""
+    def _make_block(self, block: int) -> _Block:
+        """The draws between two edges, by deadline."""
         edge = block * BLOCK
         held, due = self._edge(edge), self._edge(edge + BLOCK)
-        counts = due - held
+        return self._turns_compiled(edge, held, due - held) or self._turns_of(edge, held, due - held)
+
+    def _turns_of(self, edge: int, held: Longs, counts: Longs) -> _Block:
+        """The draws of the block from an edge on: `counts` of each source, after `held` before it."""
         whole, fraction = self._share(edge)
         source = np.repeat(np.arange(self.num_sources), counts)
-        count = np.arange(source.size) - np.repeat(np.cumsum(counts) - counts - held, counts)
+        first = np.cumsum(counts) - counts
+        count = np.arange(source.size) - (first - held)[source]
         ahead = (count - whole[source]) - fraction[source] / (1 << _BITS)
         opens = np.floor(ahead / self.weights[source] + _SLACK).clip(0)
         closes = np.ceil((ahead + 1) / self.weights[source] - _SLACK)
         order = np.lexsort((closes, opens))
         chosen = order[_by_dates(opens[order].tolist(), closes[order].tolist())]
-        return source[chosen].astype(np.int32), count[chosen]
+        place = np.empty_like(chosen)
+        place[chosen] = np.arange(chosen.size)
+        return _Block(source[chosen].astype(np.int32), count[chosen], place, first)
+
+    def _turns_compiled(self, edge: int, held: Longs, counts: Longs) -> _Block | None:
+        """The same by the compiled loop; None without it."""
+        if _take_turns is None:
+            return None
+        made = _Block(np.empty(BLOCK, np.int32), *np.empty((2, BLOCK), np.int64), np.cumsum(counts) - counts)
+        slack, scratch = np.array([_SLACK]), np.empty(3 * BLOCK + 1, np.int64)
+        closes, heap = np.empty(BLOCK), np.empty((BLOCK, 2))
+        done = _take_turns(
+            *(self.num_sources, address(self._word), edge, *addresses(held, counts)),
+            *(address(self.weights), address(slack)),
+            *(BLOCK, address(made.source), *addresses(made.count, made.place, scratch)),
+            *(address(closes), address(heap)),
+        )
+        return made if done == BLOCK else None
 
 
 class WholeBatches:
