@@ -89,6 +89,24 @@ def test_in_a_mixture_a_node_meets_its_neighbours_at_most() -> None:
     assert len(met) / len({key[:3] for key in met}) < 1.3, "against 4 without lanes"
 
 
+def test_steps_whose_lanes_are_alike_are_planned_and_cut_once() -> None:
+    recipe = windows_of(mf.Blocks(sequences=8, window=2, lanes=4), size=68, sequences=8, epochs=2)
+    stepping = Stepping(recipe=recipe, layout=mf.Layout.parse("dp2"), micro_batch_size=2, cp_split="zigzag")
+    batches = [stepping.global_batch(step) for step in range(22)]
+    plans = [batch.plan for batch in batches if batch is not None]
+    assert len(plans) == 22
+    # an epoch has 90 sequences, so step 11 is of two epochs, and the next ones begin with another lane
+    assert [plans.index(plan) for plan in plans] == [0] * 11 + [11] + [12] * 10
+    for batch in batches:
+        assert batch is not None
+        for coord in (mf.Coord(0, 0, 0, 0), mf.Coord(0, 0, 1, 0)):
+            cut = stepping.portions(batch, coord, [0])
+            drawn = np.concatenate([portion.draws.index for portion in cut])
+            mine = np.flatnonzero(batch.plan.first_rank == coord.dp)
+            in_order = mine[np.argsort(batch.plan.microbatch[mine], kind="stable")]
+            assert drawn.tolist() == batch.draws.index[in_order].tolist()
+
+
 def test_lanes_take_turns_and_only_blocks_have_any() -> None:
     recipe = windows_of(mf.Blocks(lanes=5), size=100, sequences=7)
     assert num_steps(replace(recipe, epochs=1)) == 19

@@ -222,10 +222,7 @@ class Stepping:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
             order = self._by_lanes(step, draws)
-            if order is None:
-                return _plan_of_rows(lengths.tobytes(), dp, cp, self.micro_batch_size, self._row_align)
-            size, align = self.micro_batch_size, self._row_align
-            return plan_fixed(lengths, dp=dp, cp=cp, micro_batch_size=size, align=align, order=order)
+            return _plan_of_rows(lengths.tobytes(), order, dp, cp, self.micro_batch_size, self._row_align)
         in_order = self.packing.policy == "in_order"
         try:
             return plan_step(
@@ -244,8 +241,8 @@ class Stepping:
             which = "the longest is source {}, epoch {}, index {}".format(*where)
             raise PlanError(f"step {step}: {error} ({which})") from error
 
-    def _by_lanes(self, step: int, draws: Draws) -> npt.NDArray[np.int64] | None:
-        """An order of a step's rows that groups them by lane; None unless the shuffle is by blocks.
+    def _by_lanes(self, step: int, draws: Draws) -> bytes | None:
+        """An order of a step's rows that groups them by lane, int64 [n]; None unless the shuffle is by blocks.
 
         Lanes take turns. Let g be the greatest common divisor of dp and the number of lanes. Any g successive
         rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
@@ -254,7 +251,7 @@ class Stepping:
         lanes, shuffle = lanes_of_step(self.recipe, step), self.recipe.shuffle
         if lanes is None or not isinstance(shuffle, Blocks):
             return None
-        return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes)))
+        return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes))).tobytes()
 
     def portions(
         self, batch: GlobalBatch, coord: Coord, served: Sequence[int], needs: frozenset[str] | None = None
@@ -267,8 +264,7 @@ class Stepping:
         rank, group = first + coord.cp, tuple(first + cp for cp in served)
         rows = self.micro_batch_size if self.packing is None else 0
         together = self._together(batch)
-        has_lanes = isinstance(self.recipe.shuffle, Blocks)  # then each step has a plan of its own
-        if rows and not has_lanes:
+        if rows:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, together, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
@@ -281,7 +277,7 @@ class Stepping:
             batch.lengths,
             rank,
             group=group,
-            rows=rows,
+            rows=0,
             split=self.cp_split,
             together=together,
             rank_of_dp_cp=beside,
@@ -313,10 +309,13 @@ def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[
     return {size: tuple(beside[group].tolist()) for size, group in own if group.size}
 
 
-@lru_cache(maxsize=8)  # rows of equal lengths are planned alike in every step
-def _plan_of_rows(lengths: bytes, dp: int, cp: int, micro_batch_size: int, align: Align) -> StepPlan:
+@lru_cache(maxsize=8)  # rows of equal lengths are planned alike in every step whose lanes are alike
+def _plan_of_rows(
+    lengths: bytes, order: bytes | None, dp: int, cp: int, micro_batch_size: int, align: Align
+) -> StepPlan:
     whole = np.frombuffer(lengths, np.int64)
-    return plan_fixed(whole, dp=dp, cp=cp, micro_batch_size=micro_batch_size, align=align)
+    dealt = None if order is None else np.frombuffer(order, np.int64)
+    return plan_fixed(whole, dp=dp, cp=cp, micro_batch_size=micro_batch_size, align=align, order=dealt)
 
 
 @lru_cache(maxsize=8)  # and cut alike
