@@ -242,7 +242,7 @@ class Stepping:
             raise PlanError(f"step {step}: {error} ({which})") from error
 
     def _by_lanes(self, step: int, draws: Draws) -> bytes | None:
-        """An order of a step's rows that groups them by lane, int64 [n]; None unless the shuffle is by blocks.
+        """An order of a step's rows that groups them by lane, int64 [n]; None unless shuffled by blocks.
 
         Lanes take turns. Let g be the greatest common divisor of dp and the number of lanes. Any g successive
         rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
