@@ -496,6 +496,32 @@ def test_a_missing_or_shorter_ledger_is_refused_with_the_state(folder: Path, tmp
     mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(state)
 
 
+def test_a_state_knows_what_was_agreed_for_later_steps(folder: Path, tmp_path: Path) -> None:
+    """On every rank alike, whenever it plans; what was agreed after the state is not its concern."""
+    recipe, path, states = recipe_of(folder), tmp_path / "ledger.jsonl", [list[Any](), list[Any]()]
+    options: Any = {"packing": PACKING, "delivery": "direct", "rendezvous": HashStore(), "ledger": path}
+    with contextlib.ExitStack() as stack:
+        for rank in range(2):  # one after the other: the second plans when the first has amended
+            feed = stack.enter_context(mf.Feed(recipe, mf.Layout(dp=2), rank, **options))
+            for step in feed:
+                states[rank].append(feed.state_dict())
+                if step.index == 1 and rank == 0:
+                    feed.amend(mf.BatchSize(9), at=100)
+                if step.index == 12:
+                    break
+            if rank == 0:
+                feed.amend(mf.BatchSize(3), at=200)
+    assert states[0] == states[1]
+    assert "amendments" not in states[0][1]["recipe"] and "amendments" in states[0][12]["recipe"]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]))
+    mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][12])
+    path.write_text(lines[0])
+    mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][1])
+    with pytest.raises(mf.StateError, match=r"amendments: saved '1, digest"):
+        mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][12])
+
+
 def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:

@@ -62,7 +62,7 @@ from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.state import State
 
 if typing.TYPE_CHECKING:
-    from meshfeed.amendments import Amendment, BatchSize, Exclude, Grow, Ledger, Reweigh, SkipSteps
+    from meshfeed.amendments import BatchSize, Exclude, Grow, Ledger, Reweigh, SkipSteps
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step, loss_by_source
@@ -158,7 +158,7 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "Amendment": "meshfeed.amendments",
+    "Amendment": "meshfeed.recipe",
     "BatchSize": "meshfeed.amendments",
     "Cache": "meshfeed.files",
     "Chat": "meshfeed.sequence",

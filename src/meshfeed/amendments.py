@@ -20,38 +20,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.mixture import Mixture, Unit
-from meshfeed.recipe import Change, Recipe
+from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
 
 Longs = npt.NDArray[np.int64]
 
 _HEAD = {"ledger": "meshfeed", "version": 1}
-_OF_LINE = ("step", "digest")
+_OF_LINE = ("step", "agreed", "digest")
 _MOST_LISTED = 1000  # documents that a line of a ledger lists as numbers, for readers
-
-
-class Amendment(NamedTuple):
-    """A change from a step on."""
-
-    step: int
-    change: Change
-
-    @classmethod
-    def of_line(cls, line: Mapping[str, Any], where: str) -> Amendment:
-        """The amendment that a line of a ledger describes. Raises StateError for anything else."""
-        try:
-            ((kind, told),) = ((name, value) for name, value in line.items() if name not in _OF_LINE)
-            return cls(line["step"], KINDS[kind].of_told(told))
-        except (KeyError, ValueError, TypeError, AttributeError, zlib.error) as bad:
-            raise StateError(f"{where}: not an amendment ({bad!r}); restore the file") from bad
 
 
 @dataclass(frozen=True)
@@ -349,8 +333,8 @@ class Ledger:
     def digests(self) -> tuple[str, ...]:
         """Of each amendment and all before it."""
         digests, before = list[str](), ""
-        for step, change in self.amendments:
-            before = digest_of({"before": before, "step": step, "change": change.digest})
+        for each in self.amendments:
+            before = digest_of({"before": before, **_when(each), "change": each.change.digest})
             digests.append(before)
         return tuple(digests)
 
@@ -371,8 +355,8 @@ class Ledger:
     def lines(self) -> list[dict[str, Any]]:
         """Each as plain JSON."""
         return [
-            {"step": step, type(change).__name__: cast(_Told, change).told, "digest": digest}
-            for (step, change), digest in zip(self.amendments, self.digests)
+            {**_when(each), type(each.change).__name__: cast(_Told, each.change).told, "digest": digest}
+            for each, digest in zip(self.amendments, self.digests)
         ]
 
     @property
@@ -390,7 +374,7 @@ class Ledger:
         for number, line in enumerate(lines, 2):
             at = f"{where}, line {number}"
             told = _json_of(line, at)
-            made = made.added(Amendment.of_line(told, at))
+            made = made.added(amendment_of(told, at))
             if made.digest != told.get("digest"):
                 raise StateError(f"{at}: it does not follow from the lines before it; restore the file")
         if not text.endswith("\n"):
@@ -430,6 +414,21 @@ class Ledger:
 
     def __iter__(self) -> Iterator[Amendment]:
         return iter(self.amendments)
+
+
+def amendment_of(line: Mapping[str, Any], where: str) -> Amendment:
+    """The amendment that a line of a ledger describes. Raises StateError for anything else."""
+    try:
+        ((kind, told),) = ((name, value) for name, value in line.items() if name not in _OF_LINE)
+        return Amendment(line["step"], KINDS[kind].of_told(told), line.get("agreed"))
+    except (KeyError, ValueError, TypeError, AttributeError, zlib.error) as bad:
+        raise StateError(f"{where}: not an amendment ({bad!r}); restore the file") from bad
+
+
+def _when(amendment: Amendment) -> dict[str, int]:
+    """The steps of an amendment, as a line has them."""
+    of_all = {} if amendment.agreed is None else {"agreed": amendment.agreed}
+    return {"step": amendment.step, **of_all}
 
 
 def _json_of(line: str, where: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from os import PathLike
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -286,17 +286,41 @@ class Change(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Amendment:
+    """A change from a step on. It unpacks as `step, change = amendment`.
+
+    Attributes:
+        step, change: these.
+        agreed: the first step that no rank had planned when a job agreed on it. Every rank that has planned
+            this step knows the change, so a state of a later step has it, however far ahead the change is.
+            None: its own step.
+    """
+
+    step: int
+    change: Change
+    agreed: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.step, self.change))
+
+    @property
+    def known(self) -> int:
+        """A step at which every rank knows it; at most its own."""
+        return self.step if self.agreed is None else self.agreed
+
+
+@dataclass(frozen=True, slots=True)
 class Amended:
     """What amendments have done to a recipe, but for its data and its batch, which have it themselves.
 
     Attributes:
-        digests: (step, digest) of each amendment, in the order in which they were made.
+        digests: (step that knows it, step, digest) of each amendment, in the order in which they were made.
         skipped: (first step, stop) of steps that are left out.
         grown: (source, name of the source that its further documents are), in order.
         excluded: (step, source, all its documents that are empty from there on), by step; int64, ascending.
     """
 
-    digests: tuple[tuple[int, str], ...] = ()
+    digests: tuple[tuple[int, int, str], ...] = ()
     skipped: tuple[tuple[int, int], ...] = ()
     grown: tuple[tuple[str, str], ...] = ()
     excluded: tuple[tuple[int, int, npt.NDArray[np.int64]], ...] = ()
@@ -319,9 +343,9 @@ class Amended:
         """The sources that hold the documents of one that may have grown; itself first."""
         return [source, *(name for of, name in self.grown if of == source)]
 
-    def until(self, step: int | None) -> str:
-        """How many amendments affect steps before `step` (None: all steps), and their digest; "" if none."""
-        digests = [each for each in self.digests if step is None or each[0] < step]
+    def summary(self, until: int | None) -> str:
+        """How many amendments all ranks know at step `until` (None: all), and their digest; "" if none."""
+        digests = [each for known, *each in self.digests if until is None or known < until]
         return f"{len(digests)}, digest {digest_of({'amendments': digests})}" if digests else ""
 
 
@@ -446,20 +470,20 @@ class Recipe:
         data.stores = tuple(stores)
         return replace(self, data=data)
 
-    def amended(self, amendments: Iterable[tuple[int, Change]]) -> Recipe:
+    def amended(self, amendments: Iterable[Amendment | tuple[int, Change]]) -> Recipe:
         """The same recipe with further changes, each from a step on.
 
         amendments: a Ledger, or pairs such as (1000, mf.BatchSize(512)).
         Of two changes of one kind at the same step, the later one holds. Raises RecipeError for a change that
         this recipe cannot have.
         """
-        made, given = self, list(amendments)
-        for step, _ in given:
-            if type(step) is not int or step < 0:
-                raise RecipeError(f"an amendment at step {step!r}: give a whole number from 0")
-        for step, change in sorted(given, key=itemgetter(0)):
+        made, given = self, [each if isinstance(each, Amendment) else Amendment(*each) for each in amendments]
+        for each in given:
+            if type(each.step) is not int or each.step < 0:
+                raise RecipeError(f"an amendment at step {each.step!r}: give a whole number from 0")
+        for step, change in sorted(given, key=attrgetter("step")):
             made = change.applied(made, step)
-        digests = (*self.amendments.digests, *((step, change.digest) for step, change in given))
+        digests = (*self.amendments.digests, *((each.known, each.step, each.change.digest) for each in given))
         return replace(made, amendments=replace(made.amendments, digests=digests))
 
     def skips(self, step: int) -> bool:
@@ -487,7 +511,7 @@ class Recipe:
         Two recipes are equal if these are. Fits a state of 4 KB.
         """
         data = self.data.summary(until) if isinstance(self.data, Mixture) else self.data.fingerprint
-        amended = self.amendments.until(until)
+        amended = self.amendments.summary(until)
         return {
             "data": data,
             "sequence": brief(

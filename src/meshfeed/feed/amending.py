@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from meshfeed.amendments import Amendment, Ledger
+from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text
 from meshfeed.errors import DeliveryError, OptionError
-from meshfeed.recipe import Change
+from meshfeed.recipe import Amendment, Change
 
 T = TypeVar("T")
 
@@ -82,7 +82,10 @@ class Amending:
                         f"amend(at={at}): the steps before {first} are planned already; give a later one, or "
                         f"leave at= out"
                     )
-                ledger = self.ledger.added(Amendment(first if at is None else at, change))
+                # other ranks may still be before the step where this one has not begun
+                agreed = first if self._planned[0] == self.loads and self._planned[1] else None
+                step = first if at is None else at
+                ledger = self.ledger.added(Amendment(step, change, None if agreed == step else agreed))
                 check(ledger)
                 told = json.dumps([self.ledger.digest, ledger.lines[-1]])
                 if len(told) > _MOST_BYTES:
@@ -130,7 +133,7 @@ class Amending:
                 "others a name (name=)"
             )
         for line in reversed(lines):
-            self.ledger = self.ledger.added(Amendment.of_line(line, "an amendment of another rank"))
+            self.ledger = self.ledger.added(amendment_of(line, "an amendment of another rank"))
         return text, loads, horizon
 
     def _replaced(self, text: str, loads: int, horizon: int, head: str) -> bool:
