@@ -193,15 +193,22 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
     assert compiled.num_microbatches == plain.num_microbatches
 
 
-def test_arrays_that_loops_cannot_take_are_refused() -> None:
+def test_arrays_that_loops_cannot_take_are_refused(tmp_path: Path) -> None:
+    needs_compiled()
+    kinds = native.WHOLE, native.ARRAY, native.WHOLE, native.WHOLE, *[native.LONGS] * 3
+    read, out, ones = native.compiled("mf_read_ranges", *kinds), np.zeros(1, np.uint8), np.ones(1, np.int64)
     with pytest.raises(ValueError, match="contiguous"):
-        native.address(np.zeros((4, 4))[:, 1:])
+        read(0, np.zeros((4, 4), np.uint8)[:, 1:], 0, 0, ones, ones, ones)
     with pytest.raises(ValueError, match="int64, not int32"):
-        native.addresses(np.zeros(1, np.int32))
-    constant = np.arange(3)
-    constant.flags.writeable = False
-    assert native.address(constant) == constant.ctypes.data
-    assert native.address(constant[3:]) is not None
+        read(0, out, 0, 0, ones, ones, ones.astype(np.int32))
+    with pytest.raises(ValueError, match="zip"):
+        read(0, out, 0, 0, ones)
+    ones.flags.writeable = False
+    (tmp_path / "bytes").write_bytes(b"abc")
+    with (tmp_path / "bytes").open("rb") as file:
+        assert read(file.fileno(), out, 1, 1, ones, ones, ones * 0) == 1
+    assert out.tobytes() == b"b"
+    assert read(0, out[1:], 0, 0, ones[1:], ones[1:], ones[1:]) == 0
 
 
 # -- which library is loaded ------------------------------------------------------------------------

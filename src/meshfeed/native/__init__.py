@@ -15,48 +15,53 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.environment import switch
 
 WHOLE = ctypes.c_int64
-POINTER = ctypes.c_void_p
+"""The type of an argument that is an int, or an address."""
+ARRAY = ctypes.c_void_p
+"""The type of an argument that is an array, of what type its loop says."""
+
+
+class LONGS(ctypes.c_void_p):
+    """The type of an argument that is an array of int64."""
+
+
 _BYTE = ctypes.c_char
 _INT64 = np.dtype(np.int64)
 
 _SOURCE = Path(__file__).with_name("loops.c")
 
 
-def compiled(name: str, *arguments: type[WHOLE] | type[POINTER]) -> Callable[..., int] | None:
+def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] | None:
     """A function of loops.c that returns int64; None if there is no library.
 
-    It runs without the interpreter lock. arguments: WHOLE for an int, POINTER for what `address` gives.
+    It runs without the interpreter lock. arguments: WHOLE, ARRAY or LONGS for each. The function raises
+    ValueError for an array that is not contiguous, or not of int64 where it must be: none is converted.
     """
     if _LIBRARY is None:
         return None
     function = getattr(_LIBRARY, name)
     function.argtypes, function.restype = arguments, WHOLE
-    return function
 
+    def call(*given: Any) -> int:
+        passed = list[int]()
+        for kind, each in zip(arguments, given, strict=True):
+            if kind is WHOLE:
+                passed.append(each)
+                continue
+            if kind is LONGS and each.dtype != _INT64:
+                raise ValueError(f"compiled loops take int64, not {each.dtype.name}")
+            if not each.flags.c_contiguous:
+                raise ValueError("compiled loops take contiguous arrays")
+            try:
+                passed.append(ctypes.addressof(_BYTE.from_buffer(each)))
+            except (TypeError, ValueError):  # read-only, or empty; this way takes four times as long
+                passed.append(each.ctypes.data)
+        return function(*passed)
 
-def address(array: Any) -> int:
-    """Of an array's first element; valid while the array lives. Raises ValueError if it is not contiguous."""
-    if not array.flags.c_contiguous:
-        raise ValueError("compiled loops take contiguous arrays")
-    try:
-        return ctypes.addressof(_BYTE.from_buffer(array))
-    except (TypeError, ValueError):  # read-only, or empty; this way takes four times as long
-        return array.ctypes.data
-
-
-def addresses(*arrays: npt.NDArray[np.int64]) -> list[int]:
-    """Of contiguous int64 arrays, none of them converted: the caller's local variables keep them alive."""
-    found: list[int] = []
-    for array in arrays:
-        if array.dtype != _INT64:
-            raise ValueError(f"compiled loops take int64, not {array.dtype.name}")
-        found.append(address(array))
-    return found
+    return call
 
 
 def is_compiled() -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.native import POINTER, WHOLE, address, compiled
+from meshfeed.native import ARRAY, WHOLE, compiled
 
 MAX_SIZE = 2**62
 _ROUNDS = 8
@@ -66,7 +66,7 @@ def choose(places: Longs, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
 
 
 _permute = compiled(
-    "mf_permute", *(WHOLE, POINTER), *(WHOLE, POINTER, POINTER, POINTER), *(WHOLE, POINTER), *(WHOLE, WHOLE)
+    "mf_permute", *(WHOLE, ARRAY), *(WHOLE, ARRAY, ARRAY, ARRAY), *(WHOLE, ARRAY), *(WHOLE, WHOLE)
 )
 _Stir = Callable[[_Words, _Words, _Words, _Words], _Words]
 
@@ -85,8 +85,7 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
         each if not each.ndim else np.broadcast_to(each, start.shape).ravel() for each in words
     ]
     if _permute is not None and x.size:
-        each = (address(bound), address(rows), address(cols))
-        _permute(x.size, address(x), bound.ndim, *each, keys.ndim, address(keys), _ROUNDS, stir is _unstir)
+        _permute(x.size, x, bound.ndim, bound, rows, cols, keys.ndim, keys, _ROUNDS, stir is _unstir)
         return x.astype(np.int64).reshape(start.shape)
     x = stir(x, rows, cols, keys)
     outside = np.flatnonzero(x >= bound)

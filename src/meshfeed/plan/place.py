@@ -14,15 +14,15 @@ import heapq
 
 import numpy as np
 
-from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.problem import Microbatch, Sequences, narrowest_sizes
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 _place = compiled(
     "mf_place",
-    *(WHOLE, POINTER, POINTER, POINTER),
-    *(WHOLE, POINTER, POINTER, WHOLE, POINTER),
-    *(POINTER, POINTER, POINTER, POINTER, POINTER),
+    *(WHOLE, LONGS, LONGS, ARRAY),
+    *(WHOLE, LONGS, LONGS, WHOLE, LONGS),
+    *(LONGS, LONGS, ARRAY, ARRAY, ARRAY),
 )
 
 
@@ -110,12 +110,10 @@ def place(
     """
     if _place is not None:
         placed, heaps = np.empty(members.size, np.int32), np.empty((2 * free.size, 2))
-        members = np.ascontiguousarray(members)
         _place(
-            *(lengths.size, address(lengths), address(padded), address(load)),
-            *(members.size, *addresses(members, size_at)),
-            *(free.size, *addresses(index_of_group, free, slots)),
-            *(address(loads), address(placed), address(heaps)),
+            *(lengths.size, lengths, padded, load),
+            *(members.size, np.ascontiguousarray(members), size_at),
+            *(free.size, index_of_group, free, slots, loads, placed, heaps),
         )
         return placed
     length_of, padded_of, load_of = (array[..., members].tolist() for array in (lengths, padded, load))

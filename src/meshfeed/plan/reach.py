@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.problem import EXACT, Microbatch, Sequences, narrowest_sizes
 from meshfeed.plan.types import FloatArray, LongArray
 
@@ -34,9 +34,9 @@ sequences."""
 
 _complete = compiled(
     "mf_complete",
-    *(POINTER, WHOLE, POINTER, POINTER, POINTER),
-    *(WHOLE, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER),
-    *(WHOLE, POINTER, POINTER, POINTER, POINTER, POINTER),
+    *(ARRAY, WHOLE, LONGS, LONGS, ARRAY),
+    *(WHOLE, LONGS, LONGS, ARRAY, ARRAY, ARRAY, LONGS, LONGS),
+    *(WHOLE, LONGS, LONGS, LONGS, LONGS, ARRAY),
 )
 
 
@@ -294,13 +294,10 @@ def _completed(
     left, taken = left.astype(np.int64), np.empty((2, left.size), np.int64)
     many, heap = np.empty(num_groups, np.int64), np.empty((num_groups, 2))
     num_taken = compiled_complete(
-        address(rates),
-        *(sequences.lengths.size, address(sequences.lengths)),
-        *(address(sequences.padded), address(sequences.load)),
-        *(num_groups, *addresses(groups.size_at, groups.sizes)),
-        *(address(groups.goal), address(groups.missing), address(groups.tokens)),
-        *addresses(groups.free, groups.slots),
-        *(left.size, *addresses(left, taken[0], taken[1], many), address(heap)),
+        *(rates, sequences.lengths.size, sequences.lengths, sequences.padded, sequences.load),
+        *(num_groups, groups.size_at, groups.sizes, groups.goal, groups.missing, groups.tokens),
+        *(groups.free, groups.slots),
+        *(left.size, left, taken[0], taken[1], many, heap),
     )
     groups.members = np.concatenate((groups.members, taken[0, :num_taken]))
     groups.group = np.concatenate((groups.group, taken[1, :num_taken]))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.native import POINTER, WHOLE, address, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe
@@ -35,9 +35,9 @@ _FEW = 4  # NumPy copies so few runs in less time than it takes to call the loop
 _copy_runs = compiled(
     "mf_copy_runs",
     *(WHOLE, WHOLE),
-    *(POINTER, WHOLE, WHOLE, WHOLE),
-    *(POINTER, WHOLE, WHOLE, WHOLE),
-    *(WHOLE, POINTER, POINTER, POINTER),
+    *(ARRAY, WHOLE, WHOLE, WHOLE),
+    *(ARRAY, WHOLE, WHOLE, WHOLE),
+    *(WHOLE, LONGS, LONGS, LONGS),
 )
 
 
@@ -126,14 +126,11 @@ class Runs:
         rows, read_rows = (out.shape[0], read.shape[0]) if out.ndim == 2 else (1, 1)
         if read_rows not in (1, rows):
             return False
-        runs = np.array((self.at, self.start, self.size), np.int64)
-        first, step = address(runs), runs.strides[0]
         done = copy_runs(
-            kind,
-            rows,
-            *(address(read), read.itemsize, read.strides[0] if read_rows == rows > 1 else 0, read.shape[-1]),
-            *(address(out), out.itemsize, out.strides[0] if rows > 1 else 0, out.shape[-1]),
-            *(self.at.size, first, first + step, first + 2 * step),
+            *(kind, rows),
+            *(read, read.itemsize, read.strides[0] if read_rows == rows > 1 else 0, read.shape[-1]),
+            *(out, out.itemsize, out.strides[0] if rows > 1 else 0, out.shape[-1]),
+            *(self.at.size, *np.array((self.at, self.start, self.size), np.int64)),
         )
         return done == rows * self.at.size
 

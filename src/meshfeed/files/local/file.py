@@ -19,7 +19,7 @@ import numpy as np
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Vector
-from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
@@ -169,7 +169,10 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
 def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> None:
     """`ByteFile.read_into` from an open file. Raises StoreError naming `url`."""
     places = sizes.cumsum() - sizes if places is None else places
-    done = 0 if _read_ranges is None else _read_compiled(_read_ranges, fd, out, begins, sizes, places)
+    done = 0
+    if _read_ranges is not None:
+        begins, sizes, places = map(np.ascontiguousarray, (begins, sizes, places))
+        done = _read_ranges(fd, out, out.size, sizes.size, begins, sizes, places)
     if done == sizes.size:
         return
     preadv, buffer, begin = os.preadv, out.data, 0
@@ -193,15 +196,8 @@ def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: 
         raise StoreError(f"{url}: byte {begin}: {error.strerror or error}", path=url) from error
 
 
-_read_ranges = compiled("mf_read_ranges", WHOLE, POINTER, WHOLE, WHOLE, POINTER, POINTER, POINTER)
-
-
-def _read_compiled(
-    read_ranges: Callable[..., int], fd: int, out: Bytes, begins: I64, sizes: I64, places: I64
-) -> int:
-    """Read ranges up to the first that one call cannot read whole; returns how many were read."""
-    begins, sizes, places = (np.ascontiguousarray(each, np.int64) for each in (begins, sizes, places))
-    return read_ranges(fd, address(out), out.size, sizes.size, *addresses(begins, sizes, places))
+# reads ranges up to the first that one call cannot read whole; returns how many
+_read_ranges = compiled("mf_read_ranges", WHOLE, ARRAY, WHOLE, WHOLE, LONGS, LONGS, LONGS)
 
 
 _open: OrderedDict[LocalFile, Descriptor] = OrderedDict()  # by owner, the least recently used first

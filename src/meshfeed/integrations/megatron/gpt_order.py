@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.native import POINTER, WHOLE, address, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 Ints = npt.NDArray[np.integer[Any]]
 Longs = npt.NDArray[np.int64]
@@ -36,8 +36,8 @@ _SEPARATE_BELOW = 0.80  # of an epoch: a last epoch that is used less than this 
 _BLOCK = 1 << 14  # documents whose ends fit a core's cache
 _SHUFFLED = np.dtype([("document", "<i4"), ("length", "<i4")])
 
-_shuffle = compiled("mf_shuffle", POINTER, WHOLE, WHOLE, POINTER, POINTER)
-_blend_steps = compiled("mf_blend", WHOLE, *[POINTER] * 4, WHOLE, POINTER, POINTER)
+_shuffle = compiled("mf_shuffle", ARRAY, WHOLE, WHOLE, WHOLE, WHOLE)
+_blend_steps = compiled("mf_blend", WHOLE, *[ARRAY] * 4, WHOLE, ARRAY, LONGS)
 
 
 def document_range(split: str, part: Part, num_documents: int) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def _shuffle_of(seed: int) -> Shuffle:
         if items.size > 2**32:  # more takes draws of 64 bits
             random.shuffle(items)
         else:
-            in_place(address(items), items.size, items.itemsize, next_uint32, interface.state_address)
+            in_place(items, items.size, items.itemsize, next_uint32, interface.state_address)
 
     return shuffle
 
@@ -265,8 +265,7 @@ def _blend(
     if _blend_steps is not None:
         counts, lag, own = np.zeros(shares.size), np.empty(shares.size), shares.copy()
         ends = np.full(shares.size, np.inf) if limits is None else limits
-        scratch = (address(own), address(ends), address(counts), address(lag))
-        _blend_steps(shares.size, *scratch, num_steps, address(dataset), address(sample))
+        _blend_steps(shares.size, own, ends, counts, lag, num_steps, dataset, sample)
         return {"dataset": dataset, "sample": sample}
     greedy = _Greedy(shares, limits)
     most = min(_MOST_RUNS, max(1, _TOGETHER // shares.size))

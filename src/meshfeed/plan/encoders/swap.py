@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.types import FloatArray, LongArray
 
 MOST_COSTS = 4
@@ -32,11 +32,11 @@ MOST_CHOSEN = 8
 
 _swap = compiled(
     "mf_swap",
-    *(POINTER, POINTER, WHOLE, WHOLE),
-    *(WHOLE, POINTER, POINTER),
-    *(WHOLE, POINTER, POINTER, POINTER, POINTER),
-    *(WHOLE, POINTER, POINTER),
-    *(POINTER, POINTER, POINTER),
+    *(LONGS, ARRAY, WHOLE, WHOLE),
+    *(WHOLE, ARRAY, LONGS),
+    *(WHOLE, LONGS, LONGS, LONGS, ARRAY),
+    *(WHOLE, LONGS, LONGS),
+    *(LONGS, ARRAY, ARRAY),
 )
 
 
@@ -112,11 +112,11 @@ def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: f
     lowest, heaps = np.empty((num_costs, num_packs), np.int64), np.empty((num_costs, num_packs, 2))
     above = np.empty((num_packs, 2))
     return compiled_swap(
-        *(address(bounds), address(limits), num_costs, num_sizes),
-        *(num_columns, address(contents.cost), address(contents.padded)),
-        *(num_packs, *addresses(contents.size_at, contents.free, contents.slots), address(contents.excess)),
-        *(contents.members.shape[1], *addresses(contents.members, contents.counts)),
-        *(address(lowest), address(heaps), address(above)),
+        *(bounds, limits, num_costs, num_sizes),
+        *(num_columns, contents.cost, contents.padded),
+        *(num_packs, contents.size_at, contents.free, contents.slots, contents.excess),
+        *(contents.members.shape[1], contents.members, contents.counts),
+        *(lowest, heaps, above),
     )
 
 
