@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from meshfeed.plan import Packing, StepPlan, account_of, packs_of
-from meshfeed.plan.groups import cp_sizes
+from meshfeed.plan.packing import cp_sizes
 
 
 def check_plan(plan: StepPlan, lengths: Any, packing: Packing, *, dp: int, cp: int, quantum: int = 1) -> None:

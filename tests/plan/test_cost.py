@@ -5,7 +5,7 @@ import pytest
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import CostModel, ModelShape, Packing, account_of, flops, plan_step
-from meshfeed.plan.cost import attended_pairs
+from meshfeed.plan.packing import attended_pairs
 from meshfeed.plan.types import exact_sum
 
 LLAMA_8B = ModelShape(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14_336)

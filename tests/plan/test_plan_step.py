@@ -10,7 +10,7 @@ from meshfeed.errors import PlanError
 from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, packs_of, plan_step
-from meshfeed.plan.groups import cp_sizes
+from meshfeed.plan.packing import cp_sizes
 from soak import cases, some
 
 CALM = settings(

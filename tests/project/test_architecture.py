@@ -61,7 +61,7 @@ def test_imports_run_downward() -> None:
 UPWARD = {
     "imports run downward": ("feed/feed.py", "import meshfeed.simulation"),
     "imports run downward in feed": ("feed/batch.py", "import meshfeed.feed.run"),
-    "the pure core touches no effect": ("plan/in_order.py", "import torch"),
+    "the pure core touches no effect": ("plan/step.py", "import torch"),
     "the core never imports the outer circle": ("__init__.py", "import meshfeed.__main__"),
     "imports run downward in files": ("files/local/lock.py", "import meshfeed.files.fetcher.start"),
     "imports run downward in prepare": ("prepare/inputs/sharegpt.py", "import meshfeed.prepare.job"),
@@ -95,7 +95,7 @@ def test_the_linter_sees_what_runs_upward(tmp_path: Path) -> None:
 
 
 def test_the_linter_sees_outer_imports_and_packages_without_a_layer(tmp_path: Path) -> None:
-    lines = [("newcomer.py", ""), ("plan/in_order.py", "import meshfeed.formats")]
+    lines = [("newcomer.py", ""), ("plan/step.py", "import meshfeed.formats")]
     kept, said = lint_imports(copied_with(tmp_path, lines))
     assert not kept
     assert "newcomer" in said and "the core never imports the outer circle BROKEN" in said, said

@@ -10,7 +10,7 @@ import pytest
 import meshfeed as mf
 import pictures
 from meshfeed.feed.stepping import Stepping
-from meshfeed.plan.policy import Policy
+from meshfeed.plan.packing import Policy
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.plan.policy import Objective, Oversize, Policy
+from meshfeed.plan.packing import Objective, Oversize, Policy
 from meshfeed.sequence import SequenceRule, run_by
 
 _DEFAULT = Packing(capacity=1)

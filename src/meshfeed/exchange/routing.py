@@ -17,7 +17,7 @@ import numpy.typing as npt
 from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, MemberReport
 from meshfeed.exchange.membership import Membership
 from meshfeed.plan import CpSplit, StepPlan
-from meshfeed.plan.split import chunk_runs, cuts_packs
+from meshfeed.plan.types import chunk_runs, cuts_packs
 from meshfeed.sequence.runs import Runs
 
 Bytes = npt.NDArray[np.uint8]

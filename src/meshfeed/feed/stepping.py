@@ -33,9 +33,8 @@ from meshfeed.plan import (
     plan_fixed,
     plan_step,
 )
-from meshfeed.plan.policy import sizes_of
-from meshfeed.plan.split import cuts_packs
-from meshfeed.plan.types import exact_sum
+from meshfeed.plan.packing import sizes_of
+from meshfeed.plan.types import cuts_packs, exact_sum
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, WholeStep, portions_of, rule_of
 

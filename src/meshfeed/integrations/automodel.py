@@ -36,7 +36,7 @@ from meshfeed.integrations.loader import (
 )
 from meshfeed.machine import Machine
 from meshfeed.plan import Align, Packing
-from meshfeed.plan.policy import Oversize
+from meshfeed.plan.packing import Oversize
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.packed import PLAN_FIELDS

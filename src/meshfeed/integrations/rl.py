@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import CostModel, Packing, StepPlan, plan_step
-from meshfeed.plan.account import step_time
+from meshfeed.plan.packing import step_time
 from meshfeed.plan.types import LongArray
 
 _COST = CostModel(alpha=25_100)

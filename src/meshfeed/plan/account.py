@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.plan.cost import CostModel, ModelShape, attended_pairs
-from meshfeed.plan.policy import Packing
+from meshfeed.plan.packing import CostModel, ModelShape, Packing, attended_pairs, step_time
 from meshfeed.plan.types import FloatArray, LongArray, StepPlan, exact_sum
 
 
@@ -108,18 +107,6 @@ def widest_group(plan: StepPlan, packing: Packing) -> int:
     if packing.policy == "dynamic_cp":
         return max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
     return plan.idle_cp_size
-
-
-def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:
-    """How long a step takes by the packing's objective, in units of load.
-
-    loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks]. bubble_share: the
-    pipeline idles for this many times the largest microbatch.
-    """
-    tops = loads.max(axis=1, initial=0.0)
-    meet_often = packing.objective == "microbatch"
-    busy = tops.sum() if meet_often else loads.sum(axis=0).max(initial=0.0)
-    return float(busy + bubble_share * tops.max(initial=0.0) + len(loads) * packing.cost.microbatch_overhead)
 
 
 def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:

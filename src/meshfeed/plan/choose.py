@@ -1,28 +1,46 @@
 """How many microbatches: the number with the shortest step, filled with equal work on every rank.
 
-The step time of a number is predicted without filling it; see `candidates`. The prediction is nearly always
-met, so mostly one number is filled.
+More microbatches cost their overhead. Fewer are harder to balance if ranks are full of tokens, and lengthen
+the bubble of a pipeline. The step time of a number is predicted without filling it. A bound on it costs
+nothing; a prediction follows how the filler gives each microbatch an equal share of the tokens, the longest
+sequences first, and more beside a sequence that exceeds it. The prediction is nearly always met, so mostly
+one number is filled.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 
-from meshfeed.plan.account import step_time
-from meshfeed.plan.candidates import Candidates, Forecast
-from meshfeed.plan.fill import deal, fill_step
-from meshfeed.plan.placement import Placement, placement_of
-from meshfeed.plan.policy import Packing, asked_microbatches
+from meshfeed.plan.account import least_pile
+from meshfeed.plan.packing import Packing, asked_microbatches, step_time
+from meshfeed.plan.place import Placement, deal, fill_step, placement_of
 from meshfeed.plan.problem import Room, Sequences, narrowest_holding
-from meshfeed.plan.types import LongArray
+from meshfeed.plan.types import FloatArray, LongArray
 
 MOST_MISSES = 1
 """This many numbers in a row that do not shorten the step end the search, without a bubble or ring_tokens."""
 
 WHERE_DEALT = 4
 """How many numbers are tried once one was dealt out; after each that leaves sequences, 1/4 more."""
+
+
+MORE_COUNTS = 8
+"""How many numbers of microbatches beyond the least are considered, one by one. If a pipeline's bubble asks
+for many more, some of those are considered, too."""
+
+HOPELESS = 1.25
+"""A number of microbatches is not considered if equal work on all ranks would take so much longer with it
+than with the least."""
+
+SLACK, TIGHT = 0.08, 0.06
+"""If less than SLACK of the places for tokens is free, ranks are hard to balance. One microbatch without a
+free place takes about TIGHT longer than predicted, by the traces of the benchmarks."""
 
 
 def choose(
@@ -105,3 +123,191 @@ def ranks_taken(sequences: Sequences, members: LongArray) -> int:
         return 0
     sizes = np.array(room.sizes)[narrowest_holding(room, sequences.padded[:, members])]
     return int(sizes.sum()) // room.max_sequences
+
+
+class Forecast:
+    """Step times of one batch, by the number of microbatches, in units of load.
+
+    bubble_share: the pipeline idles for this many times the largest microbatch.
+    """
+
+    def __init__(self, sequences: Sequences, packing: Packing, bubble_share: float) -> None:
+        self._sequences, self._packing, self._bubble_share = sequences, packing, bubble_share
+        room, self._overhead = sequences.room, packing.cost.microbatch_overhead
+        self._num_ranks, self._blocks = room.num_ranks, room.num_ranks // room.sizes[-1]
+        self._most_tokens = room.most_tokens
+        self._full = int(sequences.padded[0].sum()) / room.most_tokens
+        # equal sequences are as easy to balance on full ranks as on others
+        self._unlike = min(1.0, int(sequences.lengths[0]) / int(sequences.lengths[-1]) - 1)
+        self._work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
+        self._even = float(self._work_before[-1]) / room.num_ranks
+
+    def counts(self, least: int, quantum: int) -> list[int]:
+        """Numbers of microbatches that may be worth filling, from `least` on, ascending."""
+        # here the derivative of the time of equal work, `(1 + bubble_share / k) even + k overhead`, is 0
+        shortest = math.sqrt(self._bubble_share * self._even / self._overhead) if self._overhead else 0.0
+        # steps of 16 stages take twice as long without these
+        far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
+        counts = [least + more * quantum for more in (*range(MORE_COUNTS + 1), *far)]
+        most = self.bound(least) * HOPELESS
+        return [count for count in counts if self.bound(count) <= most]
+
+    def bound(self, count: int) -> float:
+        """The step time with equal work on all ranks; no step takes less."""
+        bubble = self._bubble_share / count * self._even
+        return self._even + bubble + count * self._overhead
+
+    def has_room(self, count: int) -> bool:
+        """Whether this many microbatches have free places for tokens, and no bubble."""
+        return not self._bubble_share and self.penalty(count) == 1
+
+    def penalty(self, count: int) -> float:
+        """How many times its prediction a step is likely to take; 1 if ranks are not full of tokens, or
+        sequences are equal."""
+        tight = max(0.0, 1 - (1 - self._full / count) / SLACK)
+        return 1 + TIGHT / count * tight * self._unlike
+
+    def predicted(self, count: int) -> float:
+        """The predicted step time with this many microbatches."""
+        top, together = self._tops(count)
+        busy = max(self._even, float(self._sequences.load[-1, 0]))
+        if self._packing.objective == "microbatch":
+            busy = together
+        # a lower bound for piles of whole sequences
+        if self._blocks > 1:
+            busy = max(busy, least_pile(self._least_loads, self._blocks))
+        if self._bubble_share:
+            top = max(top, least_pile(self._least_loads, self._blocks * count))
+        return busy + self._bubble_share * top + count * self._overhead
+
+    def _tops(self, count: int) -> tuple[float, float]:
+        """The largest load of any microbatch, and the sum of the largest of each.
+
+        Each microbatch takes an equal share of the tokens that are left, from the longest sequence on. The
+        work of a share is spread evenly over the ranks, but no microbatch is shorter than its longest
+        sequence on the widest group. Where that exceeds the share, the other ranks take as much.
+        """
+        tokens_before, longest_load = self._tokens_before, self._longest_load
+        total = tokens_before[-1]
+        top = together = start = work_before = 0.0
+        # the microbatches from `since` on take equal shares of the tokens from `origin` on
+        origin, since = 0.0, 0
+        for m in range(count):
+            end = origin + (total - origin) * (m + 1 - since) / (count - since)
+            work = self._work_of(end)
+            even = (work - work_before) / self._num_ranks
+            first = bisect_left(tokens_before, start)
+            load = max(even, longest_load[first] if first < len(longest_load) else 0.0)
+            top, together = max(top, load), together + load
+            if load > even:
+                fits = min(
+                    self._tokens_of(work_before + load * self._num_ranks), total, start + self._most_tokens
+                )
+                origin = end = max(end, fits)
+                since = m + 1
+                work = self._work_of(end)
+            start, work_before = end, work
+        return top, together
+
+    def _work_of(self, tokens: float) -> float:
+        """Work of the first tokens; a sequence on the edge counts in part."""
+        at = min(bisect_right(self._tokens_before, tokens), len(self._longest_load)) - 1
+        part = (tokens - self._tokens_before[at]) / self._sequences.lengths.item(at)
+        return self._work_before.item(at) + part * self._sequences.work.item(at)
+
+    def _tokens_of(self, work: float) -> float:
+        """How many of the first tokens make this much work."""
+        at = min(bisect_right(self._work_view, work), len(self._longest_load)) - 1
+        part = (work - self._work_view[at]) / self._sequences.work.item(at)
+        return self._tokens_before[at] + part * self._sequences.lengths.item(at)
+
+    @cached_property
+    def _work_view(self) -> Sequence[float]:
+        return _view(self._work_before)
+
+    @cached_property
+    def _tokens_before(self) -> Sequence[float]:
+        return _view(np.concatenate(([0.0], np.cumsum(self._sequences.lengths))))
+
+    @cached_property
+    def _longest_load(self) -> Sequence[float]:
+        return _view(self._sequences.load[-1])
+
+    @cached_property
+    def _least_loads(self) -> FloatArray:
+        """Load of each sequence on the widest group if it did not communicate, descending; float64 [n]."""
+        widest = self._sequences.room.sizes[-1]
+        return np.sort(self._packing.cost.work(self._sequences.lengths))[::-1] / widest
+
+
+class Candidates:
+    """Numbers of microbatches that were not filled yet, each with an estimate of its step time.
+
+    The estimate is first the bound, and the prediction once it matters.
+    """
+
+    def __init__(self, forecast: Forecast, quantum: int, tolerance: float) -> None:
+        self._forecast, self._quantum, self._tolerance = forecast, quantum, tolerance
+        self._promised: dict[int, float] = {}
+        self._predicted: set[int] = set()
+        self._least = 0
+
+    def begin(self, least: int, *, alone: bool) -> None:
+        """Consider the numbers from `least` on, or it alone, and the least of the earlier ones.
+
+        The least of the earlier numbers stays unless it was taken: only that one is always considered.
+        """
+        kept = {self._least: self._promised[self._least]} if self._least in self._promised else {}
+        counts = [least] if alone else self._forecast.counts(least, self._quantum)
+        self._promised = kept | {count: self._forecast.bound(count) for count in counts}
+        self._predicted &= kept.keys()
+        self._least = min(self._promised)
+
+    def take(self, *, first: bool) -> int:
+        """Take the least number whose step is likely to be near the shortest.
+
+        first: if the least number has room and no bubble, take it without a prediction; it is mostly even.
+        """
+        count = min(self._promised)
+        if len(self._promised) > 1 and not (first and self._forecast.has_room(count)):
+            near = self._likely(self._least_by(self._likely)) * (1 + self._tolerance / 10)
+            count = next(count for count in sorted(self._promised) if self._is_within(near, count))
+        del self._promised[count]
+        return count
+
+    def are_ruled_out(self, step_time: float) -> bool:
+        """Whether this step time is within the tolerance of the estimates of all numbers.
+
+        With a tolerance of 0: whether no step of theirs can be shorter.
+        """
+        promised, tolerance = self._promised, self._tolerance
+        if not promised or step_time <= min(map(self._forecast.bound, promised)) * (1 + tolerance):
+            return True
+        # half of the tolerance, because predictions may be too high
+        near = tolerance > 0 and promised[self._least_by(promised.__getitem__)] * (1 + tolerance / 2)
+        return step_time <= near
+
+    def _likely(self, count: int) -> float:
+        return self._promised[count] * self._forecast.penalty(count)
+
+    def _is_within(self, near: float, count: int) -> bool:
+        """Whether its predicted step is likely not to be longer."""
+        if self._likely(count) <= near:
+            self._predict(count)
+        return self._likely(count) <= near
+
+    def _least_by(self, time: Callable[[int], float]) -> int:
+        """The predicted number with the least time."""
+        while (count := min(self._promised, key=time)) not in self._predicted:
+            self._predict(count)
+        return count
+
+    def _predict(self, count: int) -> None:
+        if count not in self._predicted:
+            self._promised[count] = self._forecast.predicted(count)
+            self._predicted.add(count)
+
+
+def _view(array: FloatArray) -> Sequence[float]:
+    """The elements of an array as Python floats, each converted when it is read."""
+    return cast(Sequence[float], array.data)

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshfeed.errors import PlanError
-from meshfeed.plan.cost import CostModel
-from meshfeed.plan.policy import Oversize, Packing, sizes_of
-from meshfeed.plan.split import CpSplit, check_split
-from meshfeed.plan.types import Align, FloatArray, IntArray, LongArray
+from meshfeed.plan.packing import CostModel, Oversize, Packing, sizes_of
+from meshfeed.plan.types import Align, CpSplit, FloatArray, IntArray, LongArray, check_split
 
 EXACT = 1 + 1e-9
 """Tolerance for rounding when loads that should be equal are compared."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed.plan.account import Account, least_pile, widest_group
 from meshfeed.plan.encoders import EncoderPlan
-from meshfeed.plan.policy import Packing
+from meshfeed.plan.packing import Packing
 from meshfeed.plan.types import FloatArray, StepPlan
 
 LANGUAGE_MODEL = "language model"

@@ -33,7 +33,7 @@ from meshfeed.integrations.megatron.stages import (
     stages_of,
 )
 from meshfeed.plan import Align, StepPlan
-from meshfeed.plan.policy import shape_of
+from meshfeed.plan.packing import shape_of
 from meshfeed.plan.problem import room_of
 from meshfeed.renamed import renamed
 from meshfeed.roles import Role

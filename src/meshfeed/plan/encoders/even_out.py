@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshfeed.plan.encoders.swap import WORTH, Contents, swap
-from meshfeed.plan.place import place
-from meshfeed.plan.placement import Placement
-from meshfeed.plan.policy import Packing
+from meshfeed.plan.packing import Packing
+from meshfeed.plan.place import Placement, place
 from meshfeed.plan.problem import Room
 from meshfeed.plan.types import FloatArray, LongArray
 

@@ -1,0 +1,413 @@
+"""What a user chooses: what a sequence costs, which cp groups there are, and how packs are made.
+
+A transformer layer spends `2 P s` FLOPs on its matrices and `4 h` on each (query, key) pair, with P the
+matmul parameters that a token meets and h the attention width. A causal sequence has s(s+1)/2 pairs, so in
+units of `2 h` the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of every load in a plan.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from numbers import Real
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PlanError
+from meshfeed.plan.types import Align, FloatArray, LongArray, PackShape, is_count
+
+OVERHEAD_TOKENS = 200
+"""Fixed cost of a microbatch, in the matmuls of this many tokens.
+
+Least squares of 31 layer times of 8,192 tokens and more on one H200 (forward and backward, Llama-8B-like):
+`ms = 2.2e-3 T + 8.8e-8 sum_sq + 0.43`, so alpha 25,100 and overhead 4.96e6, which is 198 alpha.
+"""
+
+
+def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> LongArray:
+    """(query, key) pairs of causal attention, including a token with itself; int64, the shape of `lengths`.
+
+    window: a token sees itself and the window - 1 tokens before it; None for all before it.
+    s(s+1)/2 up to the window, `w s - w(w-1)/2` beyond. Exact for lengths below 2**31.
+    """
+    tokens = np.asarray(lengths, np.int64)
+    full = tokens if window is None else np.minimum(tokens, window)
+    return full * (full + 1) // 2 + (tokens - full) * full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The parameters of a transformer that decide its FLOPs.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        num_heads, num_kv_heads: query heads; key and value heads (None: as many).
+        head_dim: width of one head; None for hidden_size / num_heads.
+        ffn_size: width of the feed-forward layer, or of one expert.
+        ffn_matrices: 3 for a gated feed-forward, 2 for a plain one.
+        active_experts: experts that process a token, including shared ones.
+        vocab_size: width of the output layer; 0 leaves it out.
+        window: sliding-window attention; None for full causal attention.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_matrices: int = 3
+    active_experts: int = 1
+    vocab_size: int = 0
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "ffn_matrices", "active_experts"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"ModelShape({name}={getattr(self, name)}): at least 1")
+        for name in ("num_kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"ModelShape({name}={value}): at least 1, or None")
+
+    @property
+    def attention_width(self) -> int:
+        """Query heads times head width: h."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def layer_matmul_params(self) -> int:
+        """Matmul parameters of one layer that one token meets: P."""
+        head_dim = self.attention_width // self.num_heads
+        kv_width = (self.num_kv_heads or self.num_heads) * head_dim
+        attention = 2 * self.hidden_size * (self.attention_width + kv_width)
+        return attention + self.ffn_matrices * self.hidden_size * self.ffn_size * self.active_experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Load of a sequence of s tokens on each rank of a cp group of g: `(alpha s + q(s)) / g`.
+
+    `q(s) = s^2` for causal attention. With a sliding window w it continues as `2 w s - w^2` past s = w: twice
+    the attended pairs less min(s, w), which joins s^2 at w with the same slope.
+
+    Attributes:
+        alpha: matmul work of a token over attention work of a pair, in tokens; > 0.
+        window: sliding window in tokens, or None.
+        overhead: fixed cost of a microbatch in the same unit, for reading weights, launching kernels and
+            pipeline transfers; >= 0. None for the cost of the matmuls of 200 tokens, measured on one H200 for
+            a Llama-8B-like layer. Both grow with the weights, so other shapes are similar.
+        ring_tokens: tokens per rank below which passing keys and values around the group outlasts the
+            attention that hides it: 2 F h_kv / (h_q B) for F FLOP/s and B bytes/s, some 670 within a node and
+            6,000 between nodes on an H100. A split sequence then costs
+            `(alpha s + max(q(s), ring_tokens g s)) / g`. 0: not counted.
+
+    Raises PlanError for alpha <= 0, window < 1 or a negative overhead or ring_tokens.
+    """
+
+    alpha: float
+    window: int | None = None
+    overhead: float | None = None
+    ring_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.alpha) and self.alpha > 0):
+            raise PlanError(f"alpha={self.alpha}: a token's matmul work is positive; see CostModel.of_shape")
+        if self.window is not None and self.window < 1:
+            raise PlanError(f"window={self.window}: a token sees at least itself; None for full attention")
+        for name in ("overhead", "ring_tokens"):
+            value = getattr(self, name)
+            if value is not None and not (np.isfinite(value) and value >= 0):
+                raise PlanError(f"{name}={value}: a cost is 0 or more")
+
+    @property
+    def microbatch_overhead(self) -> float:
+        """`overhead`, or its value for None."""
+        return OVERHEAD_TOKENS * self.alpha if self.overhead is None else self.overhead
+
+    @classmethod
+    def of_shape(
+        cls, shape: ModelShape, *, overhead: float | None = None, ring_tokens: float = 0.0
+    ) -> CostModel:
+        """The model's own FLOPs: alpha = P / h. Llama-3-8B: 218,103,808 / 4,096 = 53,248."""
+        alpha = shape.layer_matmul_params / shape.attention_width
+        return cls(alpha=alpha, window=shape.window, overhead=overhead, ring_tokens=ring_tokens)
+
+    @classmethod
+    def fit(cls, total_tokens: npt.ArrayLike, sum_sq: npt.ArrayLike, ms: npt.ArrayLike) -> CostModel:
+        """Least squares of measured layer times, `ms = a T + b sum_sq + c`; alpha = a / b, overhead = c / b.
+
+        total_tokens, sum_sq, ms: tokens, sum of squared lengths and time of each measurement, [k], k >= 3.
+        Each row is weighted by its time, so that the fit minimises relative errors.
+        Raises PlanError for fewer or degenerate measurements, or a fit with a or b <= 0.
+        """
+        columns = [np.asarray(column, np.float64).ravel() for column in (total_tokens, sum_sq, ms)]
+        tokens, squares, times = columns
+        if not tokens.size == squares.size == times.size or times.size < 3:
+            raise PlanError(
+                f"{[c.size for c in columns]} measurements: equal columns of at least 3 are needed"
+            )
+        if not all(np.isfinite(column).all() for column in columns) or (times <= 0).any():
+            raise PlanError("every measurement is finite and every time above 0 ms")
+        rows = np.stack((tokens, squares, np.ones_like(tokens)), axis=1) / times[:, None]
+        scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(np.float64).tiny)
+        solution, _, rank, _ = np.linalg.lstsq(rows / scale, np.ones_like(times), rcond=None)
+        a, b, c = solution / scale
+        if rank < 3 or a <= 0 or b <= 0:
+            raise PlanError(
+                f"fit a={a:.3g}, b={b:.3g}: vary tokens and lengths more, so that both terms show"
+            )
+        return cls(alpha=float(a / b), overhead=max(float(c / b), 0.0))
+
+    @classmethod
+    def from_csv(cls, lines: Iterable[str]) -> CostModel:
+        """`fit` on the table that `meshfeed calibrate` writes: total_tokens, sum_sq, ms_layer.
+
+        lines: an open file, or its lines. Raises PlanError for another table.
+        """
+        try:
+            rows = list(csv.DictReader(lines))
+            columns = [[float(row[name]) for row in rows] for name in ("total_tokens", "sum_sq", "ms_layer")]
+        except (KeyError, TypeError, ValueError, csv.Error) as bad:
+            raise PlanError(
+                f"not a table of layer times ({bad!r}); it has columns total_tokens, sum_sq, ms_layer"
+            ) from bad
+        return cls.fit(*columns)
+
+    def work(self, lengths: npt.ArrayLike) -> FloatArray:
+        """Load of each sequence on one rank that has it whole; float64, the shape of `lengths`."""
+        tokens = np.asarray(lengths, np.float64)
+        full = tokens if self.window is None else np.minimum(tokens, self.window)
+        return self.alpha * tokens + full * (2 * tokens - full)
+
+    def load(self, lengths: npt.ArrayLike, cp_size: npt.ArrayLike) -> FloatArray:
+        """Load of each sequence on each rank of its cp group; float64, lengths and cp_size broadcast."""
+        tokens, size = np.asarray(lengths, np.float64), np.asarray(cp_size, np.float64)
+        whole = self.work(tokens)
+        if self.ring_tokens:
+            quadratic = whole - self.alpha * tokens
+            whole = whole + np.where(size > 1, np.maximum(self.ring_tokens * size * tokens - quadratic, 0), 0)
+        return whole / size
+
+    def reach(self, work: npt.ArrayLike, cp_size: npt.ArrayLike) -> FloatArray:
+        """The longest sequence, in tokens, whose load on a cp group times the group's size is at most `work`.
+
+        The inverse of `load * cp_size`; work and cp_size broadcast; float64, 0 where work <= 0.
+        """
+        budget, size = np.maximum(np.asarray(work, np.float64), 0), np.asarray(cp_size, np.float64)
+        # the root of s^2 + alpha s = work, in the form that loses no digits if work << alpha^2
+        tokens = 2 * budget / (self.alpha + np.sqrt(self.alpha * self.alpha + 4 * budget))
+        if self.window is not None:
+            beyond = (budget + self.window**2) / (self.alpha + 2 * self.window)
+            tokens = np.where(tokens > self.window, beyond, tokens)
+        if self.ring_tokens:
+            exposed = budget / (self.alpha + self.ring_tokens * size)
+            tokens = np.where(size > 1, np.minimum(tokens, exposed), tokens)
+        return tokens * (1 + 1e-12)
+
+
+def cp_sizes(num_ranks: int, *, powers: bool = False) -> tuple[int, ...]:
+    """The cp group sizes that a plan may use on `num_ranks` dp_cp ranks, ascending.
+
+    12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. Each divides the next, so
+    they nest: blocks laid side by side, widest first, are then aligned whatever their number.
+    powers: 12 -> (1, 2, 4, 8, 12), powers of two and all ranks: narrower groups for long sequences. The
+    number of ranks need not be a multiple of the largest power. Ranks past its last whole block are in no
+    group of that size: rank 6 of 7 is in groups of 1 and 7 only, so ranks differ in the keys of
+    `feed.cp_groups`. Make process groups with `use_local_synchronization=True`; a loop in which all ranks
+    take part would hang.
+    Raises PlanError for num_ranks < 1.
+    """
+    if num_ranks < 1:
+        raise PlanError(f"num_ranks={num_ranks}: a step is planned for at least one rank")
+    if powers:
+        return (*(1 << i for i in range((num_ranks - 1).bit_length())), num_ranks)
+    sizes, left, prime = [1], num_ranks, 2
+    while left > 1:
+        while left % prime == 0:
+            sizes.append(sizes[-1] * prime)
+            left //= prime
+        # a rest beyond the square root is prime
+        prime = prime + 1 if (prime + 1) ** 2 <= left else left
+    return tuple(sizes)
+
+
+def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """The sizes in ascending order, once each.
+
+    Each divides the next, and the first and the last divide num_ranks. If the last is num_ranks, only the
+    first must divide it, since no other block is beside that one. Raises PlanError for other sizes.
+    """
+    ordered = tuple(sorted(set(sizes)))
+    if not ordered or not all(map(is_count, ordered)):
+        raise PlanError(f"cp_sizes={tuple(sizes)}: give at least one size, each a whole number from 1 on")
+    beside = [pair for pair in pairwise(ordered) if pair[1] != num_ranks]
+    for size, wider in (*beside, (ordered[0], num_ranks), (ordered[-1], num_ranks)):
+        if wider % size:
+            raise PlanError(
+                f"cp_sizes={tuple(sizes)}: {size} does not divide {wider}; give sizes of which each divides "
+                f"the next and the last divides {num_ranks}, or {num_ranks} itself after them"
+            )
+    return ordered
+
+
+def cp_groups(num_ranks: int, sizes: Sequence[int] | None = None) -> dict[int, npt.NDArray[np.int64]]:
+    """Every cp group of these sizes, so that all are made once, at the start.
+
+    Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending. If a
+    size does not divide num_ranks, the last ranks are in none of its blocks.
+    sizes: those allowed; None for `cp_sizes(num_ranks)`. Plans under `ring_tokens` use powers of two by
+    default: `feed.cp_groups` has the groups that a Feed's plans can ask for.
+    """
+    allowed = cp_sizes(num_ranks) if sizes is None else check_sizes(sizes, num_ranks)
+    return {size: np.arange(num_ranks // size * size).reshape(-1, size) for size in allowed}
+
+
+Policy = Literal["in_order", "balanced", "dynamic_cp"]
+"""in_order: packs filled in stream order at the layout's cp (Megatron's dp_balanced).
+balanced: equal work on every rank at the layout's cp.
+dynamic_cp: equal work on every rank, each sequence on a cp group as narrow as that allows."""
+
+Oversize = Literal["error", "truncate", "split", "drop"]
+"""What happens to a sequence that no cp group can hold."""
+
+Objective = Literal["microbatch", "step"]
+"""microbatch: ranks meet in every microbatch (ep, fsdp), so the sum over microbatches of the largest load
+counts.
+step: ranks meet at the end of the step, so the largest sum over microbatches of a rank's loads counts."""
+
+
+_TOLERANCE = 0.01
+
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("cost", CostModel, "a CostModel, such as CostModel(alpha=25_100)"),
+    ("align", Align, "an Align, such as Align(pack=128)"),
+    ("fixed_shapes", bool, "True or False"),
+    ("tolerance", Real, "a share, such as 0.01"),
+)
+
+_COUNTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("capacity", (), "a whole number of tokens, at least 1"),
+    ("max_sequences", (None,), "a whole number, at least 1, or None for any"),
+    (
+        "microbatches",
+        (None, "fewest"),
+        "a whole number, at least 1; or 'fewest', or None to let the plan choose",
+    ),
+    ("quantum", (None,), "a whole number, at least 1, or None for what the pipeline takes"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a step's sequences become packs.
+
+    Attributes:
+        capacity: padded tokens that a rank can hold in one microbatch.
+        policy: see `Policy`.
+        cost: what a sequence costs. The default was measured on one H200 for a Llama-8B-like layer.
+        align: multiples that padding must reach.
+        max_sequences: sequences that a pack can hold; None for any number.
+        fixed_shapes: give all packs on cp groups of one size the same shape, for CUDA graphs and compiled
+            models: `capacity` tokens on each rank, max_sequences + 2 entries in cu_seqlens, one max_seqlen.
+            A dummy sequence at the end fills the rest of the pack.
+        oversize: see `Oversize`; too long is more than capacity times the widest cp group.
+        objective: see `Objective`.
+        microbatches: how many a step has. None: the number with the shortest predicted step. "fewest": as few
+            as hold the batch. A number: that many, or more if the batch needs them. in_order and fixed_shapes
+            take the fewest unless given a number, since a pack of fixed shape always costs its capacity.
+        quantum: the number of microbatches is a multiple of this; None for pp with virtual stages, else 1. An
+            interleaved pipeline takes microbatches in groups of this size.
+        cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp: (1, 2, 4, 8)
+            keeps every group within a node of eight. If the last is dp * cp, only the first must divide it.
+            None for `cp_sizes(dp * cp)`, powers of two and all ranks if the cost has ring_tokens.
+        tolerance: how far above the ideal a step may be, relative, before wider cp groups or other numbers of
+            microbatches are tried.
+    """
+
+    capacity: int
+    policy: Policy = "balanced"
+    cost: CostModel = field(default_factory=lambda: CostModel(alpha=25_100))
+    align: Align = field(default_factory=Align)
+    max_sequences: int | None = None
+    fixed_shapes: bool = False
+    oversize: Oversize = "error"
+    objective: Objective = "microbatch"
+    microbatches: int | Literal["fewest"] | None = None
+    cp_sizes: tuple[int, ...] | None = None
+    tolerance: float = _TOLERANCE
+    quantum: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("policy", Policy), ("oversize", Oversize), ("objective", Objective)):
+            if getattr(self, name) not in get_args(choices):
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
+                )
+        for name, kind, wanted in _KINDS:
+            if not isinstance(getattr(self, name), kind):
+                raise PlanError(f"{name}={getattr(self, name)!r}: give {wanted}")
+        for name, others, wanted in _COUNTS:
+            value = getattr(self, name)
+            if value not in others and not is_count(value):
+                raise PlanError(f"{name}={value!r}: {wanted}")
+        if self.fixed_shapes and self.max_sequences is None:
+            raise PlanError(
+                "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
+            )
+        if not 0 <= self.tolerance < 1:
+            raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
+        if self.policy == "in_order" and self.tolerance != _TOLERANCE:
+            raise PlanError(
+                f"tolerance={self.tolerance} with policy='in_order', which balances nothing; leave it out, "
+                f"or choose 'balanced' or 'dynamic_cp'"
+            )
+        if self.cp_sizes is not None and not (
+            isinstance(self.cp_sizes, (tuple, list)) and all(map(is_count, self.cp_sizes))
+        ):
+            raise PlanError(
+                f"cp_sizes={self.cp_sizes!r}: give whole numbers, such as (1, 2, 4), or None for any"
+            )
+        if self.cp_sizes is not None and self.policy != "dynamic_cp":
+            raise PlanError(
+                f"cp_sizes={self.cp_sizes} with policy={self.policy!r}: only dynamic_cp chooses sizes"
+            )
+
+
+def asked_microbatches(packing: Packing) -> int:
+    """The number that a packing asks for; 0 if it leaves that to the plan."""
+    return 0 if packing.microbatches in (None, "fewest") else int(packing.microbatches)
+
+
+def sizes_of(packing: Packing, num_ranks: int) -> tuple[int, ...]:
+    """The cp group sizes that dynamic_cp may use; see `Packing.cp_sizes`.
+
+    Raises PlanError for cp_sizes that do not nest.
+    """
+    if packing.cp_sizes is not None:
+        return check_sizes(packing.cp_sizes, num_ranks)
+    return cp_sizes(num_ranks, powers=packing.cost.ring_tokens > 0)
+
+
+def shape_of(packing: Packing) -> PackShape | None:
+    """The shape of every pack, if they all have one."""
+    if not packing.fixed_shapes or packing.max_sequences is None:
+        return None
+    return PackShape(capacity=packing.capacity, max_sequences=int(packing.max_sequences))
+
+
+def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:
+    """How long a step takes by the packing's objective, in units of load.
+
+    loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks]. bubble_share: the
+    pipeline idles for this many times the largest microbatch.
+    """
+    tops = loads.max(axis=1, initial=0.0)
+    meet_often = packing.objective == "microbatch"
+    busy = tops.sum() if meet_often else loads.sum(axis=0).max(initial=0.0)
+    return float(busy + bubble_share * tops.max(initial=0.0) + len(loads) * packing.cost.microbatch_overhead)
