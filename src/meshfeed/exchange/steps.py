@@ -30,7 +30,6 @@ from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
 from meshfeed.plan.problem import room_of
-from meshfeed.plan.types import exact_sum
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.packed import fields_of_packs, places_of, runs_at
@@ -109,11 +108,9 @@ def plan(
         )
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error
-    kept = np.flatnonzero(made.microbatch >= 0)
-    lengths = made.lengths[kept]
     if packing.oversize == "truncate" and made.oversize.size and (gathered.valid != gathered.lengths).any():
         raise PlanError(
-            f"{gathered.item(int(made.oversize[0]), membership)} is cut to {lengths.max()} tokens, and "
+            f"{gathered.item(int(made.oversize[0]), membership)} is cut to {made.lengths.max()} tokens, and "
             f"only its total of loss-bearing tokens is known; cut it in the iterator, or set "
             f"oversize='split' or 'drop'"
         )
@@ -123,9 +120,9 @@ def plan(
         draws=gathered.draws,
         lengths=gathered.lengths,
         plan=made,
-        tokens=int(lengths.sum()),
-        valid_tokens=int(lengths.sum() if valid is None else valid[np.unique(made.sequence[kept])].sum()),
-        sum_sq=exact_sum(lengths, lengths),
+        tokens=made.tokens,
+        valid_tokens=made.tokens if valid is None else int(valid[np.unique(made.sequence[made.kept])].sum()),
+        sum_sq=made.sum_sq,
         stats=partial(stats_of_packs, made, gathered.draws, packing, pp=layout.pp, vpp=vpp),
     )
 

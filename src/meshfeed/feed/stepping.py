@@ -34,7 +34,7 @@ from meshfeed.plan import (
     plan_step,
 )
 from meshfeed.plan.packing import sizes_of
-from meshfeed.plan.types import cuts_packs, exact_sum
+from meshfeed.plan.types import cuts_packs
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, WholeStep, portions_of, rule_of
 
@@ -151,17 +151,16 @@ class Stepping:
             draws = self.rule.without(self.recipe, draws, excluded)
         whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)
-        kept = np.flatnonzero(plan.microbatch >= 0)
-        lengths, starts = plan.lengths[kept], plan.start[kept]
-        valid = self.rule.valid_tokens(self.recipe, draws.take(plan.sequence[kept]), starts, lengths)
+        kept = draws.take(plan.sequence[plan.kept])
+        valid = self.rule.valid_tokens(self.recipe, kept, plan.start[plan.kept], plan.lengths[plan.kept])
         return GlobalBatch(
             step=step,
             draws=draws,
             lengths=whole,
             plan=plan,
-            tokens=int(lengths.sum()),
+            tokens=plan.tokens,
             valid_tokens=int(valid.sum()),
-            sum_sq=exact_sum(lengths, lengths),
+            sum_sq=plan.sum_sq,
             sources=self.recipe.source_names_at(step),
             stats=partial(self._stats, step, draws, plan),
         )

@@ -55,8 +55,8 @@ class Account:
 
 def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -> Account:
     """Add up a plan. pp, vpp: pipeline stages and virtual stages per rank, for the bubble."""
-    placed = plan.microbatch >= 0
-    lengths, cost = plan.lengths[placed], packing.cost
+    placed, cost = plan.kept, packing.cost
+    lengths = plan.lengths[placed]
     sizes = plan.cp_size[placed]
     padded = plan.align.padded(lengths, sizes)
     # a pack is a (microbatch, first rank); its ranks share its size and its sequences
@@ -83,9 +83,9 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     tops = loads.max(axis=1, initial=0.0)
     even = float(cost.work(lengths).sum()) / plan.num_ranks
     return Account(
-        tokens=exact_sum(lengths),
+        tokens=plan.tokens,
         padded_tokens=exact_sum(rank_tokens.ravel()),
-        sum_sq=exact_sum(lengths, lengths),
+        sum_sq=plan.sum_sq,
         pairs=exact_sum(attended_pairs(lengths, cost.window)),
         loads=loads,
         rank_tokens=rank_tokens,
@@ -115,10 +115,9 @@ def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
     Forward: `2 P s` in the matrices of a layer and `4 h` for each attended pair, and the output layer; three
     times as much with the backward pass. Padding, recomputation and the embedding look-up are not counted.
     """
-    lengths = plan.lengths[plan.microbatch >= 0]
-    tokens, pairs = exact_sum(lengths), exact_sum(attended_pairs(lengths, shape.window))
-    layer = 2 * shape.layer_matmul_params * tokens + 4 * shape.attention_width * pairs
-    forward = shape.num_layers * layer + 2 * shape.hidden_size * shape.vocab_size * tokens
+    pairs = exact_sum(attended_pairs(plan.lengths[plan.kept], shape.window))
+    layer = 2 * shape.layer_matmul_params * plan.tokens + 4 * shape.attention_width * pairs
+    forward = shape.num_layers * layer + 2 * shape.hidden_size * shape.vocab_size * plan.tokens
     return forward * (3 if backward else 1)
 
 

@@ -142,20 +142,21 @@ class Forecast:
         self._work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
         self._even = float(self._work_before[-1]) / room.num_ranks
 
-    def counts(self, least: int, quantum: int) -> list[int]:
-        """Numbers of microbatches that may be worth filling, from `least` on, ascending."""
+    def bounds(self, least: int, quantum: int) -> dict[int, float]:
+        """Numbers of microbatches that may be worth filling, from `least` on, ascending, and their bounds."""
         # here the derivative of the time of equal work, `(1 + bubble_share / k) even + k overhead`, is 0
         shortest = math.sqrt(self._bubble_share * self._even / self._overhead) if self._overhead else 0.0
         # steps of 16 stages take twice as long without these
         far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
-        counts = [least + more * quantum for more in (*range(MORE_COUNTS + 1), *far)]
-        most = self.bound(least) * HOPELESS
-        return [count for count in counts if self.bound(count) <= most]
+        counts = least + quantum * np.array([*range(MORE_COUNTS + 1), *far])
+        bounds = self.bound(counts)
+        some = bounds <= bounds[0] * HOPELESS
+        return dict(zip(counts[some].tolist(), bounds[some].tolist()))
 
-    def bound(self, count: int) -> float:
-        """The step time with equal work on all ranks; no step takes less."""
-        bubble = self._bubble_share / count * self._even
-        return self._even + bubble + count * self._overhead
+    def bound(self, counts: LongArray) -> FloatArray:
+        """The step time with equal work on all ranks; no step takes less. float64 [n]."""
+        bubble = self._bubble_share / counts * self._even
+        return self._even + bubble + counts * self._overhead
 
     def has_room(self, count: int) -> bool:
         """Whether this many microbatches have free places for tokens, and no bubble."""
@@ -249,6 +250,7 @@ class Candidates:
     def __init__(self, forecast: Forecast, quantum: int, tolerance: float) -> None:
         self._forecast, self._quantum, self._tolerance = forecast, quantum, tolerance
         self._promised: dict[int, float] = {}
+        self._bounds: dict[int, float] = {}
         self._predicted: set[int] = set()
         self._least = 0
 
@@ -258,8 +260,9 @@ class Candidates:
         The least of the earlier numbers stays unless it was taken: only that one is always considered.
         """
         kept = {self._least: self._promised[self._least]} if self._least in self._promised else {}
-        counts = [least] if alone else self._forecast.counts(least, self._quantum)
-        self._promised = kept | {count: self._forecast.bound(count) for count in counts}
+        bounds = self._forecast.bounds(least, self._quantum)
+        bounds = {least: bounds[least]} if alone else bounds
+        self._promised, self._bounds = kept | bounds, self._bounds | bounds
         self._predicted &= kept.keys()
         self._least = min(self._promised)
 
@@ -281,7 +284,7 @@ class Candidates:
         With a tolerance of 0: whether no step of theirs can be shorter.
         """
         promised, tolerance = self._promised, self._tolerance
-        if not promised or step_time <= min(map(self._forecast.bound, promised)) * (1 + tolerance):
+        if not promised or step_time <= min(map(self._bounds.__getitem__, promised)) * (1 + tolerance):
             return True
         # half of the tolerance, because predictions may be too high
         near = tolerance > 0 and promised[self._least_by(promised.__getitem__)] * (1 + tolerance / 2)

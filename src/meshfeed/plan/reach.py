@@ -18,7 +18,6 @@ groups of more sequences each come nearer to the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,13 +94,9 @@ class Groups:
         self.members = np.concatenate((self.members, members))
         self.group = np.concatenate((self.group, group))
 
-    def incomplete(self) -> npt.NDArray[np.bool_]:
-        """Which of them miss their goal; bool [num_groups]."""
-        return self.missing > (1 - FULL) * self.goal
-
     def open(self) -> npt.NDArray[np.bool_]:
         """Which of them miss their goal and can take another sequence; bool [num_groups]."""
-        return self.incomplete() & (self.slots > 0)
+        return (self.missing > (1 - FULL) * self.goal) & (self.slots > 0)
 
     def only(self, mask: npt.NDArray[np.bool_]) -> Groups:
         """Some of the groups."""
@@ -219,7 +214,7 @@ def _microbatch(sequences: Sequences, parts: list[Groups]) -> Microbatch:
     """All groups of a microbatch, the widest first."""
     size_at = np.concatenate([part.size_at for part in parts])
     members = np.concatenate([part.members for part in parts])
-    before = np.cumsum([0, *(part.sizes.size for part in parts)])
+    before = np.cumsum([0, *[part.sizes.size for part in parts]])
     group = np.concatenate([part.group + offset for part, offset in zip(parts, before)])
     load = sequences.load[size_at[group], members]
     order = np.argsort(-size_at, kind="stable")
@@ -262,7 +257,20 @@ def seed_groups(
 def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
     """Let groups take sequences until each is complete or finds none that fits; returns those left."""
     if _complete is not None:
-        return _completed(_complete, sequences, left, groups)
+        cost, num_groups = sequences.cost, groups.sizes.size
+        padding = 2.0 * sequences.room.align.sequence
+        rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 - FULL], np.float64)
+        left, taken = left.astype(np.int64), np.empty((2, left.size), np.int64)
+        many, heap = np.empty(num_groups, np.int64), np.empty((num_groups, 2))
+        num_taken = _complete(
+            *(rates, sequences.lengths.size, sequences.lengths, sequences.padded, sequences.load),
+            *(num_groups, groups.size_at, groups.sizes, groups.goal, groups.missing, groups.tokens),
+            *(groups.free, groups.slots),
+            *(left.size, left, *taken, many, heap),
+        )
+        groups.members = np.concatenate((groups.members, taken[0, :num_taken]))
+        groups.group = np.concatenate((groups.group, taken[1, :num_taken]))
+        return left[: left.size - num_taken]
     trying = np.flatnonzero(groups.open())
     ascending = -sequences.lengths[left]
     while trying.size and left.size:
@@ -282,23 +290,3 @@ def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray
         trying = np.unique(trying)
         trying = trying[groups.open()[trying]]
     return left
-
-
-def _completed(
-    compiled_complete: Callable[..., int], sequences: Sequences, left: LongArray, groups: Groups
-) -> LongArray:
-    """`complete` in one compiled call."""
-    cost, num_groups = sequences.cost, groups.sizes.size
-    padding = 2.0 * sequences.room.align.sequence
-    rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 - FULL], np.float64)
-    left, taken = left.astype(np.int64), np.empty((2, left.size), np.int64)
-    many, heap = np.empty(num_groups, np.int64), np.empty((num_groups, 2))
-    num_taken = compiled_complete(
-        *(rates, sequences.lengths.size, sequences.lengths, sequences.padded, sequences.load),
-        *(num_groups, groups.size_at, groups.sizes, groups.goal, groups.missing, groups.tokens),
-        *(groups.free, groups.slots),
-        *(left.size, left, taken[0], taken[1], many, heap),
-    )
-    groups.members = np.concatenate((groups.members, taken[0, :num_taken]))
-    groups.group = np.concatenate((groups.group, taken[1, :num_taken]))
-    return left[: left.size - num_taken]

@@ -90,7 +90,7 @@ class PackShape:
     max_sequences: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
     """One step: every sequence's microbatch and ranks. Equal only to itself.
 
@@ -139,6 +139,27 @@ class StepPlan:
     def empty(self) -> IntArray:
         """Rows without a token, which no pack holds; int32 [k]."""
         return np.flatnonzero(self.lengths == 0).astype(np.int32)
+
+    @cached_property
+    def kept(self) -> LongArray:
+        """Rows that some pack holds; int64 [k]."""
+        return np.flatnonzero(self.microbatch >= 0)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real tokens of all packs."""
+        return int(self.lengths[self.kept].sum())
+
+    @cached_property
+    def sum_sq(self) -> int:
+        """Sum of the squared real lengths of the rows in all packs."""
+        lengths = self.lengths[self.kept]
+        return exact_sum(lengths, lengths)
+
+    @cached_property
+    def idle_tokens(self) -> int:
+        """Tokens on each rank of a pack without a sequence, all padding."""
+        return int(self.align.pack_multiple(self.idle_cp_size)) // self.idle_cp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +226,9 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
         totals = np.diff(_ends(padded)[last + 1], prepend=0)
         padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
     ends, padded_ends = _ends(lengths), _ends(padded)
+    most = int(np.diff(padded_ends[bounds]).max(initial=0))
+    if most > _MOST_TOKENS:
+        raise PlanError(f"a pack of {most} tokens does not fit cu_seqlens (int32); lower the capacity")
     packs: list[Pack] = []
     for start, stop in pairwise(bounds):
         size = int(cp_size[start]) if start < stop else plan.idle_cp_size
@@ -213,8 +237,8 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
         packs.append(
             Pack(
                 sequences=mine[start:stop],
-                cu_seqlens=_int32(ends[start : stop + 1] - ends[start]),
-                cu_seqlens_padded=_int32(padded_ends[start : stop + 1] - padded_ends[start]),
+                cu_seqlens=(ends[start : stop + 1] - ends[start]).astype(np.int32),
+                cu_seqlens_padded=(padded_ends[start : stop + 1] - padded_ends[start]).astype(np.int32),
                 cp_size=size,
                 cp_rank=dp_cp_rank - first,
                 tail=0 if shape is None else int(plan.align.limit(shape.capacity, size)) - used,
@@ -229,12 +253,6 @@ def _ends(lengths: LongArray) -> LongArray:
     ends = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     return ends
-
-
-def _int32(starts: LongArray) -> IntArray:
-    if starts[-1] > _MOST_TOKENS:
-        raise PlanError(f"a pack of {starts[-1]} tokens does not fit cu_seqlens (int32); lower the capacity")
-    return starts.astype(np.int32)
 
 
 def exact_sum(values: LongArray, times: LongArray | None = None) -> int:

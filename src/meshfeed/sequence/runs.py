@@ -411,7 +411,7 @@ def portions_of(
                 held=held,
                 rows=rows,
                 starts=plan.start[pack.sequences],
-                idle_tokens=int(plan.align.pack_multiple(pack.cp_size)) // pack.cp_size,
+                idle_tokens=plan.idle_tokens,
                 cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
                 tail=tail,
                 split=split,
@@ -422,11 +422,14 @@ def portions_of(
     return portions
 
 
+_NO_SLICES = Slices(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 def _parted(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> tuple[Slices, Slices]:
     """The slices of a pack's sequences, and those of the dummy at its end."""
     slices = slices_of(pack, cp_ranks, split)
     if not pack.tail:
-        return slices, slices.only(slices.sequence < 0)
+        return slices, _NO_SLICES
     of_draws = slices.sequence < pack.sequences.size
     return slices.only(of_draws), slices.only(~of_draws)
 
