@@ -75,7 +75,7 @@ class Room:
 
     Attributes:
         num_ranks: dp_cp ranks.
-        sizes: cp group sizes, ascending; see `groups.check_sizes`.
+        sizes: cp group sizes, ascending; see `packing.check_sizes`.
         limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
             down to the alignment.
         align: padding multiples.
