@@ -37,8 +37,9 @@ _SOURCE = Path(__file__).with_name("loops.c")
 def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] | None:
     """A function of loops.c that returns int64; None if there is no library.
 
-    It runs without the interpreter lock. arguments: WHOLE, ARRAY or LONGS for each. The function raises
-    ValueError for an array that is not contiguous, or not of int64 where it must be: none is converted.
+    It runs without the interpreter lock. arguments: WHOLE, ARRAY or LONGS for each; None is no array. The
+    function raises ValueError for an array that is not contiguous, or not of int64 where it must be: none is
+    converted.
     """
     if _LIBRARY is None:
         return None
@@ -48,7 +49,7 @@ def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] |
     def call(*given: Any) -> int:
         passed = list[int]()
         for kind, each in zip(arguments, given, strict=True):
-            if kind is WHOLE:
+            if kind is WHOLE or each is None:
                 passed.append(each)
                 continue
             if kind is LONGS and each.dtype != _INT64:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 Longs = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -43,11 +43,16 @@ _SLACK = 1e-9  # weights such as 1/10 are not multiples of 2**-64: deadlines thi
 
 _edge = compiled(
     "mf_edge",
-    *(WHOLE, POINTER, WHOLE, POINTER, POINTER),
-    *(WHOLE, POINTER, POINTER, WHOLE, WHOLE),
-    *(POINTER, POINTER, POINTER),
+    *(WHOLE, ARRAY, WHOLE, LONGS, LONGS),
+    *(WHOLE, LONGS, LONGS, WHOLE, WHOLE),
+    *(LONGS, ARRAY, ARRAY),
 )
-_take_turns = compiled("mf_take_turns", WHOLE, POINTER, WHOLE, *[POINTER] * 4, WHOLE, *[POINTER] * 6)
+_take_turns = compiled(
+    "mf_take_turns",
+    *(WHOLE, ARRAY, WHOLE, LONGS, LONGS),
+    *(ARRAY, ARRAY),
+    *(WHOLE, ARRAY, LONGS, LONGS, LONGS, ARRAY, ARRAY),
+)
 
 
 class _Block(NamedTuple):
@@ -210,10 +215,9 @@ class Interleaving:
         num, counts = self.num_sources, np.empty(self.num_sources, np.int64)
         likeness, heap = np.empty(num), np.empty((num, 2))
         missed = _edge(
-            *(num, address(self._word), position, *(addresses(*parents) if parents else (None, None))),
-            *(self._ends.size, *addresses(self._groups, self._ends)),
-            *(_LEANING, int(_SLACK * (1 << _BITS))),
-            *(address(counts), address(likeness), address(heap)),
+            *(num, self._word, position, *(parents or (None, None))),
+            *(self._ends.size, self._groups, self._ends, _LEANING, int(_SLACK * (1 << _BITS))),
+            *(counts, likeness, heap),
         )
         return None if missed else counts
 
@@ -248,10 +252,9 @@ class Interleaving:
         slack, scratch = np.array([_SLACK]), np.empty(3 * BLOCK + 1, np.int64)
         closes, heap = np.empty(BLOCK), np.empty((BLOCK, 2))
         done = _take_turns(
-            *(self.num_sources, address(self._word), edge, *addresses(held, counts)),
-            *(address(self.weights), address(slack)),
-            *(BLOCK, address(made.source), *addresses(made.count, made.place, scratch)),
-            *(address(closes), address(heap)),
+            *(self.num_sources, self._word, edge, held, counts),
+            *(self.weights, slack),
+            *(BLOCK, made.source, made.count, made.place, scratch, closes, heap),
         )
         return made if done == BLOCK else None
 
