@@ -115,11 +115,17 @@ class Listen(Processor):
 
 
 def write_pictures(
-    folder: Path, *, count: int = 40, seed: int = 0, bad: tuple[int, ...] = (), mask: bool = False
+    folder: Path,
+    *,
+    count: int = 40,
+    seed: int = 0,
+    bad: tuple[int, ...] = (),
+    mask: bool = False,
+    empty: tuple[int, ...] = (),
 ) -> list[list[int]]:
     """A store of `count` documents with up to three parts; what each becomes, every placeholder repeated.
 
-    bad: documents whose first image lacks a byte. mask: with a column loss_mask of zeros and ones. Beside it lies `<folder>-flat`, of what they become alone.
+    bad: documents whose first image lacks a byte. empty: those without text and parts. mask: with a column loss_mask of zeros and ones. Beside it lies `<folder>-flat`, of what they become alone.
     """
     rng = np.random.default_rng(seed)
     flat: list[list[int]] = []
@@ -147,6 +153,8 @@ def write_pictures(
                         data[-1] = data[-1][1:]
                     rows.append([kind, height, width, 1, 0, len(data[-1]), place])
                 repeats.append(-(-length // 3) if kind else height)
+            if document in empty:
+                text, rows, data, repeats, at = [], [], [], [], []
             numbers = np.array(rows, float).reshape(-1, 7).T
             whole = [numbers[i].astype(np.int64) for i in (0, 1, 2, 3, 5, 6)]
             parts = Parts(*whole[:4], numbers[4], *whole[4:], np.array([0, len(rows)]))

@@ -144,8 +144,9 @@ class SkipSteps(_Told):
 class Exclude(_Told):
     """Leave out documents: where they would be drawn there is an empty sequence, so nothing else moves.
 
-    `Windows` keeps their tokens in place, without loss; with reset_attention_mask no other document attends
-    to them. Rules whose sequences are not of documents refuse it.
+    `Windows` and `MegatronGPT`, whose rows span documents, keep their tokens in place, without loss; with
+    reset_attention_mask no other document attends to them. In `Samples`, documents are items; in rows of
+    them, a microbatch has fewer rows.
 
     Attributes:
         documents: source -> numbers of its documents; int64, ascending. Numbers alone are of a recipe without

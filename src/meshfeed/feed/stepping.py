@@ -37,6 +37,7 @@ from meshfeed.plan.packing import sizes_of
 from meshfeed.plan.types import cuts_packs
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, WholeStep, portions_of, rule_of
+from meshfeed.sequence.runs import places_among
 
 _TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: above that, the fixed cost of a read is negligible
 
@@ -147,10 +148,15 @@ class Stepping:
             return None
         draws = self.rule.look_up(self.recipe, drawn)
         amendments = self.recipe.amendments
-        if amendments.excluded and (excluded := amendments.excluded_at(step)):
+        excluded = amendments.excluded_at(step) if amendments.excluded else {}
+        if excluded:
             draws = self.rule.without(self.recipe, draws, excluded)
         whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)
+        if excluded and not (self.rule.packed or self.rule.has_dummy_rows):
+            microbatch = plan.microbatch.copy()
+            microbatch[places_among(draws, excluded)] = -1  # their rows are left out
+            plan = replace(plan, microbatch=microbatch)
         kept = draws.take(plan.sequence[plan.kept])
         valid = self.rule.valid_tokens(self.recipe, kept, plan.start[plan.kept], plan.lengths[plan.kept])
         return GlobalBatch(

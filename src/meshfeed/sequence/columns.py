@@ -24,7 +24,7 @@ from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.runs import Longs, Portion, WithHoles
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import MultimodalStore
 
@@ -156,11 +156,6 @@ class WithColumns(SequenceRule):
         return self.rule.look_up(recipe, draws)
 
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
-        if self._masks and not self.packed:
-            raise RecipeError(
-                f"{self.summary()} with a column of labels or of the loss mask cannot leave documents out; "
-                f"Documents can"
-            )
         return self.rule.without(recipe, draws, excluded)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
@@ -194,7 +189,7 @@ class WithColumns(SequenceRule):
             return self.rule.valid_tokens(recipe, draws, starts, lengths)
         valid = np.zeros(len(draws), np.int64)
         for s, mine, of_source in draws.by_source():
-            begins, ends, of = self.rule.stream_ranges(
+            begins, ends, of = self.rule.bearing_ranges(
                 recipe, s, of_source, starts[mine], lengths[mine], ahead=self._ahead
             )
             np.add.at(valid, mine[of], recipe.sources[s].count_bearing(begins, ends))
@@ -281,7 +276,7 @@ class WithColumns(SequenceRule):
             table = self.rule.table(recipe, portion, given, [like], allocate)
             (found,) = table.fields
             runs, (cut[field.name],) = found.runs, table.columns.values()
-            if field.name == "loss_mask" and self._ahead:
+            if field.name == "loss_mask" and (self._ahead or isinstance(portion.draws, WithHoles)):
                 (own,) = (each.runs for each in base.fields if each.field.name == "loss_mask")
                 runs = runs.at_places_of(own)
             fields.append(RunField(field, runs, 1, field.name))

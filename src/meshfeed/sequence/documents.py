@@ -21,7 +21,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Located, Longs, Portion, Runs, among, dtype_of
+from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of, places_among
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
@@ -79,9 +79,7 @@ class DocumentRule(SequenceRule):
         """Excluded documents are like empty ones of the store."""
         found = self.look_up(recipe, draws)
         stored = found.stored.copy()
-        for s, mine, of_source in found.by_source():
-            if s in excluded:
-                stored[mine[among(excluded[s], of_source.index)]] = 0
+        stored[places_among(found, excluded)] = 0
         return replace(found, stored=stored)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:

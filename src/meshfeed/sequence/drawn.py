@@ -25,8 +25,8 @@ def drawn_of_sources(recipe: Recipe, until: int) -> _Counts:
     """Sequences and tokens that the steps before `until` drew of each source; int64 [num_sources] each.
 
     Tokens are those of `rule.lengths`, before a packing pads or truncates any. Steps that an amendment skips
-    do not count, and a document that it had excluded is a sequence without tokens, except in `Windows`, which
-    keep them. The stores must be entered.
+    do not count, and a document that it had excluded is a sequence without tokens, except in rows that span
+    documents, which keep them. The stores must be entered.
 
     Rows of one length are counted. Of other sequences, one epoch of each source is looked up, and its last,
     unfinished one; or all, for draws with replacement, a rule with its own order, and where epochs differ.
@@ -74,8 +74,8 @@ def _scanned(recipe: Recipe, first_step: int, stop_step: int) -> _Counts:
 
 def _excluded(recipe: Recipe, until: int) -> Longs:
     """Tokens of each source that amendments had excluded when they would have been drawn; int64."""
-    lost = np.zeros(len(recipe.sources), np.int64)
-    if gone := recipe.amendments.excluded_at(until):
+    lost, gone = np.zeros(len(recipe.sources), np.int64), recipe.amendments.excluded_at(until)
+    if gone and not isinstance(recipe.sequence, Rows):  # rows keep them
         sources = np.repeat([*gone], [documents.size for documents in gone.values()])
         documents = np.concatenate([*gone.values()])
         without = replace(recipe.amendments, excluded=())

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.documents import DocumentRule
+from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, among
 
@@ -42,7 +42,7 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     """The sequences of the steps before `until` that held a token of some documents.
 
     Not those of steps that an amendment has skipped, nor documents that it had excluded by then, except in
-    `Windows`, which keep their tokens.
+    rows that span documents, which keep their tokens.
     sources, documents: index of the store, and of the document in it; [n]. The stores must be entered.
 
     The time is that of the documents and their epochs, not of the steps; in a mixture, each block of 4,096
@@ -72,7 +72,7 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     seen = np.ones(order.size, np.bool_)
     for first, stop in recipe.amendments.skipped:
         seen &= (step < first) | (stop <= step)
-    for first, source, gone in recipe.amendments.excluded if isinstance(rule, DocumentRule) else ():
+    for first, source, gone in () if isinstance(rule, Rows) else recipe.amendments.excluded:
         mine = np.flatnonzero((step >= first) & (draws.source[order] == source))
         seen[mine[among(gone, documents[document[order[mine]]])]] = False
     order, step, place = order[seen], step[seen], place[seen]

@@ -7,26 +7,44 @@ cu_seqlens) are computed by each rank and never read or sent.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
+from meshfeed.mixture import Store
 from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import Held, SequenceRule
-from meshfeed.sequence.runs import Longs, Portion, Runs, WithHoles, common, dtype_of, runs_of
+from meshfeed.sequence.runs import (
+    Longs,
+    Portion,
+    Runs,
+    WithHoles,
+    common,
+    dtype_of,
+    runs_of,
+    together,
+)
 from meshfeed.sequence.table import FieldTable, RunField, table_of
+from meshfeed.store import StreamStore
+from meshfeed.store.base import extents_of
+from meshfeed.store.base import runs as numbers_from
 
 Starts = tuple[Longs, Longs]
 """Document starts: the row of each, and its offset in that row."""
 
-_NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+# of each store, the excluded documents that were looked up last
+_found: WeakKeyDictionary[Store, dict[str, Any]] = WeakKeyDictionary()
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -75,6 +93,16 @@ class Rows(SequenceRule):
         """Tokens of each row."""
         return self.length
 
+    def num_documents(self, store: Store) -> int | None:
+        """All of a store: see `without`."""
+        return cast(StreamStore, store).num_documents
+
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
+        """The tokens of excluded documents stay, and bear no loss; nor does a token that predicts one."""
+        sources = [source for source, _, _ in draws.by_source() if source in excluded]
+        holes = {source: _extents(recipe.sources[source], excluded[source]) for source in sources}
+        return WithHoles(draws.source, draws.epoch, draws.index, holes)
+
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
         """Every row counts as `length` tokens."""
         return EpochTokens(self.num_sequences(recipe.sources[source]) * self.length, self.length)
@@ -87,7 +115,7 @@ class Rows(SequenceRule):
         """Loss-bearing tokens of each row, always whole; int64 [n]."""
         if not (self.eod_mask_loss or isinstance(draws, WithHoles)):
             return self._predicting(recipe, draws)
-        documents = self._document_starts(recipe, draws) if self.eod_mask_loss else _NO_STARTS
+        documents = self._document_starts(recipe, draws) if self.eod_mask_loss else NO_STARTS
         begins, ends = self._bearing(recipe, draws, documents)
         before = np.append(0, np.cumsum(ends - begins))
         return np.diff(before[np.searchsorted(begins, np.arange(len(draws) + 1) * (self.length + 1))])
@@ -131,7 +159,7 @@ class Rows(SequenceRule):
         allocate: Allocate,
     ) -> FieldTable:
         """The named fields; see the class. Runs of positions and of the loss mask end where documents do."""
-        shape, draws, starts = self._shape(portion), portion.draws, _NO_STARTS
+        shape, draws, starts = self._shape(portion), portion.draws, NO_STARTS
         own, held = _edges(portion.own_row), _edges(portion.held_row)
         cut = _cut_of(self.fields, (len(draws), shape[1]), self.length, own, held)
         if self._minds_documents:
@@ -162,7 +190,27 @@ class Rows(SequenceRule):
 
     def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
         """Ranges of tokens without loss, since their document or the next is excluded; ascending, apart."""
-        return _NO_STARTS
+        begins, ends = ([np.zeros(0, np.int64)] for _ in range(2))
+        for s, at, of_source in draws.by_source():
+            if not isinstance(draws, WithHoles) or s not in draws.holes:
+                continue
+            hole_begins, hole_ends = draws.holes[s]
+            start, stop = self.ranges(recipe, s, of_source, _slices((0, self.length)))
+            sizes = stop - start
+            held = np.minimum(self._tokens_in(recipe, of_source), self.length + 1)
+            place, first = np.cumsum(sizes) - sizes, np.cumsum(held) - held
+            of = np.searchsorted(first, place, side="right") - 1  # the row of each range
+            row = at[of] * (self.length + 1)
+            least = np.searchsorted(hole_ends, start, side="right")
+            counts = (np.searchsorted(hole_begins, stop) - least).clip(0)
+            hole, piece = numbers_from(least, counts), np.arange(start.size).repeat(counts)
+            moved = (row + place - first[of] - start)[piece]
+            # the token before a document predicts its first one; a row's last label is no token of it
+            begins.append(np.maximum(np.maximum(hole_begins[hole], start[piece]) + moved - 1, row[piece]))
+            ends.append(
+                np.minimum(np.minimum(hole_ends[hole], stop[piece]) + moved, row[piece] + self.length)
+            )
+        return together(np.concatenate(begins), np.concatenate(ends))
 
     def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
         """Read slices of rows, all of one source; out: [rows, width of the cut], contiguous."""
@@ -235,6 +283,16 @@ class Rows(SequenceRule):
         ends = np.arange(num_microbatches + 1) * rows * width
         for end, mine in zip(ends[1:], np.split(places, np.searchsorted(places, ends[1:-1]))):
             yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
+
+
+def _extents(store: Store, documents: Longs) -> tuple[Longs, Longs]:
+    """Where documents that are not empty begin and end in their stream; int64 [m] each."""
+    kept = _found.setdefault(store, {})
+    if kept.get("of") is not documents:  # an amendment's, the same object in every step
+        begins, stored = extents_of(cast(StreamStore, store), documents)
+        some = stored > 0
+        kept |= {"of": documents, "extents": (begins[some], (begins + stored)[some])}
+    return kept["extents"]
 
 
 def _numbers(starts: Starts, length: int) -> Longs:

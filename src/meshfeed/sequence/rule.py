@@ -307,3 +307,9 @@ class TokenRule(SequenceRule):
         starts, lengths: the range of tokens in each draw, int64 [n]. Returns begins, ends and the draw of
         each, int64 [m]. Labels that do not exist, or that bear no loss by the rule, are omitted.
         """
+
+    def bearing_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """`stream_ranges` without what bears no loss by the rule, for ahead=0 too."""
+        return self.stream_ranges(recipe, source, draws, starts, lengths, ahead=ahead)

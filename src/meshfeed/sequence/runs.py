@@ -155,6 +155,19 @@ class Runs:
         return Runs(at[some], at[some], size[some])
 
 
+def places_among(draws: Draws, documents: Mapping[int, Longs]) -> Longs:
+    """Places of the draws whose index is one of some documents of their source; int64 [k].
+
+    documents: source -> numbers, ascending.
+    """
+    found = [
+        mine[among(documents[source], of.index)]
+        for source, mine, of in draws.by_source()
+        if source in documents
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+
 def among(some: Longs, values: Longs) -> npt.NDArray[np.bool_]:
     """Whether each value is one of some, which are ascending and may be many more; bool [n]."""
     at = np.searchsorted(some, values)

@@ -22,7 +22,7 @@ from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.runs import Located, Longs, Portion, Runs, places_among
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import NUMBERS, Item, Mapped, Refused
 
@@ -104,6 +104,16 @@ class Samples(SequenceRule):
             raise RecipeError(f"Samples(packed=True) plans with lengths: give {store!r} its lengths=")
         return store.num_documents
 
+    def num_documents(self, store: Store) -> int | None:
+        """All of a store: see `without`."""
+        return self.num_sequences(store)
+
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Located:
+        """Excluded items have no token: no pack holds them. A microbatch of rows has fewer rows."""
+        stored = self.lengths(recipe, draws)
+        stored[places_among(draws, excluded)] = 0
+        return Located(draws.source, draws.epoch, draws.index, np.zeros_like(stored), stored)
+
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
         """By the store's lengths. Raises RecipeError for a store without."""
         store = cast(Mapped, recipe.sources[source])
@@ -116,6 +126,8 @@ class Samples(SequenceRule):
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each item; 1 if the store has no lengths; int64 [n]."""
+        if isinstance(draws, Located):
+            return draws.stored
         lengths = np.zeros(len(draws), np.int64)
         for store, mine in _by_source(recipe, draws):
             lengths[mine] = store.lengths(draws.index[mine])

@@ -8,10 +8,7 @@ different ones each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,14 +17,11 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Rows, Starts
+from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
 from meshfeed.sequence.rule import Held, TokenRule
-from meshfeed.sequence.runs import Longs, WithHoles, together
+from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of, runs
-
-# of each store, the excluded documents that were looked up last
-_found: WeakKeyDictionary[Store, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -66,49 +60,6 @@ class Windows(Rows, TokenRule):
                 f"{self.length + 1}: use a shorter window or more data"
             )
         return num_tokens // self.length
-
-    def num_documents(self, store: Store) -> int | None:
-        """All of a store: see `without`."""
-        return cast(StreamStore, store).num_documents
-
-    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
-        """The tokens of excluded documents stay, and bear no loss; nor does a token that predicts one."""
-        return WithHoles(
-            draws.source,
-            draws.epoch,
-            draws.index,
-            {s: _extents(recipe.sources[s], excluded[s]) for s, _, _ in draws.by_source() if s in excluded},
-        )
-
-    def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
-        if not isinstance(draws, WithHoles):
-            return super()._holes(recipe, draws)
-        begins: list[Longs] = []
-        ends: list[Longs] = []
-        for s, at, of_source in draws.by_source():
-            if s not in draws.holes:
-                continue
-            hole_begins, hole_ends = draws.holes[s]
-            first = self._first_tokens(recipe, s, of_source)
-            start, stop, of = _around(
-                first, np.full_like(first, self.length + 1), recipe.sources[s].num_tokens
-            )
-            least = np.searchsorted(hole_ends, start, side="right")
-            counts = (np.searchsorted(hole_begins, stop) - least).clip(0)
-            piece = np.repeat(np.arange(start.size), counts)
-            hole = np.arange(piece.size) - np.repeat(np.cumsum(counts) - counts, counts) + least[piece]
-            # a piece that continues at token 0 follows the stream's last token in its window
-            moved = np.where(start < first[of], recipe.sources[s].num_tokens, 0) - first[of]
-            row, moved = at[of[piece]] * (self.length + 1), moved[piece]
-            # the token before a document predicts its first one
-            begin, end = (
-                np.maximum(hole_begins[hole], start[piece]) - 1,
-                np.minimum(hole_ends[hole], stop[piece]),
-            )
-            begins.append(row + (begin + moved).clip(0, self.length))
-            ends.append(row + (end + moved).clip(0, self.length))
-        none = np.zeros(0, np.int64)
-        return together(np.concatenate([none, *begins]), np.concatenate([none, *ends]))
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of each window's first token, all of one source; int64 [n]."""
@@ -149,17 +100,21 @@ class Windows(Rows, TokenRule):
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
         """See `TokenRule`; windows are never split."""
-        begins = self._first_tokens(recipe, source, draws) + ahead
-        ends, of = begins + self.length, np.arange(len(draws))
-        if self.eod_mask_loss and ahead:
-            # A label that starts a document splits its window in two: 3..9 without 5 -> 3..5, 6..9.
-            row, offset = self._document_starts(recipe, draws)
-            without = begins[row] - ahead + offset
-            of = np.sort(np.concatenate((of, row)))
-            begins = _by_row(begins, row, without + 1)
-            ends = _by_row(ends, row, without)
-        begins, stops, part = _around(begins, ends - begins, recipe.sources[source].num_tokens)
-        return begins, stops, of[part]
+        if ahead:
+            return self.bearing_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
+        first, sizes = self._first_tokens(recipe, source, draws), np.full(len(draws), self.length)
+        return _around(first, sizes, recipe.sources[source].num_tokens)
+
+    def bearing_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """See `TokenRule`."""
+        documents = self._document_starts(recipe, draws) if self.eod_mask_loss else NO_STARTS
+        begins, ends = self._bearing(recipe, draws, documents)
+        row = begins // (self.length + 1)
+        first = self._first_tokens(recipe, source, draws)[row] + begins - row * (self.length + 1)
+        begins, stops, part = _around(first + ahead, ends - begins, recipe.sources[source].num_tokens)
+        return begins, stops, row[part]
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         """(window, offset in the window) of every document start in (0, length]; ascending."""
@@ -184,16 +139,6 @@ class Windows(Rows, TokenRule):
         return window[ascending], offset[ascending]
 
 
-def _extents(store: Store, documents: Longs) -> tuple[Longs, Longs]:
-    """Where documents that are not empty begin and end in their stream; int64 [m] each."""
-    kept = _found.setdefault(store, {})
-    if kept.get("of") is not documents:  # an amendment's, the same object in every step
-        begins, stored = extents_of(cast(StreamStore, store), documents)
-        some = stored > 0
-        kept |= {"of": documents, "extents": (begins[some], (begins + stored)[some])}
-    return kept["extents"]
-
-
 def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:
     """Ranges of a ring of `total` tokens, split where they pass its end, and the range that each came
     from."""
@@ -206,9 +151,3 @@ def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Long
         starts, stops = np.insert(starts, over + 1, 0), np.insert(stops, over + 1, tails)
         of = np.insert(of, over + 1, over)
     return starts, stops, of
-
-
-def _by_row(one_of_each: Longs, rows: Longs, more: Longs) -> Longs:
-    """One offset for each row and more for some rows, ordered by row and value."""
-    values, of = np.concatenate((one_of_each, more)), np.concatenate((np.arange(one_of_each.size), rows))
-    return values[np.lexsort((values, of))]

@@ -14,7 +14,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.documents import document_lengths
+from meshfeed.sequence.documents import document_lengths, located
 from meshfeed.sequence.processor import PartField, Processor, grid_of, named, rows_of, tokens_of, work_of
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
@@ -41,14 +41,15 @@ class PartsOfDraws:
 
     @classmethod
     def of(cls, processors: Mapping[Kind, Processor], recipe: Recipe, draws: Draws) -> PartsOfDraws:
-        """Looked up in the index."""
-        found = [
-            (mine, _parts_at(recipe.sources[s], of.index.tobytes())) for s, mine, of in draws.by_source()
-        ]
-        if len(found) < 2:
-            parts = found[0][1] if found else Parts.none(0)
+        """Looked up in the index. A document without text, as one that is excluded, has no part."""
+        draws, found = located(recipe, draws), list[tuple[Longs, Parts]]()
+        for s, mine, of in draws.by_source():
+            some = slice(None) if of.stored.all() else np.flatnonzero(of.stored)
+            found.append((mine[some], _parts_at(recipe.sources[s], of.index[some].tobytes())))
+        if len(found) == 1 and found[0][0].size == len(draws):
+            parts = found[0][1]
         else:
-            parts = Parts.merged(len(draws), found)
+            parts = Parts.merged(len(draws), found) if found else Parts.none(0)
         return cls(processors, recipe, draws, parts)
 
     def by_kind(self) -> Iterator[tuple[Kind, Longs]]:

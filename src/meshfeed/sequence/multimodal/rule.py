@@ -20,7 +20,6 @@ import numpy.typing as npt
 from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
-from meshfeed.mixture import Store
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import Expansion, Kind, Parts, check_rules
 from meshfeed.plan import EncoderPlan, Slices, StepPlan
@@ -242,10 +241,6 @@ class Multimodal(DocumentRule, TokenRule):
         return (*made, *PLAN_FIELDS)
 
     # -- what the index says ----------------------------------------------------------------------------
-
-    def num_documents(self, store: Store) -> int | None:
-        """None: parts cannot be left out."""
-        return None
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each document, every placeholder repeated; int64 [n]."""
