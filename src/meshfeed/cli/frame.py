@@ -9,9 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.metrics import MixtureHistory, RunHistory, Start
+from meshfeed.metrics import FOLLOWS, MixtureHistory, RunHistory, Start
 from meshfeed.report.history.decoding import LIMITS, STAGE, RankDecoding, decoded_in
-from meshfeed.report.history.waits import FOLLOWS
 
 Does = Literal["waits", "works"]
 Floats = npt.NDArray[np.float64]

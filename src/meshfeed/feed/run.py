@@ -304,7 +304,7 @@ class Run:
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
                 self._recorder.costs.waited(span.start, span.stop, [span])
-        self._recorder.costs.waited(asked, time.monotonic(), spans)
+        self._recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1
             self._compare(item)
@@ -381,6 +381,8 @@ class Run:
             stack.callback(self._placer.synchronize)
             self._resources = stack.pop_all()
         self._starting = self._clock.take()
+        for span in self._starting:
+            self._recorder.tell_wait(span.start, span.stop, [span])
         with self._stopping:
             self._check_running()
             self._prefetcher.start()

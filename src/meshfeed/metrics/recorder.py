@@ -8,12 +8,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from meshfeed.deliver import Traffic
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.background import BackgroundSinks
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.stages import Span
 from meshfeed.metrics.stats import StepStats
 from meshfeed.sequence.decode_costs import DecodeCosts
 
@@ -23,14 +24,6 @@ DECODE_COUNTERS = ("parts_decoded", "bytes_decoded", "decode_busy_s", "decode_cp
 """The same, on ranks that decode."""
 
 _NOTHING = contextlib.nullcontext()
-
-
-class Span(NamedTuple):
-    """An interval of the producer's time, in seconds of `time.monotonic`."""
-
-    stage: str
-    start: float
-    stop: float
 
 
 class StageClock:
@@ -198,6 +191,7 @@ class Recorder:
                 f"metrics={strange[0]!r} is not a sink; give mf.metrics.RunLog(folder), or another"
             )
         self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]
+        self._waiting = [sink.waited for sink in self._sinks if type(sink).waited is not Sink.waited]
         self._about = about
         self._background: BackgroundSinks | None = None
         self._clocks = (0.0, 0.0)  # unix and monotonic time of the same moment
@@ -244,6 +238,16 @@ class Recorder:
             unix, monotonic = self._clocks
             self._received = step, tokens, unix + (time.monotonic() - monotonic)
 
+    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
+        """The loop waited from `start` to `stop` for the current step. spans: of the producer meanwhile."""
+        self.costs.waited(start, stop, spans)
+        self.tell_wait(start, stop, spans)
+
+    def tell_wait(self, start: float, stop: float, spans: Sequence[Span]) -> None:
+        """Tell the sinks of a wait."""
+        for waited in self._waiting:
+            waited(start, stop, spans)
+
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Time a stage on the loop's own thread; it counts as waiting."""
@@ -253,7 +257,7 @@ class Recorder:
                 yield
         finally:
             (span,) = clock.take()
-            self.costs.waited(span.start, span.stop, [span])
+            self.waited(span.start, span.stop, [span])
 
     def over(self) -> None:
         """The step is complete."""

@@ -18,7 +18,7 @@ from typing import Any
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.recorder import DECODE_COUNTERS
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
-from meshfeed.metrics.stats import STAGES
+from meshfeed.metrics.stages import STAGES
 
 COUNTED = ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives")
 _OF_TEXT = tuple(stage for stage in STAGES if stage != "decode")

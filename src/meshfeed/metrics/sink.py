@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed.extras import version_of
 from meshfeed.layout import Layout
+from meshfeed.metrics.stages import Span
 from meshfeed.metrics.stats import StepStats
 
 _NOTHING = nullcontext()
@@ -121,6 +122,12 @@ class Sink:
     def stage(self, name: str) -> AbstractContextManager[Any]:
         """Entered around each stage of the producer, on its thread, and around each wait of the loop."""
         return _NOTHING
+
+    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
+        """Called on the loop's thread after each of its waits, from `start` to `stop` of `time.monotonic`.
+
+        spans: stages of the producer since the last wait; parts of them lie before this one.
+        """
 
     def close(self) -> None:
         """No more records follow, unless another run starts."""

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-STAGES = ("start", "plan", "read", "decode", "exchange", "deliver", "build", "copy", "verify", "other")
-"""All stages: joining the peers, planning and announcing, storage (or a user's iterator), decoding parts,
-exchanging items, delivery including waits for peers, making fields, copying to the device, comparing
-replicas, the rest."""
+from meshfeed.metrics.stages import in_stages_of_ray
 
 SequenceName = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
@@ -28,7 +25,7 @@ class StepStats(Mapping[str, Any]):
         exposed_wait_s: seconds that the loop waited, by stage. Stages are start (joining the peers), plan (of
             a later step), read (storage, or a user's iterator), decode (images, audio and video, including
             waits for the workers that decode), exchange, deliver (including waits for peers), build, copy,
-            verify and other.
+            verify and other; see `metrics.STAGE_TABLE`.
         work_s: seconds that the producer worked, by stage.
         queue_depth: reads that were ready, of at most `prefetch`, when the loop asked for the step.
         bytes_read: from storage.
@@ -75,6 +72,12 @@ class StepStats(Mapping[str, Any]):
     source_asked: npt.NDArray[np.float64] | None = None
     source_names: tuple[str, ...] | None = None
     metrics_lost: int | None = None
+
+    @property
+    def blocked_s(self) -> dict[str, float]:
+        """exposed_wait_s by the stages of Ray Data: seconds of production_wait, data_transfer, batching,
+        format, collate and finalize. Our build is three of them in one pass, and counts as collate."""
+        return in_stages_of_ray(self.exposed_wait_s)
 
     def __getitem__(self, name: str) -> Any:
         value = getattr(self, name) if name in _NAMES else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshfeed.errors import MetricsError
 from meshfeed.extras import install
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
-from meshfeed.metrics.stats import STAGES
+from meshfeed.metrics.stages import STAGE_TABLE
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -37,6 +37,7 @@ _GAUGES = {
 class Telemetry(Sink):
     """Histograms of seconds waited and worked by stage, counters of traffic, gauges of balance.
 
+    A stage is told by its name, and by that of Ray Data's stage to which it belongs (`ray_stage`).
     All carry the rank and its data-parallel rank, except steps, tokens and the mixture: these are totals of
     the whole job, and only the lowest rank reports them.
 
@@ -78,7 +79,10 @@ class Telemetry(Sink):
         if start is None or not records:
             return
         who, last = {"rank": start.rank, "dp": start.coord["dp"]}, records[-1].stats
-        of_stage = {stage: who | {"stage": stage} for stage in STAGES}
+        of_stage = {
+            name: who | {"stage": name} | ({} if stage.ray is None else {"ray_stage": stage.ray})
+            for name, stage in STAGE_TABLE.items()
+        }
         for stats in (record.stats for record in records):
             for stage, seconds in stats.exposed_wait_s.items():
                 self._wait(seconds, of_stage[stage])

@@ -13,7 +13,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import Telemetry
+from meshfeed.metrics import STAGE_TABLE, Telemetry
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -49,7 +49,7 @@ def scraped(address: str) -> Scraped:
     return {
         (
             sample.name,
-            tuple(sorted((k, v) for k, v in sample.labels.items() if "otel" not in k)),
+            tuple(sorted((k, v) for k, v in sample.labels.items() if v and "otel" not in k)),
         ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
@@ -67,11 +67,12 @@ def test_prometheus_sees_what_the_stats_say(corpus: str, exporter: tuple[Any, st
     stats = [step.stats for step, _ in steps]
     for kind, key in (("wait", "exposed_wait_s"), ("work", "work_s")):
         for stage in {stage for each in stats for stage in each[key]}:
-            labels = (*who, ("stage", stage))
+            ray = STAGE_TABLE[stage].ray
+            labels = (*who, *([("ray_stage", ray)] if ray else []), ("stage", stage))
             spent = [each[key][stage] for each in stats if stage in each[key]]
             assert seen[f"meshfeed_{kind}_seconds_sum", labels] == pytest.approx(sum(spent))
             assert seen[f"meshfeed_{kind}_seconds_count", labels] == len(spent)
-            up_to = (*who[:1], ("le", "0.5"), *who[1:], ("stage", stage))
+            up_to = tuple(sorted([*labels, ("le", "0.5")]))
             assert seen[f"meshfeed_{kind}_seconds_bucket", up_to] == sum(each <= 0.5 for each in spent)
     assert {"read", "plan", "build"} <= {dict(labels).get("stage") for _, labels in seen}
     assert seen["meshfeed_read_bytes_total", who] == sum(each["bytes_read"] for each in stats) > 0

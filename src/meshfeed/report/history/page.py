@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.metrics import RunHistory
+from meshfeed.metrics import FOLLOWS, STAGE_TABLE, RunHistory
 from meshfeed.report.history import summary
 from meshfeed.report.history.decoding import decoded_of, verdict
 from meshfeed.report.history.grid import Grid
-from meshfeed.report.history.tables import decoding_section, mixture_table, ranks_table, starts_table
-from meshfeed.report.history.waits import FOLLOWS, Waits, stragglers, waits_of
+from meshfeed.report.history.tables import (
+    decoding_section,
+    mixture_table,
+    ranks_table,
+    stages_table,
+    starts_table,
+)
+from meshfeed.report.history.waits import Waits, stragglers, waits_of
 from meshfeed.report.words import escape
 
 
@@ -39,6 +45,7 @@ def page(history: RunHistory, name: str) -> str:
         resumes=escape(summary.resumes(history)),
         starts=starts_table(history),
         ranks=ranks_table(history, waits),
+        stages=stages_table(stage for stage in history.stages if stage in STAGE_TABLE),
         resolution=escape(summary.resolution(grid)),
         style=(folder / "page.css").read_text(),
         script="\n".join((folder / name).read_text() for name in ("draw.js", "page.js")),

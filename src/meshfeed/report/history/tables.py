@@ -7,14 +7,20 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from meshfeed.metrics import MixtureHistory, RunHistory
+from meshfeed.metrics import STAGE_TABLE, MixtureHistory, RunHistory
 from meshfeed.report.history.decoding import STAGE, RankDecoding
 from meshfeed.report.history.summary import short
 from meshfeed.report.history.waits import Waits, stragglers
 from meshfeed.report.words import duration, escape
 
 _MOST_RANKS, _MOST_SOURCES = 32, 40
-_TEXT, _TEXTS = ' class="text"', frozenset({"place", "host", "hosts", "layout", "delivery", "recipe", "UTC"})
+_TEXT = ' class="text"'
+_TEXTS = frozenset(
+    {
+        *("place", "host", "hosts", "layout", "delivery", "recipe", "UTC"),
+        *("is", "Ray Data's stage", "Megatron-LM's timer"),
+    }
+)
 _DECODING_HEAD = (
     "rank",
     "host",
@@ -63,6 +69,15 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
         ]
         lines.append(("marked" if apart[row] else "", cells))
     return table(head, lines)
+
+
+def stages_table(used: Iterable[str]) -> str:
+    """What happens in each stage, and what Ray Data and Megatron-LM call it."""
+    lines: list[tuple[str, list[str]]] = []
+    for name in used:
+        stage = STAGE_TABLE[name]
+        lines.append(("", [name, stage.does, f"{stage.ray or '–'}", stage.megatron]))
+    return table(("stage", "is", "Ray Data's stage", "Megatron-LM's timer"), lines)
 
 
 def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:

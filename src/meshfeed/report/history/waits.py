@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.metrics import RunHistory
+from meshfeed.metrics import FOLLOWS, RunHistory
 from meshfeed.report.history.loop import seconds_of
 from meshfeed.report.words import duration
-
-FOLLOWS = frozenset({"deliver", "exchange"})
-"""Stages in which a rank waits for other ranks; the cause is whatever delays those ranks."""
 
 _NOTHING = 0.001  # share of time below which a wait is ignored
 _APART = 2.0  # multiple of the median that stands out
