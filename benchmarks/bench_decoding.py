@@ -63,10 +63,10 @@ Batch = Mapping[str, Any]
 class Counted(NativePatches):
     """Adds a byte to a file for each image that it decodes."""
 
-    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Any]:
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Any]:
         with Path(os.environ.get(COUNTED, os.devnull)).open("ab", buffering=0) as file:
             file.write(b".")
-        return super().__call__(data, size, rng)
+        return super().bytes_of(data, size)
 
 
 PATCHES = Counted()

@@ -239,34 +239,112 @@ def test_what_becomes_of_alpha_is_in_the_fingerprint_unless_it_is_white() -> Non
     assert not np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("family", OF_TILES)
-def test_a_feed_gives_them(family: str, tmp_path: Path) -> None:
-    ours = OF_TILES[family][0]
-    pictures = {size: stored(picture(*size)) for size in ((40, 90), (120, 60), (100, 100))}
-    with mf.DatasetWriter(tmp_path / "store", {"tokens": np.uint16}, parts=True) as writer:
-        for (height, width), data in pictures.items():
+def feed_of(folder: Path, ours: ImageProcessor, stored_parts: Any, **options: Any) -> mf.Feed:
+    """A feed of one pack: a document for each (size, data)."""
+    with mf.DatasetWriter(folder, {"tokens": np.uint16}, parts=True) as writer:
+        for (height, width), data in stored_parts:
             size = replace(
                 Parts.of_images([(height, width)]), at=np.array([1]), num_bytes=np.array([len(data)])
             )
             writer.add_document(tokens=np.array([5, 9, 7], np.uint16))
             writer.add_parts(size, [data])
     recipe = mf.Recipe(
-        data=mf.open(tmp_path / "store"),
-        sequence=mf.Multimodal(image=ours),
-        batch=mf.Batch(sequences=3),
+        data=mf.open(folder),
+        sequence=mf.Multimodal(image=ours, **options),
+        batch=mf.Batch(sequences=len(stored_parts)),
         epochs=1,
     )
-    most = int(ours.rule.tokens(Parts.of_images(list(pictures))).sum()) + 6
-    with mf.Feed(recipe, packing=mf.Packing(capacity=most)) as feed:
+    sizes = Parts.of_images([size for size, _ in stored_parts])
+    most = int(ours.rule.tokens(sizes).sum()) + 2 * len(stored_parts)
+    return mf.Feed(recipe, packing=mf.Packing(capacity=most), machine=mf.Machine(workers=1))
+
+
+OURS = {name: of[0] for name, of in OF_TILES.items()} | {
+    "Qwen": NativePatches(NativeImages(max_pixels=9_000))
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("family", OURS)
+def test_a_feed_gives_them(family: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshfeed.sequence.decoding._SHARED_BYTES", 4096)  # some through memory, some not
+    ours = replace(OURS[family], dtype=dtype)
+    pictures = {size: stored(picture(*size)) for size in ((40, 90), (120, 60), (100, 100), (40, 20))}
+    with feed_of(tmp_path / "store", ours, list(pictures.items())) as feed:
         (microbatch,) = [microbatch for step in feed for microbatch in step.microbatches]
     documents = [list(pictures.items())[i] for i in microbatch.draws.index.tolist()]
     for field in ours.fields:
         expected = [made(ours, data, *size)[field.name] for size, data in documents]
         assert np.array_equal(microbatch[field.name], np.concatenate(expected))
+        assert microbatch[field.name].numpy().dtype == field.dtype
     index = microbatch["image_index"]
-    assert index.max() + 1 == (index >= 0).sum() == most - 6
+    assert index.max() + 1 == (index >= 0).sum() == microbatch["tokens"].numel() - 8
     sequences, patches = ours.rule.patches(Parts.of_images([size for size, _ in documents]))
     assert microbatch["image_cu_seqlens"].tolist() == [0, *np.cumsum(patches.repeat(sequences))]
+
+
+class Doubled(NativePatches):
+    """Qwen's, each value twice as large."""
+
+    def __call__(self, data: bytes, size: PartSize, rng: Any) -> Any:
+        made = super().__call__(data, size, rng)
+        return {**made, "pixel_values": 2 * made["pixel_values"]}
+
+
+@pytest.mark.parametrize("family", OURS)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_pixels_travel_as_bytes_each_once(
+    family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("meshfeed.sequence.pixels._widen_pixels", None)
+    data, size = stored(picture(60, 90)), PartSize(60, 90, 1, 0.0)
+    for dtype in ("float32", "uint8"):
+        ours = replace(OURS[family], dtype=dtype)
+        whole, sent = (f(data, size, mf.rng(0, 0, 0)) for f in (ours, ours.decoded))
+        for field, column in zip(ours.fields, ours.columns, strict=True):
+            array = sent[column.name]
+            assert (array.dtype, array.shape[1:]) == (column.dtype, column.shape)
+            assert np.array_equal(field.joined([array, array[:0]], np.empty), whole[field.name])
+            two = field.joined([whole[field.name], array], np.empty)  # a blank is as the field
+            assert np.array_equal(two, np.concatenate([whole[field.name]] * 2))
+        pixels = sent["pixel_values"]
+        copies = 2 if family == "Qwen" else 1
+        assert pixels.dtype == np.uint8 and pixels.size * copies == whole["pixel_values"].size
+
+
+def test_a_processor_with_a_call_of_its_own_sends_what_that_makes(tmp_path: Path) -> None:
+    pictures = [((60, 90), stored(picture(60, 90)))]
+    seen = []
+    for name, ours in (("plain", NativePatches()), ("doubled", Doubled())):
+        with feed_of(tmp_path / name, ours, pictures) as feed:
+            seen += [step_of["pixel_values"] for step in feed for step_of in step.microbatches]
+    assert np.array_equal(2 * seen[0], seen[1])
+    assert Doubled().columns == Doubled().fields
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_a_broken_image_is_zeros_among_others(dtype: Any, tmp_path: Path) -> None:
+    ours = NativePatches(dtype=dtype)
+    pictures = [
+        ((60, 90), stored(picture(60, 90))),
+        ((90, 30), b"no image"),
+        ((30, 90), stored(picture(30, 90))),
+    ]
+    with feed_of(tmp_path / "store", ours, pictures, on_bad="blank", max_bad_share=1) as feed:
+        (microbatch,) = [microbatch for step in feed for microbatch in step.microbatches]
+    expected = []
+    for i in microbatch.draws.index.tolist():
+        (height, width), data = pictures[i]
+        size, rows = (
+            PartSize(height, width, 1, 0.0),
+            int(ours.rule.patches(Parts.of_images([(height, width)]))[1][0]),
+        )
+        blank = ours.blank(size, {"pixel_values": rows, "image_grid_thw": 1})
+        expected.append(blank if i == 1 else made(ours, data, height, width))
+    for field in ours.fields:
+        assert np.array_equal(microbatch[field.name], np.concatenate([each[field.name] for each in expected]))
+    assert microbatch["bad_parts"].tolist() == [[microbatch.draws.index.tolist().index(1), 0]]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
@@ -295,6 +373,32 @@ def test_an_animated_image_is_its_first_frame(kind: str) -> None:
 def test_what_is_no_such_image_is_broken(data: bytes, said: str) -> None:
     with pytest.raises(mf.PartError, match=said):
         NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.rng(0, 0, 0))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_exif_asks(orientation: int, kind: str) -> None:
+    image, exif = picture(30, 50), Image.Exif()
+    exif[0x0112] = orientation
+    options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+    plain, turned = (stored(image, kind, **options, **more) for more in ({}, {"exif": exif}))
+    pixels = np.asarray(rgb_image(plain, PartSize(30, 50, 1, 0.0)))
+    ways = {
+        1: pixels, 2: pixels[:, ::-1], 3: np.rot90(pixels, 2), 4: pixels[::-1],
+        5: pixels.swapaxes(0, 1), 6: np.rot90(pixels, -1), 7: np.rot90(pixels, 2).swapaxes(0, 1), 8: np.rot90(pixels),
+    }  # fmt: skip
+    expected = ways[orientation]
+    height, width = expected.shape[:2]
+    for alpha in ("white", "drop"):
+        found = rgb_image(turned, PartSize(height, width, 1, 0.0), alpha)
+        assert (found.mode, found.size) == ("RGB", (width, height))
+        assert np.array_equal(np.asarray(found), expected)
+        assert np.array_equal(
+            np.asarray(found.resize((9, 7))), np.asarray(Image.fromarray(expected).resize((9, 7)))
+        )
+    if height != 30:
+        with pytest.raises(mf.PartError, match="the index says 50 pixels wide x 30 high"):
+            rgb_image(turned, PartSize(30, 50, 1, 0.0))
 
 
 def test_the_size_is_that_of_the_turned_image() -> None:

@@ -72,6 +72,25 @@ int64_t mf_copy_runs(int64_t kind, int64_t num_rows,
     return num_rows * num_runs;
 }
 
+/* -- pixels of images: see meshfeed/sequence/pixels.py --------------------------------------------------- */
+
+/* Replace bytes by values: of each of `num_rows` rows 3 channels of `size` bytes, each by its own 256 values,
+   and write every channel `copies` times, one copy after the other. */
+int64_t mf_widen_pixels(int64_t num_rows, int64_t size, int64_t copies, const uint8_t *pixels,
+                        const float *values, float *restrict out)
+{
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t channel = 0; channel < 3; channel++, pixels += size) {
+            const float *of_byte = values + 256 * channel, *first = out;
+            for (int64_t i = 0; i < size; i++)
+                out[i] = of_byte[pixels[i]];
+            for (int64_t copy = 1; copy < copies; copy++)
+                memcpy(out + copy * size, first, (size_t)size * sizeof *out);
+            out += copies * size;
+        }
+    return num_rows;
+}
+
 /* -- the order of the stream: see meshfeed/order/permutation.py ------------------------------------------- */
 
 static uint64_t hash(uint64_t x, uint64_t key, uint64_t turn)

@@ -28,7 +28,7 @@ from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.arena import Arena, ArenaRange
 from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.processor import PartSize, Processor, named, rows_of, tokens_of
+from meshfeed.sequence.processor import PartField, PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.sequence.runs import Longs
 from meshfeed.store.workers import Failure, Workers
 
@@ -38,7 +38,7 @@ AHEAD_BYTES = 256 << 20
 """Workers begin no further part while so much is decoded and not asked for yet."""
 
 _ARENA_BYTES = 1 << 36  # of addresses, far above AHEAD_BYTES and what a step has; memory as it is written
-_SHARED_BYTES = 1 << 20  # smaller arrays go through the worker's pipe
+_SHARED_BYTES = 1 << 16  # smaller arrays go through the worker's pipe
 _ALIGNED = 64
 
 
@@ -50,6 +50,10 @@ class PartPlace:
     epoch: int
     index: int
     part: int
+
+    def told(self, recipe: Recipe) -> str:
+        """What messages call the part."""
+        return f"{recipe.sources[self.source]}: document {self.index}, part {self.part} (epoch {self.epoch})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Task:
 
     Attributes:
         seeds: of its generator; see `order.rng`.
-        rows: of each field, by the processor.
+        rows: of each column, by the processor.
         tokens: by the rule.
         read_s: seconds that reading the bytes took.
         room: for the arrays from _SHARED_BYTES; None where they go through the pipe.
@@ -247,15 +251,15 @@ class Decoder:
 
     def _task_with_room(self, at: PartPlace) -> Task:
         (task,), arena = self._tasks([at]).values(), self._arena
-        fields = self._processors[task.kind].fields
-        sizes = [task.rows[each.name] * each.row_bytes for each in fields]
+        columns = self._processors[task.kind].columns
+        sizes = [task.rows[each.name] * each.row_bytes for each in columns]
         if needed := sum(_aligned(size) for size in sizes if size >= _SHARED_BYTES):
             return task if arena is None else replace(task, room=arena.take(needed))
         return task
 
     def told(self, at: PartPlace) -> str:
         """What messages call a part."""
-        return f"{self._recipe.sources[at.source]}: document {at.index}, part {at.part} (epoch {at.epoch})"
+        return at.told(self._recipe)
 
     def _received(self, at: PartPlace, item: Any) -> Decoded:
         if isinstance(item, MeshfeedError):
@@ -273,7 +277,7 @@ def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
     processor = processors[task.kind]
     try:
-        given: Any = processor(task.data, task.size, rng(*task.seeds))
+        given: Any = processor.decoded(task.data, task.size, rng(*task.seeds))
     except Exception as error:
         return _failed(processor, error)
     if not isinstance(given, Mapping):
@@ -320,14 +324,14 @@ def _in_decoder(error: Exception) -> bool:
 def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> Made:
     """What stands for a part that cannot be decoded. rows: of each field. Raises RecipeError."""
     blank = dict(processor.blank(size, rows))
-    if wrong := _other_arrays(processor, rows, blank):
+    if wrong := _other_arrays(processor.fields, rows, blank):
         raise RecipeError(f"blank({size}) {wrong}")
     return {name: array.copy() for name, array in blank.items()}  # it may give the same ones again
 
 
-def _other_arrays(processor: Processor, rows: Mapping[str, int], made: Made) -> str | None:
-    """How arrays differ from the fields and rows of a processor."""
-    promised = {each.name: (each.dtype, (rows[each.name], *each.shape)) for each in processor.fields}
+def _other_arrays(promises: Sequence[PartField], rows: Mapping[str, int], made: Made) -> str | None:
+    """How arrays differ from some fields or columns, and the rows of each."""
+    promised = {each.name: (each.dtype, (rows[each.name], *each.shape)) for each in promises}
     given: dict[str, Any] = {
         name: (array.dtype.name, array.shape) if isinstance(array, np.ndarray) else type(array).__name__
         for name, array in made.items()
@@ -339,7 +343,7 @@ def _other_arrays(processor: Processor, rows: Mapping[str, int], made: Made) -> 
 
 def _difference(processor: Processor, task: Task, made: Made) -> str | None:
     """How what was made differs from what was promised."""
-    if wrong := _other_arrays(processor, task.rows, made):
+    if wrong := _other_arrays(processor.columns, task.rows, made):
         return f"{processor!r} {wrong}"
     try:
         tokens = processor.num_tokens(made)

@@ -9,13 +9,13 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence.pixels import ImageProcessor, rgb_image
+from meshfeed.sequence.pixels import PIXELS, BytePixels, rgb_image, squares_of
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
 
 @dataclass(frozen=True)
-class NativePatches(ImageProcessor):
+class NativePatches(BytePixels):
     """The patches of an image at its own resolution, with the values of Qwen2-VL's processor and its heirs.
 
     Attributes:
@@ -36,7 +36,7 @@ class NativePatches(ImageProcessor):
         """pixel_values and image_grid_thw."""
         values = 3 * self.frames * self.rule.patch**2
         return (
-            PartField(name="pixel_values", dtype=self.dtype, shape=(values,)),
+            self.pixel_field((values,), copies=self.frames),
             PartField(name="image_grid_thw", dtype="int64", shape=(3,)),
         )
 
@@ -44,20 +44,13 @@ class NativePatches(ImageProcessor):
         """As many as patches, and one."""
         return {"pixel_values": self.rule.patches(parts)[1], "image_grid_thw": np.ones(len(parts), np.int64)}
 
-    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
-        """The patches of one image; nothing is drawn."""
-        rule = self.rule
-        values = self.values(self.resized(rgb_image(data, size, self.alpha), *self._resized(size)))
-        rows, columns = (side // rule.patch for side in values.shape[:2])
-        squares = values.reshape(
-            rows // rule.merge, rule.merge, rule.patch, columns // rule.merge, rule.merge, rule.patch, 3
-        ).transpose(0, 3, 1, 4, 6, 2, 5)  # rows, columns, then both within a square, then channel, y, x
-        copied = np.broadcast_to(
-            squares[..., None, :, :], (*squares.shape[:5], self.frames, *squares.shape[5:])
-        )
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The patches of one image."""
+        image, (height, width) = rgb_image(data, size, self.alpha), self._resized(size)
+        patches = squares_of(self.resized(image, height, width), self.rule.patch, self.rule.merge)
         return {
-            "pixel_values": copied.reshape(rows * columns, -1),
-            "image_grid_thw": np.array([[1, rows, columns]]),
+            PIXELS: patches.reshape(len(patches), -1),
+            "image_grid_thw": np.array([[1, height // self.rule.patch, width // self.rule.patch]]),
         }
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -10,15 +13,20 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
+from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.parts.opened import opened_image
 from meshfeed.parts.rule import check_counts
 from meshfeed.parts.types import in_pixels
-from meshfeed.sequence.processor import PartSize, Processor
+from meshfeed.sequence.processor import PartField, PartSize, Processor
 
 Color = tuple[float, float, float]
 Resample = Literal["bilinear", "bicubic"]
 Dtype = Literal["float32", "uint8"]
 Alpha = Literal["white", "drop"]
+
+PIXELS = "pixel_values"
+
+_widen_pixels = compiled("mf_widen_pixels", WHOLE, WHOLE, WHOLE, ARRAY, ARRAY, ARRAY)
 
 _FILTERS = {"bilinear": 2, "bicubic": 3}  # PIL.Image.Resampling
 _MOST_PIXELS = 178_956_970  # where Pillow refuses to decode
@@ -68,12 +76,88 @@ class ImageProcessor(Processor):
     def values(self, image: Any) -> Array:
         """The pixels of an RGB image, normalized if dtype is "float32"; [height, width, 3]."""
         pixels = np.asarray(image)
-        return pixels if self.dtype == "uint8" else self._values()[pixels, np.arange(3)]
+        return pixels if self.dtype == "uint8" else values_of_bytes(self.mean, self.std)[range(3), pixels]
 
-    def _values(self) -> npt.NDArray[np.float32]:
-        """What each byte of each channel becomes, rounded as by transformers; float32 [256, 3]."""
-        shares = (np.arange(256) * (1 / 255)).astype(np.float32)[:, None]
-        return (shares - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+
+@dataclass(frozen=True)
+class BytePixels(ImageProcessor):
+    """An ImageProcessor whose pixels travel as bytes, and get their values in the last copy.
+
+    A subclass with a `__call__` of its own sends what that makes, as fields.
+    """
+
+    @abstractmethod
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """Decode an image: field -> array, with bytes for pixel_values; nothing is drawn."""
+
+    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
+        """Decode an image; nothing is drawn."""
+        made = self.bytes_of(data, size)
+        return {each.name: each.joined([made[each.name]], np.empty) for each in self.fields}
+
+    @property
+    def columns(self) -> tuple[PartField, ...]:
+        """Its fields, with bytes for pixel_values."""
+        if not self._sends_bytes:
+            return self.fields
+        return tuple(each.column if isinstance(each, PixelField) else each for each in self.fields)
+
+    def decoded(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
+        """Decode an image: column -> array; nothing is drawn."""
+        return self.bytes_of(data, size) if self._sends_bytes else self(data, size, rng)
+
+    @property
+    def _sends_bytes(self) -> bool:
+        return type(self).__call__ is BytePixels.__call__
+
+    def pixel_field(self, shape: tuple[int, ...], *, copies: int = 1) -> PixelField:
+        """The field pixel_values, of rows of that shape."""
+        return PixelField(
+            name=PIXELS, dtype=self.dtype, shape=shape, mean=self.mean, std=self.std, copies=copies
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelField(PartField):
+    """Pixels that may travel as bytes: uint8 [rows, 3 * n] for rows of 3 * copies * n values.
+
+    Attributes:
+        mean, std: of red, green and blue, which follow each other in a row; for dtype "float32".
+        copies: of each channel, one after the other.
+    """
+
+    mean: Color
+    std: Color
+    copies: int = 1
+
+    @property
+    def column(self) -> PartField:
+        """The bytes of a row, each once."""
+        shape = self.shape if self.copies == 1 else (math.prod(self.shape) // self.copies,)
+        return PartField(name=self.name, dtype="uint8", shape=shape, stages=self.stages)
+
+    def write(self, value: Array, out: Array) -> None:
+        """Write the rows of one part. value: bytes as in `column`, or the field itself."""
+        if (value.dtype, value.shape) == (out.dtype, out.shape):
+            out[...] = value
+            return
+        rows, size = len(out), math.prod(self.shape) // (3 * self.copies)
+        read, to = value.reshape(rows, 3, 1, size), out.reshape(rows, 3, self.copies, size)
+        if self.dtype == "uint8":
+            to[...] = read
+            return
+        values = values_of_bytes(self.mean, self.std)
+        if _widen_pixels is None:
+            to[...] = values[np.arange(3)[:, None, None], read]
+        else:
+            _widen_pixels(rows, size, self.copies, np.ascontiguousarray(read), values, to)
+
+
+def values_of_bytes(mean: Color, std: Color) -> npt.NDArray[np.float32]:
+    """What each byte of each channel becomes, rounded as by transformers; float32 [3, 256]."""
+    shares = (np.arange(256) * (1 / 255)).astype(np.float32)
+    by_channel = np.array([mean, std], np.float32)[:, :, None]
+    return (shares - by_channel[0]) / by_channel[1]
 
 
 def check_choice(options: Any, name: str, choices: tuple[str, ...]) -> None:
@@ -94,14 +178,18 @@ def rgb_image(data: bytes, size: PartSize, alpha: Alpha = "white") -> Any:
 
             if {image.height, image.width} != {size.height, size.width}:  # before any pixel is decoded
                 raise _other_size(image, size)
-            turned = ImageOps.exif_transpose(image)
-            if (turned.height, turned.width) != (size.height, size.width):
-                raise _other_size(turned, size)
-            return turned.convert("RGB") if alpha == "drop" else _on_white(turned)
+            ImageOps.exif_transpose(image, in_place=True)
+            if (image.height, image.width) != (size.height, size.width):
+                raise _other_size(image, size)
+            return _as_rgb(image) if alpha == "drop" else _on_white(image)
     except (ImportError, MemoryError, PartError):
         raise
     except Exception as error:  # each of Pillow's formats has its own
         raise PartError(f"{type(error).__name__}: {error}") from error
+
+
+def _as_rgb(image: Any) -> Any:
+    return image if image.mode == "RGB" else image.convert("RGB")  # which copies an RGB one
 
 
 def _on_white(image: Any) -> Any:
@@ -109,7 +197,7 @@ def _on_white(image: Any) -> Any:
     from PIL import Image
 
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        return _as_rgb(image)
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
@@ -124,11 +212,15 @@ def framed(image: Any, height: int, width: int, color: tuple[int, int, int] = (0
     return frame
 
 
-def tiles_of(values: Array, side: int) -> Array:
-    """The square tiles of an image, row by row; [height, width, 3] -> [tiles, 3, side, side]."""
-    rows, columns = (extent // side for extent in values.shape[:2])
-    tiles = values.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
-    return tiles.reshape(rows * columns, 3, side, side)
+def squares_of(image: Any, side: int, merge: int = 1) -> Array:
+    """The squares of an RGB image, row by row; uint8 [squares, 3, side, side].
+
+    merge: blocks of merge x merge squares follow each other, and within a block its squares.
+    """
+    pixels = np.asarray(image)
+    rows, columns = (extent // (merge * side) for extent in pixels.shape[:2])
+    squares = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(squares).reshape(-1, 3, side, side)
 
 
 def _refuse_huge(image: Any, height: int, width: int) -> None:

@@ -64,12 +64,16 @@ class PartField:
         return np.zeros((rows, *self.shape), self.dtype)
 
     def joined(self, values: Sequence[Array], allocate: Allocate) -> Array:
-        """The rows of several parts, one part after the other."""
+        """The rows of several parts, one part after the other. values: see `write`."""
         ends = list(accumulate(map(len, values), initial=0))
         out = allocate((ends[-1], *self.shape), self.dtype)
         for begin, end, value in zip(ends, ends[1:], values):
-            out[begin:end] = value
+            self.write(value, out[begin:end])
         return out
+
+    def write(self, value: Array, out: Array) -> None:
+        """Write the rows of one part. value: the field or, where `Processor.columns` differ, the column."""
+        out[...] = value
 
 
 class Processor(ABC):
@@ -102,6 +106,18 @@ class Processor(ABC):
         `on_bad` says, such as Pillow's TypeError, or its ValueError for a filter that it does not know.
         """
 
+    @property
+    def columns(self) -> tuple[PartField, ...]:
+        """What travels of a part to the ranks that take it: by default its fields.
+
+        One in another form has the name and rows of its field, whose `write` makes the field of it.
+        """
+        return self.fields
+
+    def decoded(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
+        """Decode a part: column -> array; see `__call__`."""
+        return self(data, size, rng)
+
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
         """What stands for a part that cannot be decoded, by default zeros: field -> array.
 
@@ -111,7 +127,7 @@ class Processor(ABC):
 
     @abstractmethod
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Tokens that the encoder makes of a decoded part, from the arrays alone; compared with the rule."""
+        """Tokens that the encoder makes of a part, from its columns alone; compared with the rule."""
 
     def summary(self) -> str:
         """The processor and all its options in one line; part of the fingerprint."""

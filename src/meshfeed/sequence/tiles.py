@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import AnyResImages, FixedImages, Parts, TiledImages
-from meshfeed.sequence.pixels import Color, ImageProcessor, check_choice, framed, rgb_image, tiles_of
+from meshfeed.sequence.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image, squares_of
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
@@ -19,7 +19,7 @@ Fit = Literal["crop", "stretch", "pad"]
 
 
 @dataclass(frozen=True)
-class FixedPixels(ImageProcessor):
+class FixedPixels(BytePixels):
     """Images of one size, with the values of the processors of CLIP, SigLIP, LLaVA-1.5 and Gemma 3.
 
     Attributes:
@@ -43,20 +43,19 @@ class FixedPixels(ImageProcessor):
     @property
     def fields(self) -> tuple[PartField, ...]:
         """pixel_values."""
-        return (_pixel_values(self, self.rule.size),)
+        return (self.pixel_field((3, self.rule.size, self.rule.size)),)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         """One."""
-        return {"pixel_values": np.ones(len(parts), np.int64)}
+        return {PIXELS: np.ones(len(parts), np.int64)}
 
-    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
-        """The image; nothing is drawn."""
-        square = self._square(rgb_image(data, size, self.alpha))
-        return {"pixel_values": tiles_of(self.values(square), self.rule.size)}
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The image."""
+        return {PIXELS: squares_of(self._square(rgb_image(data, size, self.alpha)), self.rule.size)}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """As the rule says of an image."""
-        images = Parts.of_images([made["pixel_values"].shape[2:]] * len(made["pixel_values"]))
+        images = Parts.of_images([made[PIXELS].shape[2:]] * len(made[PIXELS]))
         return int(self.rule.tokens(images).sum())
 
     def _square(self, image: Any) -> Any:
@@ -72,7 +71,7 @@ class FixedPixels(ImageProcessor):
 
 
 @dataclass(frozen=True)
-class TiledPixels(ImageProcessor):
+class TiledPixels(BytePixels):
     """Square tiles of an image, and a small copy of the whole, with the values of InternVL's processor.
 
     Attributes:
@@ -91,28 +90,28 @@ class TiledPixels(ImageProcessor):
     @property
     def fields(self) -> tuple[PartField, ...]:
         """pixel_values."""
-        return (_pixel_values(self, self.rule.tile),)
+        return (self.pixel_field((3, self.rule.tile, self.rule.tile)),)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         """As many as tiles, with the copy."""
-        return {"pixel_values": self.rule.patches(parts)[0]}
+        return {PIXELS: self.rule.patches(parts)[0]}
 
-    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
-        """The tiles of one image; nothing is drawn."""
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The tiles of one image."""
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         rows, columns = self.rule.tile_grid(size.as_image())[:, 0].tolist()
-        tiles = tiles_of(self.values(self.resized(image, rows * tile, columns * tile)), tile)
+        tiles = squares_of(self.resized(image, rows * tile, columns * tile), tile)
         if self.rule.thumbnail and len(tiles) > 1:
-            tiles = np.concatenate([tiles, tiles_of(self.values(self.resized(image, tile, tile)), tile)])
-        return {"pixel_values": tiles}
+            tiles = np.concatenate([tiles, squares_of(self.resized(image, tile, tile), tile)])
+        return {PIXELS: tiles}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """tokens_per_tile of each tile."""
-        return len(made["pixel_values"]) * self.rule.tokens_per_tile
+        return len(made[PIXELS]) * self.rule.tokens_per_tile
 
 
 @dataclass(frozen=True)
-class AnyResPixels(ImageProcessor):
+class AnyResPixels(BytePixels):
     """A small copy of an image, and its tiles, with the values of the processors of LLaVA-NeXT and OneVision.
 
     Attributes:
@@ -129,23 +128,22 @@ class AnyResPixels(ImageProcessor):
     def fields(self) -> tuple[PartField, ...]:
         """pixel_values and image_sizes."""
         return (
-            _pixel_values(self, self.rule.tile),
+            self.pixel_field((3, self.rule.tile, self.rule.tile)),
             PartField(name="image_sizes", dtype="int64", shape=(2,)),
         )
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         """As many as tiles, with the copy; and one."""
-        return {"pixel_values": self.rule.patches(parts)[0], "image_sizes": np.ones(len(parts), np.int64)}
+        return {PIXELS: self.rule.patches(parts)[0], "image_sizes": np.ones(len(parts), np.int64)}
 
-    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
-        """The tiles of one image; nothing is drawn."""
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The tiles of one image."""
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         height, width = (self.rule.tile_grid(size.as_image())[:, 0] * tile).tolist()
         fitted = self.resized(image, *_fitted(image, height, width))
         both = self.resized(image, tile, tile), framed(fitted, height, width)
-        tiles = [tiles_of(self.values(each), tile) for each in both]
         return {
-            "pixel_values": np.concatenate(tiles),
+            PIXELS: np.concatenate([squares_of(each, tile) for each in both]),
             "image_sizes": np.array([[image.height, image.width]]),
         }
 
@@ -157,10 +155,6 @@ class AnyResPixels(ImageProcessor):
         """As the rule says of an image of that size."""
         ((height, width),) = made["image_sizes"].tolist()
         return int(self.rule.tokens(Parts.of_images([(height, width)]))[0])
-
-
-def _pixel_values(processor: ImageProcessor, side: int) -> PartField:
-    return PartField(name="pixel_values", dtype=processor.dtype, shape=(3, side, side))
 
 
 def _fitted(image: Any, height: int, width: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.parts import Kind
 from meshfeed.plan import Slices
 from meshfeed.roles import Field
-from meshfeed.sequence.multimodal.decode import IS_BAD
+from meshfeed.sequence.multimodal.decode import IS_BAD, blanks_of
 from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack
 from meshfeed.sequence.multimodal.index import PartsOfDraws
 from meshfeed.sequence.processor import Processor, patches_of
@@ -89,20 +89,27 @@ def part_fields(
 ) -> Arrays:
     """The named fields of the parts that this rank encodes."""
     arrays: Arrays = {}
+    bad = np.zeros(0, np.int64)
+    decoded = {"bad_parts", *(each.name for processor in processors.values() for each in processor.fields)}
+    if columns is not None and IS_BAD in columns and not decoded.isdisjoint(names):
+        bad = np.flatnonzero((np.asarray(columns[IS_BAD]) > 0) & chosen.is_own)
+    blanks = blanks_of(chosen, bad)
     for kind, processor in processors.items():
         of_kind = chosen.parts.of_kind(kind)
         is_own = chosen.is_own[of_kind]
+        own = of_kind[is_own]
         if f"{kind}_cu_seqlens" in names:
-            places = chosen.places[of_kind[is_own]]
+            places = chosen.places[own]
             sequences, patches = chosen.among.ask(patches_of, processor.rule, places)
             ends = np.cumsum(patches.repeat(sequences))
             arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
         for each in processor.fields:
             if each.name in names and columns is not None:
-                values = cast(Sequence[Array], columns.get(each.name, ()))
-                arrays[each.name] = each.joined(list(compress(values, is_own)), allocate)
+                values = compress(cast(Sequence[Array], columns.get(each.name, ())), is_own)
+                both = zip(own.tolist(), values)
+                made = [blanks[i][each.name] if i in blanks else value for i, value in both]
+                arrays[each.name] = each.joined(made, allocate)
     if "bad_parts" in names and columns is not None:
-        bad = np.flatnonzero((np.asarray(columns[IS_BAD]) > 0) & chosen.is_own)
         arrays["bad_parts"] = np.stack(chosen.in_documents(bad), axis=1)
     return arrays
 

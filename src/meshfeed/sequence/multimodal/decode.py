@@ -1,4 +1,4 @@
-"""The chosen parts of a pack as columns: decoded, or what stands for those that cannot be."""
+"""The chosen parts of a pack as columns; and what stands for those that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from meshfeed.errors import PartError, RecipeError
 from meshfeed.sequence.decoding import Bad, Decoder, PartPlace, blank_of
 from meshfeed.sequence.multimodal.encoders import Chosen
 from meshfeed.sequence.processor import PartSize, named, rows_of
+from meshfeed.sequence.runs import Longs
 
 OnBad = Literal["error", "blank", "drop"]
 
@@ -27,10 +28,10 @@ _log = logging.getLogger("meshfeed")
 def part_columns(
     chosen: Chosen, decoder: Decoder, names: frozenset[str] | None, on_bad: OnBad, max_bad_share: float | None
 ) -> dict[str, list[Array] | Array]:
-    """The named fields of the chosen parts, an array for each part; None for all. With on_bad, IS_BAD too.
+    """The named columns of the chosen parts, an array for each part; None for all. With on_bad, IS_BAD too.
 
-    max_bad_share: see `Multimodal`; None outside of a run, which counts and logs none. Raises PartError for a
-    bad part, unless it may become zeros.
+    Of a bad part, they are zeros. max_bad_share: see `Multimodal`; None outside of a run, which counts and
+    logs none. Raises PartError for a bad part, unless it may become zeros.
     """
     columns: dict[str, list[Array] | Array] = {}
     places = chosen.listed()
@@ -41,22 +42,31 @@ def part_columns(
     for kind, mine in chosen.by_kind():
         processor = chosen.among.processors[kind]
         rows = chosen.among.ask(rows_of, processor, chosen.places[mine])
-        found: list[Mapping[str, Array]] = []
-        for k, i in enumerate(mine.tolist()):
-            part = made[i]
-            if isinstance(part, Bad):
-                counts = {name: int(count[k]) for name, count in rows.items()}
-                try:
-                    part = blank_of(processor, PartSize.of(chosen.parts, i), counts)
-                except Exception as error:
-                    raise named(error, processor, decoder.told(places[i])) from error
-            found.append(part)
-        for each in processor.fields:
+        for each in processor.columns:
             if names is None or each.name in names:
-                columns[each.name] = [part[each.name] for part in found]
+                counts = zip(mine.tolist(), rows[each.name].tolist())
+                parts = ((made[i], count) for i, count in counts)
+                columns[each.name] = [
+                    each.blank(count) if isinstance(part, Bad) else part[each.name] for part, count in parts
+                ]
     if on_bad != "error":
         columns[IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)
     return columns
+
+
+def blanks_of(chosen: Chosen, which: Longs) -> dict[int, Mapping[str, Array]]:
+    """The fields of what stands for some of the chosen parts, from the index alone. Raises RecipeError."""
+    blanks: dict[int, Mapping[str, Array]] = {}
+    for kind, of_kind in chosen.by_kind() if which.size else ():
+        processor, mine = chosen.among.processors[kind], np.intersect1d(of_kind, which)
+        rows = chosen.among.ask(rows_of, processor, chosen.places[mine])
+        for k, i in enumerate(mine.tolist()):
+            counts = {name: int(count[k]) for name, count in rows.items()}
+            try:
+                blanks[i] = blank_of(processor, PartSize.of(chosen.parts, i), counts)
+            except Exception as error:
+                raise named(error, processor, chosen.listed()[i].told(chosen.among.recipe)) from error
+    return blanks
 
 
 def _refuse(decoder: Decoder, at: PartPlace, bad: Bad, on_bad: OnBad, max_bad_share: float | None) -> None:

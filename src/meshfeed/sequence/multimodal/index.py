@@ -108,10 +108,10 @@ class PartsOfDraws:
             rows[mine], columns[mine] = self.ask(grid_of, self.processors[kind].rule, mine)
         return self.whole.mrope(rows, columns)
 
-    def decoded_bytes(self, kind: Kind, places: Longs, fields: Sequence[PartField]) -> int:
-        """Bytes of some fields of parts of one kind, decoded."""
+    def decoded_bytes(self, kind: Kind, places: Longs, columns: Sequence[PartField]) -> int:
+        """Bytes of some columns of parts of one kind, decoded."""
         rows = self.ask(rows_of, self.processors[kind], places)
-        return sum(int(rows[each.name].sum()) * each.row_bytes for each in fields)
+        return sum(int(rows[each.name].sum()) * each.row_bytes for each in columns)
 
 
 @kept_by_store(most=64)

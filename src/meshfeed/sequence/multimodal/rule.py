@@ -289,7 +289,7 @@ class Multimodal(DocumentRule, TokenRule):
         """Exact bytes of all columns, from the index."""
         count, chosen = super().num_bytes(recipe, portion), self._decoded(recipe, portion)
         for kind, mine in chosen.by_kind():
-            wanted = [each for each in self.processors[kind].fields if _needs(portion, each.name)]
+            wanted = [each for each in self.processors[kind].columns if _needs(portion, each.name)]
             count += chosen.among.decoded_bytes(kind, chosen.places[mine], wanted)
         return count + (chosen.places.size if self.on_bad != "error" else 0)
 
@@ -297,7 +297,7 @@ class Multimodal(DocumentRule, TokenRule):
         """Whether the parts of the first step have more bytes decoded than stored."""
         among, decoded = self._among(recipe, draws_of_step(recipe, 0)), 0
         for kind, mine in among.by_kind():
-            decoded += among.decoded_bytes(kind, mine, self.processors[kind].fields)
+            decoded += among.decoded_bytes(kind, mine, self.processors[kind].columns)
         return decoded > int(among.parts.num_bytes.sum())
 
     # -- reading ----------------------------------------------------------------------------------------
