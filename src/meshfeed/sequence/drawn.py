@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
 from meshfeed.errors import RecipeError
-from meshfeed.order import drawn_until, draws_between, draws_of_source, start_of_step
+from meshfeed.order import Draws, drawn_until, draws_between, draws_of_source, start_of_step
+from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
@@ -17,11 +19,11 @@ from meshfeed.sequence.runs import Longs
 
 _TOGETHER = 1 << 20  # draws that are looked up together
 
-_Counts = tuple[Longs, Longs]
-"""Sequences and tokens of each source; int64 [num_sources] each."""
+_Measure = Callable[[int, Draws], Longs]
+"""A source and some of its draws -> amounts that add up; int64 [k]."""
 
 
-def drawn_of_sources(recipe: Recipe, until: int) -> _Counts:
+def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
     """Sequences and tokens that the steps before `until` drew of each source; int64 [num_sources] each.
 
     Tokens are those of `rule.lengths`, before a packing pads or truncates any. Steps that an amendment skips
@@ -32,54 +34,131 @@ def drawn_of_sources(recipe: Recipe, until: int) -> _Counts:
     unfinished one; or all, for draws with replacement, a rule with its own order, and where epochs differ.
     Raises RecipeError for excluded documents that cannot be found; see `exposures`.
     """
-    sequences, tokens = _counted(recipe, until)
-    for step in sorted({step for first, stop in recipe.amendments.skipped for step in range(first, stop)}):
-        if step < until:
-            less = _scanned(recipe, step, step + 1)
-            sequences, tokens = sequences - less[0], tokens - less[1]
-    return sequences, tokens - _excluded(recipe, until)
-
-
-def _counted(recipe: Recipe, until: int) -> _Counts:
-    """As if no amendment left anything out."""
     rule, drawn = cast(SequenceRule, recipe.sequence), drawn_until(recipe, until)
+
+    def measure(source: int, draws: Draws) -> Longs:
+        return np.array([len(draws), rule.lengths(recipe, draws).sum()])
+
+    def of_epoch(source: int) -> Longs:
+        return np.array([rule.num_sequences(recipe.sources[source]), rule.epoch_tokens(recipe, source).total])
+
+    if drawn is not None and isinstance(rule, Rows):
+        sums = drawn[0][:, None] * [1, rule.length]
+    else:
+        sums = _summed(recipe, until, measure, of_epoch, 2)
+    sums -= _skipped(recipe, until, measure, 2)
+    for sign, source, _, tokens in _excluded(recipe, until):
+        np.add.at(sums[:, 1], source, -sign * tokens)
+    return sums[:, 0], sums[:, 1]
+
+
+def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_values: int) -> Longs:
+    """Tokens that the steps before `until` drew, by source and by a value of the document.
+
+    values: source -> the value of each of its documents, a number below `num_values`; int64 [num_documents].
+    Returns int64 [num_sources, num_values]; 0 for other sources. A row counts its inputs, not its last label,
+    and no padding: see `drawn_of_sources`, which says what counts, and what it raises.
+
+    Of documents, one epoch is looked up, and the last; of rows that span documents, every one.
+    """
+    rule = cast(SequenceRule, recipe.sequence)
+
+    def measure(source: int, draws: Draws) -> Longs:
+        if source not in values:
+            return np.zeros(num_values, np.int64)
+        documents, tokens = _documents_of(recipe, source, draws)
+        # as floats, exact: fewer than 2**53 tokens are looked up together
+        return np.bincount(values[source][documents], tokens, num_values).astype(np.int64)
+
+    def of_epoch(source: int) -> Longs:
+        if isinstance(rule, Rows):
+            raise RecipeError("rows begin at other tokens in each epoch")
+        rule.epoch_tokens(recipe, source)  # the same in every epoch, or it raises
+        size = rule.num_sequences(recipe.sources[source])
+        return sum(
+            (measure(source, each) for each in _in_order(source, size)), np.zeros(num_values, np.int64)
+        )
+
+    sums = _summed(recipe, until, measure, of_epoch, num_values)
+    sums -= _skipped(recipe, until, measure, num_values)
+    for sign, source, document, tokens in _excluded(recipe, until):
+        for each in set(source.tolist()) & values.keys():
+            mine = source == each
+            np.add.at(sums[each], values[each][document[mine]], -sign * tokens[mine])
+    return sums
+
+
+def _documents_of(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs]:
+    """Pieces of documents in some draws of a source: which document, and how many tokens; int64 [n] each."""
+    rule = cast(SequenceRule, recipe.sequence)
+    if not isinstance(rule, Rows):
+        return draws.index, rule.lengths(recipe, draws)
+    none = np.zeros(1, np.int64)
+    inputs = Slices(none.astype(np.int32), none, none + rule.length - 1)  # `ranges` adds a token
+    pieces = recipe.sources[source].documents.pieces(*rule.ranges(recipe, source, draws, inputs))
+    return pieces.documents, pieces.lengths
+
+
+def _summed(
+    recipe: Recipe, until: int, measure: _Measure, of_epoch: Callable[[int], Longs], num: int
+) -> Longs:
+    """Amounts of each source, as if no amendment left anything out; int64 [num_sources, num].
+
+    of_epoch: those of an epoch; it raises RecipeError where epochs differ.
+    """
+    drawn = drawn_until(recipe, until)
     if drawn is None:
-        return _scanned(recipe, 0, until)
-    if isinstance(rule, Rows):
-        return drawn[0], drawn[0] * rule.length
-    sequences, tokens = drawn[0], np.zeros(len(recipe.sources), np.int64)
-    for source, count in enumerate(sequences.tolist()):
+        return _scanned(recipe, 0, until, measure, num)
+    rule, sums = cast(SequenceRule, recipe.sequence), np.zeros((len(recipe.sources), num), np.int64)
+    for source, count in enumerate(drawn[0].tolist()):
         size = rule.num_sequences(recipe.sources[source])
         whole = 0 if recipe.shuffle == "replacement" else count // size
         try:
-            tokens[source] = whole * rule.epoch_tokens(recipe, source).total if whole else 0
+            sums[source] = whole * of_epoch(source) if whole else 0
         except RecipeError:  # not known, or not the same in every epoch
             whole = 0
         for start in range(whole * size, count, _TOGETHER):
             draws = draws_of_source(recipe, source, start, min(start + _TOGETHER, count))
-            tokens[source] += rule.lengths(recipe, draws).sum()
-    return sequences, tokens
+            sums[source] += measure(source, draws)
+    return sums
 
 
-def _scanned(recipe: Recipe, first_step: int, stop_step: int) -> _Counts:
-    rule = cast(SequenceRule, recipe.sequence)
+def _scanned(recipe: Recipe, first_step: int, stop_step: int, measure: _Measure, num: int) -> Longs:
     start, stop = (start_of_step(recipe, step) for step in (first_step, stop_step))
-    sequences, tokens = np.zeros((2, len(recipe.sources)), np.int64)
+    sums = np.zeros((len(recipe.sources), num), np.int64)
     for at in range(start, stop, _TOGETHER):
         for source, _, draws in draws_between(recipe, at, min(at + _TOGETHER, stop)).by_source():
-            sequences[source] += len(draws)
-            tokens[source] += rule.lengths(recipe, draws).sum()
-    return sequences, tokens
+            sums[source] += measure(source, draws)
+    return sums
 
 
-def _excluded(recipe: Recipe, until: int) -> Longs:
-    """Tokens of each source that amendments had excluded when they would have been drawn; int64."""
-    lost, gone = np.zeros(len(recipe.sources), np.int64), recipe.amendments.excluded_at(until)
-    if gone and not isinstance(recipe.sequence, Rows):  # rows keep them
-        sources = np.repeat([*gone], [documents.size for documents in gone.values()])
-        documents = np.concatenate([*gone.values()])
-        without = replace(recipe.amendments, excluded=())
-        for sign, each in ((1, replace(recipe, amendments=without)), (-1, recipe)):
-            found = exposures(each, sources, documents, until)
-            np.add.at(lost, found.draws.source, sign * (found.end - found.begin))
-    return lost
+def _skipped(recipe: Recipe, until: int, measure: _Measure, num: int) -> Longs:
+    """Amounts of the steps that amendments skip; int64 [num_sources, num]."""
+    sums = np.zeros((len(recipe.sources), num), np.int64)
+    for step in {step for first, stop in recipe.amendments.skipped for step in range(first, stop)}:
+        if step < until:
+            sums += _scanned(recipe, step, step + 1, measure, num)
+    return sums
+
+
+def _in_order(source: int, size: int) -> Iterator[Draws]:
+    """The sequences of an epoch in the order of the store."""
+    for start in range(0, size, _TOGETHER):
+        index = np.arange(start, min(start + _TOGETHER, size))
+        yield Draws(np.full(index.size, source, np.int32), np.zeros_like(index), index)
+
+
+def _excluded(recipe: Recipe, until: int) -> Iterator[tuple[int, Longs, Longs, Longs]]:
+    """What amendments had excluded when it would have been drawn: sign, source, document and tokens of each.
+
+    Twice: all draws of the documents, and with the sign -1 those that were made of them before.
+    """
+    gone = recipe.amendments.excluded_at(until)
+    if not gone or isinstance(recipe.sequence, Rows):  # rows keep them
+        return
+    sources = np.repeat([*gone], [documents.size for documents in gone.values()])
+    documents = np.concatenate([*gone.values()])
+    without = replace(recipe.amendments, excluded=())
+    for sign, each in ((1, replace(recipe, amendments=without)), (-1, recipe)):
+        found = exposures(each, sources, documents, until)
+        yield sign, sources[found.document], documents[found.document], found.end - found.begin

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
 
@@ -21,6 +22,8 @@ made = dict(sequence=mf.Documents(), batch=mf.Batch(sequences=9))
 recipe = mf.Recipe(data=data, seed=3, **made)
 later = mf.Recipe(data=data.then(8, {{"code": 1, "docs": 5}}), seed=3, **made)
 other = mf.Recipe(data=data, seed=4, **made)
+wide = mf.Recipe(data=data, sequence=mf.Windows(20), batch=mf.Batch(sequences=8), seed=3)
+megatron = mf.Recipe(data=data, sequence=mf.MegatronGPT(20, samples=99), batch=mf.Batch(sequences=8))
 ends = mf.Recipe(data=code, sequence=mf.Windows(20), batch=mf.Batch(sequences=8), epochs=2)
 """
 
@@ -39,6 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main([*arguments, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_the_figures_are_those_of_the_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +76,58 @@ def test_the_digest_is_of_all_that_decides_the_steps(
     }
     assert digests["recipe", "8"] == digests["later", "8"], "what changes later does not count"
     assert len(set(digests.values())) == 5
+
+
+LEDGER = mf.Ledger((mf.Amendment(2, mf.Exclude({"code": [3, 8, 40]})), mf.Amendment(5, mf.SkipSteps(6, 8))))
+
+
+@pytest.mark.parametrize("name", ["recipe", "wide", "megatron"])
+@pytest.mark.parametrize("amended", [False, True])
+def test_tokens_by_a_value_of_each_document(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, amended: bool
+) -> None:
+    """As `trace` shows them, step by step: several epochs, holes and steps left out."""
+    rng, of = np.random.default_rng(1), {}
+    of["code"] = rng.choice(["MIT", "GPL 3", "\u00fc"], 60).tolist()
+    of["docs"] = [str(year) for year in rng.integers(2019, 2022, 25)]
+    (folder / "licences.txt").write_text("".join(f"{each}\n" for each in of["code"]))
+    np.save(folder / "years.npy", np.array(of["docs"], int))
+    LEDGER.write(folder / "ledger.jsonl")
+    ledger = ["--amendments", f"{folder}/ledger.jsonl"] if amended else []
+    by = "--by", f"docs={folder}/years.npy", "--by", f"code={folder}/licences.txt"
+    recipe = f"{folder}/recipes.py:{name}"
+    audit = told(capsys, "audit", recipe, "--until", "12", *by, *ledger)
+    wanted, job = dict[Any, int](), ["--capacity", "128"] if name == "recipe" else []
+    for step in range(12):
+        if amended and step in (6, 7):
+            continue
+        for line in lines_of(capsys, "trace", recipe, "--step", str(step), *job, *ledger):
+            start, stop = map(int, line["tokens"].split(":"))
+            at = line["source"], of[line["source"]][line["document"]]
+            wanted[at] = wanted.get(at, 0) + stop - start
+    assert {(each["source"], each["value"]): each["tokens"] for each in audit["by"]} == wanted
+    for source in audit["sources"]:
+        mine = [each["tokens"] for each in audit["by"] if each["source"] == source["source"]]
+        assert sum(mine) == source["tokens"] and mine == sorted(mine, reverse=True)
+    plain = told(capsys, "audit", recipe, "--until", "12", *ledger)
+    assert {**audit, "by": 0, "digest": 0} == {**plain, "by": 0, "digest": 0}
+    assert audit["digest"] != plain["digest"]
+
+
+def test_values_that_are_not_one_for_each_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "short.txt").write_text("a\nb\n")
+    np.save(folder / "wide.npy", np.zeros((60, 2)))
+    (folder / "some.txt").write_text("a\n" * 60)
+    for by, message in (
+        (f"{folder}/short.txt", "write NAME=FILE, where NAME is one of code, docs"),
+        (f"code={folder}/short.txt", "2 values; IndexedStore("),
+        (f"code={folder}/wide.npy", "an array of shape (60, 2)"),
+        ("code=nowhere.npy", "nowhere.npy: "),
+    ):
+        assert main(["audit", f"{folder}/recipes.py", "--until", "3", "--by", by]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["audit", f"{folder}/recipes.py:ends", "--until", "3", "--by", f"{folder}/some.txt"]) == 0
+    assert "100.0000%" in capsys.readouterr().out
 
 
 def test_a_store_alone_and_the_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
