@@ -179,8 +179,9 @@ class Mixture:
         A source keeps its position: no sequence is repeated or skipped.
         sources: name -> amount, or a new store with or without an amount. Sources not named are not drawn
         from there on. by: as for the mixture; None for "tokens" after amounts by tokens, else "proportion".
-        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, which a
-        recipe of rows or of a `Batch(tokens=)` knows. Later changes are then given by tokens, too.
+        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream. A recipe
+        of rows or of a `Batch(tokens=)` knows it; one of documents looks at the index when it is made. Later
+        changes are then given by tokens, too.
         """
         if sources is None:
             raise RecipeError("Mixture.then: give the amounts, as sources={name: amount}")

@@ -70,6 +70,13 @@ class Rule(ABC):
             f"Mixture(by='proportion')"
         )
 
+    def first_step_at(self, recipe: Recipe, tokens: int) -> int:
+        """The first step of a recipe that begins at or after so many tokens, by the lengths in the index.
+
+        Called for rules with `counts_tokens`.
+        """
+        raise RecipeError(f"{self.summary()} does not say which step comes after so many tokens")
+
     def num_documents(self, store: Store) -> int | None:
         """Documents of a store that `Exclude` may name; None if the rule cannot leave any out."""
         return None
@@ -146,8 +153,8 @@ class Batch:
 
         A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`.
         at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, as
-        `Batch(64).then(at_tokens=10e9, sequences=128)`. For a batch of sequences a recipe of rows knows the
-        step; later stages are then given by tokens, too.
+        `Batch(64).then(at_tokens=10e9, sequences=128)`. For a batch of sequences the recipe finds the step;
+        of documents, from the index. Later stages are then given by tokens, too.
         """
         at = tokens_given(step, at_tokens, [tokens for tokens, _ in self.thresholds], "Batch.then")
         if at is not None and self.tokens is None:
@@ -405,9 +412,6 @@ class Recipe:
             )
         if self.batch.tokens is not None:
             object.__setattr__(self, "batch", self._batch_of_tokens())
-        self._settle_thresholds()
-        sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
-        object.__setattr__(self, "sources", sources)
         if self.shuffle == "blocks":
             object.__setattr__(self, "shuffle", Blocks())
         if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
@@ -418,6 +422,9 @@ class Recipe:
             raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
+        self._settle_thresholds()
+        sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
+        object.__setattr__(self, "sources", sources)
 
     def _settle_thresholds(self) -> None:
         """Turn the thresholds of data and batch into steps."""
@@ -426,25 +433,46 @@ class Recipe:
             return
         length = 1 if self.batch.tokens is not None else self.sequence.row_length
         if length is None:
-            raise RecipeError(
-                f"at_tokens= with {self.sequence.summary()}: its sequences differ in length, so nobody knows "
-                f"beforehand which step of {self.batch!r} comes after so many tokens; give Batch(tokens=)"
-            )
+            self._settle_by_lengths()
+            return
         batch = self.batch.settled(length)
         object.__setattr__(self, "batch", batch)
         if isinstance(self.data, Mixture):
             data = self.data.settled(lambda tokens: batch.first_step_at(-(-tokens // length)))
             object.__setattr__(self, "data", data)
 
+    def _settle_by_lengths(self) -> None:
+        """The same where the index tells how many tokens the steps before a threshold have."""
+        if why := self._why_uncounted():
+            raise RecipeError(f"at_tokens=: {why}; give the step")
+        made = replace(self, data=_settled(self.data), batch=replace(self.batch, thresholds=()))
+        of_batch = [*self.batch.thresholds]
+        of_data = [*self.data.thresholds] if isinstance(self.data, Mixture) else []
+        while of_batch or of_data:
+            tokens = min(each[0] for each in (*of_batch[:1], *of_data[:1]))
+            step = self.sequence.first_step_at(made, tokens)
+            if of_batch and of_batch[0][0] == tokens:
+                made = replace(made, batch=made.batch.then(step, of_batch.pop(0)[1]))
+            if of_data and of_data[0].tokens == tokens and isinstance(made.data, Mixture):
+                _, sources, by = of_data.pop(0)
+                made = replace(made, data=made.data.then(step, sources, by=by))
+        object.__setattr__(self, "data", made.data)
+        object.__setattr__(self, "batch", made.batch)
+
+    def _why_uncounted(self) -> str:
+        """Why nobody can count the tokens of its steps from the index; "" if one can."""
+        if not self.sequence.counts_tokens:
+            return f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
+        if self.shuffle == "replacement":
+            return "under shuffle='replacement' the epochs of a source have different numbers of tokens"
+        return ""
+
     def _batch_of_tokens(self) -> Batch:
-        length, why = self.sequence.row_length, ""
+        length = self.sequence.row_length
         if length is not None:
             return self.batch.of_rows(length)
-        if not self.sequence.counts_tokens:
-            why = f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
-        elif self.shuffle == "replacement":
-            why = "under shuffle='replacement' the epochs of a source have different numbers of tokens"
-        elif isinstance(self.data, Mixture) and self.data.batches == "per_source":
+        why = self._why_uncounted()
+        if not why and isinstance(self.data, Mixture) and self.data.batches == "per_source":
             why = "batches='per_source' counts the sequences of a batch"
         if why:
             raise RecipeError(f"{self.batch!r}: {why}; give Batch(sequences=)")
@@ -557,6 +585,15 @@ class Recipe:
     def fingerprint(self) -> str:
         """Hex digest of `summary`."""
         return digest_of(self.summary())
+
+
+def _settled(data: Store | Mixture) -> Store | Mixture:
+    """Data without its thresholds."""
+    if not isinstance(data, Mixture):
+        return data
+    made = copy(data)
+    made.thresholds = ()
+    return made
 
 
 def _digest_of_all(digests: Sequence[str]) -> str:

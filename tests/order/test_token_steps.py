@@ -326,6 +326,61 @@ def test_thresholds_of_documents_go_by_the_tokens_of_their_steps() -> None:
     )
 
 
+@settings(max_examples=cases(40), deadline=None)
+@given(
+    st.lists(stores, min_size=2, max_size=2),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 5)), max_size=3),
+    st.lists(st.tuples(st.integers(1, 500), st.sampled_from([0.1, 1, 5])), max_size=3),
+    st.sampled_from(["tokens", "proportion"]),
+    shuffles,
+)
+def test_thresholds_of_documents_by_the_number_are_where_a_plain_count_has_them(
+    own: list[list[int]],
+    size: int,
+    ramp: list[tuple[int, int]],
+    changes: list[tuple[int, float]],
+    by: Any,
+    shuffle: Any,
+) -> None:
+    """Each change moves the steps of those after it."""
+    first = mf.Mixture({str(i): (mf.Lengths(each), 1) for i, each in enumerate(own)}, by=by)
+    batch, mixture, due = mf.Batch(size), first, list[tuple[int, Any]]()
+    for later, given_sizes in zip(np.cumsum([at for at, _ in ramp]).tolist(), ramp):
+        batch = batch.then(at_tokens=later, sequences=given_sizes[1])
+        due.append((later, given_sizes[1]))
+    for later, (_, share) in zip(np.cumsum([at for at, _ in changes]).tolist(), changes):
+        mixture = mixture.then(at_tokens=later, sources={"0": 1, "1": share})
+        due.append((later, {"0": 1, "1": share}))
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": 7}
+    wanted = recipe_of(first, mf.Batch(size), **options)
+    for tokens, change in sorted(due, key=lambda each: each[0]):
+        step, seen = 0, 0
+        while seen < tokens:
+            seen += int(lengths_of(wanted, draws_of_step(wanted, step)).sum())
+            step += 1
+        data: Any = wanted.data
+        last = data.parts[-1].step if isinstance(change, dict) else wanted.batch.stages[-1][0]
+        if step <= last:
+            with pytest.raises(mf.RecipeError, match=f"give a step after {last}"):
+                recipe_of(mixture, batch, **options)
+            return
+        if isinstance(change, dict):
+            wanted = recipe_of(data.then(step, change), wanted.batch, **options)
+        else:
+            wanted = recipe_of(data, wanted.batch.then(step, change), **options)
+    made = recipe_of(mixture, batch, **options)
+    assert made == wanted and made.fingerprint == wanted.fingerprint
+
+
+def test_a_threshold_far_away_is_found_by_few_lengths() -> None:
+    store = Counted(np.random.default_rng(0).integers(1, 2_000, 300_000))
+    recipe = recipe_of(store, mf.Batch(256).then(at_tokens=10**15, sequences=512))
+    assert store.looked_up <= 3 * 300_000 + 2**18 + 20 * 4_096, "one epoch for its total, and one or two more"
+    (_, (step, _)) = recipe.batch.stages
+    assert abs(step * 256 / (10**15 / 1_000) - 1) < 0.01
+
+
 def test_thresholds_that_mean_nothing_are_refused() -> None:
     a = mf.Lengths([70] * 9)
     mixture = mf.Mixture({"a": (a, 1)})
@@ -348,8 +403,24 @@ def test_thresholds_that_mean_nothing_are_refused() -> None:
             "give a step after 1",
         ),
         (
-            lambda: recipe_of(a, mf.Batch(8).then(at_tokens=9, sequences=3)),
-            r"Documents.* differ in length.* give Batch\(tokens=\)",
+            lambda: mf.Recipe(
+                data=a,
+                sequence=mf.Masked(9, vocab_size=9, mask_token=3),
+                batch=mf.Batch(8).then(at_tokens=9, sequences=3),
+            ),
+            r"at_tokens=: Masked.* rows that are padded.* give the step",
+        ),
+        (
+            lambda: recipe_of(a, mf.Batch(8).then(at_tokens=9, sequences=3), shuffle="replacement"),
+            "at_tokens=: under shuffle='replacement'",
+        ),
+        (
+            lambda: recipe_of(mf.Lengths([0]), mf.Batch(8).then(at_tokens=9, sequences=3)),
+            "from step 0 on, no source that is drawn has a token",
+        ),
+        (
+            lambda: recipe_of(a, mf.Batch(8).then(at_tokens=9, sequences=3).then(at_tokens=10, sequences=4)),
+            "give a step after 1",
         ),
     ):
         with pytest.raises(mf.RecipeError, match=message):

@@ -23,7 +23,7 @@ HELP = (
     "whose documents are its sequences"
 )
 OF_STORE = (
-    *("sequences", "seed", "rule", "window"),
+    *("sequences", "tokens", "seed", "rule", "window"),
     *("column", "dtype", "tokenizer", "labels", "ignore", "cache", "storage"),
 )
 
@@ -94,6 +94,7 @@ class RecipeOptions(StoreOptions, AmendmentOptions):
     title = "for a store given by its path (a recipe sets these itself)"
 
     sequences: int | None = option("sequences per step (256)")
+    tokens: int | None = option("instead of --sequences: about so many tokens per step")
     seed: int | None = option("seed of the shuffle (0)", least=0)
     rule: str | None = option(
         "sequence rule, such as 'masked(512, vocab_size=33, mask_token=32)' (documents)", metavar="RULE"
@@ -123,10 +124,12 @@ class RecipeOptions(StoreOptions, AmendmentOptions):
     def _of_store(self, path: str) -> mf.Recipe:
         if self.window is not None:
             refuse_given(self, ["rule"], "and --window are two rules; give one of them")
+        if self.tokens is not None:
+            refuse_given(self, ["sequences"], "and --tokens are two batches; give one of them")
         return mf.Recipe(
             data=self.open(path),
             sequence=rule_named(self.rule or "documents") if self.window is None else mf.Windows(self.window),
-            batch=mf.Batch(sequences=self.sequences or 256),
+            batch=mf.Batch(self.sequences or 256) if self.tokens is None else mf.Batch(tokens=self.tokens),
             seed=self.seed or 0,
         )
 

@@ -24,7 +24,7 @@ from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, end_of, sizes_of, turns_of, whole_end
 from meshfeed.order.tokens import EpochSums, Reached, cut_at
-from meshfeed.recipe import Blocks, Recipe
+from meshfeed.recipe import Blocks, EpochTokens, Recipe
 
 Longs = npt.NDArray[np.int64]
 
@@ -108,6 +108,12 @@ class OwnOrder(ABC):
     @abstractmethod
     def draws_between(self, recipe: Recipe, start: int, stop: int) -> Draws:
         """Positions [start, stop) of the stream."""
+
+
+class _Lengths(Protocol):
+    """What a rule has whose `counts_tokens` is true."""
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs: ...
 
 
 class Stream:
@@ -272,6 +278,60 @@ class Stream:
             found[some] = np.where(at < 0, -1, segment.start + at)
         return found
 
+    # -- tokens -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _epochs(self) -> list[EpochTokens]:
+        recipe = self._of()
+        return [recipe.sequence.epoch_tokens(recipe, source) for source in range(self.sizes.size)]
+
+    @cached_property
+    def _sums(self) -> EpochSums:
+        return EpochSums(self.sizes, [total for total, _ in self._epochs], self._lengths_in_epoch)
+
+    def check_tokens(self) -> None:
+        """Raises RecipeError if no source that is drawn from some step on has a token."""
+        for turns in self._turns:
+            if not any(self._epochs[source].total for source in turns.sources.tolist()):
+                raise RecipeError(f"from step {turns.step} on, no source that is drawn has a token")
+
+    def tokens_before(self, position: int, segments: Sequence[Segment]) -> int:
+        """Tokens of all sequences before a position. segments: those that begin before it."""
+        counts = _at(segments, position).counts(position)
+        return sum(self._sums.before(source, drawn) for source, drawn in enumerate(counts.tolist()))
+
+    def cut(self, target: int, segments: Sequence[Segment], near: Reached) -> tuple[int, Reached]:
+        """See `cut_at`. segments: those that begin before token `target`."""
+        source, weights = segments[-1].sources, segments[-1].turns.weights
+        means = np.array([total for total, _ in self._epochs])[source] / self.sizes[source]
+        return cut_at(
+            target,
+            near,
+            lambda position: self.tokens_before(position, segments),
+            lambda start, stop: self._lengths(self.draws(start, stop, segments)),
+            mean=float(weights @ means),
+            first=segments[-1].start,
+        )
+
+    def _lengths_in_epoch(self, source: int, epoch: int, start: int, stop: int) -> Longs:
+        """Tokens of the sequences at some places of an epoch; int64 [stop - start]."""
+        place = np.arange(start, stop)
+        sources, epochs = np.full(place.size, source, np.int32), np.full_like(place, epoch)
+        if self._shuffle == "global":  # with one size and key for all
+            key = np.array(self._key(source, epoch), np.uint64)
+            return self._lengths(Draws(sources, epochs, permute(place, size=self.sizes[source], key=key)))
+        return self._lengths(Draws(sources, epochs, self.indices(sources, epochs, place)))
+
+    def _lengths(self, draws: Draws) -> Longs:
+        """Tokens of some draws; int64 [n]."""
+        recipe = self._of()
+        with contextlib.ExitStack() as stack:
+            for store in recipe.sources:
+                stack.enter_context(store)
+            return np.asarray(cast(_Lengths, recipe.sequence).lengths(recipe, draws), np.int64)
+
+    # -- keys -------------------------------------------------------------------------------------------
+
     def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
         """Sequences in an epoch of each source; int64 [n], or [] for a single source."""
         return self.sizes[0] if self.sizes.size == 1 else self.sizes[source]
@@ -292,12 +352,6 @@ def _at(segments: Sequence[Segment], position: int) -> Segment:
     return [each for each in segments if each.start <= position][-1]
 
 
-class _Lengths(Protocol):
-    """What a rule has whose `counts_tokens` is true."""
-
-    def lengths(self, recipe: Recipe, draws: Draws) -> Longs: ...
-
-
 class TokenStream(Stream):
     """The stream of a batch of tokens; see `tokens`. Sums and segments are made when a step needs them."""
 
@@ -305,11 +359,9 @@ class TokenStream(Stream):
         recipe, least = self._of(), min(tokens for _, tokens in self._batch.stages)
         if isinstance(recipe.sequence, OwnOrder):
             raise RecipeError(f"{recipe.sequence.summary()} has its own order; give Batch(sequences=)")
-        epochs = [recipe.sequence.epoch_tokens(recipe, source) for source in range(self.sizes.size)]
+        self.check_tokens()
         for turns in self._turns:
-            drawn = [(source, *epochs[source]) for source in turns.sources.tolist()]
-            if not any(total for _, total, _ in drawn):
-                raise RecipeError(f"from step {turns.step} on, no source that is drawn has a token")
+            drawn = [(source, *self._epochs[source]) for source in turns.sources.tolist()]
             for source, _, longest in drawn:
                 if longest > least:
                     raise RecipeError(
@@ -317,8 +369,6 @@ class TokenStream(Stream):
                         f"of {longest} tokens, more than a step of {least}: give Batch(tokens=) at least "
                         f"{longest}, or cut long sequences, as by Documents(max_len={least})"
                     )
-        self._totals = [total for total, _ in epochs]
-        self._sums = EpochSums(self.sizes, self._totals, self._lengths_in_epoch)
         self._cut = lru_cache(1024)(self._make_cut)
         self._near = Reached(0, 0)
 
@@ -326,7 +376,7 @@ class TokenStream(Stream):
         return self._cut(step)
 
     def step_at(self, position: int) -> int:
-        step = self._batch.step(self._tokens_before(position, self.segments))
+        step = self._batch.step(self.tokens_before(position, self.segments))
         while self.start(step) > position:
             step -= 1
         while self.start(step + 1) <= position:
@@ -357,39 +407,9 @@ class TokenStream(Stream):
         target, near = self._batch.position(step), self._near
         if not target:
             return 0
-        segments = self.segments_before(step)
-        source, weights = segments[-1].sources, segments[-1].turns.weights
-        means = np.array(self._totals)[source] / self.sizes[source]
-        position, self._near = cut_at(
-            target,
-            near if near.tokens < target else Reached(0, 0),
-            lambda position: self._tokens_before(position, segments),
-            lambda start, stop: self._lengths(self.draws(start, stop, segments)),
-            mean=float(weights @ means),
-            first=segments[-1].start,
-        )
+        near = near if near.tokens < target else Reached(0, 0)
+        position, self._near = self.cut(target, self.segments_before(step), near)
         return position
-
-    def _tokens_before(self, position: int, segments: Sequence[Segment]) -> int:
-        counts = _at(segments, position).counts(position)
-        return sum(self._sums.before(source, drawn) for source, drawn in enumerate(counts.tolist()))
-
-    def _lengths_in_epoch(self, source: int, epoch: int, start: int, stop: int) -> Longs:
-        """Tokens of the sequences at some places of an epoch; int64 [stop - start]."""
-        place = np.arange(start, stop)
-        sources, epochs = np.full(place.size, source, np.int32), np.full_like(place, epoch)
-        if self._shuffle == "global":  # with one size and key for all
-            key = np.array(self._key(source, epoch), np.uint64)
-            return self._lengths(Draws(sources, epochs, permute(place, size=self.sizes[source], key=key)))
-        return self._lengths(Draws(sources, epochs, self.indices(sources, epochs, place)))
-
-    def _lengths(self, draws: Draws) -> Longs:
-        """Tokens of some draws; int64 [n]."""
-        recipe = self._of()
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
-            return np.asarray(cast(_Lengths, recipe.sequence).lengths(recipe, draws), np.int64)
 
 
 # by id, as equal recipes may differ in stores; an entry goes when its recipe does
@@ -416,6 +436,19 @@ def _number_of(name: str) -> int:
 def start_of_step(recipe: Recipe, step: int) -> int:
     """The first position of a step, as if the stream had no end: the sequences of all steps before it."""
     return stream_of(recipe).start(step)
+
+
+def first_step_at(recipe: Recipe, tokens: int) -> int:
+    """The first step that begins at or after so many tokens, from 1, as if the stream had no end.
+
+    For a batch of sequences. Raises RecipeError for a rule with its own order, and a stream without tokens.
+    """
+    if isinstance(recipe.sequence, OwnOrder):
+        raise RecipeError(f"{recipe.sequence.summary()} has its own order; give the step")
+    stream = stream_of(recipe)
+    stream.check_tokens()
+    _, reached = stream.cut(tokens, stream.segments, Reached(0, 0))
+    return recipe.batch.first_step_at(reached.position + 1)
 
 
 def steps_of(recipe: Recipe, positions: Longs) -> tuple[Longs, Longs]:

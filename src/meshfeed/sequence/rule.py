@@ -22,7 +22,7 @@ from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
-from meshfeed.order import Draws
+from meshfeed.order import Draws, first_step_at
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule
@@ -137,6 +137,10 @@ class SequenceRule(Rule):
         if by not in kept:
             kept[by] = _counted(self, recipe, source)
         return kept[by]
+
+    def first_step_at(self, recipe: Recipe, tokens: int) -> int:
+        """Found as any step of a batch of tokens is; see `order.tokens`."""
+        return first_step_at(recipe, tokens)
 
     @abstractmethod
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:

@@ -69,6 +69,10 @@ def test_a_store_alone_has_the_options_of_a_stream(folder: Path, capsys: pytest.
     by_path = traced(capsys, "c", "--window", "32", "--sequences", "4", "--step", "3")
     assert by_path == traced(capsys, "recipe.py", "--step", "3")
     assert by_path != traced(capsys, "c", "--window", "32", "--sequences", "4", "--step", "3", "--seed", "5")
+    by_tokens = traced(capsys, "c", "--window", "32", "--tokens", "128", "--step", "3")
+    assert by_tokens == by_path, "4 windows"
+    assert main(["trace", "c", "--tokens", "128", "--sequences", "4", "--step", "3"]) == 2
+    assert "--sequences and --tokens are two batches; give one of them" in capsys.readouterr().err
     assert main(["trace", "recipe.py", "--step", "0", "--sequences", "8"]) == 2
     assert "--sequences is of a store given by its path; recipe.py says it itself" in capsys.readouterr().err
 
