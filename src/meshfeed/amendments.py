@@ -246,7 +246,7 @@ class Grow(_Told):
 
     Attributes:
         source: name of the source.
-        path, column, dtype, tokenizer: of the store, as for `open`; every rank opens it.
+        path, column, dtype, tokenizer, eod: of the store, as for `open`; every rank opens it.
         fingerprint: of the store; "" when the change is made, which fills it in.
 
     Raises StoreError if there is no such store, RecipeError if it has another fingerprint.
@@ -258,6 +258,7 @@ class Grow(_Told):
     dtype: str | None = None
     tokenizer: str | None = None
     fingerprint: str = ""
+    eod: str | bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.fspath(self.path))
@@ -272,7 +273,8 @@ class Grow(_Told):
     @cached_property
     def store(self) -> StreamStore:
         """What the source grows by."""
-        return open_store(self.path, column=self.column, dtype=self.dtype, tokenizer=self.tokenizer)
+        how = {name: getattr(self, name) for name in ("column", "dtype", "tokenizer", "eod")}
+        return open_store(self.path, **how)
 
     @property
     def digest(self) -> str:

@@ -215,8 +215,11 @@ class Inspect(Command, StoreOptions):
         """The store. Its text is read with --tokenizer; of tokens, that only decodes what is shown."""
         if self.tokenizer is None:
             return self.open(self.path, cache=cache)
-        store = self.open(self.path, cache=cache, tokenizer=None)
-        if isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS:
+        try:
+            store = self.open(self.path, cache=cache, tokenizer=None, eod=None)
+        except MissingError:  # raw text is a store with a tokenizer only
+            store = None
+        if store is None or (isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS):
             return self.open(self.path, cache=cache)
         if not self._shows:
             raise MeshfeedError(

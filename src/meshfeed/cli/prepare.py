@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import shlex
 import sys
 import time
@@ -35,6 +34,7 @@ from meshfeed.prepare import (
 )
 from meshfeed.prepare.encoding.part_headers import MOST_PIXELS
 from meshfeed.prepare.encoding.text import DTYPES
+from meshfeed.prepare.engines.local import num_cores
 from meshfeed.prepare.inputs.files import KINDS
 from meshfeed.prepare.inputs.records import RECORD_BYTES
 from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S
@@ -274,8 +274,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             raise PrepareError(f"--ray-address {self.ray_address}: has no effect without --engine ray")
         if self.sbatch is not None and self.engine != "slurm":
             raise PrepareError(f"--sbatch {self.sbatch}: has no effect without --engine slurm")
-        affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-        workers = self.workers or (len(affinity(0)) if affinity else os.cpu_count() or 1)
+        workers = self.workers or num_cores()
         if self.engine == "ray":
             return OnRay(workers, self.ray_address)
         if self.engine == "slurm":

@@ -24,7 +24,7 @@ HELP = (
 )
 OF_STORE = (
     *("sequences", "tokens", "seed", "rule", "window"),
-    *("column", "dtype", "tokenizer", "labels", "ignore", "cache", "storage"),
+    *("column", "dtype", "tokenizer", "eod", "eod_token", "labels", "ignore", "cache", "storage"),
 )
 
 
@@ -62,6 +62,8 @@ class StoreOptions(StorageOptions):
         metavar="TYPE",
     )
     tokenizer: str | None = option(f"tokenizer of a text column: {KNOWN}", metavar="FILE")
+    eod: bool = option("of text: end each document with the tokenizer's EOS token", default=False)
+    eod_token: str | None = option("of text: end each document with this token or token id", metavar="TOKEN")
     labels: str | None = option(
         "whether a column of labels is shifted: has at a token what it predicts, not its own label",
         choices=get_args(LabelsAre),
@@ -74,7 +76,8 @@ class StoreOptions(StorageOptions):
     def open(self, path: str, **replaced: Any) -> StreamStore:
         """The store at a path, read as the options say. Raises StoreError."""
         names = ("column", "dtype", "tokenizer", "labels", "cache")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names} | replaced
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        options |= {"eod": self.eod_token or self.eod or None} | replaced
         return open_store(path, **options, ignore=self.ignore or (), options=self.storage_options)
 
 

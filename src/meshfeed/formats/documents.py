@@ -36,6 +36,8 @@ _INDEX_VERSION = 3
 """Part of the index's key: after a change here, an old index is never used."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
+PACKED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+"""Suffixes of JSON lines that cannot be read at random places."""
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
@@ -307,11 +309,11 @@ class DocumentFilesFormat(StoreFormat):
     store: ClassVar[type[DocumentFiles]]
 
     def open(self, place: Place) -> DocumentFiles | None:
-        """The store, if it is such a file, or a folder with one.
+        """The store, if it is such a file, or a folder with one, and its text is not to be tokenized once.
 
         Raises StoreError for a folder of several kinds.
         """
-        files = self.files(place)
+        files = None if place.eod is not None else self.files(place)
         if files is None:
             return None
         column = TokenColumn(place.column, place.tokenizer)
@@ -326,10 +328,13 @@ class DocumentFilesFormat(StoreFormat):
                     f"the path of a store{stores_inside(place.beside)}"
                 )
             return [place.beside.file(place.name)]
+        there = place.matches if "*" in place.name else place.names
+        if place.tokenizer is not None and any(name.endswith(PACKED) for name in there):
+            return None
         if "*" in place.name:
-            names = [name for name in place.matches if name.endswith(self.suffix)]
+            names = [name for name in there if name.endswith(self.suffix)]
             return [place.beside.file(name) for name in names if not is_report(place.beside, name)] or None
-        names = [name for name in documents_in(place.within, place.names) if name.endswith(SUFFIXES)]
+        names = [name for name in documents_in(place.within, there) if name.endswith(SUFFIXES)]
         kinds = sorted({Path(name).suffix for name in names})
         if self.suffix not in kinds:
             return None

@@ -7,7 +7,8 @@ Read `prepare` first, then the packages in the order of the data:
     job        the folder of a job: its parts, each encoded once, merged in order, published
     engines    start the tasks that encode parts
 
-`convert` writes any other store as a token store; it needs none of these.
+`raw_text` does the same when `mf.open` gets text. `convert` writes any other store as a token store; it needs
+none of these.
 """
 
 from meshfeed.prepare.convert import Conversion

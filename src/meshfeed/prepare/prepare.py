@@ -32,7 +32,7 @@ from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encoding.encodings import Encoding
 from meshfeed.prepare.encoding.multimodal import Multimodal
 from meshfeed.prepare.encoding.text import TRAINED
-from meshfeed.prepare.engines.local import Local
+from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
 from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
@@ -123,7 +123,8 @@ def prepare(
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
     engine: runs the encoding; None for a process per core of this machine.
-    resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is.
+    resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is. A run
+    of another job is an error, or dropped with `overwrite`.
     overwrite: replace an earlier run's output at `out`, and no other files, once the new one is complete.
     work: for an output in storage: a folder on a disk, seen by all machines of the engine, in which the job
     has its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
@@ -143,7 +144,7 @@ def prepare(
         )
     if not 0 < url_timeout_s < math.inf:
         raise PrepareError(f"url_timeout_s={url_timeout_s}: seconds above 0")
-    engine = engine or Local(os.cpu_count() or 1)
+    engine = engine or Local(num_cores())
     output = _output(os.fspath(out), work, engine)
     kinds = MULTIMODAL_KINDS if isinstance(encoding, Multimodal) else KINDS
     names = [os.fspath(each) for each in inputs]
@@ -163,7 +164,7 @@ def prepare(
         if manifest is None:
             given = max_errors, max_record_bytes, url_timeout_s, allow_private
             limits = dict[str, Any](zip(LIMITS, given, strict=True))
-            job = _job(output.work, request, encoding, limits, part_bytes, resume=resume)
+            job = _job(output.work, request, encoding, limits, part_bytes, resume=resume, overwrite=overwrite)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
         with typed_errors(output.work):
             (output.work / JOB).unlink(missing_ok=True)  # done: the folder goes, too
@@ -223,11 +224,11 @@ def _job(
     part_bytes: int | None,
     *,
     resume: bool,
+    overwrite: bool,
 ) -> Job:
     """The job of the folder, under these limits, or a new one."""
-    if resume and (work / JOB).exists():
-        job = load_job(work)
-        _refuse_other(work, job.request.record(), request.record())
+    job = _earlier(work, request, overwrite=overwrite) if resume and (work / JOB).exists() else None
+    if job is not None:
         with typed_errors(work):
             for stale in (work / "parts").glob("*.tmp"):
                 stale.unlink(missing_ok=True)
@@ -244,6 +245,18 @@ def _job(
             train_bpe(work / TRAINED, encoding.train_bpe, job)
         job.encoder()  # raises its errors now
     job.save()
+    return job
+
+
+def _earlier(work: Path, request: Request, *, overwrite: bool) -> Job | None:
+    """The job of a folder. One of another request raises PrepareError, or is None with `overwrite`."""
+    try:
+        job = load_job(work)
+        _refuse_other(work, job.request.record(), request.record())
+    except PrepareError:
+        if overwrite:
+            return None
+        raise
     return job
 
 

@@ -2,7 +2,7 @@
 
 Formats are entry points of the group `meshfeed.stores`. They are imported and tried in the order of their
 names, until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, 70-arrow,
-80-raw, then names that begin with a letter.
+80-raw, 85-text, then names that begin with a letter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoreFormat(ABC):
     Attributes:
         name: for messages.
         lies_at: what the user's path points to.
-        options: which of column, dtype and tokenizer apply; others are refused.
+        options: which of column, dtype, tokenizer and eod apply; others are refused.
     """
 
     name: ClassVar[str]
@@ -80,7 +80,7 @@ class Place:
         given: as the user gave it.
         beside: the folder that contains it, and `name` its name there; "" if it ends in a slash.
         within: itself, as a folder.
-        column, dtype, tokenizer: how tokens are found in records; None if not given.
+        column, dtype, tokenizer, eod: how tokens are found in records; None if not given.
         tried: file -> whether it exists; None if storage refuses to answer.
     """
 
@@ -91,6 +91,7 @@ class Place:
     column: str | None
     dtype: npt.DTypeLike | None
     tokenizer: str | None
+    eod: str | bool | None = None
     tried: dict[str, bool | None] = field(default_factory=dict[str, "bool | None"])
 
     @property
@@ -163,7 +164,7 @@ class Place:
 
     def refuse_options(self, form: StoreFormat) -> None:
         """Refuse options that have no effect on a format."""
-        given = {"column": self.column, "dtype": self.dtype, "tokenizer": self.tokenizer}
+        given = {name: getattr(self, name) for name in ("column", "dtype", "tokenizer", "eod")}
         for name, value in given.items():
             if value is not None and name not in form.options:
                 raise OptionError(

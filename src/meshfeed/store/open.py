@@ -28,6 +28,7 @@ def open_store(
     column: str | None = None,
     dtype: npt.DTypeLike | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    eod: str | bool | None = None,
     labels: LabelsAre | None = None,
     ignore: Collection[str] = (),
     cache: Cache | str | os.PathLike[str] | None = None,
@@ -37,22 +38,26 @@ def open_store(
 
     path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, with an MDS or
     litdata dataset, or from datasets.save_to_disk; of a .jsonl, .parquet or .arrow file, or a folder of
-    these; or a URL: s3://, gs://, az://, http(s)://, hf://datasets/OWNER/NAME@REVISION/PATH. Several .jsonl,
-    .parquet or .arrow files of one folder: folder/train-*.parquet.
+    these; of text, .txt, .jsonl.gz or .jsonl.zst; or a URL: s3://, gs://, az://, http(s)://,
+    hf://datasets/OWNER/NAME@REVISION/PATH. Several files of one folder: folder/train-*.parquet.
     column: of MDS, litdata, JSONL, Parquet or Arrow: the column of tokens, by default "tokens" or
     "input_ids"; with a tokenizer, the column of text, by default "text".
     dtype: of the tokens in a file of raw tokens, such as nanoGPT's train.bin; of MDS: in a column of plain
     bytes.
-    tokenizer: of JSONL, Parquet or Arrow: "bytes" for UTF-8, or one on this machine, used without special
+    tokenizer: of text, or a column of it: "bytes" for UTF-8, or one on this machine, used without special
     tokens: a `tokenizers` JSON file, a transformers directory, a sentencepiece .model,
     NAME.ENCODING.tiktoken, or tiktoken:ENCODING.
+    eod: of text: the token after each document, as text or number; True for the tokenizer's own, False for
+    none. Then the text is tokenized once and its tokens are kept in the node's cache, as those of .txt and
+    compressed files always are. None: JSONL, Parquet and Arrow are tokenized at every read, with no token
+    after a document.
     labels: what a column "labels" holds at a token. "shifted": the label that this token predicts.
     "unshifted": the label of this token, which the token before it predicts, as in Hugging Face's collators
     and models. None: "shifted" in a folder with dataset.json, "unshifted" elsewhere.
     ignore: columns not to use: of "labels", "loss_mask", "attention_mask", "completion_mask",
     "assistant_masks" and "assistant_mask"; of a folder with dataset.json, any.
-    cache: where a node keeps fetched blocks of a remote store, and the lengths of documents if the format
-    does not record them; a `Cache` or its folder; None for the default.
+    cache: where a node keeps fetched blocks of a remote store, the lengths of documents if the format does
+    not record them, and tokens made of text; a `Cache` or its folder; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; for the rest, the cloud's
     usual chain of environment variables, files and services applies.
 
@@ -78,6 +83,7 @@ def open_store(
             column=column,
             dtype=dtype,
             tokenizer=None if tokenizer is None else tokenizer_name(tokenizer),
+            eod=eod,
         )
         for form in formats():
             store = form.open(place)

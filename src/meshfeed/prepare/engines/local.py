@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshfeed.errors import PrepareError
@@ -20,9 +20,15 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Processes of this machine. num_workers: how many at most."""
+    """Processes of this machine.
+
+    Attributes:
+        num_workers: how many at most.
+        environment: variables that they have beside those of this process.
+    """
 
     num_workers: int
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -34,13 +40,19 @@ class Local:
         try:
             for task in range(min(self.num_workers, len(parts))):
                 words = command(__name__, str(tasks), str(task))
-                env = os.environ | ONE_THREAD
+                env = os.environ | ONE_THREAD | dict(self.environment)
                 workers.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=2, env=env))
             yield from encoded(tasks, parts, lambda: _end(workers), _LOOK_S)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.communicate()
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str] | None:

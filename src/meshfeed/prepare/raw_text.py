@@ -1,0 +1,144 @@
+"""Text as a token store: opening it prepares it, once for each node, in the node's cache.
+
+    kept/text/NAME-KEY/             what `meshfeed prepare` makes of these files, byte for byte
+    kept/text/NAME-KEY.preparing/   its job, until it is done; after a kill, the next process goes on
+    kept/text/NAME-KEY.lock         held by the process that makes it; never removed
+
+KEY is a digest of the names of the files, of the encoding and, of remote files, of sampled bytes. If a local
+file has another size or time than when it was read, the folder is made again and replaces the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from meshfeed.errors import ChangedError, OptionError, PrepareError, StoreError
+from meshfeed.files.local.lock import locked
+from meshfeed.files.url import is_remote, join
+from meshfeed.formats.documents import PACKED, SUFFIXES, sampled_digest
+from meshfeed.formats.prepared import is_report
+from meshfeed.prepare.encoding.text import Text
+from meshfeed.prepare.engines.local import Local, num_cores
+from meshfeed.prepare.inputs.files import find_inputs
+from meshfeed.prepare.job.job import Request
+from meshfeed.prepare.job.output import OnDisk
+from meshfeed.prepare.prepare import Progress, prepare
+from meshfeed.store.base import StreamStore
+from meshfeed.store.format import Place, StoreFormat
+from meshfeed.store.node_arrays import key_of_parts
+from meshfeed.store.open import open_store
+
+_TEXT = (".txt", ".txt.gz", ".txt.zst")
+_SAY_EVERY_S = 10.0
+_log = logging.getLogger("meshfeed")
+
+
+class TextFormat(StoreFormat):
+    """Text that is tokenized once: packed lines and text files, and with `eod` all that `prepare` reads."""
+
+    name = "text"
+    lies_at = "a .txt, .jsonl.gz or .jsonl.zst file, or a folder of packed lines, with a tokenizer"
+    options = ("column", "tokenizer", "eod")
+
+    def open(self, place: Place) -> StreamStore | None:
+        """The store, made if this node does not have it; None without a tokenizer.
+
+        Raises StoreError, with file and line of a record that is no document; OptionError for an `eod` that
+        the tokenizer does not know.
+        """
+        inputs = _inputs_at(place)
+        if not inputs or (place.tokenizer is None and place.eod is None):
+            return None
+        if place.tokenizer is None:
+            raise OptionError(f"{place.shown}: eod= is of text; name its tokenizer= (--tokenizer)")
+        place.refuse_options(self)  # before the work is done
+        if place.beside.options:
+            raise OptionError(
+                f"{place.shown}: options= do not reach the processes that tokenize its text; set environment "
+                f"variables of the storage client instead"
+            )
+        try:
+            encoding = Text(tokenizer=place.tokenizer, column=place.column, eod=place.eod or False)
+            files, _ = find_inputs(inputs)
+            request = Request(files, encoding.request(), dedup=False, validation=0.0)
+        except PrepareError as error:
+            raise OptionError(str(error)) from error
+        return _prepared(place, inputs, encoding, request)
+
+
+def _inputs_at(place: Place) -> list[str]:
+    """The inputs of `prepare` that a path means; empty if there are none, or they are read where they lie."""
+    wanted = PACKED + SUFFIXES * (place.eod is not None) + _TEXT * place.name.endswith(_TEXT)
+    if "*" not in place.name:
+        names = [place.name] if place.is_file else place.names
+        return [place.given] if any(name.endswith(wanted) for name in names) else []
+    names = [name for name in place.matches if not is_report(place.beside, name)]
+    if not any(name.endswith(wanted) for name in names):
+        return []
+    return [join(place.beside.url, name) for name in names if name.endswith(PACKED + SUFFIXES + _TEXT)]
+
+
+def _prepared(place: Place, inputs: Sequence[str], encoding: Text, request: Request) -> StreamStore:
+    """The store of some inputs; made by the first process that asks, while the others wait."""
+    entry = _entry(place, request)
+    output = OnDisk(entry)
+
+    def found() -> StreamStore | None:
+        with suppress(StoreError):
+            if output.finished(request) is not None:
+                return open_store(entry, cache=place.cache)
+        return None
+
+    if (store := found()) is not None:
+        return store
+    with locked(entry.with_name(f"{entry.name}.lock")):
+        if (store := found()) is not None:  # another process has made it meanwhile
+            return store
+        if output.finished(request) is not None:  # it is damaged
+            shutil.rmtree(entry)
+        engine = Local(num_cores(), {"MESHFEED_CACHE": str(place.cache.path)})
+        say = _say(place.shown)
+        try:
+            prepare(inputs, entry, encoding, engine=engine, resume=True, overwrite=True, on_progress=say)
+        except PrepareError as error:
+            raise StoreError(
+                f"{error}\nTo set these options, run `meshfeed prepare`, and open its output"
+            ) from error
+    if output.finished(request) is None:
+        raise ChangedError(f"{place.shown}: was changed while it was opened; open it again")
+    return open_store(entry, cache=place.cache)
+
+
+def _entry(place: Place, request: Request) -> Path:
+    """The folder of the store. Raises CacheError."""
+    remote = [each.file() for each in request.inputs if is_remote(each.url)]
+    key = key_of_parts(
+        inputs=" ".join(each["url"] for each in request.record()["inputs"]),
+        content=sampled_digest("", remote),
+        encoding=json.dumps(request.encoder, sort_keys=True),
+    )
+    folder = place.cache.kept() / "text"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    name = re.sub(r"[^\w.-]+", "_", Path(place.given).name)
+    return folder / f"{name[:64]}-{key}"
+
+
+def _say(shown: str) -> Callable[[Progress], None]:
+    """A function that logs progress, now and then."""
+    said = time.monotonic()
+
+    def say(progress: Progress) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SAY_EVERY_S:
+            said = time.monotonic()
+            done = f"{progress.done_parts} of {progress.num_parts} parts"
+            _log.warning("%s: %s for this node: %s", shown, progress.doing, done)
+
+    return say
