@@ -127,6 +127,43 @@ def test_reads_peeks_and_entries(server: Nginx, tmp_path: Path) -> None:
     assert check_folder(tmp_path) == -(-SIZE // BLOCK)
 
 
+def test_blocks_stay_open_until_they_are_evicted(
+    server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    whole = os.open
+
+    def noted(path: Any, flags: int, *more: int) -> int:
+        if "/blocks/" in str(path):
+            opened.append(Path(path).name)
+        return whole(path, flags, *more)
+
+    def read(file: CachedFile) -> list[str]:
+        """The blocks that are opened to read ten, in pieces that cross their edges."""
+        opened.clear()
+        out = np.empty(10 * BLOCK, np.uint8)
+        begins = np.arange(0, 10 * BLOCK, BLOCK // 2 + 1)
+        file.read_into(out, begins, np.minimum(begins + BLOCK // 2 + 1, 10 * BLOCK) - begins)
+        assert np.array_equal(out, DATA_BYTES[: 10 * BLOCK])
+        return sorted(opened)
+
+    monkeypatch.setattr(os, "open", noted)
+    all_ten = [str(block) for block in range(10)]
+    with file_of(server.url, tmp_path) as file:
+        assert read(file) == all_ten
+        assert read(file) == []
+        with next(path for path in blocks_in(tmp_path) if path.name == "3").open("r+b") as evicted:
+            Path(evicted.name).unlink()
+            evicted.truncate(0)
+        assert read(file) == all_ten, "what is missing is fetched again"
+        assert read(file) == []
+        assert file.stats.bytes_fetched == 11 * BLOCK
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    assert not [link for link in links if os.path.lexists(link) and str(tmp_path) in os.readlink(link)]
+    with file:
+        assert read(file) == all_ten
+
+
 def test_missing_objects(server: Nginx, tmp_path: Path) -> None:
     folder = Folder(server.url, Cache(tmp_path))
     assert folder.holds("data.bin") and not folder.holds("nothing.bin")

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +124,27 @@ def test_threads_read_what_is_there(files: list[LocalFile], tmp_path: Path) -> N
     assert wrong == []
     assert open_in(tmp_path) == []
     assert sum(file.stats.reads for file in files) == 8 * 400
+
+
+def test_what_is_in_memory_is_not_announced(files: list[LocalFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a read has to wait for the disk, or nobody can tell."""
+    advised: list[tuple[int, int]] = []
+    whole, in_memory = local.fill, True
+
+    def told(*arguments: Any) -> bool:
+        whole(*arguments)
+        return in_memory
+
+    monkeypatch.setattr(local, "fill", told)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, what: advised.append((at, size)))
+    with files[0] as file:
+        for found in (True, False, True):
+            file.will_need(np.array([0, 10]), np.array([10, SIZE]))
+            advised.append((-1, found))
+            in_memory = found
+            assert read(file) == bytes(SIZE)
+        file.will_need(np.array([0]), np.array([SIZE]))
+    assert advised == [(0, SIZE), (-1, True), (-1, False), (0, SIZE), (-1, True)]
 
 
 @pytest.mark.parametrize("how", ["replaced", "written", "cut", "removed"])

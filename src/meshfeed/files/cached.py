@@ -1,7 +1,7 @@
 """A remote object, read through the node's cache like a local file.
 
-The process's fetcher fetches and checks blocks; this process opens their files. It requests a block again if
-that was evicted in between.
+The process's fetcher fetches and checks blocks; this process opens their files, which stay open as those of
+local files do. It requests a block again if that was evicted in between.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,7 +22,7 @@ from meshfeed.files.cache.blocks import num_blocks_of
 from meshfeed.files.cache.cache import Cache, cache_error
 from meshfeed.files.fetcher.objects import Address, Opened
 from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
-from meshfeed.files.local.file import fill
+from meshfeed.files.local.file import Descriptor, acquire, fill, release
 from meshfeed.files.url import is_hub, without_secrets
 
 _MARKED_S = 10.0
@@ -54,12 +53,13 @@ class CachedFile(ByteFile):
         self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
         self._sums = sums
         self._known: Opened | None = None
+        self._kept_open: set[int] = set()
 
     def forget_parent(self) -> None:
         """In a forked child: the parent's fetcher and threads are not its own."""
         super().forget_parent()
         self._at: tuple[FetcherClient, int, Opened] | None = None
-        self._wished: Counter[int] = Counter()
+        self._wished: I64 | None = None  # of each block, how many announced pieces are still to be read
 
     @property
     def size_bytes(self) -> int:
@@ -110,20 +110,20 @@ class CachedFile(ByteFile):
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ranges are fetched in the order of announcement."""
-        some = ends > begins
-        begins, ends = begins[some], ends[some]
-        if not begins.size:
-            return
-        touched = self._pieces(begins, ends - begins, begins)[0]
+        blocks = self._pieces(begins, (ends - begins).clip(0), begins)[0]
+        touched, counts = np.unique(blocks, return_counts=True)
         with self._lock:
-            self._wished.update(touched.tolist())
-        self._tell("wish", np.unique(touched).tolist())
+            if self._wished is None:
+                self._wished = np.zeros_like(self._used, np.int64)
+            new = touched[self._wished[touched] == 0].tolist()
+            self._wished[touched] += counts
+        if new:
+            self._tell("wish", new)
 
     def forget_needs(self) -> None:
         with self._lock:
-            has_needs = bool(self._wished)
-            self._wished.clear()
-        if has_needs:
+            wished, self._wished = self._wished, None
+        if wished is not None and wished.any():
             self._tell("release", None)
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
@@ -133,39 +133,49 @@ class CachedFile(ByteFile):
     # -- the blocks ---------------------------------------------------------------------------------------
 
     def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
-        self._fill(out, begins, sizes, places)
+        blocks = self._fill(out, begins, sizes, places)
         self.stats.opens = 1
-        self._note_read(begins, sizes)
+        self._note_read(blocks)
 
     def _leave(self) -> None:
         self.forget_needs()
+        self._close(*self._kept_open)
 
-    def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
-        """Read ranges block by block: from the blocks that have arrived, until all are read."""
-        pieces = self._pieces(begins, sizes, places)
-        while pieces[0].size:
-            wanted = np.unique(pieces[0])
-            there = self._need(wanted)
-            is_left = np.zeros(pieces[0].size, np.bool_)
-            if there.size < wanted.size:
-                is_left = np.isin(pieces[0], there, invert=True)
-            by_block = pieces[0].argsort(kind="stable")
-            for of_one in np.split(by_block, np.flatnonzero(np.diff(pieces[0][by_block])) + 1):
-                if not is_left[of_one[0]]:
-                    block, *where = (each[of_one] for each in pieces)
-                    is_left[of_one] = not self._read_block(int(block[0]), out, *where)
-            pieces = tuple(each[is_left] for each in pieces)
+    def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> I64:
+        """Read ranges from the blocks that have arrived, until all are read; returns each piece's block."""
+        blocks, begins, sizes, places = self._pieces(begins, sizes, places)
+        left = np.arange(blocks.size)
+        while left.size:
+            wanted, of_piece = np.unique(blocks[left], return_inverse=True)
+            files = self._arrived(wanted)
+            fds = np.array([-1 if file is None else file.fd for file in files])[of_piece]
+            here = left[fds >= 0]
+            try:
+                fill(fds[fds >= 0], out, begins[here], sizes[here], places[here], self.url)
+                left = left[fds < 0]
+            except ChangedError:  # one of them was evicted while it was read
+                self._used[wanted] = 0
+                self._close(*wanted.tolist())
+        if not self._depth:
+            self._close(*self._kept_open)
+        return blocks
 
-    def _need(self, blocks: I64) -> I64:
-        """Wait for blocks; returns those in the cache: all, or at least one if the cache is small."""
-        used = self._used
-        if used[blocks].all():
-            return blocks
-        there, fetched = self._ask("need", blocks.tolist())
-        with self._lock:
-            self.stats.bytes_fetched += fetched
-        used[there] = time.monotonic()
-        return np.array(there, np.int64)
+    def _arrived(self, blocks: I64) -> list[Descriptor | None]:
+        """The open files of blocks, once they are in the cache: of all, or of some if the cache is small."""
+        if not self._used[blocks].all():
+            self._close(*self._kept_open)  # the disk may have to make room, and an open file keeps its inode
+            there, fetched = self._ask("need", blocks.tolist())
+            with self._lock:
+                self.stats.bytes_fetched += fetched
+            self._used[there] = time.monotonic()
+        files = [self._file(block) if self._used[block] else None for block in blocks.tolist()]
+        for i in np.flatnonzero(time.monotonic() - self._used[blocks] > _MARKED_S).tolist():
+            if (file := files[i]) is not None:  # else eviction would take it for unused
+                self._used[blocks[i]] = time.monotonic()
+                with contextlib.suppress(OSError):
+                    os.utime(file.fd)
+                self._close(int(blocks[i]))  # after this read, so that one that a user removed is let go
+        return files
 
     @cached_property
     def _used(self) -> npt.NDArray[np.float64]:
@@ -173,29 +183,30 @@ class CachedFile(ByteFile):
         opened = self._opened
         return np.zeros(num_blocks_of(opened.size_bytes, opened.block_bytes))
 
-    def _read_block(self, block: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> bool:
-        """Read ranges of one block; False if it has been evicted."""
-        path = self._opened.folder / str(block)
+    def _file(self, block: int) -> Descriptor | None:
+        """The open file of a block; None if it has been evicted."""
+
+        def opens() -> Descriptor:
+            path = self._opened.folder / str(block)
+            try:
+                return Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                raise cache_error(path, error) from error
+
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = acquire((self, block), opens)
         except FileNotFoundError:
             self._used[block] = 0
-            return False
-        except OSError as error:
-            raise cache_error(path, error) from error
-        try:
-            fill(fd, out, begins, sizes, places, self.url)
-            now = time.monotonic()
-            if now - self._used[block] > _MARKED_S:  # else eviction would take it for unused
-                self._used[block] = now
-                with contextlib.suppress(OSError):
-                    os.utime(fd)
-        except ChangedError:  # evicted while it was read
-            self._used[block] = 0
-            return False
-        finally:
-            os.close(fd)
-        return True
+            return None
+        self._kept_open.add(block)
+        return file
+
+    def _close(self, *blocks: int) -> None:
+        self._kept_open.difference_update(blocks)
+        for block in blocks:
+            release((self, block))
 
     def _pieces(self, begins: I64, sizes: I64, places: I64) -> tuple[I64, ...]:
         """Ranges cut at the ends of blocks: (block, byte in the block, bytes, place) of each piece."""
@@ -211,18 +222,15 @@ class CachedFile(ByteFile):
         high = np.minimum((begins + sizes)[source], (block + 1) * unit)
         return block, low - block * unit, high - low, places[source] + low - begins[source]
 
-    def _note_read(self, begins: I64, sizes: I64) -> None:
-        """Release announced blocks that have been read."""
+    def _note_read(self, blocks: I64) -> None:
+        """Release announced blocks that have been read. blocks: of each range."""
         with self._lock:
-            if not self._wished:
+            if self._wished is None:
                 return
-            read: list[int] = []
-            for block in self._pieces(begins, sizes, begins)[0].tolist():
-                if block in self._wished:
-                    self._wished[block] -= 1
-                    if not self._wished[block]:
-                        del self._wished[block]
-                        read.append(block)
+            touched, counts = np.unique(blocks, return_counts=True)
+            before = self._wished[touched]
+            self._wished[touched] = after = (before - counts).clip(0)
+            read = touched[(before > 0) & (after == 0)].tolist()
         if read:
             self._tell("release", read)
 

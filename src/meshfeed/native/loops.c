@@ -9,9 +9,12 @@
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 /* Whether [at, at + size) lies in [0, all). */
@@ -20,16 +23,35 @@ static int inside(int64_t at, int64_t size, int64_t all)
     return at >= 0 && size >= 0 && size <= all && at <= all - size;
 }
 
-/* Read `sizes` bytes at each of `begins` to each of `places` in `out`, which has `room` bytes. Returns how
-   many ranges were read whole; the caller repeats the next one, which fails or was interrupted. */
-int64_t mf_read_ranges(int64_t fd, char *out, int64_t room, int64_t num_ranges,
-                       const int64_t *begins, const int64_t *sizes, const int64_t *places)
+/* Read each range of a table: what the system holds in memory first. The rest is asked for all at once, so that
+   a disk is not asked for one range after another, and then read.
+
+   table: [5, num_ranges]: descriptor, first byte, bytes, place in `out`, which has `room` bytes; the last row
+   is zeros, and becomes 1 where a range was not in memory. Returns how many ranges were read whole; the caller
+   repeats the next one, which fails or was interrupted. */
+int64_t mf_read_ranges(char *out, int64_t room, int64_t num_ranges, int64_t *table)
 {
-    for (int64_t i = 0; i < num_ranges; i++)
-        if (!inside(places[i], sizes[i], room)
-            || pread((int)fd, out + places[i], (size_t)sizes[i], begins[i]) != sizes[i])
+    const int64_t *fds = table, *begins = fds + num_ranges, *sizes = begins + num_ranges;
+    const int64_t *places = sizes + num_ranges;
+    int64_t *waits = table + 4 * num_ranges, end = 0;
+    for (int known = 1; end < num_ranges && inside(places[end], sizes[end], room); end++) {
+#ifdef RWF_NOWAIT
+        if (known) {
+            struct iovec part = {out + places[end], (size_t)sizes[end]};
+            errno = 0;
+            if (preadv2((int)fds[end], &part, 1, begins[end], RWF_NOWAIT) == sizes[end])
+                continue;
+            known = errno != EOPNOTSUPP; /* some file systems cannot tell; then `will_need` has asked */
+            if (known)
+                posix_fadvise((int)fds[end], begins[end], sizes[end], POSIX_FADV_WILLNEED);
+        }
+#endif
+        waits[end] = 1;
+    }
+    for (int64_t i = 0; i < end; i++)
+        if (waits[i] && pread((int)fds[i], out + places[i], (size_t)sizes[i], begins[i]) != sizes[i])
             return i;
-    return num_ranges;
+    return end;
 }
 
 #define WIDEN(name, type)                                                                   \

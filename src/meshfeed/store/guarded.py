@@ -61,6 +61,7 @@ class GuardedFile(LocalFile):
         """See LocalFile. Blocks that are still to be compared are announced whole."""
         unseen = np.array(self._unseen(begins, ends), np.int64)
         if unseen.size and self._guard is not None:
+            self._waits = True  # whatever the last read found
             size = self._guard[0].block_bytes
             firsts = unseen * size
             begins = np.append(begins, firsts)

@@ -217,8 +217,7 @@ class CacheFolder:
             if block not in keep and (over_pins or not _is_locked(block)):
                 with contextlib.suppress(FileNotFoundError), block.open("r+b") as stream:
                     block.unlink()
-                    if over_pins:  # a pin is an open file, which would keep the disk space
-                        stream.truncate(0)
+                    stream.truncate(0)  # readers and pins have it open, which would keep the disk space
                 held -= _counted(found[block])
         self._count(held)
         return held

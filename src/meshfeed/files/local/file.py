@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class LocalFile(ByteFile):
         super().__init__(os.fspath(path))
         self._size_bytes: int | None = None
         self._version: tuple[int, ...] | None = None
+        self._waits = True  # whether the last read waited for the disk
 
     @property
     def size_bytes(self) -> int:
@@ -66,8 +67,11 @@ class LocalFile(ByteFile):
         self._size_bytes = state["_size_bytes"]
 
     def will_need(self, begins: I64, ends: I64) -> None:
-        """Ask the system to fetch the ranges; does nothing on systems without such advice."""
-        advise = getattr(os, "posix_fadvise", None)
+        """Ask the system to fetch the ranges, unless it had all of the last read in memory.
+
+        Does nothing on systems without such advice.
+        """
+        advise = getattr(os, "posix_fadvise", None) if self._waits else None
         # A length of 0 would mean the rest of the file.
         begins, ends = begins[ends > begins], ends[ends > begins]
         if advise is None or not begins.size:
@@ -90,13 +94,13 @@ class LocalFile(ByteFile):
 
     def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
         file = self._opened()
-        fill(file.fd, out, begins, sizes, places, self.url)
+        self._waits = not fill(file.fd, out, begins, sizes, places, self.url)
         with typed_errors(self.url):
             self._check_version(os.fstat(file.fd))
 
     def _leave(self) -> None:
         self._version = None
-        _open.pop(self, None)  # if a reader still has it, that one closes it
+        release(self)
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
         if out.size:
@@ -106,7 +110,7 @@ class LocalFile(ByteFile):
     def _opened(self) -> Descriptor:
         """The open file, which stays open while the caller refers to it."""
         self._refuse_not_entered()
-        file = _acquire(self, self._open)
+        file = acquire(self, self._open)
         if not self._depth:  # another thread has just left `with`, and nothing else would close the file
             self._leave()
         return file
@@ -166,18 +170,22 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path)) from error
 
 
-def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> None:
-    """`ByteFile.read_into` from an open file. Raises StoreError naming `url`."""
-    places = sizes.cumsum() - sizes if places is None else places
+def fill(fds: int | I64, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> bool:
+    """`ByteFile.read_into` from open files: one, or one for each range. Raises StoreError naming `url`.
+
+    Returns whether the system had all of it in memory; False where it does not tell.
+    """
+    table = np.zeros((5, sizes.size), np.int64)  # see loops.c
+    table[0], table[1], table[2] = fds, begins, sizes
+    table[3] = sizes.cumsum() - sizes if places is None else places
     done = 0
     if _read_ranges is not None:
-        begins, sizes, places = map(np.ascontiguousarray, (begins, sizes, places))
-        done = _read_ranges(fd, out, out.size, sizes.size, begins, sizes, places)
-    if done == sizes.size:
-        return
+        done = _read_ranges(out, out.size, sizes.size, table)
+        if done == sizes.size:
+            return not table[4].any()
     preadv, buffer, begin = os.preadv, out.data, 0
     try:
-        for begin, size, at in zip(begins[done:].tolist(), sizes[done:].tolist(), places[done:].tolist()):
+        for fd, begin, size, at in table[:4, done:].T.tolist():
             end = at + size
             got = preadv(fd, (buffer[at:end],), begin)
             while got != size:  # a partial read, above 2 GiB or after a signal
@@ -194,16 +202,16 @@ def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: 
         raise
     except OSError as error:
         raise StoreError(f"{url}: byte {begin}: {error.strerror or error}", path=url) from error
+    return False
 
 
-# reads ranges up to the first that one call cannot read whole; returns how many
-_read_ranges = compiled("mf_read_ranges", WHOLE, ARRAY, WHOLE, WHOLE, LONGS, LONGS, LONGS)
+_read_ranges = compiled("mf_read_ranges", ARRAY, WHOLE, WHOLE, LONGS)
 
 
-_open: OrderedDict[LocalFile, Descriptor] = OrderedDict()  # by owner, the least recently used first
+_open: OrderedDict[Hashable, Descriptor] = OrderedDict()  # by owner, the least recently used first
 
 
-def _acquire(owner: LocalFile, opens: Callable[[], Descriptor]) -> Descriptor:
+def acquire(owner: Hashable, opens: Callable[[], Descriptor]) -> Descriptor:
     """The open file of an owner. opens: opens it, if it is not open. Raises the errors of `opens`."""
     found = _open.get(owner)
     if found is None:
@@ -213,6 +221,11 @@ def _acquire(owner: LocalFile, opens: Callable[[], Descriptor]) -> Descriptor:
     with contextlib.suppress(KeyError):  # another thread has just closed it
         _open.move_to_end(owner)
     return found
+
+
+def release(owner: Hashable) -> None:
+    """Close the open file of an owner, if it has one; a reader that still has it closes it."""
+    _open.pop(owner, None)
 
 
 def _opened(opens: Callable[[], Descriptor]) -> Descriptor:
