@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -225,3 +226,135 @@ def test_processes_go_on_without_the_one_that_was_killed(recipe: mf.Recipe) -> N
             assert seen[1][step] == seen[0][step]
         else:
             assert [sorted(each[step]) for each in seen] == [wanted] * 4
+
+
+# -- steps that are asked for one by one ---------------------------------------------------------------
+
+
+def _drawn(step: Any) -> list[tuple[int, int]]:
+    draws = [microbatch.draws for microbatch in step.microbatches]
+    return [at for each in draws for at in zip(each.epoch.tolist(), each.index.tolist())]
+
+
+def a_told_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
+    """A manager decides before each step who takes part, under which layout; processes are lost and come back.
+
+    After each step it says whether the step counts. Nobody meets anybody.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def new() -> mf.Feed:
+            feed = mf.Feed(recipe, packing=PACKING, delivery="direct", prefetch=dice.choice([0, 2]))
+            return stack.enter_context(feed)
+
+        happened, step, feeds = Counter[str](), 0, [new()]
+        layout, seated = mf.Layout(), feeds
+        while step < 12:
+            if dice.random() < 0.4:
+                layout = mf.Layout.parse(dice.choice(LAYOUTS))
+                feeds = dice.sample(feeds, dice.randint(1, len(feeds)))
+                feeds += [new() for _ in range(layout.world_size - len(feeds))]
+                dice.shuffle(feeds)
+                seated = feeds[: layout.world_size]  # the others wait, and may take part later
+                happened["moved"] += 1
+            given = [feed.at(step, layout, rank) for rank, feed in enumerate(seated)]
+            assert [each.index for each in given] == [step] * len(seated)
+            drawn = [*chain(*_once(layout, [_drawn(each) for each in given]))]
+            (simulated,) = mf.simulate(recipe, mf.Layout(), [step], packing=PACKING)
+            wanted = simulated.batch.draws
+            assert sorted(drawn) == sorted(zip(wanted.epoch.tolist(), wanted.index.tolist()))
+            counts = dice.random() < 0.8
+            step += counts
+            happened["again"] += not counts
+        return happened
+
+
+def test_each_step_is_whole_whoever_takes_part(recipe: mf.Recipe) -> None:
+    happened = Counter[str]()
+    for history in range(cases(5, 200)):
+        happened += a_told_history(recipe, random.Random(f"{SEED} told {history}"))
+    assert happened["moved"] > 10 and happened["again"] > 5
+
+
+def test_a_step_that_an_amendment_leaves_out_is_empty(recipe: mf.Recipe, tmp_path: Path) -> None:
+    with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:
+        for number in range(14):
+            step = feed.at(number, mf.Layout(), 0)
+            if number == 1:
+                feed.amend(mf.SkipSteps(10, 12))
+            taken = len([*step.microbatches])
+            assert (step.index, step.num_microbatches) == (number, taken)
+            assert (
+                (taken == 0)
+                == (step.valid_tokens == 0)
+                == (step.plan.lengths.size == 0)
+                == (10 <= number < 12)
+            )
+        state = feed.state_dict()
+        assert state["step"] == 14
+        feed.load_state_dict(state)
+        assert feed.at(14, mf.Layout(), 0).index == 14
+
+
+def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
+    short, one, two = replace(recipe, epochs=1), mf.Layout(), mf.Layout(dp=2)
+    wrong: Any
+    with mf.Feed(short, packing=PACKING, delivery="direct") as feed:
+        for wrong in ((-1, 0), ("3", 0), (3, None), (True, 0)):
+            with pytest.raises(mf.OptionError, match="takes no part"):
+                feed.at(wrong[0], one, wrong[1])
+        wrong = "dp2"
+        with pytest.raises(mf.LayoutError, match="parse"):
+            feed.at(0, wrong, 0)
+        with pytest.raises(mf.LayoutError, match="rank 2"):
+            feed.at(0, two, 2)
+        end = feed.num_steps
+        assert end is not None
+        for _ in range(2):
+            with pytest.raises(mf.StateError, match="ended"):
+                feed.at(end, two, 1)
+        assert feed.at(end - 1, two, 1).index == end - 1
+    with mf.Feed(recipe, packing=PACKING, rendezvous=HashStore(), delivery="direct") as feed:
+        with pytest.raises(mf.OptionError, match="generation=None"):
+            feed.at(0, two, 0)
+        assert feed.at(3, two, 0, generation=4).index == 3
+        assert feed.at(4, two, 0, generation=4).index == 4
+        with pytest.raises(mf.OptionError, match="above 4"):
+            feed.at(5, mf.Layout(dp=3), 0, generation=4)
+        assert feed.at(5, two, 0, generation=4).index == 5
+    with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", delivery="direct") as feed:
+        assert feed.at(0, one, 0).index == 0
+        for _ in range(2):  # a rank that could not meet the others stays outside
+            with pytest.raises(mf.DeliveryError, match="rendezvous"):
+                feed.at(1, two, 0)
+        step = feed.at(1, one, 0)
+        assert step.plan.num_ranks == 1
+
+
+def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tmp_path: Path) -> None:
+    """A rank that comes later has those of the others, whatever its copy of the ledger says."""
+    store, seen = HashStore(), list[list[tuple[int, int]]]()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+
+        def new(path: Path) -> mf.Feed:
+            options: Any = {"delivery": "direct", "ledger": path, "rendezvous": store, "timeout_s": 60}
+            return stack.enter_context(mf.Feed(recipe, packing=PACKING, **options))
+
+        feeds = [new(tmp_path / "ledger.jsonl") for _ in range(2)]
+        for number in range(16):
+            if number == 8:
+                feeds.insert(0, new(tmp_path / "ledger.jsonl"))
+            layout, generation = mf.Layout(dp=len(feeds)), len(feeds)
+            asked = [
+                pool.submit(feed.at, number, layout, rank, generation=generation)
+                for rank, feed in enumerate(feeds)
+            ]
+            seen.append([*chain(*(_drawn(each.result()) for each in asked))])
+            if number == 2:
+                assert feeds[1].amend(mf.BatchSize(7), at=12) == 12
+                feeds[0].amend(mf.BatchSize(20))
+        assert {feed.ledger.digest for feed in feeds} == {mf.Ledger.read(tmp_path / "ledger.jsonl").digest}
+        amended = recipe.amended(feeds[0].ledger)
+    for simulated in mf.simulate(amended, mf.Layout(), 16, packing=PACKING):
+        assert sorted(seen[simulated.batch.step]) == sorted(_drawn(simulated))
+    assert [*map(len, seen)][-1] == 7 and 20 in map(len, seen)

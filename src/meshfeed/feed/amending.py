@@ -14,6 +14,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -21,8 +22,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text
-from meshfeed.errors import DeliveryError, OptionError
-from meshfeed.recipe import Amendment, Change
+from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.recipe import Amendment, Change, Recipe
 
 T = TypeVar("T")
 
@@ -30,6 +31,29 @@ AT_ONCE = 4
 """Steps that a rank moves the horizon on by: it asks the store once for so many."""
 
 _MOST_BYTES = 4 << 20  # of an amendment; a TCPStore takes no value of 8 MiB
+
+
+class Recipes:
+    """A job's recipe under its ledgers, one after the other: each is made once, of the one before it.
+
+    Args:
+        given: the recipe without amendments.
+    """
+
+    def __init__(self, given: Recipe) -> None:
+        self._first = self._last = Ledger(), given
+
+    def under(self, ledger: Ledger) -> Recipe:
+        """The recipe as the ledger amends it. Raises RecipeError for a ledger that it cannot have."""
+        known, recipe = self._last
+        if ledger.digest == known.digest:
+            return recipe
+        further, latest = ledger.amendments[len(known) :], max((each.step for each in known), default=0)
+        if not ledger.begins_with(known) or any(each.step < latest for each in further):
+            (_, recipe), further = self._first, ledger.amendments
+        recipe = recipe.amended(further)
+        self._last = ledger, recipe
+        return recipe
 
 
 class Amending:
@@ -97,6 +121,16 @@ class Amending:
                 if self._replaced(text, loads, horizon, ledger.digest):
                     self.ledger = ledger
                     return ledger
+
+    def keep(self) -> None:
+        """Write the ledger, unless another rank has written one that goes on from it. Raises StateError."""
+        ledger, kept = self.ledger, Ledger.read(self._path, missing_ok=True)
+        if not kept.begins_with(ledger) or not Path(self._path).exists():
+            if not ledger.begins_with(kept):
+                raise StateError(
+                    f"{self._path}: another job keeps its amendments there; give this one its own"
+                )
+            ledger.write(self._path)
 
     @contextlib.contextmanager
     def _held(self) -> Generator[None]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -31,12 +30,12 @@ from meshfeed.deliver import (
 )
 from meshfeed.errors import DeliveryError, OptionError, StateError
 from meshfeed.feed.ahead import Ahead
-from meshfeed.feed.amending import Amending
-from meshfeed.feed.batch import Sources
+from meshfeed.feed.amending import Amending, Recipes
+from meshfeed.feed.batch import Sources, Step
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout
 from meshfeed.feed.options import FeedOptions
-from meshfeed.feed.regrouping import agree
+from meshfeed.feed.regrouping import Asked, Membership, Place, agree
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
@@ -143,13 +142,11 @@ class Feed(StepSource[Delivery, FeedOptions]):
     ) -> None:
         _check_recipe(recipe)
         super().__init__(layout, rank, FeedOptions.of(locals()))
-        self._given_recipe, self._machine = run_by(recipe, machine, encoder)
+        given, self._machine = run_by(recipe, machine, encoder)
         kept = None if ledger is None else Ledger.read(ledger, missing_ok=True)
         self._amending = None if kept is None else self._amends(kept)
-        self.recipe = self._given_recipe.amended(self.ledger)
-        self._left: int | None = None  # the step that the last loop was in
-        self._committed: int | None = None  # the first step that is not, once the trainer says so
-        self._generation: int | None = None
+        self._recipes, self._member = Recipes(given), Membership()
+        self.recipe = self._recipes.under(self.ledger)
         self._begins_as, self._applied = self.recipe, self.ledger
         self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
@@ -189,7 +186,45 @@ class Feed(StepSource[Delivery, FeedOptions]):
         last = self._next_step - 1 if self._run is None else self._run.step_in_loop
         if type(step) is not int or not 0 <= step <= last:
             raise OptionError(f"commit({step!r}): give a step that the loop has had, 0 to {last}")
-        self._committed = step + 1
+        self._member.committed = step + 1
+
+    def at(self, step: int, layout: Layout | DeviceMesh, rank: int, *, generation: int | None = None) -> Step:
+        """One step, where it is known only when it begins who takes part in it, as with torchft's manager.
+
+        In place of a loop: every rank that takes part asks for the step, with the layout of this step and its
+        rank there; others do not ask. As long as neither changes and the steps follow one another, the feed
+        reads ahead as a loop does. Otherwise it goes on at that step, in that layout, with all that is open:
+        the same as `regroup`, but for the caller's word on who is where. So nobody waits for another rank. A
+        step that was not committed is asked for again.
+
+        A step that an amendment leaves out has no microbatches. torch.distributed's default group is not
+        asked for anything; where the ranks need to meet, for a ledger or a delivery other than "direct", give
+        the Feed a rendezvous=, and generation: a number that is equal on all ranks and grows with each
+        change of the layout. Raises OptionError for other arguments, StateError past the end of the stream.
+        """
+        if type(step) is not int or step < 0 or type(rank) is not int:
+            raise OptionError(
+                f"at({step!r}, rank={rank!r}): give the number of the step, and this process's rank in the "
+                f"layout; a process that takes no part in the step does not ask for it"
+            )
+        member, place = self._member, Place(given_layout(layout), rank, generation)
+        asked, member.asked = member.asked, None
+        if asked is None or asked.run is not self._run or asked.next != step or member.place != place:
+            if member.place != place:
+                self._take(place, self._options, apart=True)
+                if self._amending is not None:
+                    self._begin_with(self._agreed_on(step)[1])
+                member.place = place
+            self._go_on_at(step)
+            loop = iter(self)
+            asked = Asked(self._run, loop, step)
+        given = asked.take()
+        if given is None:
+            raise StateError(
+                f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
+            )
+        member.asked = asked
+        return given
 
     def regroup(
         self,
@@ -211,56 +246,69 @@ class Feed(StepSource[Delivery, FeedOptions]):
         and new each time. rendezvous: a torch.distributed Store that all of them reach; None takes that of
         the default process group. Raises PeerError if a rank does not come within `timeout_s`.
         """
-        place, before = given_layout(layout), -1 if self._generation is None else self._generation
-        if type(generation) is not int or generation <= before:
-            raise OptionError(f"regroup(generation={generation!r}): give a whole number above {before}")
-        if not self._options.pad_rows and place is not None:
-            replace(self._stepping, layout=place).check_filled()
+        self._member.check_later(generation)
+        options = replace(self._options, rendezvous=rendezvous, readers=readers)
+        first = self._member.first_uncommitted(
+            None if self._run is None else self._run.step_in_loop,
+            self._next_step if self._next_step or self._loaded else None,
+        )
+        apart = rendezvous is not None and rank is not None
+        self._take(Place(given_layout(layout), rank, generation), options, apart=apart)
+        step, ledger = self._agreed_on(first)
+        self._begin_with(ledger)
+        self._go_on_at(step)
+        return step
+
+    def _take(self, place: Place, options: FeedOptions, *, apart: bool) -> None:
+        """Take a place in another layout. What is open stays so."""
+        meets = options.rendezvous is not None and place.layout is not None and place.layout.world_size > 1
+        if place.generation is not None or meets:
+            self._member.check_later(place.generation)
+        if not options.pad_rows and place.layout is not None:
+            replace(self._stepping, layout=place.layout).check_filled()
         with self._changing:
-            first = self._first_uncommitted
             self._stop()
-            options = replace(self._options, rendezvous=rendezvous, readers=readers)
-            self._move(place, rank, options)
-            self._generation = generation
-            self._stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp).with_rule(
-                self._rule
-            )
-        step, ledger = 0 if first is None else first, self.ledger
+            self._move(place.layout, place.rank, options, apart=apart)
+            stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp)
+            self._stepping = stepping.with_rule(self._rule)
+            self._member.place, self._member.generation = None, place.generation
+
+    def _agreed_on(self, first: int | None) -> tuple[int, Ledger]:
+        """Where the ranks of this layout go on, and with which amendments. Waits for all of them."""
+        ledger = self.ledger
         if self._options.ledger is not None:  # what a rank that is lost has agreed on
             kept = Ledger.read(self._options.ledger, missing_ok=True)
             ledger = kept if kept.begins_with(ledger) else ledger
         meeting = self._meeting()
-        if meeting is None and self.layout.world_size > 1:
-            raise DeliveryError(
-                f"regroup: rank {self.rank} needs a way to meet the others of {self.layout}; call "
-                f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
-            )
         if meeting is not None:
-            again = replace(meeting, name=f"{self._options.name} regroups", number=generation)
-            step, ledger = agree(again, self.layout.ranks().tolist(), first, ledger)
+            again = replace(meeting, name=f"{self._options.name} regroups", number=self._member.generation)
+            return agree(again, self.layout.ranks().tolist(), first, ledger)
+        if self.layout.world_size > 1:
+            raise DeliveryError(
+                f"rank {self.rank} needs a way to meet the other ranks of {self.layout}: pass "
+                f"rendezvous=<torch.distributed.Store>, or for `regroup` call "
+                f"torch.distributed.init_process_group first"
+            )
+        return first or 0, ledger
+
+    def _begin_with(self, ledger: Ledger) -> None:
+        """All ranks of this layout begin with these amendments."""
         if self._amending is not None:
             self._amending = self._amends(ledger)
             self._apply(ledger)
             self._begins_as = self.recipe
-        self._next_step, self._left, self._loaded = step, step, True
-        self._committed = None if self._committed is None else step
-        return step
 
-    @property
-    def _first_uncommitted(self) -> int | None:
-        """None for a feed that has neither trained nor loaded a state."""
-        if self._committed is not None:
-            return self._committed
-        if self._run is not None:
-            return self._run.step_in_loop
-        if self._left is not None:
-            return self._left
-        return self._next_step if self._next_step or self._loaded else None
+    def _go_on_at(self, step: int) -> None:
+        """The next loop begins at a step."""
+        with self._changing:
+            self._stop()
+            self._next_step, self._loaded = step, True
+            self._member.goes_on_at(step)
 
     @property
     def _run_name(self) -> str:
-        name = super()._run_name
-        return name if self._generation is None else f"{name}, generation {self._generation}"
+        name, generation = super()._run_name, self._member.generation
+        return name if generation is None else f"{name}, generation {generation}"
 
     @property
     def ledger(self) -> Ledger:
@@ -287,27 +335,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 "mf.Feed(..., ledger=path)"
             )
         ledger = self._amending.amend(change, at, self._step, self._check_ledger)
-        self._keep(ledger)
+        self._amending.keep()
         return ledger.amendments[-1].step
 
     def _amends(self, ledger: Ledger) -> Amending:
         return Amending(ledger, os.fspath(self._options.ledger or ""), self._meeting)
 
-    def _keep(self, ledger: Ledger) -> None:
-        """Write the ledger, unless another rank has written one that goes on from it. Raises StateError."""
-        path = self._options.ledger
-        if path is None:
-            return
-        kept = Ledger.read(path, missing_ok=True)
-        if not kept.begins_with(ledger) or not Path(path).exists():
-            if not ledger.begins_with(kept):
-                raise StateError(
-                    f"{os.fspath(path)}: another job keeps its amendments there; give this one its own"
-                )
-            ledger.write(path)
-
     def _check_ledger(self, ledger: Ledger) -> None:
-        recipe = self._given_recipe.amended(ledger)
+        recipe = self._recipes.under(ledger)
         num_positions(recipe)  # raises if its sources cannot have these amounts or batch sizes
         if not self._options.pad_rows:
             replace(self._stepping, layout=self.layout, recipe=recipe).check_filled()
@@ -323,9 +358,9 @@ class Feed(StepSource[Delivery, FeedOptions]):
         return self.rank == min(self.layout.ranks().tolist())
 
     def _apply(self, ledger: Ledger) -> None:
-        if self._is_first:
-            self._keep(ledger)
-        recipe = self._given_recipe.amended(ledger)
+        if self._amending is not None and self._is_first:
+            self._amending.keep()
+        recipe = self._recipes.under(ledger)
         known = {id(store) for store in self.recipe.sources}
         further = [store for store in recipe.sources if id(store) not in known]
         if further and self._entered:
@@ -385,7 +420,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
             if self._amending is not None and self._is_first:
-                self._keep(self.ledger)  # so that a path that cannot be written is refused here
+                self._amending.keep()  # so that a path that cannot be written is refused here
             self._rule = stack.enter_context(self._rule.opened(self.recipe))
             self._stepping = self._stepping.with_rule(self._rule)
             if not self._options.pad_rows:
@@ -417,11 +452,9 @@ class Feed(StepSource[Delivery, FeedOptions]):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
-        state.check(self._given_recipe.amended(self.ledger))
+        state.check(self._recipes.under(self.ledger))
         with self._changing:
-            self._stop()
-            self._next_step, self._left, self._loaded = state.step, None, True
-            self._committed = None if self._committed is None else state.step
+            self._go_on_at(state.step)
             if self._amending is not None:
                 self._amending.loads += 1
 
@@ -468,7 +501,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _stop(self) -> None:
         had_run = self._run is not None
         if self._run is not None:
-            self._left = self._run.step_in_loop
+            self._member.left = self._run.step_in_loop
         super()._stop()
         if had_run:
             for store in self.recipe.sources:

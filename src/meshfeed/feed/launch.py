@@ -41,17 +41,19 @@ def this_rank(given: int | None, layout: Layout) -> int:
     return 0
 
 
-def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
+def this_layout(given: Layout | None, rank: int | None = None, *, apart: bool = False) -> Layout:
     """The layout; an omitted node size comes from the launcher. given: None for one process.
 
-    rank: the user's argument; with it, a user may simulate ranks of a job that was never launched.
+    rank: the user's argument; with it, a user may simulate ranks of a job that was never launched. apart: the
+    layout is of other processes than torch.distributed's default group.
     Raises LayoutError if the job does not fit the layout, or has several processes without one.
     """
     layout, size = given or Layout(), num_processes()
     if given is None and size > 1:
         raise LayoutError(f"a job of {size} processes needs a layout; pass one, such as mf.Layout(dp={size})")
     is_launched = any(os.environ.keys() >= {*names} for names in _LAUNCHERS)
-    if (dist.is_available() and dist.is_initialized()) or (is_launched and rank is None):
+    in_group = dist.is_available() and dist.is_initialized() and not apart
+    if in_group or (is_launched and rank is None):
         layout.check_world(size)
     if layout.ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         layout = replace(layout, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))

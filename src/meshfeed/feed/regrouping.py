@@ -1,20 +1,113 @@
-"""The ranks of a job meet again after some were lost or have come back, in the processes that they are in."""
+"""Ranks that are lost and come back while the processes that are left go on: who is where, and how far.
+
+`Feed.regroup` lets the ranks of a new layout agree on the step at which they go on. `Feed.at` is for ranks
+that are told: torchft's manager knows when a step begins who takes part in it, and which step it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from meshfeed.amendments import Ledger
+import numpy as np
+
+from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
 from meshfeed.errors import OptionError, PeerError
+from meshfeed.feed.batch import Microbatch, Microbatches, Step
+from meshfeed.layout import Layout
+from meshfeed.plan import plan_fixed
+
+
+class Place(NamedTuple):
+    """A rank's place in an arrangement of the ranks."""
+
+    layout: Layout | None
+    rank: int | None
+    generation: int | None
+
+
+@dataclass(slots=True)
+class Membership:
+    """What a rank remembers of a job whose ranks come and go.
+
+    Attributes:
+        place: where all know it to be; None for the place of its arguments, and while it moves.
+        generation: of the last place that it has moved to.
+        left: the step that its last loop was in.
+        committed: the first step that its model has not taken, once the trainer says so.
+        asked: the loop behind `Feed.at`.
+    """
+
+    place: Place | None = None
+    generation: int | None = None
+    left: int | None = None
+    committed: int | None = None
+    asked: Asked | None = None
+
+    def check_later(self, generation: Any) -> None:
+        """Raises OptionError unless this is the number of a later arrangement."""
+        before = -1 if self.generation is None else self.generation
+        if type(generation) is not int or generation <= before:
+            raise OptionError(f"generation={generation!r}: give a whole number above {before}")
+
+    def first_uncommitted(self, in_loop: int | None, begins: int | None) -> int | None:
+        """The first step that the model has not taken; None for a rank that has just started.
+
+        in_loop: the step that the loop is in. begins: the one at which the next loop would begin.
+        """
+        known = (self.committed, in_loop, self.left, begins)
+        return next((step for step in known if step is not None), None)
+
+    def goes_on_at(self, step: int) -> None:
+        """The next loop begins at a step that all have agreed on, or that was loaded."""
+        self.committed = None if self.committed is None else step
+        self.left = self.asked = None
+
+
+@dataclass(slots=True)
+class Asked:
+    """A loop whose steps are asked for one by one.
+
+    Attributes:
+        run, steps: the loop, and what it gives.
+        next: the step that is to be asked for next.
+        ahead: what the loop has given already, for a later step.
+    """
+
+    run: object
+    steps: Iterator[Step]
+    next: int
+    ahead: Step | None = None
+
+    def take(self) -> Step | None:
+        """The next step, without microbatches where an amendment leaves it out; None at the end."""
+        step, given = self.next, self.ahead or next(self.steps, None)
+        if given is None:
+            return None
+        self.next = step + 1
+        self.ahead = None if given.index == step else given
+        return given if self.ahead is None else _left_out(given, step)
+
+
+def _left_out(given: Step, step: int) -> Step:
+    """A step without sequences, before one that was given."""
+
+    def nothing() -> Generator[Microbatch]:
+        yield from ()
+
+    plan = plan_fixed(np.zeros(0, np.int64), dp=given.plan.num_ranks, cp=1, micro_batch_size=1)
+    totals = dict.fromkeys(("num_microbatches", "tokens", "valid_tokens", "sum_sq"), 0)
+    return replace(given, index=step, **totals, plan=plan, microbatches=Microbatches(nothing()))
 
 
 def agree(meeting: Meeting, ranks: Sequence[int], first: int | None, ledger: Ledger) -> tuple[int, Ledger]:
     """Where all of them go on: the lowest first step, and the longest ledger.
 
     first: the first step that this rank has not committed; None for one that has just started. 0 if all have.
-    ledger: the amendments that this rank knows.
+    ledger: the amendments that this rank knows. Those that some rank lacks are sent, line by line.
     Raises PeerError if a rank does not come, or if one ledger is not the beginning of the other; OptionError
     where the meeting's number is not new.
     """
@@ -22,25 +115,38 @@ def agree(meeting: Meeting, ranks: Sequence[int], first: int | None, ledger: Led
     told = f";{rank} {'-' if first is None else first} {len(ledger)} {ledger.digest or '-'}"
 
     def tell(store: Any) -> bool:
-        if len(ledger):
-            store.set(f"{prefix}/ledger/{rank}", ledger.text)
         store.append(f"{prefix}/first", told)
         return store.get(f"{prefix}/first").decode().count(f";{rank} ") == 1
 
     if not meeting.call(tell):
-        raise OptionError(
-            f"regroup(generation={meeting.number}): that number was used before; give a new one"
-        )
+        raise OptionError(f"generation={meeting.number}: that number was used before; give a new one")
     meeting.meet("regroup", ranks)
     lines = meeting.call(lambda store: store.get(f"{prefix}/first")).decode().split(";")[1:]
     said = [line.split() for line in lines]
-    count, of = max((int(count), int(of)) for of, _, count, _ in said)
-    longest = ledger
-    if count > len(ledger):
-        longest = Ledger.of_text(meeting.call(lambda store: store.get(f"{prefix}/ledger/{of}")).decode())
-    if not longest.begins_with(ledger) or any(digest not in ("-", *longest.digests) for *_, digest in said):
+    knows = sorted((int(count), int(of)) for of, _, count, _ in said)
+    (fewest, _), (most, of) = knows[0], knows[-1]
+    if fewest < most:
+        ledger = _sent(meeting, ranks, ledger, range(fewest, most), of)
+    if any(digest not in ("-", *ledger.digests) for *_, digest in said):
         raise PeerError(
             f"ranks {rank} and {of}, or others, know different amendments; give all the ledger of one job",
             [rank, of],
         )
-    return min((int(step) for _, step, *_ in said if step != "-"), default=0), longest
+    return min((int(step) for _, step, *_ in said if step != "-"), default=0), ledger
+
+
+def _sent(meeting: Meeting, ranks: Sequence[int], ledger: Ledger, lacking: range, of: int) -> Ledger:
+    """A ledger with the lines that it lacks. lacking: numbers of lines that some rank lacks. of: has all."""
+
+    def key(number: int) -> str:
+        return f"{meeting.prefix}/amendment/{number}"
+
+    if meeting.rank == of:
+        lines = ledger.lines
+        for number in lacking:
+            meeting.call(lambda store, at=number: store.set(key(at), json.dumps(lines[at])))
+    meeting.meet("amendments", ranks)
+    for number in range(len(ledger), lacking.stop):
+        line = meeting.call(lambda store, at=number: store.get(key(at)))
+        ledger = ledger.added(amendment_of(json.loads(line), f"an amendment of rank {of}"))
+    return ledger

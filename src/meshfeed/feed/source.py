@@ -143,7 +143,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     @cached_property
     def layout(self) -> Layout:
         """The layout; an omitted node size comes from the launcher."""
-        return this_layout(self._given_layout, self._given_rank)
+        return this_layout(self._given_layout, self._given_rank, apart=self._apart)
 
     @cached_property
     def delivery(self) -> DeliveryName:
@@ -299,9 +299,15 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         if error is not None and (run := self._run) is not None:
             run.record(error)
 
-    def _move(self, layout: Layout | None, rank: int | None, options: OptionsT) -> None:
-        """Take another place in another layout, between two runs."""
+    def _move(
+        self, layout: Layout | None, rank: int | None, options: OptionsT, *, apart: bool = False
+    ) -> None:
+        """Take another place in another layout, between two runs.
+
+        apart: torch.distributed's default group is of other processes, or numbers them otherwise.
+        """
         self._given_layout, self._given_rank, self._options = layout, rank, options
+        self._apart = apart
         self._readers = None if options.readers is None else frozenset(options.readers)
         self.stage_map = options.stage_map or StageMap(pp=(layout or Layout()).pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
@@ -323,7 +329,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     def _new_run(self, by_stage: StageMap | None) -> Run:
         meeting = self._meeting()
         try:
-            if self._options.rendezvous is None:
+            if self._options.rendezvous is None and not self._apart:
                 check_rank(self._given_rank)
             return self._run_of(meeting, by_stage)
         except Exception as error:
@@ -363,7 +369,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             meeting.meet("job", self.layout.ranks().tolist())
 
     def _meeting(self) -> Meeting | None:
-        store = self._options.rendezvous or default_store()
+        store = self._options.rendezvous or (None if self._apart else default_store())
         name, num_ranks = self._run_name, 2
         with contextlib.suppress(LayoutError):  # other ranks may have a valid layout
             num_ranks, ranks = self.layout.world_size, self.layout.ranks().tolist()
