@@ -127,7 +127,7 @@ def test_tokens() -> None:
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    names = run_page("amendments.md", 8)
+    names = run_page("amendments.md", 9)
     kinds = [type(change).__name__ for _, change in names["ledger"]]
     assert kinds[:3] == ["Reweigh", "Exclude", "BatchSize"]
     assert names["first"] == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Generator
@@ -50,6 +51,12 @@ def package(name: str, extra: str) -> None:
     """Skip the test where a package is missing that is too large for every environment of tests."""
     if find_spec(name) is None:
         pytest.skip(f"it needs {name} (pip install '.[{extra}]')")
+
+
+def wheel(name: str) -> None:
+    """Skip the test where a package is missing that has no wheel for this Python or machine."""
+    if find_spec(name) is None:
+        missing_thing(f"{name} has no wheel for {platform.machine()} and Python {platform.python_version()}")
 
 
 @contextlib.contextmanager

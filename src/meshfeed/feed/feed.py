@@ -33,7 +33,7 @@ from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.amending import Amending, Recipes
 from meshfeed.feed.batch import Sources, Step
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
-from meshfeed.feed.launch import given_layout
+from meshfeed.feed.launch import given_layout, num_processes
 from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.regrouping import Asked, Membership, Place, agree
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
@@ -419,11 +419,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
                         f"leave it out"
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
-            if self._amending is not None and self._is_first:
+            placed = (
+                self._given_layout is not None or num_processes() == 1
+            )  # else `at` will tell, or a loop refuses
+            if placed and self._amending is not None and self._is_first:
                 self._amending.keep()  # so that a path that cannot be written is refused here
             self._rule = stack.enter_context(self._rule.opened(self.recipe))
             self._stepping = self._stepping.with_rule(self._rule)
-            if not self._options.pad_rows:
+            if placed and not self._options.pad_rows:
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()
 
