@@ -454,7 +454,7 @@ def test_the_threads_of_a_client_rest_when_a_process_ends(monkeypatch: pytest.Mo
     with Failures(meeting, 0, lambda: None):
         listener = client._listener
         assert listener is not None
-    client._post(lambda store: slow.wait())
+    client.later(lambda store: slow.wait())
     del meeting, store
     threading.Timer(0.2, slow.set).start()
     client.rest()

@@ -33,7 +33,7 @@ class Report(Command):
         "steps": "how many, from the first that was trained to the last",
         "starts": "from which step, under which layout; one object a start",
         "wait_share": "part of all ranks' time that their loops were kept waiting, 0 to 1",
-        "worst": "rank and stage to look at first: wait_s a step, share of its time, median_wait_s; or null",
+        "worst": "what to look at first: rank, host, stage, wait_s a step, share of its time, median_wait_s",
         "longest": "the longest wait of a single step: rank, stage, step, wait_s; null for none",
         "outside": "the longest that a loop was busy with a step: rank, step, busy_s, median_s; or null",
         "decoding": "with images and so on: limits; ranks: workers, parts, parts_per_s, busy, of_a_core",

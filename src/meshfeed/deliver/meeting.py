@@ -26,6 +26,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -88,6 +89,10 @@ class Meeting:
     def call(self, operation: Callable[[Any], T]) -> T:
         """Run an operation on the store within `timeout_s`. Raises DeliveryError."""
         return self.rendezvous.call(operation, self.timeout_s)
+
+    def later(self, operation: Callable[[Any], T]) -> Future[T]:
+        """Run an operation on the store without waiting for it."""
+        return self.rendezvous.later(operation)
 
     def say(self, key: str, text: str, num_speakers: int | None = None) -> str:
         """Write a text under a key unless a rank of this run already has; see `Rendezvous.say`.

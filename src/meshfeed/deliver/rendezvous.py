@@ -92,7 +92,7 @@ class Rendezvous:
                 f"the rendezvous store {self._where} still does not answer; is its host up and reachable?"
             )
         given_up = threading.Event()
-        future = self._post(lambda store: None if given_up.is_set() else operation(store))
+        future: Future[Any] = self.later(lambda store: None if given_up.is_set() else operation(store))
         wait([future], min(within_s, _LOG_AFTER_S))
         if not future.done() and within_s > _LOG_AFTER_S:
             _log.warning(
@@ -133,8 +133,9 @@ class Rendezvous:
 
         return self.call(say, within_s)
 
-    def _post(self, operation: Callable[[Any], Any]) -> Future[Any]:
-        future = Future[Any]()
+    def later(self, operation: Callable[[Any], T]) -> Future[T]:
+        """Run an operation on the store, after those before it, without waiting for it."""
+        future = Future[T]()
         # may run during garbage collection, so it must take no lock
         self._calls.put((future, operation, self._store()))
         return future
@@ -171,7 +172,7 @@ class Rendezvous:
         """Stop calling a watcher. The listener pauses when none is left."""
         self._watchers.discard(watcher)
         if not self._watchers and self.process == os.getpid():
-            self._post(self._wake_listener)
+            self.later(self._wake_listener)
 
     def _wake_listener(self, store: Any) -> None:
         store.set(self._wake_key, "1")
@@ -220,7 +221,7 @@ class Rendezvous:
         listener = self._listener
         # without the store nothing wakes it, unless the last `unwatch` has
         can_wake = listener is not None and self._store() is not None
-        last = self._post(self._wake_listener if can_wake else lambda store: None)
+        last = self.later(self._wake_listener if can_wake else lambda store: None)
         wait([last], _END_S)
         if listener is not None and (can_wake or not self._watchers):
             listener.join(_END_S)

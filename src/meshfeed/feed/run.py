@@ -375,7 +375,7 @@ class Run:
                 stack.enter_context(self._peers.delivery)
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
-                self._recorder.start(self._due)
+                self._recorder.start(self._due, self._peers.meeting)
             except Exception as error:
                 self._failures.fail(self._closed_while_joining() if self._stopped else error, self._due)
             stack.callback(self._placer.synchronize)

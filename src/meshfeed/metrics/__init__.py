@@ -26,7 +26,7 @@ from meshfeed.metrics.run_log import RunLog
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.spans import Spans
 from meshfeed.metrics.stages import FOLLOWS, RAY_STAGES, STAGE_TABLE, STAGES, Span, Stage
-from meshfeed.metrics.stats import StepStats
+from meshfeed.metrics.stats import SlowRank, StepStats
 from meshfeed.metrics.telemetry import Telemetry
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "RunReader",
     "RunStart",
     "Sink",
+    "SlowRank",
     "Span",
     "Spans",
     "Stage",

@@ -16,6 +16,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
     named |= {f"wait_s/{stage}": seconds for stage, seconds in stats.exposed_wait_s.items()}
     named |= {f"work_s/{stage}": seconds for stage, seconds in stats.work_s.items()}
     named |= {name: value for name, value in stats.items() if isinstance(value, int | float)}
+    if (slow := stats.slowest) is not None:
+        named |= {"slowest/rank": slow.rank, "slowest/wait_s": slow.wait_s}
     return {f"meshfeed/{name}": float(value) for name, value in named.items()}
 
 

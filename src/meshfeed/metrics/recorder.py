@@ -10,12 +10,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
-from meshfeed.deliver import Traffic
+from meshfeed.deliver import Meeting, Traffic
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.background import BackgroundSinks
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.slowest import Slowest
 from meshfeed.metrics.stages import Span
-from meshfeed.metrics.stats import StepStats
+from meshfeed.metrics.stats import SlowRank, StepStats
 from meshfeed.sequence.decode_costs import DecodeCosts
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
@@ -101,13 +102,15 @@ class StepCosts:
 
     def __init__(self, planned: Callable[[], StepStats]) -> None:
         self.planned = cache(planned)
-        self._queue_depth, self._metrics_lost = 0, cast(int | None, None)
+        self.begin(0)
         self._waits: list[tuple[float, float, Sequence[Span]]] = []
         self._counts: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
 
-    def begin(self, queue_depth: int, metrics_lost: int | None) -> None:
+    def begin(
+        self, queue_depth: int, metrics_lost: int | None = None, slowest: SlowRank | None = None
+    ) -> None:
         """The loop receives the step."""
-        self._queue_depth, self._metrics_lost = queue_depth, metrics_lost
+        self._queue_depth, self._metrics_lost, self._slowest = queue_depth, metrics_lost, slowest
 
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """The loop waited from `start` to `stop`. spans: of the producer meanwhile."""
@@ -131,6 +134,7 @@ class StepCosts:
             work_s=work(span for _, _, spans in list(self._waits) for span in spans),
             queue_depth=self._queue_depth,
             metrics_lost=self._metrics_lost,
+            slowest=self._slowest,
             **self._counts,
         )
 
@@ -193,6 +197,7 @@ class Recorder:
         self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]
         self._waiting = [sink.waited for sink in self._sinks if type(sink).waited is not Sink.waited]
         self._about = about
+        self._slowest = Slowest()
         self._background: BackgroundSinks | None = None
         self._clocks = (0.0, 0.0)  # unix and monotonic time of the same moment
         self._received: tuple[int, int, float] | None = None  # step, its tokens, unix time
@@ -211,13 +216,14 @@ class Recorder:
         """A clock whose stages the sinks see."""
         return StageClock(self.around if self._ranges else None)
 
-    def start(self, step: int) -> None:
-        """A run begins. Raises a sink's error at its first record."""
+    def start(self, step: int, meeting: Meeting | None) -> None:
+        """A run begins, whose ranks meet there. Raises a sink's error at its first record."""
+        self._slowest.meeting = meeting
         self._clocks = time.time(), time.monotonic()
         if self._background is not None:
             self._background.send(self._about(step))
         elif self._sinks:
-            background = BackgroundSinks(self._sinks)
+            background = BackgroundSinks([*self._sinks, self._slowest])
             background.start(self._about(step))
             self._background = background
 
@@ -232,9 +238,9 @@ class Recorder:
         """The loop receives a step, whose costs are added until `over`."""
         self.costs = costs
         if self._background is None:
-            costs.begin(queue_depth, None)
+            costs.begin(queue_depth)
         else:
-            costs.begin(queue_depth, self._background.lost)
+            costs.begin(queue_depth, self._background.lost, self._slowest.known)
             unix, monotonic = self._clocks
             self._received = step, tokens, unix + (time.monotonic() - monotonic)
 

@@ -15,6 +15,26 @@ SequenceName = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """The rank of the job that waits longest for its own work: others wait for it.
+
+    Attributes:
+        rank, host: which.
+        stage: the one of its own stages in which it waits longest; not one in which it waits for others.
+        wait_s: seconds a step that it waits in all of these, mean of its last steps, at most 64.
+        share: of its time, 0 to 1.
+        step: the last of these steps.
+    """
+
+    rank: int
+    host: str
+    stage: str
+    wait_s: float
+    share: float
+    step: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepStats(Mapping[str, Any]):
     """What a step cost this rank so far, and how balanced its plan is.
@@ -46,6 +66,7 @@ class StepStats(Mapping[str, Any]):
         source_asked: the recipe's share of each source in this step; an array.
         source_names: of the sources, which an amendment may add to.
         metrics_lost: steps that a metrics sink has failed to take so far; None without sinks.
+        slowest: the rank that all others wait for, as told last; None if no rank is slow, and without sinks.
     """
 
     exposed_wait_s: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -72,6 +93,7 @@ class StepStats(Mapping[str, Any]):
     source_asked: npt.NDArray[np.float64] | None = None
     source_names: tuple[str, ...] | None = None
     metrics_lost: int | None = None
+    slowest: SlowRank | None = None
 
     @property
     def blocked_s(self) -> dict[str, float]:

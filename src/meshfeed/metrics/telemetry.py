@@ -38,8 +38,8 @@ class Telemetry(Sink):
     """Histograms of seconds waited and worked by stage, counters of traffic, gauges of balance.
 
     A stage is told by its name, and by that of Ray Data's stage to which it belongs (`ray_stage`).
-    All carry the rank and its data-parallel rank, except steps, tokens and the mixture: these are totals of
-    the whole job, and only the lowest rank reports them.
+    All carry the rank and its data-parallel rank, except steps, tokens, the mixture and the slowest rank:
+    these are of the whole job, and only the lowest rank reports them.
 
     Args:
         meter_provider: an opentelemetry MeterProvider, with its readers and exporters; None takes the global
@@ -69,6 +69,8 @@ class Telemetry(Sink):
         self._tokens = meter.create_counter("meshfeed.tokens", "{token}", "tokens handed out").add
         self._share = meter.create_gauge("meshfeed.source.share", "", "share of all draws, by source").set
         self._asked = meter.create_gauge("meshfeed.source.asked", "", "share in the recipe, by source").set
+        self._slowest_rank = meter.create_gauge("meshfeed.slowest.rank", "", "rank that others wait for").set
+        self._slowest_wait = meter.create_gauge("meshfeed.slowest.wait", "s", "what it waits a step").set
         self._start: RunStart | None = None
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
@@ -97,6 +99,9 @@ class Telemetry(Sink):
         if start.is_lowest:
             self._steps(len(records))
             self._tokens(sum(record.tokens for record in records))
+            if (slow := last.slowest) is not None:
+                self._slowest_rank(slow.rank)
+                self._slowest_wait(slow.wait_s)
             if last.source_drawn is not None:
                 self._record_mixture(last.source_drawn, last.source_asked, last.source_names or start.sources)
 

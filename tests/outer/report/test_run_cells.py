@@ -71,6 +71,20 @@ def test_who_waits_for_others_is_not_named() -> None:
     assert not stragglers(even).any() and "hardly kept anybody waiting" in sentence(even)
 
 
+def test_the_slow_ones_are_named_with_their_host() -> None:
+    """Where a run has several: eight ranks each. If all that stand out share one, it is the host that is slow."""
+    one = waits_of(made_up.history(16, slow={11: 0.3}))
+    worst = worst_of(one)
+    assert worst is not None and worst.host == "node0001"
+    assert "Look at rank 11 on node0001: it waits" in sentence(one)
+    assert "All" not in sentence(one)
+    host = sentence(waits_of(made_up.history(24, slow=dict.fromkeys(range(8, 16), 0.3))))
+    assert " All 8 ranks that stand out are on node0001." in host
+    both = sentence(waits_of(made_up.history(24, slow=dict.fromkeys((3, 9), 0.3))))
+    assert "that stand out are" not in both
+    assert "Look at rank 3: it waits" in sentence(waits_of(made_up.history(8, slow={3: 0.3})))
+
+
 def test_ranks_without_a_log_are_told() -> None:
     whole = made_up.history(12, ((0, 4), (4, 8)))
     assert "log" not in resumes(whole)

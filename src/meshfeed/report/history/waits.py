@@ -20,6 +20,7 @@ class Waits:
 
     Attributes:
         ranks: i64[r], ascending.
+        hosts: of each of them.
         stages: k names.
         num_steps: i64[r], number of steps summed.
         seconds: f64[r], their duration; for the last step of a start, only its wait.
@@ -28,6 +29,7 @@ class Waits:
     """
 
     ranks: np.ndarray
+    hosts: tuple[str, ...]
     stages: tuple[str, ...]
     num_steps: np.ndarray
     seconds: np.ndarray
@@ -52,6 +54,8 @@ class Worst:
     """A rank and the stage that it waits for.
 
     Attributes:
+        rank, host: which rank, and where it ran last.
+        stage: what it waits for.
         wait_s: mean seconds a step; median_wait_s: of the median rank, in the same stage.
         share: of the rank's time.
         stands_out: whether it differs from the other ranks.
@@ -59,6 +63,7 @@ class Worst:
     """
 
     rank: int
+    host: str
     stage: str
     wait_s: float
     median_wait_s: float
@@ -97,7 +102,8 @@ def waits_of(history: RunHistory) -> Waits:
         if waited.size:
             wait[row], longest[row] = waited.sum(axis=0), waited.max(axis=0)
             longest_step[row] = rank.step[keep][waited.argmax(axis=0)]
-    return Waits(ranks, history.stages, num_steps, seconds, wait, longest, longest_step)
+    hosts = tuple(history.ranks[each].host for each in ranks.tolist())
+    return Waits(ranks, hosts, history.stages, num_steps, seconds, wait, longest, longest_step)
 
 
 def worst_of(waits: Waits) -> Worst | None:
@@ -116,6 +122,7 @@ def worst_of(waits: Waits) -> Worst | None:
     others = float(np.median(per_step[:, _follows(waits)].sum(axis=1)))
     return Worst(
         rank=int(waits.ranks[row]),
+        host=waits.hosts[row],
         stage=waits.stages[stage],
         wait_s=here,
         median_wait_s=median,
@@ -177,8 +184,8 @@ def sentence(waits: Waits) -> str:
     if worst.stands_out:
         follow = " The ranks that it serves wait with it." if worst.others_follow else ""
         return (
-            f"Look at rank {worst.rank}: it waits {here} a step {what}, {share} of its time; the median rank "
-            f"waits {median} for that.{follow}"
+            f"Look at rank {worst.rank}{_where(waits, worst)}: it waits {here} a step {what}, {share} of its "
+            f"time; the median rank waits {median} for that.{follow}{_together(waits, worst)}"
         )
     if len(waits.ranks) == 1:
         return f"It waits {here} a step {what}, {share} of its time. {longest}"
@@ -186,3 +193,16 @@ def sentence(waits: Waits) -> str:
         f"No rank stands out: the median rank waits {median} a step {what}, the worst, rank {worst.rank}, "
         f"{here} ({share} of its time)."
     )
+
+
+def _where(waits: Waits, worst: Worst) -> str:
+    """The host of the worst rank, where there are several."""
+    return f" on {worst.host}" if len(set(waits.hosts)) > 1 else ""
+
+
+def _together(waits: Waits, worst: Worst) -> str:
+    """That all ranks that stand out are on one host of several: then the host is slow."""
+    apart = [host for host, stands_out in zip(waits.hosts, stragglers(waits)) if stands_out]
+    if len(apart) < 2 or {*apart} != {worst.host} or len({*waits.hosts}) < 2:
+        return ""
+    return f" All {len(apart)} ranks that stand out are on {worst.host}."

@@ -1,0 +1,104 @@
+"""The rank that waits longest for its own work, told to all ranks without a collective.
+
+One key of the job's rendezvous store names the slowest rank. Every rank looks at it now and then: one that
+waits longer takes its place, and the rank named there keeps its figures fresh. So a rank that has become
+faster is soon replaced, as is one that has left. Nobody waits for the store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+from meshfeed.deliver import Meeting
+from meshfeed.deliver.rendezvous import first_text
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.stages import FOLLOWS
+from meshfeed.metrics.stats import SlowRank
+
+_STEPS = 64  # that a rank averages over
+_LOOKS_PER_S = 100.0  # of all ranks together
+_LOST_S = 60.0  # after which a figure that its rank does not refresh counts no more
+_NOTHING = 0.001  # share of its time below which no rank is slow
+
+
+class Slowest(Sink):
+    """One rank's side.
+
+    Attributes:
+        known: the slowest rank, as told last; None if nobody is slow, or before the first look.
+        meeting: of the current run; None for one process.
+    """
+
+    def __init__(self) -> None:
+        self.known: SlowRank | None = None
+        self.meeting: Meeting | None = None
+        self._start: RunStart | None = None
+        self._records: deque[StepRecord] = deque(maxlen=_STEPS + 1)
+        self._look_at = 0.0
+        self._asked: Future[SlowRank] | None = None
+
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        """Compare this rank with the slowest. Does not wait, and raises nothing."""
+        for entry in entries:
+            if isinstance(entry, RunStart):
+                self._start, self.known = entry, None
+                self._records.clear()
+            else:
+                self._records.append(entry)
+        if self._asked is not None and self._asked.done():
+            answered, self._asked = self._asked, None
+            if answered.exception() is None:  # a store that is lost ends the job elsewhere
+                self._learn(answered.result())
+        mine = self._mine()
+        if mine is None or self._start is None or self._asked is not None:
+            return
+        if self.meeting is None:
+            self._learn(mine)
+        elif time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + self._start.world_size / _LOOKS_PER_S
+            key, limit = f"{self.meeting.prefix}/slowest", _LOST_S + 4 * self._start.world_size / _LOOKS_PER_S
+            at = self._records[-1].time_s
+            self._asked = self.meeting.later(lambda store: compared(store, key, mine, at, limit))
+
+    def _learn(self, slow: SlowRank) -> None:
+        self.known = slow if slow.share >= _NOTHING else None
+
+    def _mine(self) -> SlowRank | None:
+        """This rank's own figures. The first record only says when the second step began."""
+        if self._start is None or len(self._records) < 2:
+            return None
+        first, *rest = self._records
+        seconds = max(rest[-1].time_s - first.time_s, 1e-9)
+        waits: dict[str, float] = {}
+        for record in rest:
+            for stage, wait in record.stats.exposed_wait_s.items():
+                if stage not in FOLLOWS:
+                    waits[stage] = waits.get(stage, 0.0) + wait
+        total = sum(waits.values())
+        return SlowRank(
+            rank=self._start.rank,
+            host=self._start.host,
+            stage=max(waits, key=waits.__getitem__, default="other"),
+            wait_s=total / len(rest),
+            share=min(total / seconds, 1.0),
+            step=rest[-1].step,
+        )
+
+
+def compared(store: Any, key: str, mine: SlowRank, at: float, limit: float) -> SlowRank:
+    """The slowest rank, mine among them. at: unix time of my figures, which count for `limit` seconds."""
+    text = json.dumps([at, asdict(mine)])
+    there = first_text(store, key, text)
+    while there != text:
+        told_at, told = json.loads(there)
+        slow = SlowRank(**told)
+        if slow.rank != mine.rank and slow.wait_s >= mine.wait_s and abs(at - told_at) <= limit:
+            return slow
+        there = store.compare_set(key, there, text).decode()
+    return mine
