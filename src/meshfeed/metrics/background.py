@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.slowest import Slowest
 
 EVERY_S = 1.0
 """How often sinks receive records."""
@@ -55,10 +56,14 @@ class _Backlog:
 
 
 class BackgroundSinks:
-    """The sinks and the thread that passes records to them, from `start` to `close`."""
+    """The sinks and the thread that passes records to them, from `start` to `close`.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._backlogs = [_Backlog(sink) for sink in sinks]
+    Args:
+        slowest: gets all records too, after the sinks.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], slowest: Slowest) -> None:
+        self._backlogs, self._slowest = [_Backlog(sink) for sink in sinks], slowest
         self._inbox: deque[Entry] = deque()
         self._overflown = 0  # records dropped because a sink hangs
         self._process = os.getpid()
@@ -72,6 +77,7 @@ class BackgroundSinks:
                 stack.callback(backlog.sink.close)
                 backlog.sink.take([first])
             stack.pop_all()
+        self._slowest.take([first])
         self._thread.start()
 
     def send(self, entry: Entry) -> None:
@@ -115,3 +121,4 @@ class BackgroundSinks:
         more = [self._inbox.popleft() for _ in range(len(self._inbox))]
         for backlog in self._backlogs:
             backlog.take(more)
+        self._slowest.take(more)

@@ -223,7 +223,7 @@ class Recorder:
         if self._background is not None:
             self._background.send(self._about(step))
         elif self._sinks:
-            background = BackgroundSinks([*self._sinks, self._slowest])
+            background = BackgroundSinks(self._sinks, self._slowest)
             background.start(self._about(step))
             self._background = background
 

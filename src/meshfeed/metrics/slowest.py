@@ -7,6 +7,7 @@ faster is soon replaced, as is one that has left. Nobody waits for the store.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -17,7 +18,8 @@ from typing import Any
 
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text
-from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.errors import DeliveryError
+from meshfeed.metrics.sink import RunStart, StepRecord
 from meshfeed.metrics.stages import FOLLOWS
 from meshfeed.metrics.stats import SlowRank
 
@@ -27,7 +29,7 @@ _LOST_S = 60.0  # after which a figure that its rank does not refresh counts no 
 _NOTHING = 0.001  # share of its time below which no rank is slow
 
 
-class Slowest(Sink):
+class Slowest:
     """One rank's side.
 
     Attributes:
@@ -44,10 +46,10 @@ class Slowest(Sink):
         self._asked: Future[SlowRank] | None = None
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """Compare this rank with the slowest. Does not wait, and raises nothing."""
+        """Take more records of a run, and compare this rank with the slowest. Does not wait."""
         for entry in entries:
             if isinstance(entry, RunStart):
-                self._start, self.known = entry, None
+                self._start, self.known, self._asked = entry, None, None
                 self._records.clear()
             else:
                 self._records.append(entry)
@@ -55,16 +57,20 @@ class Slowest(Sink):
             answered, self._asked = self._asked, None
             if answered.exception() is None:  # a store that is lost ends the job elsewhere
                 self._learn(answered.result())
-        mine = self._mine()
-        if mine is None or self._start is None or self._asked is not None:
+        if (mine := self._mine()) is None or self._asked is not None:
             return
         if self.meeting is None:
             self._learn(mine)
         elif time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + self._start.world_size / _LOOKS_PER_S
-            key, limit = f"{self.meeting.prefix}/slowest", _LOST_S + 4 * self._start.world_size / _LOOKS_PER_S
-            at = self._records[-1].time_s
-            self._asked = self.meeting.later(lambda store: compared(store, key, mine, at, limit))
+            with contextlib.suppress(DeliveryError):
+                self._asked = self._ask(self.meeting, mine)
+
+    def _ask(self, meeting: Meeting, mine: SlowRank) -> Future[SlowRank]:
+        """Begin to compare this rank's figures with those of the slowest."""
+        pause = meeting.num_ranks / _LOOKS_PER_S
+        self._look_at = time.monotonic() + pause
+        key, at, limit = f"{meeting.prefix}/slowest", self._records[-1].time_s, _LOST_S + 4 * pause
+        return meeting.later(lambda store: compared(store, key, mine, at, limit))
 
     def _learn(self, slow: SlowRank) -> None:
         self.known = slow if slow.share >= _NOTHING else None
