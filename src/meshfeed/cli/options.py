@@ -132,7 +132,9 @@ def _add(group: Any, each: Field[Any], hint: Any) -> None:
 
 def given(options: Any, names: Iterable[str]) -> list[str]:
     """Those of the options that are given, as they are written."""
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    values = [(name, getattr(options, name)) for name in names]
+    some = [name for name, value in values if value is not None and value is not False]
+    return [f"--{name.replace('_', '-')}" for name in some]
 
 
 def refuse_given(options: Any, names: Iterable[str], why: str) -> None:
