@@ -375,6 +375,7 @@ class Recipe:
             "sampled", those of the stores' fingerprints; "full", every one. Not part of the fingerprint.
         amendments: what `amended` has added.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
+        source_names: their names in a mixture; one empty name for a store alone.
 
     Raises RecipeError for any other value.
     """
@@ -389,6 +390,7 @@ class Recipe:
     verify_data: VerifyData = "sampled"
     amendments: Amended = field(default=Amended(), repr=False)
     sources: tuple[Any, ...] = field(init=False, repr=False)
+    source_names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(cast(object, self.batch)) is int:
@@ -422,6 +424,8 @@ class Recipe:
             raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
+        names = self.data.names if isinstance(self.data, Mixture) else ("",)
+        object.__setattr__(self, "source_names", names)
         self._settle_thresholds()
         sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
         object.__setattr__(self, "sources", sources)
@@ -477,11 +481,6 @@ class Recipe:
         if why:
             raise RecipeError(f"{self.batch!r}: {why}; give Batch(sequences=)")
         return self.batch
-
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """The sources' names in a mixture; one empty name for a store alone."""
-        return self.data.names if isinstance(self.data, Mixture) else ("",)
 
     def source_names_at(self, step: int) -> tuple[str, ...]:
         """The same without those that an amendment adds after a step: equal on all ranks that plan it."""

@@ -24,52 +24,46 @@ Value = torch.Tensor | Sequence[Any]
 """A tensor, or one value per sequence: a tensor, bytes, whatever holds tensors (see `Keys`), or None."""
 
 
-class Together:
-    """The tensors of several microbatches, cut apart where somebody asks for a field.
+class Fields(Mapping[str, Value]):
+    """The fields of one microbatch: its share of tensors of several, and others.
+
+    The tensors are cut apart where somebody asks for a field, for all microbatches at once.
 
     Args:
         rows: name -> the rows of all microbatches, one microbatch after the other.
-        count: microbatches.
-    """
-
-    __slots__ = ("_count", "_cut", "rows")
-
-    def __init__(self, rows: Mapping[str, torch.Tensor], count: int) -> None:
-        self.rows, self._count = rows, count
-        self._cut: dict[str, Sequence[torch.Tensor]] = {}
-
-    def of(self, name: str, at: int) -> torch.Tensor:
-        """A field of one microbatch."""
-        if name not in self._cut:
-            parts = self.rows[name].split(len(self.rows[name]) // self._count)
-            self._cut[name] = [part.detach() for part in parts]  # autograd refuses in-place writes to parts
-        return self._cut[name][at]
-
-
-class Fields(Mapping[str, Value]):
-    """The fields of one microbatch.
-
-    Args:
-        together, at: the microbatch among others.
+        parts: name -> those of each microbatch, as far as they are cut apart; shared by all.
+        at, count: the microbatch, and how many there are.
         others: its further fields.
     """
 
-    __slots__ = ("_at", "_others", "_together")
+    __slots__ = ("_at", "_count", "_others", "_parts", "_rows")
 
-    def __init__(self, together: Together, at: int, others: Mapping[str, Value]) -> None:
-        self._together, self._at, self._others = together, at, others
+    def __init__(
+        self,
+        rows: Mapping[str, torch.Tensor],
+        parts: dict[str, Sequence[torch.Tensor]],
+        at: int,
+        count: int,
+        others: Mapping[str, Value],
+    ) -> None:
+        self._rows, self._parts, self._at, self._count, self._others = rows, parts, at, count, others
 
     def __getitem__(self, name: str) -> Value:
-        return self._others[name] if name in self._others else self._together.of(name, self._at)
+        if name in self._others:
+            return self._others[name]
+        if name not in self._parts:
+            parts = self._rows[name].split(len(self._rows[name]) // self._count)
+            self._parts[name] = [part.detach() for part in parts]  # autograd refuses in-place writes to parts
+        return self._parts[name][self._at]
 
     def __iter__(self) -> Iterator[str]:
-        return chain(self._together.rows, self._others)
+        return chain(self._rows, self._others)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._together.rows or name in self._others
+        return name in self._rows or name in self._others
 
     def __len__(self) -> int:
-        return len(self._together.rows) + len(self._others)
+        return len(self._rows) + len(self._others)
 
 
 @dataclass(frozen=True, slots=True)

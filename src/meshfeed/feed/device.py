@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -13,18 +13,18 @@ import torch
 
 from meshfeed.columns import Array, Arrays, Columns
 from meshfeed.errors import OptionError
-from meshfeed.feed.batch import Fields, Microbatch, Sources, Together, Value
+from meshfeed.feed.batch import Fields, Microbatch, Sources, Value
 from meshfeed.feed.nested import changed, leaves_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import FieldTable, FilledTable, Portion, RunField, SequenceRule, widened
+from meshfeed.sequence import FieldTable, Portion, RunField, SequenceRule, widened
 
 _MOST_KEPT = 128
 _MOST_FIELDS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
 _FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's
 
-Built = Sequence[Arrays] | FilledTable | FieldTable
-"""The fields of some microbatches: of each, of all in one array for each field, or as runs."""
+Built = Sequence[Arrays] | Sequence[Fields] | FieldTable
+"""The fields of some microbatches: arrays or tensors of each, or runs of all."""
 
 
 class Placer(Protocol):
@@ -92,26 +92,28 @@ class OnHost:
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
     def fill(self, table: FieldTable) -> Built:
-        """The fields, all but those of which tensors are kept."""
-        return table.filled(self.allocate)
+        """The fields as tensors."""
+        rows: dict[str, torch.Tensor] = {}
+        for each in table.fields:
+            if each.is_kept:
+                rows[each.field.name] = self._kept_of(each, table.shape)
+                continue
+            out = self.allocate(table.shape, each.field.dtype)
+            each.write(out, table.columns)
+            rows[each.field.name] = torch.from_numpy(out)
+        return _together(rows, table.ready)
 
     def place(self, built: Built) -> tuple[Sequence[Mapping[str, Value]], Any]:
         if isinstance(built, FieldTable):
             return _together(widened(built, lambda array: torch.from_numpy(array.copy())), built.ready), None
-        if isinstance(built, FilledTable):
-            rows = {
-                name: torch.from_numpy(each) if isinstance(each, np.ndarray) else self._of(each, built.shape)
-                for name, each in built.rows.items()
-            }
-            return _together(rows, built.ready), None
-        return _each(built), None
+        return [each if isinstance(each, Fields) else _tensors(each) for each in built], None
 
-    def _of(self, field: RunField, shape: tuple[int, int]) -> torch.Tensor:
+    def _kept_of(self, field: RunField, shape: tuple[int, int]) -> torch.Tensor:
         """A field that is the same in other steps: made once, and not copied until somebody writes to it."""
         key = id(field), *shape
         if key not in self._kept:
             out = np.empty(shape, field.field.dtype)
-            field.write(out.reshape(-1))
+            field.write(out)
             self._kept[key] = field, torch.tensor(out)
             if len(self._kept) > _MOST_FIELDS:
                 self._kept.popitem(last=False)
@@ -155,9 +157,9 @@ class OnCuda:
 
         with torch.cuda.stream(self._stream):
             if isinstance(built, FieldTable):
-                fields = _together(widened(built, stage), built.ready, self._copied)
+                fields = _together(widened(built, stage), built.ready, self._device)
             else:
-                fields = _each(cast(Sequence[Arrays], built), self._copied)
+                fields = [_tensors(cast(Arrays, each), self._device) for each in built]
             done = torch.cuda.Event()
             done.record(self._stream)
         while self._in_flight and self._in_flight[0][0].query():
@@ -178,9 +180,6 @@ class OnCuda:
         """Page-locked memory that is freed under a copy could be filled again before it is read."""
         self._stream.synchronize()
         self._in_flight.clear()
-
-    def _copied(self, value: Any) -> Value:
-        return on_device(_tensors(value), self._device)
 
 
 def built_by(
@@ -211,23 +210,28 @@ def microbatches_of(
     return [Microbatch(m, fields, portion, sources) for m, fields in made], ticket
 
 
-def _tensors(value: Any) -> Value:
-    if isinstance(value, np.ndarray):
-        # A read-only array is a column passed through: a view of a buffer that is reused.
-        return torch.from_numpy(value if value.flags.writeable else value.copy())
-    return cast(Value, [_tensors(v) if isinstance(v, np.ndarray) else v for v in value])
+def _tensor(array: Array) -> torch.Tensor:
+    # A read-only array is a column passed through: a view of a buffer that is reused.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _each(
-    built: Sequence[Arrays], tensors: Callable[[Any], Value] = _tensors
-) -> Sequence[Mapping[str, Value]]:
-    """The fields of each microbatch."""
-    return [{name: tensors(value) for name, value in arrays.items()} for arrays in built]
+def _tensors(arrays: Arrays, device: torch.device | None = None) -> dict[str, Value]:
+    """The fields of one microbatch, on the host without a device."""
+    made: dict[str, Value] = {}
+    for name, value in arrays.items():
+        if isinstance(value, np.ndarray):
+            made[name] = _tensor(value)
+        else:
+            made[name] = [_tensor(each) if isinstance(each, np.ndarray) else each for each in value]
+    return made if device is None else on_device(made, device)
 
 
 def _together(
-    rows: Mapping[str, torch.Tensor], ready: Sequence[Arrays], tensors: Callable[[Any], Value] = _tensors
+    rows: Mapping[str, torch.Tensor], ready: Sequence[Arrays], device: torch.device | None = None
 ) -> list[Fields]:
     """The fields of each microbatch: its share of the rows of all, and its others."""
-    together = Together(rows, len(ready))
-    return [Fields(together, at, each) for at, each in enumerate(_each(ready, tensors))]
+    parts: dict[str, Sequence[torch.Tensor]] = {}
+    return [
+        Fields(rows, parts, at, len(ready), _tensors(each, device) if each else {})
+        for at, each in enumerate(ready)
+    ]

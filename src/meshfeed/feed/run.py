@@ -42,8 +42,6 @@ class Made:
 
     def without(self, names: frozenset[str]) -> list[Microbatch]:
         """The microbatches without some fields."""
-        if not names:
-            return self.microbatches
         return [
             replace(each, fields={name: v for name, v in each.fields.items() if name not in names})
             for each in self.microbatches
@@ -244,22 +242,20 @@ class Run:
                         "these microbatches belong to a finished step; take them before the next step"
                     )
                 if self._stopped:
-                    self._check_running()
+                    raise self._why_stopped()
                 left -= 1
                 if not left:
                     view.whole = after
                 yield microbatch
 
-    def _check_running(self) -> None:
-        """Raise the error that has ended the run, if one has."""
-        if self._failure is not None:
-            raise self._failure
-        if self._stopped:
-            raise _stopped_elsewhere()
+    def _why_stopped(self) -> Exception:
+        """The error that has ended the run."""
+        return _stopped_elsewhere() if self._failure is None else self._failure
 
     def _take(self, view: _View) -> StepStart | list[Microbatch] | None:
         """The view's next item; None at the end of the stream."""
-        self._check_running()
+        if self._stopped:
+            raise self._why_stopped()
         while not view.items:
             try:
                 self._pull()
@@ -288,7 +284,8 @@ class Run:
             with self._recorder.around("wait"):
                 item, spans = self._prefetcher.get(self._timeout_s, self._job_error)
         except StopIteration:
-            self._check_running()
+            if self._stopped:
+                raise self._why_stopped() from None
             self._enqueue(None)
             return
         except EndOfStream as end:
@@ -297,7 +294,8 @@ class Run:
             self._publish(self._late())
         except PeerError as lost:
             self._publish(lost)
-        self._check_running()
+        if self._stopped:
+            raise self._why_stopped()
         if isinstance(item, StepStart):
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
@@ -313,7 +311,7 @@ class Run:
             self._recorder.costs.counted(item.counted)
             self._placer.receive(item.microbatches, item.ticket)
             for view in self._views:
-                view.items.append(item.without(view.hidden))
+                view.items.append(item.without(view.hidden) if view.hidden else item.microbatches)
             self._left -= len(item.microbatches)
             if self._verifier is not None and self._left == 0:
                 self._verifier.taken(self._due)
@@ -331,7 +329,8 @@ class Run:
 
     def _publish(self, error: Exception) -> NoReturn:
         """End the job with an error of this rank, unless the error comes of having been stopped."""
-        self._check_running()
+        if self._stopped:
+            raise self._why_stopped()
         self._failures.fail(error, self._due)
 
     def _job_error(self) -> BaseException | None:
@@ -384,10 +383,12 @@ class Run:
         for span in self._starting:
             self._recorder.tell_wait(span.start, span.stop, [span])
         with self._stopping:
-            self._check_running()
+            if self._stopped:
+                raise self._why_stopped()
             self._prefetcher.start()
             self._started = True
-            self._check_running()  # a signal handler may have stopped it in between
+            if self._stopped:  # by a signal handler, in between
+                raise self._why_stopped()
 
     def _closed_while_joining(self) -> PeerError:
         rank = self._peers.role.rank

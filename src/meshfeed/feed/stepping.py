@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -225,7 +226,8 @@ class Stepping:
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
-            order = self._by_lanes(step, draws)
+            shuffle = self.recipe.shuffle
+            order = self._by_lanes(step, draws, shuffle) if isinstance(shuffle, Blocks) else None
             return _plan_of_rows(lengths.tobytes(), order, dp, cp, self.micro_batch_size, self._row_align)
         in_order = self.packing.policy == "in_order"
         try:
@@ -245,16 +247,14 @@ class Stepping:
             which = "the longest is source {}, epoch {}, index {}".format(*where)
             raise PlanError(f"step {step}: {error} ({which})") from error
 
-    def _by_lanes(self, step: int, draws: Draws) -> bytes | None:
-        """An order of a step's rows that groups them by lane, int64 [n]; None unless shuffled by blocks.
+    def _by_lanes(self, step: int, draws: Draws, shuffle: Blocks) -> bytes:
+        """An order of a step's rows that groups them by lane, int64 [n].
 
         Lanes take turns. Let g be the greatest common divisor of dp and the number of lanes. Any g successive
         rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
         equally many replicas.
         """
-        lanes, shuffle = lanes_of_step(self.recipe, step), self.recipe.shuffle
-        if lanes is None or not isinstance(shuffle, Blocks):
-            return None
+        lanes = cast(npt.NDArray[np.int64], lanes_of_step(self.recipe, step))
         return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes))).tobytes()
 
     def portions(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
+from operator import sub
 from typing import Any, cast
 
 from meshfeed.deliver import Meeting, Traffic
@@ -156,7 +157,7 @@ class Meter:
     def take(self) -> dict[str, float]:
         """The counts since the last call."""
         before, self._before = self._before, self._now()
-        return {name: now - then for name, now, then in zip(self._names, self._before, before)}
+        return dict(zip(self._names, map(sub, self._before, before)))
 
     def _now(self) -> tuple[float, ...]:
         bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0

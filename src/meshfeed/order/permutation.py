@@ -80,10 +80,11 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
         value, bound = start.ravel()[wrong], np.broadcast_to(sizes, start.shape).ravel()[wrong]
         raise RecipeError(f"permutation of {bound}: {value} is not inside [0, {bound})")
     x = start.astype(np.uint64).ravel()
-    words = [np.asarray(given, np.uint64) for given in (sizes, *_board(sizes), key)]
-    bound, rows, cols, keys = [  # one for all, [], or one for each, [n]
-        each if not each.ndim else np.broadcast_to(each, start.shape).ravel() for each in words
-    ]
+    words = list[_Words]()  # one for all, [], or one for each, [n]
+    for given in (sizes, *_board(sizes), key):
+        each = np.asarray(given, np.uint64)
+        words.append(np.broadcast_to(each, start.shape).ravel() if each.ndim else each)
+    bound, rows, cols, keys = words
     if _permute is not None and x.size:
         _permute(x.size, x, bound.ndim, bound, rows, cols, keys.ndim, keys, _ROUNDS, stir is _unstir)
         return x.astype(np.int64).reshape(start.shape)

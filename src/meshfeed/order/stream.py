@@ -75,8 +75,8 @@ class Draws:
 
     def by_source(self) -> list[tuple[int, npt.NDArray[np.int64], Draws]]:
         """(source, places of its draws in this run, these draws), for each that has any, ascending."""
-        if (self.source[1:] == self.source[:-1]).all():
-            return [(source, np.arange(self.source.size), self) for source in self.source[:1].tolist()]
+        if self.source.size and (self.source == self.source[0]).all():
+            return [(int(self.source[0]), np.arange(self.source.size), self)]
         found = (
             (source, np.flatnonzero(self.source == source)) for source in np.unique(self.source).tolist()
         )
@@ -486,7 +486,8 @@ def draws_of_step(recipe: Recipe, step: int) -> Draws:
     """
     if step < 0:
         raise RecipeError(f"step {step}: steps count from 0")
-    return _draws(recipe, *stream_of(recipe).bounds(step), step + 1)
+    stream = stream_of(recipe)
+    return _draws(recipe, stream, *stream.bounds(step), step + 1)
 
 
 def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
@@ -494,16 +495,16 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
 
     Raises RecipeError for positions below 0, or beyond 2**62.
     """
-    return _draws(recipe, *stream_of(recipe).within(start, stop))
+    stream = stream_of(recipe)
+    return _draws(recipe, stream, *stream.within(start, stop))
 
 
-def _draws(recipe: Recipe, start: int, stop: int, before: int | None = None) -> Draws:
+def _draws(recipe: Recipe, stream: Stream, start: int, stop: int, before: int | None = None) -> Draws:
     """Positions [start, stop) of the stream. before: a step that they come before; None for any."""
     if start < 0 or stop >= 2**62:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
     if isinstance(recipe.sequence, OwnOrder):
         return recipe.sequence.draws_between(recipe, start, stop)
-    stream = stream_of(recipe)
     return stream.draws(start, stop, None if before is None else stream.segments_before(before))
 
 
@@ -520,7 +521,7 @@ def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws
     return Draws(of, epoch, stream.indices(of, epoch, place))
 
 
-def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
+def lanes_of_step(recipe: Recipe, step: int) -> Longs | None:
     """The lane of each draw of a step, int64 [n]; None unless the shuffle is by blocks."""
     if not isinstance(recipe.shuffle, Blocks):
         return None

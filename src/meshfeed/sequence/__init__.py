@@ -13,7 +13,7 @@ from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, run_by
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
-from meshfeed.sequence.table import FieldTable, FilledTable, RunField, widened
+from meshfeed.sequence.table import FieldTable, RunField, widened
 from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
 from meshfeed.sequence.whisper import WhisperFeatures
 from meshfeed.sequence.windows import Windows
@@ -27,7 +27,6 @@ __all__ = [
     "DocumentRule",
     "Documents",
     "FieldTable",
-    "FilledTable",
     "FixedPixels",
     "ImageProcessor",
     "Masked",

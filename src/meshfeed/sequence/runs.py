@@ -8,7 +8,6 @@ part of it goes where in a rank's fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -319,9 +318,8 @@ class Portion:
         draws: of that batch, where the draws of this portion are numbers in it. What follows from lengths
         alone is computed once for all that are made in this way.
         """
-        made = copy(self)
-        object.__setattr__(made, "draws", draws.take(self.draws.index))
-        object.__setattr__(made, "_made", {})
+        made = object.__new__(Portion)
+        made.__dict__.update(self.__dict__, draws=draws.take(self.draws.index), _made={})
         return made
 
     def __getstate__(self) -> dict[str, Any]:

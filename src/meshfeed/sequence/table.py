@@ -17,6 +17,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Runs, together
 
+_NO_COLUMNS: Mapping[str, Array] = {}
 _FEW = 32  # runs, between which a loop pads in less time than arrays of gaps take
 
 
@@ -40,8 +41,10 @@ class RunField:
     column: str | None = None
     is_kept: bool = False
 
-    def write(self, out: Array, column: Array | None = None) -> None:
-        """Fill the field, [tokens]. column: the one that it follows, as one row."""
+    def write(self, out: Array, columns: Mapping[str, Array] = _NO_COLUMNS) -> None:
+        """Fill the field, in any shape. columns: with the one that it follows."""
+        out = out.reshape(-1)
+        column = None if self.column is None else columns[self.column].reshape(-1)
         runs, first, covered = self.runs, self.runs.start, int(self.runs.size.sum())
         if column is not None and 2 * covered < out.size:
             out[:] = self.field.pad
@@ -69,21 +72,6 @@ class RunField:
 
 
 @dataclass(frozen=True, slots=True)
-class FilledTable:
-    """The fields of some microbatches on the host.
-
-    Attributes:
-        shape: rows and tokens of each field, over all microbatches.
-        rows: name -> the field; what is kept is not filled yet.
-        ready: the other fields of each microbatch.
-    """
-
-    shape: tuple[int, int]
-    rows: Mapping[str, Array | RunField]
-    ready: Sequence[Arrays]
-
-
-@dataclass(frozen=True, slots=True)
 class FieldTable:
     """The fields of a portion.
 
@@ -99,23 +87,15 @@ class FieldTable:
     fields: Sequence[RunField]
     ready: Sequence[Arrays]
 
-    def filled(self, allocate: Allocate) -> FilledTable:
-        """The fields, but for those whose tensors are kept."""
-        rows: dict[str, Array | RunField] = {}
-        for each in self.fields:
-            rows[each.field.name] = each if each.is_kept else self._fill(each, allocate)
-        return FilledTable(self.shape, rows, self.ready)
-
     def built(self, allocate: Allocate) -> list[Arrays]:
         """The fields of each microbatch."""
-        rows = {each.field.name: self._fill(each, allocate) for each in self.fields}
-        parts = [np.split(each, len(self.ready)) for each in rows.values()]
-        return [dict(zip(rows, part)) | more for *part, more in zip(*parts, self.ready)]
-
-    def _fill(self, field: RunField, allocate: Allocate) -> Array:
-        out = allocate(self.shape, field.field.dtype)
-        field.write(out.reshape(-1), None if field.column is None else self.columns[field.column].reshape(-1))
-        return out
+        made: list[Arrays] = [{} for _ in self.ready]
+        for each in self.fields:
+            out = allocate(self.shape, each.field.dtype)
+            each.write(out, self.columns)
+            for arrays, part in zip(made, np.split(out, len(made))):
+                arrays[each.field.name] = part
+        return [arrays | more for arrays, more in zip(made, self.ready)]
 
     def cut(self) -> FieldTable:
         """The same with no more of each column than the fields take, one run after the other."""
@@ -150,8 +130,12 @@ def table_of(
     ready: Sequence[Arrays],
 ) -> FieldTable:
     """The table of the named ones of some fields. Without columns, fields that follow one are left out."""
-    made = [each for each in fields if each.field.name in names and (columns or each.column is None)]
-    used = {each.column: np.asarray(columns[each.column]) for each in made if columns and each.column}
+    made, used = list[RunField](), dict[str, Array]()
+    for each in fields:
+        if each.field.name in names and (columns or each.column is None):
+            made.append(each)
+            if columns and each.column:
+                used[each.column] = np.asarray(columns[each.column])
     return FieldTable(shape, used, made, ready)
 
 
