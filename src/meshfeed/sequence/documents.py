@@ -69,7 +69,8 @@ class DocumentRule(SequenceRule):
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
-        return int(self.held(recipe, portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
+        _, _, starts, stops = self._ranges(recipe, portion)
+        return int((stops - starts).sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def look_up(self, recipe: Recipe, draws: Draws) -> Located:
         """Where the documents lie in their stores."""
@@ -86,22 +87,21 @@ class DocumentRule(SequenceRule):
         """Announce the held slices to each store."""
         if not portions:
             return
-        found = zip(*(self._ranges(recipe, portion) for portion in portions))
-        source, _, starts, stops = map(np.concatenate, found)
+        found = [self._ranges(recipe, portion) for portion in portions]
+        source, _, starts, stops = map(np.concatenate, zip(*found))
         for s in np.unique(source).tolist():
             mine = source == s
             recipe.sources[s].will_need(starts[mine], stops[mine])
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held tokens of the documents, slice after slice."""
-        held = self.held(recipe, portion)
-        tokens = allocate((int(held.sizes.sum()),), dtype_of(recipe, portion.draws).name)
-        source, slices, starts, stops = self._ranges(recipe, portion)
+        source, at, starts, stops = self._ranges(recipe, portion)
+        size = stops - starts
+        tokens = allocate((int(size.sum()),), dtype_of(recipe, portion.draws).name)
         if len(recipe.sources) == 1:
-            if slices.size:
+            if size.size:
                 recipe.sources[0].read_stream(starts, stops, out=tokens)
             return {"tokens": tokens}
-        at, size = held.offsets[slices], stops - starts
         for s in np.unique(source).tolist():
             mine = np.flatnonzero(source == s)
             runs = Runs(at[mine], np.cumsum(size[mine]) - size[mine], size[mine])
@@ -113,15 +113,17 @@ class DocumentRule(SequenceRule):
         return portion.read()
 
     def _ranges(self, recipe: Recipe, portion: Portion) -> Ranges:
-        """The held slices that are not empty: source, number, and stream range of each; [m]."""
-        return portion.once(recipe, lambda: self._found(recipe, portion), "ranges")
+        """The held slices that are not empty: source, offset in what is read, and stream range of each; [m].
 
-    def _found(self, recipe: Recipe, portion: Portion) -> Ranges:
-        held, draws = self.held(recipe, portion), self.look_up(recipe, portion.draws)
-        some: Longs = np.flatnonzero(held.sizes)
-        of = held.sequence[some]
-        first = draws.begins[of]
-        return draws.source[of], some, first + held.start[some], first + held.stop[some]
+        They are the same for the columns of a store.
+        """
+        if "ranges" not in portion.made:
+            held, draws = self.held(recipe, portion), located(recipe, portion.draws)
+            some: Longs = np.flatnonzero(held.sizes)
+            of, at = held.sequence[some], held.offsets[some]
+            first = draws.begins[of]
+            portion.made["ranges"] = draws.source[of], at, first + held.start[some], first + held.stop[some]
+        return portion.made["ranges"]
 
 
 @dataclass(frozen=True)
@@ -190,9 +192,12 @@ class Documents(DocumentRule, TokenRule):
         allocate: Allocate,
     ) -> FieldTable:
         """The named fields of the one pack; see the class."""
-        tokens, labels = portion.runs(extra=1), portion.runs(extra=1, ahead=1)
+        tokens, labels = portion.runs(extra=1)
         bearing = Runs(labels.at, np.ones_like(labels.at), labels.size)  # wherever there is a label
-        runs = (tokens, 1, "tokens"), (labels, 1, "tokens"), (bearing, 0, None)
-        own_fields = {each.name: each for each in self.fields}
-        fields = [RunField(own_fields[each.name], *how) for each, how in zip(_FIELDS, runs)]
+        runs: dict[str, tuple[Runs, int, str | None]] = {
+            "tokens": (tokens, 1, "tokens"),
+            "labels": (labels, 1, "tokens"),
+            "loss_mask": (bearing, 0, None),
+        }
+        fields = [RunField(each, *runs[each.name]) for each in self.fields if each.name in runs]
         return table_of_pack(portion, columns, names, fields)

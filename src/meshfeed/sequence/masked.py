@@ -288,7 +288,7 @@ class Masked(DocumentRule):
         # a slice that begins with first_token has it before the document's tokens
         at = (at + np.maximum(int(self.first_token is not None) - portion.own.start, 0))[some]
         own = Slices(own.sequence[some], own.start[some], own.stop[some])
-        runs = runs_of(own, self.held(recipe, portion), at)
+        runs, _ = runs_of(own, self.held(recipe, portion), at)
         masks = self._masks_of(recipe, portion)
         row = np.repeat(np.arange(len(masks)), [each.places.size for each in masks])
         place = np.concatenate([each.places for each in masks] or [own.start[:0]])

@@ -184,9 +184,9 @@ class Rows(SequenceRule):
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         """(row, offset in the row) of every document start in (0, length]; ascending."""
 
-    def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Stored tokens of each row, including its last label; int64 [n], all length + 1 here."""
-        return np.full(len(draws), self.length + 1)
+    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each row that have a label; int64 [n], all of them here."""
+        return np.full(len(draws), self.length)
 
     def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
         """Ranges of tokens without loss, since their document or the next is excluded; ascending, apart."""
@@ -218,10 +218,6 @@ class Rows(SequenceRule):
 
     # -- geometry -------------------------------------------------------------------------------------
     # Token i of row r has the number r * (length + 1) + i; a row's last label is in between.
-
-    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens of each row that have a label; int64 [n]."""
-        return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
 
     def _masks(self, recipe: Recipe, draws: Draws) -> bool:
         """Whether some token of a row bears no loss."""
@@ -339,7 +335,7 @@ def _cut_of(fields: tuple[Field, ...], shape: tuple[int, int], length: int, own:
 
     width, begins, offset = int(read.sizes.sum()), of_all(mine.start, length + 1), of_all(mine.start, 0)
     at, size = of_all(mine.offsets, shape[1]), of_all(mine.sizes, 0)
-    in_read = [runs_of(mine, read, mine.offsets, ahead=ahead) for ahead in (0, 1)]
+    in_read = runs_of(mine, read, mine.offsets)
     tokens, labels = (Runs(at, of_all(each.start, width), of_all(each.size, 0)) for each in in_read)
     named = {each.name: each for each in fields}
     return _Cut(

@@ -207,15 +207,16 @@ def holding(slices: Slices, sequence: npt.NDArray[np.integer], token: Longs) -> 
     return np.where((slices.sequence[found] == sequence) & (token < slices.stop[found]), found, -1)
 
 
-def runs_of(own: Slices, held: Slices, at: Longs, *, ahead: int = 0) -> Runs:
-    """Where own tokens lie in the held ones, which are stored one slice after the other.
+def runs_of(own: Slices, held: Slices, at: Longs) -> tuple[Runs, Runs]:
+    """Where own tokens lie in the held ones, which are stored one slice after the other; and their labels.
 
-    own: not empty, each inside a held slice. at: offset of each in the field, int64 [m]. ahead: shift by so
-    many tokens, up to the end of the held slice.
+    A label is the next token, as far as the held slice has it. own: not empty, each inside a held slice. at:
+    offset of each in the field, int64 [m].
     """
     holder, offsets = holding(held, own.sequence, own.start), held.offsets
-    start = (offsets - held.start)[holder] + own.start + ahead
-    return Runs(at, start, np.minimum(own.sizes, (offsets + held.sizes)[holder] - start))
+    start = (offsets - held.start)[holder] + own.start
+    labels = np.minimum(own.sizes, (offsets + held.sizes)[holder] - start - 1)
+    return Runs(at, start, own.sizes), Runs(at, start + 1, labels)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -235,20 +236,18 @@ class WholeStep:
     rank: int
     served: tuple[int, ...]
     order: tuple[int, ...]
-    _made: dict[tuple[int, str], Any] = field(
-        default_factory=dict[tuple[int, str], Any], init=False, repr=False
-    )
+    made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
         """What a rule makes of the step's draws in a recipe, made once."""
-        return _once(self._made, recipe, make)
+        return _once(self.made, recipe, make)
 
 
-def _once(made: dict[tuple[int, str], Any], recipe: Recipe, make: Callable[[], M], what: str = "") -> M:
+def _once(made: dict[Any, Any], recipe: Recipe, make: Callable[[], M]) -> M:
     # by identity: a step is of one recipe and those of its columns, which outlive it and are not kept by it
-    if (id(recipe), what) not in made:
-        made[id(recipe), what] = make()
-    return made[id(recipe), what]
+    if id(recipe) not in made:
+        made[id(recipe)] = make()
+    return made[id(recipe)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +272,7 @@ class Portion:
         cp_ranks: global ranks of the cp group, in the order of their slices.
         needs: names of the fields of a pack that the ranks of its reader need; None for all.
         step: the whole step, if the rule asks for it.
+        made: what was computed of it, so that it is computed once.
     """
 
     microbatches: range
@@ -289,13 +289,7 @@ class Portion:
     split: CpSplit
     needs: frozenset[str] | None = None
     step: WholeStep | None = None
-    _made: dict[tuple[int, str], Any] = field(
-        default_factory=dict[tuple[int, str], Any], init=False, repr=False
-    )
-    _read: dict[int, Slices] = field(default_factory=dict[int, Slices], init=False, repr=False)
-    _runs: dict[tuple[int, int], Runs] = field(
-        default_factory=dict[tuple[int, int], Runs], init=False, repr=False
-    )
+    made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     @cached_property
     def own_row(self) -> Slices:
@@ -319,16 +313,16 @@ class Portion:
         alone is computed once for all that are made in this way.
         """
         made = object.__new__(Portion)
-        made.__dict__.update(self.__dict__, draws=draws.take(self.draws.index), _made={})
+        made.__dict__.update(self.__dict__, draws=draws.take(self.draws.index), made={})
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what only the rule needs: a microbatch is pickled with its portion."""
-        return {**self.__dict__, "step": None, "_made": {}}
+        return {**self.__dict__, "step": None, "made": {}}
 
-    def once(self, recipe: Recipe, make: Callable[[], M], what: str = "") -> M:
-        """What a rule makes of the draws in a recipe, made once. what: distinguishes several such things."""
-        return _once(self._made, recipe, make, what)
+    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
+        """What a rule makes of the draws in a recipe, made once."""
+        return _once(self.made, recipe, make)
 
     def draws_of(self, microbatch: int) -> Draws:
         """The draws of one of the microbatches."""
@@ -362,19 +356,16 @@ class Portion:
 
     def read(self, *, extra: int = 0) -> Slices:
         """What the reader of a pack reads: `ranges(held, extra=extra)`, computed once."""
-        if extra not in self._read:
-            self._read[extra] = self.ranges(self.held, extra=extra)
-        return self._read[extra]
+        if ("read", extra) not in self.made:
+            self.made["read", extra] = self.ranges(self.held, extra=extra)
+        return self.made["read", extra]
 
-    def runs(self, *, extra: int = 0, ahead: int = 0) -> Runs:
-        """The own tokens of a pack in what was read, which is `read(extra=extra)`; computed once.
-
-        ahead: the tokens that are so many further on, where they were read.
-        """
-        if (extra, ahead) not in self._runs:
+    def runs(self, *, extra: int = 0) -> tuple[Runs, Runs]:
+        """The own tokens of a pack and their labels in what was read, `read(extra=extra)`; computed once."""
+        if ("runs", extra) not in self.made:
             own, at = self.own_tokens
-            self._runs[extra, ahead] = runs_of(own, self.read(extra=extra), at, ahead=ahead)
-        return self._runs[extra, ahead]
+            self.made["runs", extra] = runs_of(own, self.read(extra=extra), at)
+        return self.made["runs", extra]
 
     @cached_property
     def own_tokens(self) -> tuple[Slices, Longs]:

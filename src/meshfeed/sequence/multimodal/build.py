@@ -55,16 +55,15 @@ def text_values(
 
 def text_fields(fields: Sequence[Field], values: Values, portion: Portion) -> list[RunField]:
     """The fields of this rank's tokens; each follows its values."""
-    ahead_of = {name: ahead for name, (_, ahead) in values.items()}
-    runs = {ahead: _in_documents(portion, ahead) for ahead in set(ahead_of.values())}
-    return [RunField(f, runs[ahead_of[f.name]], 1, f.name) for f in fields if f.name in ahead_of]
+    runs = _in_documents(portion)
+    return [RunField(f, runs[values[f.name][1]], 1, f.name) for f in fields if f.name in values]
 
 
-def _in_documents(portion: Portion, ahead: int = 0) -> Runs:
-    """The own tokens of a pack among those of its whole documents."""
+def _in_documents(portion: Portion) -> tuple[Runs, Runs]:
+    """The own tokens of a pack among those of its whole documents, and their labels."""
     own, at = portion.own_tokens
     whole = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
-    return runs_of(own, whole, at, ahead=ahead)
+    return runs_of(own, whole, at)
 
 
 def mrope_field(among: PartsOfDraws, portion: Portion, allocate: Allocate) -> Array:
@@ -74,7 +73,7 @@ def mrope_field(among: PartsOfDraws, portion: Portion, allocate: Allocate) -> Ar
         positions -= positions[np.cumsum(lengths) - lengths + starts, 0].repeat(lengths)[:, None]
     out = allocate((1, portion.num_tokens, 3), MROPE.dtype)
     out[:] = MROPE.pad
-    _in_documents(portion).copy(positions.T, out[0].T)
+    _in_documents(portion)[0].copy(positions.T, out[0].T)
     tail = portion.tail_tokens  # the dummy counts from 0, as in position_ids
     tail.copy(np.arange((tail.start + tail.size).max(initial=0)), out[0].T)
     return out
