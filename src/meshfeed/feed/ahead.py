@@ -120,7 +120,8 @@ class Ahead:
         while True:
             if self._amended is not None:
                 self._stepping = self._amended(step)
-            given = self._stepping.recipe.first_given(step)
+            recipe = self._stepping.recipe
+            given = recipe.first_given(step) if recipe.amendments.skipped else step
             if given == step and step not in self._left_out:
                 return step
             step = max(given, step + 1)

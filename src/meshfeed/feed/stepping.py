@@ -168,7 +168,7 @@ class Stepping:
             tokens=plan.tokens,
             valid_tokens=int(valid.sum()),
             sum_sq=plan.sum_sq,
-            sources=self.recipe.source_names_at(step),
+            sources=self.recipe.source_names_at(step) if amendments.grown else self.recipe.source_names,
             stats=partial(self._stats, step, draws, plan),
         )
 
@@ -265,7 +265,7 @@ class Stepping:
         served: cp coordinates of the ranks that its reader serves, including its own. needs: see `Portion`.
         """
         first = coord.dp * self.layout.cp
-        rank, group = first + coord.cp, tuple(first + cp for cp in served)
+        rank, group = first + coord.cp, tuple([first + cp for cp in served])
         rows = self.micro_batch_size if self.packing is None else 0
         together = self._together(batch)
         if rows:
@@ -347,7 +347,7 @@ def _cut_rows(
         rank_of_dp_cp=ranks_beside(layout, coord),
     )
     for portion in portions:
-        _ = portion.own_row, portion.held_row, portion.num_tokens  # once for all portions made of it
+        _ = portion.held_row, portion.edges, portion.num_tokens  # once for all portions made of it
     return portions
 
 

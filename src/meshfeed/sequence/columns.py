@@ -105,6 +105,9 @@ class WithColumns(SequenceRule):
     recipes: Mapping[str, Recipe]
     shifted: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_table", self.rule.has_table)
+
     @property
     def fields(self) -> tuple[Field, ...]:
         """The rule's fields, with those of the columns replaced or appended. Reads the headers of the
@@ -228,10 +231,6 @@ class WithColumns(SequenceRule):
             else:
                 np.asarray(loaded["loss_mask"])[~bears] = 0
         return loaded
-
-    @property
-    def has_table(self) -> bool:
-        return self.rule.has_table
 
     def build(
         self,

@@ -24,6 +24,7 @@ from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import Held, SequenceRule
 from meshfeed.sequence.runs import (
+    Edges,
     Longs,
     Portion,
     Runs,
@@ -160,8 +161,7 @@ class Rows(SequenceRule):
     ) -> FieldTable:
         """The named fields; see the class. Runs of positions and of the loss mask end where documents do."""
         shape, draws, starts = self._shape(portion), portion.draws, NO_STARTS
-        own, held = _edges(portion.own_row), _edges(portion.held_row)
-        cut = _cut_of(self.fields, (len(draws), shape[1]), self.length, own, held)
+        cut = _cut_of(self.fields, (len(draws), shape[1]), self.length, *portion.edges)
         if self._minds_documents:
             starts = self._document_starts(recipe, draws)
         tokens, labels, loss_mask, position_ids = cut.fields
@@ -309,14 +309,6 @@ class _Cut:
     ends: Longs
     at: Longs
     fields: tuple[RunField, RunField, RunField, RunField]
-
-
-Edges = tuple[int, ...]
-"""The starts of the slices of a row, then their stops."""
-
-
-def _edges(slices: Slices) -> Edges:
-    return *slices.start.tolist(), *slices.stop.tolist()
 
 
 def _slices(edges: Edges, *, extra: int = 0) -> Slices:

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -61,7 +60,17 @@ class SequenceRule(Rule):
     """How draws become sequences. Implementations are frozen and keep no state.
 
     `meshfeed.testing.assert_rule` checks what the methods promise.
+
+    Attributes:
+        has_table: whether its `table` agrees with its `build`: a subclass may replace `build` alone.
     """
+
+    has_table: bool = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "has_table" not in vars(cls):
+            cls.has_table = replaces_together(cls, "table", "build")
 
     @property
     def packed(self) -> bool:
@@ -211,11 +220,6 @@ class SequenceRule(Rule):
         """
         return False
 
-    @property
-    def has_table(self) -> bool:
-        """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
-        return _has_table(type(self))
-
     def table(
         self,
         recipe: Recipe,
@@ -245,11 +249,6 @@ class SequenceRule(Rule):
         kept.
         """
         return self.table(recipe, portion, columns, names, allocate).built(allocate)
-
-
-@cache  # asked for each portion
-def _has_table(kind: type[SequenceRule]) -> bool:
-    return replaces_together(kind, "table", "build")
 
 
 def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> EpochTokens:

@@ -22,6 +22,8 @@ from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe
 
 Longs = npt.NDArray[np.int64]
+Edges = tuple[int, ...]
+"""The starts of the slices of a row, then their stops."""
 M = TypeVar("M")
 
 
@@ -300,6 +302,12 @@ class Portion:
     def held_row(self) -> Slices:
         """The held slices of one row; see `own_row`."""
         return self.own_row if self.held is self.own else self._row(self.held)
+
+    @cached_property
+    def edges(self) -> tuple[Edges, Edges]:
+        """The own slices of one row, and the held ones, for a key of what they make."""
+        own, held = ((*row.start.tolist(), *row.stop.tolist()) for row in (self.own_row, self.held_row))
+        return own, held
 
     def _row(self, slices: Slices) -> Slices:
         one, length = slices.sequence == 0, int(self.pack.lengths[0]) if len(self.draws) else 0
