@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.roles import Field
-from meshfeed.sequence.packed import PLAN_FIELDS
+from meshfeed.sequence.table import PLAN_FIELDS
 
 ANY = "any"
 

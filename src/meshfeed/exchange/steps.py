@@ -32,8 +32,8 @@ from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
 from meshfeed.plan.problem import room_of
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
-from meshfeed.sequence.packed import fields_of_packs, places_of, runs_at
 from meshfeed.sequence.runs import Runs
+from meshfeed.sequence.table import fields_of_packs, places_of, runs_at
 
 _OTHERS = "(keys that are not declared)"
 _NO_BYTES = np.zeros(0, np.uint8)

@@ -38,7 +38,7 @@ from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, StageClock
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
-from meshfeed.sequence.packed import RUN_FIELDS
+from meshfeed.sequence.table import RUN_FIELDS
 
 D = TypeVar("D", bound=Delivery)
 OptionsT = TypeVar("OptionsT", bound=Options)

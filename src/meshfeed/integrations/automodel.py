@@ -39,8 +39,8 @@ from meshfeed.plan import Align, Packing
 from meshfeed.plan.packing import Oversize
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
-from meshfeed.sequence.packed import PLAN_FIELDS
 from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.table import PLAN_FIELDS
 
 Batch = dict[str, Any]
 Collate = Callable[[list[Microbatch]], Batch]

@@ -41,7 +41,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.multimodal import MROPE, Multimodal
-from meshfeed.sequence.packed import PLAN_FIELDS, RUN_FIELDS
+from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 
 _CAUSAL = frozenset(
     {"tokens", "labels", "loss_mask", MROPE.name, *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)}

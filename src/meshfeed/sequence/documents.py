@@ -19,10 +19,9 @@ from meshfeed.order import Draws
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of, places_among
-from meshfeed.sequence.table import FieldTable, RunField
+from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 

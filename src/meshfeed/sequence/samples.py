@@ -20,10 +20,9 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws, EpochIndex
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, places_among
-from meshfeed.sequence.table import FieldTable, RunField
+from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import NUMBERS, Item, Mapped, Refused
 
 Value = Array | bytes

@@ -174,11 +174,7 @@ class MegatronGPT(Rows, OwnOrder):
 
     # -- defined for rows ----------------------------------------------------------------------------------
 
-    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
-        return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
-
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Stored tokens of each sample, including its last label; int64 [n]."""
         tokens = np.empty(len(draws), np.int64)
         for s, mine, of_source in draws.by_source():
             tokens[mine] = self._indexes(recipe).datasets[s].tokens_of(of_source.index)

@@ -41,11 +41,10 @@ from meshfeed.sequence.multimodal.build import (
 from meshfeed.sequence.multimodal.decode import IS_BAD, OnBad, part_columns
 from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack, plans_of
 from meshfeed.sequence.multimodal.index import PartsOfDraws, labels_of
-from meshfeed.sequence.packed import PLAN_FIELDS, table_of_pack
 from meshfeed.sequence.processor import Processor, check_processor
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
-from meshfeed.sequence.table import FieldTable
+from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
 
 Positions = Literal["tokens", "mrope"]
