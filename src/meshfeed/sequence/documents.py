@@ -117,7 +117,7 @@ class DocumentRule(SequenceRule):
         They are the same for the columns of a store.
         """
         if "ranges" not in portion.made:
-            held, draws = self.held(recipe, portion), located(recipe, portion.draws)
+            held, draws = self.held(recipe, portion), self.look_up(recipe, portion.draws)
             some: Longs = np.flatnonzero(held.sizes)
             of, at = held.sequence[some], held.offsets[some]
             first = draws.begins[of]
