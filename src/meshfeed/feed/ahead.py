@@ -144,6 +144,9 @@ class Prefetcher(Generic[T]):
 
     `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
     collective that its peer never joins.
+
+    Attributes:
+        num_ready: heavy items made ahead and not taken yet.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class Prefetcher(Generic[T]):
         heavy: Callable[[T], bool] = lambda item: True,
     ) -> None:
         self._items, self._clock, self._depth, self._heavy = items, clock, depth, heavy
-        self._num_ready = 0
+        self.num_ready = 0
         self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
         self._changed = threading.Condition()
@@ -169,11 +172,6 @@ class Prefetcher(Generic[T]):
         """Start producing."""
         if self._depth:
             self._thread.start()
-
-    @property
-    def num_ready(self) -> int:
-        """Heavy items made ahead and not taken yet."""
-        return self._num_ready
 
     def get(self, timeout_s: float, error_of_job: ErrorOfJob = lambda: None) -> tuple[T, list[Span]]:
         """The next item, and the producer's spans since the previous one.
@@ -215,7 +213,7 @@ class Prefetcher(Generic[T]):
             if not self._queue:
                 raise StopIteration
             item, spans = self._queue.popleft()
-            self._num_ready -= self._heavy(item)
+            self.num_ready -= self._heavy(item)
             self._changed.notify_all()
         return item, spans
 
@@ -263,14 +261,14 @@ class Prefetcher(Generic[T]):
 
     def _has_room(self, heavy: bool) -> bool:
         # there are few light items, but the queue must be bounded
-        return self._num_ready < self._depth if heavy else len(self._queue) < 3 * self._depth
+        return self.num_ready < self._depth if heavy else len(self._queue) < 3 * self._depth
 
     def _offer(self, item: T, heavy: bool) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._has_room(heavy))
             if not self._stopped:
                 self._queue.append((item, self._clock.take()))
-                self._num_ready += heavy
+                self.num_ready += heavy
                 self._changed.notify_all()
 
     def _run(self) -> None:

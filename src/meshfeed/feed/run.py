@@ -305,7 +305,8 @@ class Run:
         self._recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1
-            self._compare(item)
+            if self._verifier is not None and item.digests is not None:
+                self._compare(self._verifier, item.step)
             self._recorder.over()
         elif isinstance(item, Made):
             self._recorder.costs.counted(item.counted)
@@ -318,12 +319,10 @@ class Run:
         else:
             self._enqueue(item)
 
-    def _compare(self, end: StepEnd) -> None:
-        if self._verifier is None or end.digests is None:
-            return
+    def _compare(self, verifier: Verifier, step: int) -> None:
         try:
             with self._recorder.stage("verify"):
-                self._verifier.check(end.step, self._job_error)
+                verifier.check(step, self._job_error)
         except DeliveryError as error:
             self._publish(error)
 
