@@ -106,7 +106,9 @@ class OnHost:
     def place(self, built: Built) -> tuple[Sequence[Mapping[str, Value]], Any]:
         if isinstance(built, FieldTable):
             return _together(widened(built, lambda array: torch.from_numpy(array.copy())), built.ready), None
-        return [each if isinstance(each, Fields) else _tensors(each) for each in built], None
+        if built and isinstance(built[0], Fields):
+            return cast(Sequence[Fields], built), None
+        return [_tensors(cast(Arrays, each)) for each in built], None
 
     def _kept_of(self, field: RunField, shape: tuple[int, int]) -> torch.Tensor:
         """A field that is the same in other steps: made once, and not copied until somebody writes to it."""
@@ -230,8 +232,7 @@ def _together(
     rows: Mapping[str, torch.Tensor], ready: Sequence[Arrays], device: torch.device | None = None
 ) -> list[Fields]:
     """The fields of each microbatch: its share of the rows of all, and its others."""
-    parts: dict[str, Sequence[torch.Tensor]] = {}
-    return [
-        Fields(rows, parts, at, len(ready), _tensors(each, device) if each else {})
-        for at, each in enumerate(ready)
-    ]
+    made, parts = list[Fields](), dict[str, Sequence[torch.Tensor]]()
+    for at, each in enumerate(ready):
+        made.append(Fields(rows, parts, at, len(ready), _tensors(each, device) if each else {}))
+    return made

@@ -301,7 +301,7 @@ class Run:
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
-                self._recorder.costs.waited(span.start, span.stop, [span])
+                self._recorder.costs.waits.append((span.start, span.stop, [span]))
         self._recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1

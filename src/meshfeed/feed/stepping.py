@@ -109,8 +109,7 @@ class Stepping:
     vpp: int = 1
     rule: SequenceRule = field(init=False, repr=False)
     _row_align: Align = field(init=False, repr=False)
-    _row_tokens: int = field(init=False, repr=False)
-    _reads_singly: bool = field(init=False, repr=False)
+    _row_tokens: int | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", rule_of(self.recipe))
@@ -126,9 +125,7 @@ class Stepping:
         row_tokens = self.rule.row_tokens
         width = int(Align().padded(np.array(row_tokens), self.layout.cp)) if row_tokens > 1 else 1
         object.__setattr__(self, "_row_align", Align(sequence=width))
-        object.__setattr__(self, "_row_tokens", row_tokens)
-        # packs are large and differ in size; so do items of unknown size
-        object.__setattr__(self, "_reads_singly", self.rule.packed or self.rule.reads_singly)
+        object.__setattr__(self, "_row_tokens", None if self.rule.reads_singly else row_tokens)
 
     def with_rule(self, rule: SequenceRule) -> Stepping:
         """The same steps, by the rule as `SequenceRule.opened` gives it."""
@@ -266,10 +263,9 @@ class Stepping:
         """
         first = coord.dp * self.layout.cp
         rank, group = first + coord.cp, tuple([first + cp for cp in served])
-        rows = self.micro_batch_size if self.packing is None else 0
-        together = self._together(batch)
-        if rows:
-            cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, together, self.layout, coord)
+        if self.packing is None:
+            rows, least = self.micro_batch_size, self._row_tokens
+            cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
         if self.rule.sees_step:
@@ -283,7 +279,7 @@ class Stepping:
             group=group,
             rows=0,
             split=self.cp_split,
-            together=together,
+            together=1,  # packs are large and differ in size
             rank_of_dp_cp=beside,
             needs=needs,
             step=step,
@@ -292,13 +288,6 @@ class Stepping:
     def cp_groups(self, coord: Coord) -> dict[int, tuple[int, ...]]:
         """The cp groups that the rank at a coordinate can be in: size -> global ranks."""
         return cp_groups_of(self.layout, self.packing, coord)
-
-    def _together(self, batch: GlobalBatch) -> int:
-        """Microbatches to read and deliver at a time; the same on every rank."""
-        if self._reads_singly:
-            return 1
-        tokens = int(batch.plan.lengths.max(initial=self._row_tokens)) * self.micro_batch_size
-        return max(1, _TOKENS_TOGETHER // tokens)
 
 
 def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[int, tuple[int, ...]]:
@@ -329,11 +318,17 @@ def _cut_rows(
     group: tuple[int, ...],
     rows: int,
     split: CpSplit,
-    together: int,
+    row_tokens: int | None,
     layout: Layout,
     coord: Coord,
 ) -> list[Portion]:
-    """The portions of a plan of rows, of numbered draws: see `Portion.of`."""
+    """The portions of a plan of rows, of numbered draws: see `Portion.of`.
+
+    row_tokens: of each row at least; None to read one microbatch at a time.
+    """
+    together = 1
+    if row_tokens is not None:
+        together = max(1, _TOKENS_TOGETHER // (int(plan.lengths.max(initial=row_tokens)) * rows))
     numbers, none = np.arange(plan.lengths.size), np.zeros(plan.lengths.size, np.int64)
     portions = portions_of(
         plan,

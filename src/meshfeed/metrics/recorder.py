@@ -99,23 +99,16 @@ class StepCosts:
 
     Attributes:
         planned: returns the stats that follow from the plan; called once.
+        waits: (start, stop, spans of the producer meanwhile) of each wait of the loop.
+        queue_depth, metrics_lost, slowest: when the loop receives the step; see `StepStats`.
     """
 
     def __init__(self, planned: Callable[[], StepStats]) -> None:
         self.planned = cache(planned)
-        self.begin(0)
-        self._waits: list[tuple[float, float, Sequence[Span]]] = []
+        self.queue_depth, self.metrics_lost = 0, cast(int | None, None)
+        self.slowest: SlowRank | None = None
+        self.waits: list[tuple[float, float, Sequence[Span]]] = []
         self._counts: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
-
-    def begin(
-        self, queue_depth: int, metrics_lost: int | None = None, slowest: SlowRank | None = None
-    ) -> None:
-        """The loop receives the step."""
-        self._queue_depth, self._metrics_lost, self._slowest = queue_depth, metrics_lost, slowest
-
-    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
-        """The loop waited from `start` to `stop`. spans: of the producer meanwhile."""
-        self._waits.append((start, stop, spans))
 
     def counted(self, counts: Mapping[str, float]) -> None:
         """Add counters."""
@@ -126,16 +119,16 @@ class StepCosts:
     def stats(self) -> StepStats:
         """The costs so far."""
         wait: dict[str, float] = {}
-        for start, stop, spans in list(self._waits):
+        for start, stop, spans in list(self.waits):
             for stage, seconds in exposed_wait(start, stop, spans).items():
                 wait[stage] = wait.get(stage, 0.0) + seconds
         return replace(
             self.planned(),
             exposed_wait_s=wait,
-            work_s=work(span for _, _, spans in list(self._waits) for span in spans),
-            queue_depth=self._queue_depth,
-            metrics_lost=self._metrics_lost,
-            slowest=self._slowest,
+            work_s=work(span for _, _, spans in list(self.waits) for span in spans),
+            queue_depth=self.queue_depth,
+            metrics_lost=self.metrics_lost,
+            slowest=self.slowest,
             **self._counts,
         )
 
@@ -238,17 +231,17 @@ class Recorder:
     def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts) -> None:
         """The loop receives a step, whose costs are added until `over`."""
         self.costs = costs
-        if self._background is None:
-            costs.begin(queue_depth)
-        else:
-            costs.begin(queue_depth, self._background.lost, self._slowest.known)
+        costs.queue_depth = queue_depth
+        if self._background is not None:
+            costs.metrics_lost, costs.slowest = self._background.lost, self._slowest.known
             unix, monotonic = self._clocks
             self._received = step, tokens, unix + (time.monotonic() - monotonic)
 
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """The loop waited from `start` to `stop` for the current step. spans: of the producer meanwhile."""
-        self.costs.waited(start, stop, spans)
-        self.tell_wait(start, stop, spans)
+        self.costs.waits.append((start, stop, spans))
+        if self._waiting:
+            self.tell_wait(start, stop, spans)
 
     def tell_wait(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """Tell the sinks of a wait."""

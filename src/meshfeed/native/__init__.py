@@ -47,7 +47,7 @@ def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] |
     function.argtypes, function.restype = arguments, WHOLE
 
     def call(*given: Any) -> int:
-        passed = list[int]()
+        passed = list[Any]()
         for kind, each in zip(arguments, given, strict=True):
             if kind is WHOLE or each is None:
                 passed.append(each)

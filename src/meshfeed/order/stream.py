@@ -160,7 +160,7 @@ class Stream:
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Positions [start, stop) of a step; empty past the end of the stream."""
-        return self.within(self.start(step), self.start(step + 1))
+        return self.within(self._batch.position(step), self._batch.position(step + 1))
 
     @cached_property
     def all_drawn(self) -> int | None:
@@ -339,7 +339,7 @@ class Stream:
     def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
         if self.sizes.size == 1 and source.size and (epoch == epoch[0]).all():
-            return np.array(self._key(0, int(epoch[0])), np.uint64)
+            return np.array(key_of(self._seed, self._numbers[0], int(epoch[0])), np.uint64)
         few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
         return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
 

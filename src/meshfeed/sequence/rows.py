@@ -188,6 +188,10 @@ class Rows(SequenceRule):
         """Stored tokens of each row, including its last label; int64 [n], all length + 1 here."""
         return np.full(len(draws), self.length + 1)
 
+    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each row that have a label; int64 [n], all of them here."""
+        return np.full(len(draws), self.length)
+
     def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
         """Ranges of tokens without loss, since their document or the next is excluded; ascending, apart."""
         begins, ends = ([np.zeros(0, np.int64)] for _ in range(2))
@@ -218,10 +222,6 @@ class Rows(SequenceRule):
 
     # -- geometry -------------------------------------------------------------------------------------
     # Token i of row r has the number r * (length + 1) + i; a row's last label is in between.
-
-    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens of each row that have a label; int64 [n]."""
-        return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
 
     def _masks(self, recipe: Recipe, draws: Draws) -> bool:
         """Whether some token of a row bears no loss."""

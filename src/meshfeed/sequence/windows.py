@@ -62,11 +62,11 @@ class Windows(Rows, TokenRule):
         return num_tokens // self.length
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
-        """Stream offset of each window's first token, all of one source; int64 [n]."""
+        """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
         first = draws.index * self.length
         for epoch in set(draws.epoch.tolist()) - {0}:
             first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, self.length) % self.length
-        return first % recipe.sources[source].num_tokens
+        return first
 
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
         """See `SequenceRule`. A window whose last label alone is a document's holds it, too."""
@@ -122,7 +122,7 @@ class Windows(Rows, TokenRule):
         offsets: list[Longs] = []
         for s, at, of_source in draws.by_source():
             store = recipe.sources[s]
-            first = self._first_tokens(recipe, s, of_source)
+            first = self._first_tokens(recipe, s, of_source) % store.num_tokens
             stop = first + self.length + 1
             found, counts = store.document_starts(first, np.minimum(stop, store.num_tokens))
             windows.append(np.repeat(at, counts))

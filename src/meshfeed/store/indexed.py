@@ -73,11 +73,11 @@ class IndexedStore(StreamStore):
         """Whether the tokens are remote, so that ranges should be announced many steps ahead."""
         return self._data.is_remote
 
-    @cached_property
+    @property
     def dtype(self) -> np.dtype[Any]:
         return self.header.dtype
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         """Tokens in the .bin."""
         return self.header.bin_size_bytes // self.header.dtype.itemsize
@@ -97,7 +97,7 @@ class IndexedStore(StreamStore):
         """Whether every sequence has a mode (multimodal stores)."""
         return self.header.has_modes
 
-    @cached_property
+    @property
     def is_stream(self) -> bool:
         """Whether the sequences fill the .bin in order, so that it can be read as one stream."""
         return self.header.is_stream

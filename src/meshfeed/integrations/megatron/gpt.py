@@ -180,6 +180,9 @@ class MegatronGPT(Rows, OwnOrder):
             tokens[mine] = self._indexes(recipe).datasets[s].tokens_of(of_source.index)
         return tokens
 
+    def _predicting(self, recipe: Recipe, draws: Draws) -> Longs:
+        return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
+
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         rows: list[Longs] = []
         offsets: list[Longs] = []
