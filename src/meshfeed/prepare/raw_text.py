@@ -4,13 +4,14 @@
     kept/text/NAME-KEY.preparing/   its job, until it is done; after a kill, the next process goes on
     kept/text/NAME-KEY.lock         held by the process that makes it; never removed
 
-KEY is a digest of the names of the files, of the encoding and, of remote files, of sampled bytes. If a local
-file has another size or time than when it was read, the folder is made again and replaces the old one.
+KEY is a digest of the names of the files, of the tokenizer and its use and, of remote files, of sampled
+bytes. If a local file has another size or time than when it was read, the folder is made again and replaces
+the old one.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 import re
 import shutil
@@ -18,15 +19,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 from meshfeed.errors import ChangedError, OptionError, PrepareError, StoreError
 from meshfeed.files.local.lock import locked
-from meshfeed.files.url import is_remote, join
+from meshfeed.files.url import is_remote, join, without_secrets
 from meshfeed.formats.documents import PACKED, SUFFIXES, sampled_digest
 from meshfeed.formats.prepared import is_report
 from meshfeed.prepare.encoding.text import Text
 from meshfeed.prepare.engines.local import Local, num_cores
-from meshfeed.prepare.inputs.files import find_inputs
+from meshfeed.prepare.inputs.files import Input, find_inputs
 from meshfeed.prepare.job.job import Request
 from meshfeed.prepare.job.output import OnDisk
 from meshfeed.prepare.prepare import Progress, prepare
@@ -34,6 +36,7 @@ from meshfeed.store.base import StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.node_arrays import key_of_parts
 from meshfeed.store.open import open_store
+from meshfeed.store.tokenizer import tokenizer_file
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
 _SAY_EVERY_S = 10.0
@@ -64,13 +67,14 @@ class TextFormat(StoreFormat):
                 f"{place.shown}: options= do not reach the processes that tokenize its text; set environment "
                 f"variables of the storage client instead"
             )
-        try:
-            encoding = Text(tokenizer=place.tokenizer, column=place.column, eod=place.eod or False)
-            files, _ = find_inputs(inputs)
-            request = Request(files, encoding.request(), dedup=False, validation=0.0)
-        except PrepareError as error:
-            raise OptionError(str(error)) from error
-        return _prepared(place, inputs, encoding, request)
+        if not isinstance(place.eod, str | bool | None):
+            raise OptionError(
+                f"{place.shown}: eod={place.eod!r}: give a token, or its number as text, or True"
+            )
+        encoding = Text(
+            tokenizer=place.tokenizer, column=place.column, eod=False if place.eod is None else place.eod
+        )
+        return _prepared(place, inputs, encoding)
 
 
 def _inputs_at(place: Place) -> list[str]:
@@ -85,15 +89,21 @@ def _inputs_at(place: Place) -> list[str]:
     return [join(place.beside.url, name) for name in names if name.endswith(PACKED + SUFFIXES + _TEXT)]
 
 
-def _prepared(place: Place, inputs: Sequence[str], encoding: Text, request: Request) -> StreamStore:
+def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStore:
     """The store of some inputs; made by the first process that asks, while the others wait."""
-    entry = _entry(place, request)
-    output = OnDisk(entry)
+    try:
+        files, _ = find_inputs(inputs)
+    except PrepareError as error:
+        raise StoreError(str(error)) from error
+    entry = _entry(place, files, encoding)
+    output, wanted = OnDisk(entry), Request(files, {}, dedup=False, validation=0.0).record()
+
+    def is_there() -> bool:
+        return output.manifest().get("request", {}) | {"encoder": {}} == wanted  # the key has the encoding
 
     def found() -> StreamStore | None:
         with suppress(StoreError):
-            if output.finished(request) is not None:
-                return open_store(entry, cache=place.cache)
+            return open_store(entry, cache=place.cache) if is_there() else None
         return None
 
     if (store := found()) is not None:
@@ -101,33 +111,45 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text, request: Requ
     with locked(entry.with_name(f"{entry.name}.lock")):
         if (store := found()) is not None:  # another process has made it meanwhile
             return store
-        if output.finished(request) is not None:  # it is damaged
+        if is_there():  # but damaged
             shutil.rmtree(entry)
-        engine = Local(num_cores(), {"MESHFEED_CACHE": str(place.cache.path)})
-        say = _say(place.shown)
-        try:
-            prepare(inputs, entry, encoding, engine=engine, resume=True, overwrite=True, on_progress=say)
-        except PrepareError as error:
-            raise StoreError(
-                f"{error}\nTo set these options, run `meshfeed prepare`, and open its output"
-            ) from error
-    if output.finished(request) is None:
+        _prepare(place, inputs, encoding, entry)
+    if not is_there():
         raise ChangedError(f"{place.shown}: was changed while it was opened; open it again")
     return open_store(entry, cache=place.cache)
 
 
-def _entry(place: Place, request: Request) -> Path:
-    """The folder of the store. Raises CacheError."""
-    remote = [each.file() for each in request.inputs if is_remote(each.url)]
+def _entry(place: Place, files: Sequence[Input], encoding: Text) -> Path:
+    """The folder of the store, which loads no tokenizer. Raises StoreError."""
+    tokenizer = tokenizer_file(cast(str, encoding.tokenizer))
     key = key_of_parts(
-        inputs=" ".join(each["url"] for each in request.record()["inputs"]),
-        content=sampled_digest("", remote),
-        encoding=json.dumps(request.encoder, sort_keys=True),
+        inputs=" ".join(without_secrets(each.url) for each in files),
+        content=sampled_digest("", [each.file() for each in files if is_remote(each.url)]),
+        column=encoding.column,
+        tokenizer=tokenizer.digest,
+        config=hashlib.blake2b(tokenizer.config).hexdigest(),
+        eod=repr(encoding.eod),
     )
     folder = place.cache.kept() / "text"
     folder.mkdir(mode=0o700, exist_ok=True)
     name = re.sub(r"[^\w.-]+", "_", Path(place.given).name)
     return folder / f"{name[:64]}-{key}"
+
+
+def _prepare(place: Place, inputs: Sequence[str], encoding: Text, entry: Path) -> None:
+    """Prepare some inputs into a folder. Raises OptionError, StoreError."""
+    engine = Local(num_cores(), {"MESHFEED_CACHE": str(place.cache.path)})
+    say = _say(place.shown)
+    try:
+        encoding.request()
+    except PrepareError as error:
+        raise OptionError(str(error)) from error
+    try:
+        prepare(inputs, entry, encoding, engine=engine, resume=True, overwrite=True, on_progress=say)
+    except PrepareError as error:
+        raise StoreError(
+            f"{error}\nTo set these options, run `meshfeed prepare`, and open its output"
+        ) from error
 
 
 def _say(shown: str) -> Callable[[Progress], None]:

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from texts import documents, jsonl, left_behind, texts, tree
+from texts import Here, documents, jsonl, left_behind, texts, tree
 
 import meshfeed as mf
 import world
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, OptionError, StateError, StoreError
 from meshfeed.formats.jsonl import JsonlStore
-from meshfeed.prepare import Progress, raw_text
+from meshfeed.prepare import Progress, Text, prepare, raw_text
+from meshfeed.store.tokenizer import tokenizer_file
 from services.needs import needs
 from services.nginx import Nginx
 
@@ -86,6 +87,31 @@ def test_plain_lines_are_read_where_they_lie_unless_eod_is_given(
     store = opened(corpus / "c-0.jsonl", tmp_path / "cache", eod=eod)
     assert isinstance(store, JsonlStore) == (eod is None)
     assert (tmp_path / "cache" / f"u{os.getuid()}" / "kept" / "text").exists() == (eod is not None)
+
+
+def test_a_store_is_of_its_tokenizer_which_later_starts_do_not_load(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare([corpus / "d.txt"], tmp_path / "bpe", Text(train_bpe=300, eod=True), engine=Here())
+    folder, opened = tmp_path / "tokenizer", list[tuple[dict[str, Any], str]]()
+    folder.mkdir()
+    shutil.copy(tmp_path / "bpe" / "tokenizer.json", folder)
+    for end in ("<|endoftext|>", "a"):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        for eod in (None, True, "b"):
+            how = {"tokenizer": folder, "eod": eod, "cache": tmp_path / "cache"}
+            with mf.open(corpus / "c-*", **how) as store:
+                opened.append((how, store.fingerprint))
+                last = store.read_stream(np.array([store.num_tokens - 1]), np.array([store.num_tokens]))
+                assert eod is None or last == number_of(folder, end if eod is True else "b")
+    assert len({found for _, found in opened}) == 4, "without an end, or ended by each of three"
+    monkeypatch.setattr("meshfeed.store.tokenizer._loaded", lambda file: pytest.fail("a tokenizer is loaded"))
+    for how, fingerprint in opened[3:]:
+        assert mf.open(corpus / "c-*", **how).fingerprint == fingerprint
+
+
+def number_of(folder: Path, token: str) -> int | None:
+    return tokenizer_file(str(folder)).load().id_of(token)
 
 
 # -- by real ranks ------------------------------------------------------------------------------------------
@@ -266,6 +292,8 @@ def test_a_record_that_is_no_document_is_named(corpus: Path, tmp_path: Path, lin
 def test_what_is_refused(corpus: Path, tmp_path: Path) -> None:
     for given, options, says in (
         ("c-1.jsonl.gz", {"eod": "no such"}, "has no token 'no such'"),
+        ("c-1.jsonl.gz", {"eod": ""}, "has no token ''"),
+        ("c-1.jsonl.gz", {"eod": 0}, "eod=0: give a token, or its number as text"),
         ("c-1.jsonl.*", {"dtype": "uint16"}, "text has no option dtype"),
         ("c-0.jsonl", {"tokenizer": None, "eod": True}, r"c-0\.jsonl: eod= is of text; name its tokenizer"),
     ):
