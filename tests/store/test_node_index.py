@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,26 @@ def test_one_process_of_a_node_opens_the_files_and_the_others_map_its_copy(corpu
     found = in_children(NUM_RANKS, rank)
     assert len({tuple(each[:2]) for each in found}) == 1
     assert sorted(each[2] for each in found) == [[], [], [], ["c.bin", "c.idx", "c.sums"]]
+
+
+def test_a_process_looks_once_at_each_file_of_a_pair(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pair that the node knows: 10,000 of these on a shared disk, and 8 processes a node, add up."""
+    list(mf.open(corpus, cache=cache).files)
+    looked, whole = list[str](), os.stat
+
+    def noted(path: Any, *more: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(corpus):
+            looked.append(Path(path).suffix)
+        return whole(path, *more, **options)
+
+    monkeypatch.setattr(os, "stat", noted)
+    store = mf.open(corpus, cache=cache)
+    assert looked == [".bin", ".idx", ".bin", ".sums"], "the first one recognises the format"
+    with store:
+        assert store.read(6, 0, 7).tolist() == [6] * 7
+    assert looked[4:] == [".idx"], "was it written since it was opened?"
 
 
 def test_a_rank_without_stored_bytes_opens_no_file(corpus: str, cache: Cache) -> None:

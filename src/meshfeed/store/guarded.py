@@ -70,8 +70,12 @@ class GuardedFile(LocalFile):
 
     def _open(self) -> Descriptor:
         # Shared marks belong to the version that the index saw, even if the file was written since.
-        self._version = self._version or self._index.data_version
+        device, inode, _, modified_ns, _ = self._index.versions.data
+        self._version = self._version or (device, inode, modified_ns)
         return super()._open()
+
+    def _look(self) -> int:
+        return self._index.versions.data[2]
 
     def _allow_written(self, modified_ns: int) -> None:
         if self._guard is None:

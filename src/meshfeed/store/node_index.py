@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,14 @@ class _Copy:
         return FileSums(block_bytes, size, sums)
 
 
+class Versions(NamedTuple):
+    """Versions of a store's .idx, .bin and .sums; None without a .sums."""
+
+    idx: Version
+    data: Version
+    sums: Version | None
+
+
 class NodeIndex(LocalFile):
     """The .idx of a store. Peeks and look-ups go to the node's copy; `read_into` reads the file itself.
 
@@ -84,9 +92,9 @@ class NodeIndex(LocalFile):
         super().__init__(f"{prefix}.idx")
         self.prefix = prefix
         self._cache = cache or Cache()
-        self._pair: list[tuple[int, int, int, int]] = []
+        self._versions: Versions | None = None
         self._held: _Copy | None = None
-        self._is_looked_at = False
+        self._has_asked = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"prefix": self.prefix, "_cache": self._cache}
@@ -107,12 +115,11 @@ class NodeIndex(LocalFile):
         return self._cache
 
     @property
-    def data_version(self) -> tuple[int, int, int] | None:
-        """Device, inode and modification time in ns of its .bin; None before the index is read."""
-        if not self._pair:
-            return None
-        device, inode, _, modified_ns = self._pair[1]
-        return device, inode, modified_ns
+    def versions(self) -> Versions:
+        """Versions of the files: one look at each. Raises StoreError."""
+        if self._versions is None:
+            self._versions = _versions_of(self.prefix)
+        return self._versions
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         copy, size = self._copy(), self.size_bytes
@@ -121,8 +128,10 @@ class NodeIndex(LocalFile):
         return [copy.pages[begin : min(end, size)].tobytes() for begin, end in ranges]
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """The entries, mapped in the copy. Raises ChangedError if the files were written since."""
-        copy = self._copy(look=True)
+        """The entries, mapped in the copy. If entered, raises ChangedError if the file was written since."""
+        copy = self._copy()
+        if self._depth:
+            self._refuse_other(version_of(self.url))
         if copy is None:
             return super().arrays(*parts)
         return [np.frombuffer(copy.pages, dtype, count, begin) for dtype, begin, count in parts]
@@ -140,29 +149,32 @@ class NodeIndex(LocalFile):
         sums = checksums_of(self.prefix, self.fingerprint)
         return None if sums is None else (sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8))
 
-    def _copy(self, *, look: bool = False) -> _Copy | None:
-        if not self._is_looked_at or look:
-            versions = _versions_of(self.prefix)
-            pair = [each[:4] for each in versions[:2] if each is not None]
-            if self._pair not in ([], pair) or pair[0][2] != self.size_bytes:
-                raise ChangedError(
-                    f"{self.prefix}: .idx or .bin were written or replaced since it was opened ({pair[0][2]} "
-                    f"bytes of .idx now, {self.size_bytes} when it was opened); open the store again"
-                )
-            if not self._is_looked_at and self.size_bytes <= _MOST_BYTES:
-                self._held = _copy_of(self.prefix, versions, self._cache)
-            self._pair, self._is_looked_at = pair, True
+    def _look(self) -> int:
+        return self.versions.idx[2]
+
+    def _copy(self) -> _Copy | None:
+        if not self._has_asked:
+            self._refuse_other(self.versions.idx)
+            if self.size_bytes <= _MOST_BYTES:
+                self._held = _copy_of(self.prefix, self.versions, self._cache)
+            self._has_asked = True
         return self._held
 
+    def _refuse_other(self, found: Version) -> None:
+        if found[:4] != self.versions.idx[:4] or found[2] != self.size_bytes:
+            raise ChangedError(
+                f"{self.url}: was written or replaced since it was opened ({found[2]} bytes now, "
+                f"{self.size_bytes} when it was opened); open the store again",
+                path=self.url,
+            )
 
-def _versions_of(prefix: str) -> list[Version | None]:
-    """Versions of the .idx, the .bin and the .sums; None for a missing .sums. Raises StoreError."""
-    found: list[Version | None] = [version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin")]
-    try:
-        found.append(version_of(f"{prefix}{SUFFIX}"))
-    except MissingError:
-        found.append(None)
-    return found
+
+def _versions_of(prefix: str) -> Versions:
+    """Versions of the files of a store. Raises StoreError."""
+    idx, data, sums = version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin"), None
+    with suppress(MissingError):
+        sums = version_of(f"{prefix}{SUFFIX}")
+    return Versions(idx, data, sums)
 
 
 # -- making a copy ------------------------------------------------------------------------------------------
@@ -173,9 +185,9 @@ def _fingerprint_of(prefix: str) -> str:
     return fingerprint_of(read_header(prefix, idx, data), idx, data)
 
 
-def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy | None:
+def _copy_of(prefix: str, versions: Versions, cache: Cache) -> _Copy | None:
     """The node's copy, made by the first process to ask; None if it cannot be written."""
-    key = hashlib.blake2b(f"{_FORMAT} {_boot()} {versions}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(f"{_FORMAT} {_boot()} {[*versions]}".encode(), digest_size=16).hexdigest()
     try:
         folder = cache.make() / "index"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -198,7 +210,7 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
     return None
 
 
-def _write(part: Path, entry: Path, prefix: str, versions: list[Version | None]) -> None:
+def _write(part: Path, entry: Path, prefix: str, versions: Versions) -> None:
     with open(part, "wb", opener=_private) as stream:
         for piece in _pieces(prefix, versions):
             stream.write(piece)
@@ -212,7 +224,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
+def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
     """The bytes of a copy, made from the files. Raises StoreError."""
     wait_for_tick(max(each[4] for each in versions if each is not None))
     idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)

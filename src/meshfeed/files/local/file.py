@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Sequence
 from pathlib import Path
@@ -48,12 +49,12 @@ class LocalFile(ByteFile):
     @property
     def size_bytes(self) -> int:
         if self._size_bytes is None:
-            with typed_errors(self.url):
-                path = Path(self.url)
-                if path.is_dir():
-                    raise StoreError(f"{self.url}: is a directory, not a file")
-                self._size_bytes = path.stat().st_size
+            self._size_bytes = self._look()
         return self._size_bytes
+
+    def _look(self) -> int:
+        """Its size now. Raises StoreError."""
+        return status_of(self.url).st_size
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
@@ -86,8 +87,7 @@ class LocalFile(ByteFile):
                 advise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        with typed_errors(self.url):
-            self._refuse_resized(Path(self.url).stat())
+        self._refuse_resized(status_of(self.url))
         return super().arrays(*parts)
 
     # -- below --------------------------------------------------------------------------------------
@@ -151,6 +151,15 @@ class LocalFile(ByteFile):
                 f"{self.url}: {size} bytes, {self.size_bytes} when it was opened; open the store again",
                 path=self.url,
             )
+
+
+def status_of(path: str) -> os.stat_result:
+    """What the system knows of a file. Raises StoreError; MissingError if the file is missing."""
+    with typed_errors(path):
+        found = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
+    if stat.S_ISDIR(found.st_mode):
+        raise StoreError(f"{path}: is a directory, not a file")
+    return found
 
 
 @contextlib.contextmanager
