@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pickle
 import random
@@ -304,6 +305,34 @@ def test_a_restart_reuses_what_is_valid_and_nothing_else(server: Nginx, tmp_path
         assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == 2 * BLOCK
 
 
+def test_a_node_asks_once_what_an_object_is(server: Nginx, tmp_path: Path) -> None:
+    """For half a minute, or until somebody finds that it has changed."""
+
+    def asked() -> int:
+        return sum(each.method == "HEAD" and each.status == 200 for each in server.requests())
+
+    before = asked()
+    for _ in range(3):
+        end_fetcher()
+        assert file_of(server.url, tmp_path).size_bytes == SIZE
+    assert asked() == before + 1
+    (answer,) = (path for path in tmp_path.glob("u*/answers/stat-*") if not path.suffix)
+    assert answer.stat().st_mode & 0o077 == 0
+    for age_s, more in ((29, 0), (31, 1), (-1, 2)):
+        said, _ = json.loads(answer.read_text())
+        answer.write_text(json.dumps([said, time.time() - age_s]))
+        assert file_of(server.url, tmp_path).size_bytes == SIZE
+        assert asked() == before + 1 + more
+    (size, _), _ = json.loads(answer.read_text())
+    answer.write_text(json.dumps([[size, "an older one"], time.time()]))
+    with file_of(server.url, tmp_path) as stale, pytest.raises(ChangedError):
+        stale.read_into(np.empty(9, np.uint8), np.array([0]), np.array([9]))
+    with file_of(server.url, tmp_path) as file:
+        file.read_into(np.empty(9, np.uint8), np.array([0]), np.array([9]))
+    answer.write_text("[[3000")  # a machine that lost power
+    assert file_of(server.url, tmp_path).size_bytes == SIZE
+
+
 def test_what_a_killed_process_left_is_removed(server: Nginx, tmp_path: Path) -> None:
     with file_of(server.url, tmp_path) as file:
         read_some(file, np.random.default_rng(1))
@@ -500,7 +529,7 @@ def test_a_file_is_left_while_storage_does_not_answer(tmp_path: Path) -> None:
         end_fetcher()
 
 
-@pytest.mark.parametrize("size", ["1m", "100m,nr_inodes=20"])
+@pytest.mark.parametrize("size", ["1m", "100m,nr_inodes=23"])
 def test_a_full_disk_holds_what_is_read_right_now(server: Nginx, tmp_path: Path, size: str) -> None:
     """Whether bytes or inodes are used up; the limit is 1 GiB."""
     disk = tmp_path / "small"

@@ -23,7 +23,7 @@ import torch
 import meshfeed as mf
 import quick
 from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
-from meshfeed.files.cache import once
+from meshfeed.files.cache import answers, once
 from meshfeed.files.remote import hub as hub_module
 from meshfeed.files.remote import retries
 from meshfeed.files.remote.hub import HubClient
@@ -118,7 +118,7 @@ def test_a_job_is_at_one_commit(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     assert pinned(hub.url("x"), mf.Cache(tmp_path / "two"), {}) == hub.url("x", hub.head)
     assert pinned(first, mf.Cache(tmp_path / "three"), {}) == first
-    monkeypatch.setattr(hub_module, "REMEMBERED_S", 0)
+    monkeypatch.setattr(answers, "RECENT_S", 0)
     assert client(hub, tmp_path / "own").commit == hub.head
     commit = hub.push({"a": b"b"})
     assert client(hub, tmp_path / "own").commit == commit
@@ -128,7 +128,7 @@ def test_requests_do_not_grow_with_clients_in_a_storm(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 fetchers of one node, refused whatever they ask first; nobody asks before the time that the Hub names."""
-    monkeypatch.setattr(hub_module, "REMEMBERED_S", 3600)
+    monkeypatch.setattr(answers, "RECENT_S", 3600)
     storm = {"revision": cases(0, 3), "tree": cases(0, 2), "resolve": 1, "bytes": cases(1, 9)}
     hub.refuse = lambda kind, number: (429, {"Retry-After": "1"}) if number <= storm[kind] else None
     large = [path for path, content in FILES.items() if len(content) > 100]

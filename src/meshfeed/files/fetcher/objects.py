@@ -19,7 +19,7 @@ from meshfeed.files.remote.client import Reader
 from meshfeed.files.remote.errors import options_of_environment
 from meshfeed.files.remote.hub_url import hub_path
 from meshfeed.files.remote.retries import Stat
-from meshfeed.files.sums import ANEW, FileSums, Sums, parse
+from meshfeed.files.sums import ANEW, FileSums, parse
 from meshfeed.files.url import credentials_of, is_hub, is_remote, local_path, split, without_secrets
 
 T = TypeVar("T")
@@ -176,13 +176,13 @@ class StoredObject:
         return data, attempts * self.stat.size_bytes
 
 
-def sums_at(reader: Reader, address: Address) -> Sums:
-    """The file of checksums at an address. Raises StoreError if it stays invalid after retries."""
-    stat = reader.stat(address.path)
+def sums_at(reader: Reader, address: Address, stat: Stat) -> bytes:
+    """The content of a file of checksums. Raises StoreError if it stays invalid after retries."""
 
-    def read() -> Sums:
+    def read() -> bytes:
         text = _joined(stat.size_bytes, lambda begin, end: reader.read(address.path, begin, end, stat.tag))
-        return parse(address.url, text)
+        parse(address.url, text)
+        return text
 
     return _retried(read, StoreError)[0]
 

@@ -5,20 +5,21 @@ It is a light process without torch, and ends when its reader does: when the oth
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
 import resource
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache.answers import forget, recent, shared
 from meshfeed.files.cache.blocks import CacheFolder, Piece
 from meshfeed.files.cache.cache import cache_error
 from meshfeed.files.fetcher.objects import Address, Opened, StoredObject, sums_at
@@ -27,13 +28,11 @@ from meshfeed.files.fetcher.schedule import Scheduler
 from meshfeed.files.remote.client import Client, LocalReader, Reader
 from meshfeed.files.remote.hub import HubClient
 from meshfeed.files.remote.retries import Stat
-from meshfeed.files.sums import Sums
+from meshfeed.files.sums import Sums, parse
 from meshfeed.files.url import is_hub
 
-T = TypeVar("T")
-
 _ANSWERERS = 32
-_REMEMBERED_S = 30.0
+_ANSWERS = "answers"
 
 
 class FetcherServer:
@@ -46,7 +45,6 @@ class FetcherServer:
         self._objects: list[StoredObject] = []
         self._clients: dict[tuple[Any, ...], Client | HubClient] = {}
         self._of_files = LocalReader()
-        self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # key -> (time, answer of storage)
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
 
@@ -79,7 +77,8 @@ class FetcherServer:
         except MeshfeedError as known:
             error = known
             if isinstance(known, ChangedError):
-                self._remembered.clear()
+                for cache in {path for path, _ in self._folders}:
+                    forget(cache / _ANSWERS, "stat")
         except OSError as of_disk:
             error = cache_error(Path("the cache folder"), of_disk)
         except BaseException as unknown:  # sent to the reader, which would otherwise wait endlessly
@@ -178,24 +177,41 @@ class FetcherServer:
         return self._client(address, cache) if address.root else self._of_files
 
     def _stat(self, address: Address, cache: Path) -> Stat:
+        """Size and version; of an object in storage, they are at most half a minute old.
+
+        A temporary cache has answers of its own: it is for seeing storage as it is now.
+        """
         reader = self._reader(address, cache)
-        return self._remember(("stat", reader, address.path, cache), lambda: reader.stat(address.path))
+        if not isinstance(reader, Client):
+            return reader.stat(address.path)
+
+        def ask() -> list[Any]:
+            found = reader.stat(address.path)
+            return [found.size_bytes, found.tag]
+
+        return Stat(*_shared(cache, "stat", address, "", *recent(ask))[0])
 
     def _sums_of(self, address: Address, cache: Path) -> Sums:
-        reader = self._reader(address, cache)
-        return self._remember(("sums", reader, address.path, cache), lambda: sums_at(reader, address))
+        reader, stat = self._reader(address, cache), self._stat(address, cache)
 
-    def _remember(self, key: tuple[Any, ...], ask: Callable[[], T]) -> T:
-        """An answer at most half a minute old.
+        def ask() -> str:
+            return base64.b64encode(sums_at(reader, address, stat)).decode()
 
-        The key names the cache: a temporary cache is for seeing storage as it is now.
-        """
-        now = time.monotonic()
-        asked, answer = self._remembered.get(key, (-_REMEMBERED_S, None))
-        if asked + _REMEMBERED_S <= now:
-            answer = ask()
-            self._remembered[key] = now, answer
-        return answer
+        text = _shared(cache, "sums", address, stat.tag, ask, lambda said: True)
+        return parse(address.url, base64.b64decode(text))
+
+
+def _shared(
+    cache: Path, kind: str, of: Address, tag: str, ask: Callable[[], Any], is_good: Callable[[Any], bool]
+) -> Any:
+    """An answer that one process of the node got; this process's own if the disk can keep none."""
+    identity = [of.root, of.path, *sorted(of.options.items()), tag]
+    try:
+        return shared(cache / _ANSWERS, kind, identity, ask, is_good)
+    except StoreError:
+        raise
+    except OSError:
+        return ask()
 
 
 class _ToReader(logging.Handler):

@@ -1,13 +1,12 @@
 """Datasets on the Hugging Face Hub: hf://datasets/OWNER/NAME@REVISION/PATH, read at one commit.
 
 The Hub's answers about a commit never change, so the processes of a node share them through a folder of the
-cache: the first to need an answer requests it while it holds a lock, and the others read its file.
+cache; see `cache.answers`.
 
     revision-KEY    the commit of a branch or tag, and when it was requested
     tree-KEY        size and hash of every file of a commit
     url-KEY         a signed URL for the bytes of a file; requested again when it has expired
     pause-KEY       no request before the modification time of this file
-    *.failed        when and how a request for one of these last failed; processes that waited raise it too
 
 So the number of requests to the Hub depends on neither ranks nor blocks; blocks come from the signed URL.
 They are not read by obstore, which would need a client with connections of its own for each signed URL, and
@@ -29,17 +28,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.extras import install
-from meshfeed.files.cache.once import once_per_node
-from meshfeed.files.local.durable import durable_file
+from meshfeed.files.cache.answers import recent, shared
 from meshfeed.files.remote.errors import REPLACED, reason
 from meshfeed.files.remote.hub_url import hub_options, hub_path, is_commit
 from meshfeed.files.remote.retries import Patience, Retries, Stat
 
 ENDPOINT = "https://huggingface.co"
-REMEMBERED_S = 30.0
-"""How long the commit of a branch is reused by processes that start."""
 _MOST_PAUSE_S = 600.0
 _PAGE = 1000  # files in a page of the Hub's listing
 
@@ -88,19 +84,16 @@ class HubClient(Retries):
         return self._commit
 
     def _resolved(self) -> str:
-        def ask() -> list[Any]:
+        def ask() -> str:
             found = self._asked(
                 lambda: self._api.dataset_info(
                     self._repo, revision=self._revision, expand=["sha"], timeout=self._patience.timeout_s
                 ),
                 "",
             )
-            return [str(found.sha), time.time()]
+            return str(found.sha)
 
-        def is_recent(said: Any) -> bool:
-            return 0 <= time.time() - said[1] < REMEMBERED_S
-
-        return str(self._shared("revision", self._revision, ask, is_recent)[0])
+        return str(self._shared("revision", self._revision, *recent(ask))[0])
 
     def stat(self, path: str) -> Stat:
         """Size and hash of a file. Raises MissingError."""
@@ -261,31 +254,10 @@ class HubClient(Retries):
     def _shared(
         self, kind: str, of: str, ask: Callable[[], Any], is_good: Callable[[Any], bool] = lambda said: True
     ) -> Any:
-        """An answer that one process of the node got, as JSON. All processes that waited share a failure."""
-        came, path = time.time(), self._file(kind, of)
-        failed = path.with_suffix(".failed")
-
-        def make(part: Path) -> None:
-            when, text = _json_of(failed) or (0, "")
-            if came < when <= time.time():  # another process failed while this one waited
-                raise UnavailableError(text)
-            try:
-                said = ask()
-            except UnavailableError as error:
-                with durable_file(failed, 0o600) as stream:
-                    stream.write(json.dumps([time.time(), str(error)]).encode())
-                raise
-            part.touch(0o600)
-            part.write_text(json.dumps(said))
-
-        return once_per_node(path, _json_of, make, is_good=is_good)
-
-    def _file(self, kind: str, of: str) -> Path:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        """An answer that one process of the node got. All processes that waited share a failure."""
         # answers depend on what the token may read
         secret = hashlib.blake2b((self._token or "").encode(), digest_size=16).hexdigest()
-        identity = json.dumps([self._endpoint, secret, self._repo, of])
-        return self._folder / f"{kind}-{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}"
+        return shared(self._folder, kind, [self._endpoint, secret, self._repo, of], ask, is_good)
 
     @cached_property
     def _pause(self) -> Path:
@@ -308,10 +280,3 @@ class HubClient(Retries):
             return importlib.import_module("huggingface_hub")
         except ImportError as missing:
             raise StoreError(f"{self._root}: hf:// needs huggingface_hub: {install('hub')}") from missing
-
-
-def _json_of(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
