@@ -13,7 +13,7 @@ import meshfeed as mf
 from meshfeed.columns import Columns
 from meshfeed.deliver import EndOfStream, Traffic
 from meshfeed.deliver.broadcast import Broadcast
-from meshfeed.deliver.relay import Relay
+from meshfeed.deliver.choose import Relay
 from meshfeed.roles import Role
 
 

@@ -143,20 +143,22 @@ class Forecast:
         self._even = float(self._work_before[-1]) / room.num_ranks
 
     def bounds(self, least: int, quantum: int) -> dict[int, float]:
-        """Numbers of microbatches that may be worth filling, from `least` on, ascending, and their bounds."""
+        """Numbers of microbatches that may be worth filling, from `least` on, ascending.
+
+        Each with a bound: the step time with equal work on all ranks. No step takes less.
+        """
         # here the derivative of the time of equal work, `(1 + bubble_share / k) even + k overhead`, is 0
         shortest = math.sqrt(self._bubble_share * self._even / self._overhead) if self._overhead else 0.0
         # steps of 16 stages take twice as long without these
         far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
-        counts = least + quantum * np.array([*range(MORE_COUNTS + 1), *far])
-        bounds = self.bound(counts)
-        some = bounds <= bounds[0] * HOPELESS
-        return dict(zip(counts[some].tolist(), bounds[some].tolist()))
-
-    def bound(self, counts: LongArray) -> FloatArray:
-        """The step time with equal work on all ranks; no step takes less. float64 [n]."""
-        bubble = self._bubble_share / counts * self._even
-        return self._even + bubble + counts * self._overhead
+        bounds: dict[int, float] = {}
+        for more in (*range(MORE_COUNTS + 1), *far):
+            count = least + more * quantum
+            bubble = self._bubble_share / count * self._even
+            bound = self._even + bubble + count * self._overhead
+            if bound <= bounds.get(least, bound) * HOPELESS:
+                bounds[count] = bound
+        return bounds
 
     def has_room(self, count: int) -> bool:
         """Whether this many microbatches have free places for tokens, and no bubble."""
