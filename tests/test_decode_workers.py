@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -163,6 +164,36 @@ def held_over_steps(rank: int, folder: str, num_steps: int) -> list[list[tuple[i
             if step.index == num_steps:
                 break
     return seen
+
+
+class Faulting(Look):
+    """Look, which fills and frees 40 MiB; in place of its width, page faults of its process so far."""
+
+    def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Any:
+        filled = [b"x" * (4 << 20) for _ in range(10)]
+        del filled
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        made = super().__call__(data, size, rng)
+        return {**made, "image_grid": np.array([[size.height, faults]])}
+
+
+def faults_of_parts(rank: int, folder: str) -> list[int]:
+    """Page faults of the worker of this rank at the end of each part, of 16 or more."""
+    as_a_rank_with_workers()
+    seen: list[int] = []
+    recipe = multimodal(Path(folder), image=Faulting())
+    with mf.Feed(recipe, machine=mf.Machine(workers=1), packing=PACKING) as feed:
+        for step in feed:
+            for microbatch in step.microbatches:
+                seen += microbatch["image_grid"][:, 1].tolist()
+            if len(seen) >= 16:
+                break
+    return sorted(seen)
+
+
+def test_a_worker_uses_the_memory_of_a_part_for_the_next(folder: Path) -> None:
+    (faults,) = world.run(faults_of_parts, 1, str(folder))
+    assert faults[-1] - faults[-6] < 5 * 200, "each part fills 10,240 pages"
 
 
 def test_memory_and_descriptors_do_not_grow_over_steps(folder: Path) -> None:

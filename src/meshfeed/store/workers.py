@@ -7,6 +7,7 @@ the rank serves each worker: it sends the next task and receives the item. A fet
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import socket
@@ -29,6 +30,8 @@ P = TypeVar("P", bound=Hashable)
 _starting = threading.Lock()  # so that no worker inherits an end of another worker's pipe
 _GRACE_S = 2.0  # how long busy workers may take to end
 _KILLED_S = 60.0  # and killed ones, which end at once but on an overloaded machine
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_KEPT_BYTES, _FROM_HEAP_BYTES = 256 << 20, 32 << 20  # the second is the most that glibc takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +295,7 @@ def _shut_at_the_end_of(process: Any, pipe: Connection) -> threading.Thread:
 def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
     """The main loop of a worker: make item after item, until it receives None."""
     torch.set_num_threads(1)
+    _keep_freed_memory()
     parent = multiprocessing.parent_process()
     if parent is not None:  # a killed rank leaves no worker, not even a busy one
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -302,6 +306,14 @@ def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
             except Exception:  # as text: its type may not pickle
                 item = Failure(number, traceback.format_exc())
             pipe.send_bytes(_pickled(number, item))
+
+
+def _keep_freed_memory() -> None:
+    """Have malloc keep freed memory: the next item takes as much, and new pages cost more than filling."""
+    with contextlib.suppress(AttributeError):  # of a libc other than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _FROM_HEAP_BYTES)
 
 
 def _pickled(number: int, item: Any) -> Any:
