@@ -262,7 +262,7 @@ class Stepping:
         served: cp coordinates of the ranks that its reader serves, including its own. needs: see `Portion`.
         """
         first = coord.dp * self.layout.cp
-        rank, group = first + coord.cp, tuple([first + cp for cp in served])
+        rank, group = first + coord.cp, tuple(first + cp for cp in served)
         if self.packing is None:
             rows, least = self.micro_batch_size, self._row_tokens
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
@@ -284,10 +284,6 @@ class Stepping:
             needs=needs,
             step=step,
         )
-
-    def cp_groups(self, coord: Coord) -> dict[int, tuple[int, ...]]:
-        """The cp groups that the rank at a coordinate can be in: size -> global ranks."""
-        return cp_groups_of(self.layout, self.packing, coord)
 
 
 def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[int, tuple[int, ...]]:

@@ -214,7 +214,7 @@ def _microbatch(sequences: Sequences, parts: list[Groups]) -> Microbatch:
     """All groups of a microbatch, the widest first."""
     size_at = np.concatenate([part.size_at for part in parts])
     members = np.concatenate([part.members for part in parts])
-    before = np.cumsum([0, *[part.sizes.size for part in parts]])
+    before = np.cumsum([0, *(part.sizes.size for part in parts)])
     group = np.concatenate([part.group + offset for part, offset in zip(parts, before)])
     load = sequences.load[size_at[group], members]
     order = np.argsort(-size_at, kind="stable")
