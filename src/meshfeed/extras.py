@@ -6,7 +6,6 @@ The command names the packages themselves, since meshfeed is installed from a ch
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.-]+")
@@ -66,6 +65,8 @@ def numbers(version: str) -> list[int]:
 
 def version_of(package: str) -> str | None:
     """The installed version; None if the package is missing."""
+    from importlib import metadata  # which a fetcher need not import
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -82,6 +83,8 @@ def install(extra: str) -> str:
 
 
 def _metadata() -> list[str]:
+    from importlib import metadata
+
     try:
         return metadata.requires("meshfeed") or []
     except metadata.PackageNotFoundError:

@@ -24,6 +24,7 @@ from meshfeed.plan import Account, EncoderPlan, StepPlan, account_of, plan_step
 from meshfeed.report.loads import Load, loads_of
 from meshfeed.report.plan import page
 from meshfeed.report.words import counted
+from meshfeed.sequence.fetched import warning_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class Plan(Command, JobOptions, RecipeOptions):
             )
         else:
             _print([each.facts for each in planned])
+            if first.note:
+                Console().print(first.note)
             if first.loads:
                 _print_loads(planned)
         return OK
@@ -136,12 +139,13 @@ class Plan(Command, JobOptions, RecipeOptions):
                     sources=_drawn(recipe, batch),
                     encoders=encoders,
                     loads=loads,
+                    note=warning_of(recipe) or "",
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A step's plan, and what there is to tell of it. encoders, loads: empty for text."""
+    """A step's plan, and what there is to tell of it. encoders, loads: empty for text. note: of storage."""
 
     step: int
     plan: StepPlan
@@ -150,6 +154,7 @@ class _Planned:
     sources: dict[str, Any] = field(default_factory=dict)
     encoders: Mapping[str, EncoderPlan] = field(default_factory=dict)
     loads: Mapping[str, Load] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def facts(self) -> dict[str, Any]:

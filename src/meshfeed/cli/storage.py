@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,8 @@ from meshfeed.files.remote.client import Client
 from meshfeed.files.remote.retries import Patience, Stat
 from meshfeed.files.url import is_hub, is_remote, local_path, split, without_secrets
 from meshfeed.report.words import counted
-from meshfeed.store import IndexedWriter
+from meshfeed.sequence.fetched import MUCH, fetched_per_byte
+from meshfeed.store import IndexedWriter, StreamStore
 
 _PROBE_TOKENS = 4_000_000
 _PROBE_READS = 256
@@ -83,12 +84,29 @@ def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Fin
         with mf.open(url, cache=cache, options=options) as store:
             told = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
             told = f"{store.facts()['format']}, {told}, {store.dtype.name}"
+            fetched = [*_fetched(store)]
         yield Finding(without_secrets(url), "ok", f"opens: {told}")
+        yield from fetched
         if not remote:
             path = Path(local_path(url))
             yield disk(path if path.is_dir() else path.absolute().parent)
     except MeshfeedError as error:
         yield Finding(without_secrets(url), "bad", str(error))
+
+
+def _fetched(store: StreamStore) -> Iterator[Finding]:
+    """What shuffles cost where the cache is smaller than the store; nothing where it is not."""
+    of = store.fetching
+    if of is None or of.num_bytes <= of.limit_bytes:
+        return
+    recipe = mf.Recipe(data=store, sequence=mf.Documents(), batch=mf.Batch(sequences=1), steps=1)
+    whole, blocks = (fetched_per_byte(replace(recipe, shuffle=each)) for each in ("global", mf.Blocks()))
+    says = (
+        f"the cache may hold {of.limit_bytes / of.num_bytes:.1%} of it; for each byte of a document, about "
+        f"{whole:.3g} bytes are fetched under shuffle='global', {blocks:.3g} under mf.Blocks()"
+    )
+    figures = {"per_byte_global": whole, "per_byte_blocks": blocks}
+    yield Finding("fetching", "note" if max(whole, blocks) > MUCH else "ok", says, figures)
 
 
 def _asked(url: str, options: Mapping[str, str]) -> Finding:

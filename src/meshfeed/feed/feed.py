@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
@@ -49,9 +50,12 @@ from meshfeed.recipe import Change, Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
+from meshfeed.sequence.fetched import warning_of
 from meshfeed.state import State, check_step
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
+
+_log = logging.getLogger("meshfeed")
 
 
 class Feed(StepSource[Delivery, FeedOptions]):
@@ -424,6 +428,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
             )  # else `at` will tell, or a loop refuses
             if placed and self._amending is not None and self._is_first:
                 self._amending.keep()  # so that a path that cannot be written is refused here
+            if placed and self._is_first and (told := warning_of(self.recipe)):
+                _log.warning("%s", told)
             self._rule = stack.enter_context(self._rule.opened(self.recipe))
             self._stepping = self._stepping.with_rule(self._rule)
             if placed and not self._options.pad_rows:

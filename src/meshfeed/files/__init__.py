@@ -7,9 +7,19 @@ light process, and the only one that reads from storage, through remote. codec a
 Nothing here imports torch.
 """
 
-from meshfeed.files.byte_file import ByteFile, Content, FileStats, Vector
+from meshfeed.files.byte_file import ByteFile, Content, Fetching, FileStats, Vector
 from meshfeed.files.cache.cache import Cache
 from meshfeed.files.folder import Folder
 from meshfeed.files.local.file import LocalFile, typed_errors
 
-__all__ = ["ByteFile", "Cache", "Content", "FileStats", "Folder", "LocalFile", "Vector", "typed_errors"]
+__all__ = [
+    "ByteFile",
+    "Cache",
+    "Content",
+    "Fetching",
+    "FileStats",
+    "Folder",
+    "LocalFile",
+    "Vector",
+    "typed_errors",
+]

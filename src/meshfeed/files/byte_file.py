@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,14 @@ class Content:
     raw_bytes: int | None = None
     stored_hashes: Mapping[str, str] = field(default_factory=dict[str, str])
     raw_hashes: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class Fetching(NamedTuple):
+    """How a file is fetched: its bytes, those of a block, and those that the node's cache may hold."""
+
+    num_bytes: int
+    block_bytes: int
+    limit_bytes: int
 
 
 class Vector(Protocol):

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import ChangedError
-from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content
-from meshfeed.files.cache.blocks import num_blocks_of
+from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content, Fetching
+from meshfeed.files.cache.blocks import CacheFolder, num_blocks_of
 from meshfeed.files.cache.cache import Cache, cache_error
 from meshfeed.files.fetcher.objects import Address, Opened
 from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
@@ -94,6 +94,15 @@ class CachedFile(ByteFile):
     def cache(self) -> Cache:
         """The cache of its blocks."""
         return self._cache
+
+    @property
+    def fetching(self) -> Fetching:
+        """How it is fetched. Raises StoreError."""
+        opened, folder = self._opened, CacheFolder(self._cache.make())
+        try:
+            return Fetching(opened.size_bytes, opened.block_bytes, folder.limit_bytes())
+        except OSError as error:
+            raise cache_error(folder.path, error) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import FileStats
+from meshfeed.files import Fetching, FileStats
 from meshfeed.mixture import Store
 from meshfeed.parts import Parts
 from meshfeed.store.index import Index
@@ -82,6 +82,11 @@ class StreamStore(Store):
     def stats(self) -> FileStats:
         """What reading has cost so far."""
         return FileStats()
+
+    @property
+    def fetching(self) -> Fetching | None:
+        """How its tokens are fetched by blocks; None if they are not. Raises StoreError."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """Facts about the store beside its counts, as JSON-able values; "format" is one."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import OptionError, StoreError
-from meshfeed.files import Cache, FileStats, Folder
+from meshfeed.files import Cache, Fetching, FileStats, Folder
 from meshfeed.parts import Parts
 from meshfeed.store.base import LabelsAre, LengthsIndex
 from meshfeed.store.content import digest_of_texts
@@ -184,6 +184,10 @@ class DatasetStore(HasColumns):
     @property
     def wants_ahead(self) -> bool:
         return self.tokens.wants_ahead
+
+    @property
+    def fetching(self) -> Fetching | None:
+        return self.tokens.fetching
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """Tokens of stream ranges. For a column, use `columns[name].read_stream`."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, StoreError
-from meshfeed.files import ByteFile, Cache, FileStats, Folder, LocalFile
+from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder, LocalFile
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX, Sums, parse
 from meshfeed.files.url import join
@@ -72,6 +72,10 @@ class IndexedStore(StreamStore):
     def wants_ahead(self) -> bool:
         """Whether the tokens are remote, so that ranges should be announced many steps ahead."""
         return self._data.is_remote
+
+    @property
+    def fetching(self) -> Fetching | None:
+        return self._data.fetching if isinstance(self._data, CachedFile) else None
 
     @property
     def dtype(self) -> np.dtype[Any]:

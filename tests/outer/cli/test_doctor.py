@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from demo.storage import Manners, SlowStorage
 
+import meshfeed as mf
 from corpus import write_corpus
 from meshfeed import extras
 from meshfeed.cli import machine, storage
 from meshfeed.cli.main import main
+from services.needs import needs
+from services.nginx import Nginx
 
 
 def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -39,6 +42,22 @@ def test_a_store_far_away_is_opened_and_timed(tmp_path: Path, capsys: pytest.Cap
     status, found = findings(capsys, f"{url}/c", "--cache", str(tmp_path / "other"))
     assert status == 1, "the server is gone"
     assert found[f"{url}/c"]["verdict"] == "bad"
+
+
+def test_a_cache_that_is_too_small_for_a_shuffle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    write_corpus(tmp_path / "served/c", num_tokens=4_000_000)
+    with Nginx(tmp_path / "served") as server:
+        url, cache = f"{server.url}/c", tmp_path / "cache"
+        _, found = findings(capsys, url, "--cache", str(cache))
+        assert "fetching" not in found, "it fits"
+        mf.open(url, cache=mf.Cache(cache, limit_bytes=4 << 20))
+        _, found = findings(capsys, url, "--cache", str(cache))
+        assert found["fetching"]["verdict"] == "note" and "of it; for each byte" in found["fetching"]["says"]
+        assert found["fetching"]["figures"]["per_byte_global"] > 100
+        assert main(["plan", url, "--layout", "dp2", "--capacity", "4096", "--cache", str(cache)]) == 0
+        assert "bytes will be fetched for each byte" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_store_near_by_and_one_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
