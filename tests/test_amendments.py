@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -520,6 +521,19 @@ def test_a_state_knows_what_was_agreed_for_later_steps(folder: Path, tmp_path: P
     mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][1])
     with pytest.raises(mf.StateError, match=r"amendments: saved '1, digest"):
         mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][12])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_feed_whose_documents_are_all_excluded_closes_at_once(folder: Path, prefetch: int) -> None:
+    """Its stream never ends, and no step of it has anything to read."""
+    everything = {name: range(size) for name, size in SIZES.items()}
+    recipe = recipe_of(folder).amended([(3, mf.Exclude(everything))])
+    with mf.Feed(recipe, packing=PACKING, prefetch=prefetch) as feed:
+        for step in feed:
+            assert (step.index < 3) == (step.valid_tokens > 0)
+            if step.index == 5:
+                break
+    assert not [each for each in threading.enumerate() if each.name == "meshfeed-prefetch"]
 
 
 def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_path: Path) -> None:

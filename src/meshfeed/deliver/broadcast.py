@@ -29,13 +29,14 @@ class Broadcast(Delivery):
     continue to receive, and drop what they receive. So no collective is left half-done.
     """
 
+    ends_at_once = False
+
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         super().__init__()
         self._role, self._meeting, self._patience_s = role, meeting, patience_s
         self._source = cast(int, role.source)  # a role with peers has one
         self._surplus = 0
         self._buffer = np.zeros(0, np.uint8)
-        self._interrupted = False
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
         self._group = self._meeting.group("broadcast", self._role.peers, self._patience_s)
@@ -44,7 +45,7 @@ class Broadcast(Delivery):
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         if columns is None:
             return self._receive(num_bytes)
-        if self._interrupted:
+        if self.interrupted:
             self._send(wire.end_message(), num_bytes)
             raise EndOfStream
         try:
@@ -57,9 +58,6 @@ class Broadcast(Delivery):
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
         self._send(wire.error_message(error), num_bytes)
-
-    def interrupt(self) -> None:
-        self._interrupted = True
 
     def _send(self, message: wire.Message, num_bytes: int) -> None:
         room = self._room(num_bytes)

@@ -78,6 +78,8 @@ class Relay(Delivery):
     drops what it receives, until the reader ends.
     """
 
+    ends_at_once = False
+
     def __init__(self, across: Broadcast, within: ShareLeader) -> None:
         super().__init__()
         self._across, self._within = across, within
@@ -108,6 +110,7 @@ class Relay(Delivery):
             self._forward(error, num_bytes)
 
     def interrupt(self) -> None:
+        super().interrupt()
         self._across.interrupt()
         self._within.interrupt()
 

@@ -40,10 +40,14 @@ class Delivery(abc.ABC):
 
     Attributes:
         traffic: counters of this rank.
+        interrupted: whether `interrupt` was called.
+        ends_at_once: whether peers need no further message of a rank that was interrupted.
     """
 
+    ends_at_once = True
+
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic, self.interrupted = Traffic(), False
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -71,27 +75,20 @@ class Delivery(abc.ABC):
     def fail(self, error: BaseException, num_bytes: int) -> None:  # noqa: B027
         """On the reader, instead of `deliver`: send the peers the error that ends the data."""
 
-    @abc.abstractmethod
     def interrupt(self) -> None:
         """From another thread: stop. `deliver` raises EndOfStream as soon as its peers allow."""
+        self.interrupted = True
 
 
 class Direct(Delivery):
     """For a rank that reads for itself or needs no stored data: nothing is sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._interrupted = False
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
         pass
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """The columns themselves; {} if there are none."""
-        if self._interrupted:
+        if self.interrupted:
             raise EndOfStream
         self.traffic.messages += 1
         return columns or {}
-
-    def interrupt(self) -> None:
-        self._interrupted = True

@@ -118,6 +118,7 @@ class ShareLeader(Delivery):
         self._send(wire.error_message(error))
 
     def interrupt(self) -> None:
+        super().interrupt()
         with contextlib.suppress(OSError, ValueError):  # already closed
             os.eventfd_write(self._wake, 1)
 
@@ -197,7 +198,6 @@ class ShareFollower(Delivery):
         self._leader = cast(int, role.source)  # a role with peers has one
         self._private = Private()
         self._slots: list[_Slot] = []
-        self._interrupted = False
         self._held: int | None = None
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
@@ -238,7 +238,7 @@ class ShareFollower(Delivery):
                 self._link.send(_TICKET.pack(self._held, 0))
             self._held = None
         data = _read_ticket(self._link)
-        if self._interrupted:
+        if self.interrupted:
             raise EndOfStream
         if not data:
             raise PeerError(
@@ -263,7 +263,7 @@ class ShareFollower(Delivery):
         return wire.decode(buffer)
 
     def interrupt(self) -> None:
-        self._interrupted = True
+        super().interrupt()
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RD)
 

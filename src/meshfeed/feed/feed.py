@@ -36,7 +36,7 @@ from meshfeed.feed.batch import Sources, Step
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout, num_processes
 from meshfeed.feed.options import FeedOptions
-from meshfeed.feed.regrouping import Asked, Membership, Place, agree
+from meshfeed.feed.regrouping import Asked, Seat, Whereabouts, agree
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
@@ -149,7 +149,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         given, self._machine = run_by(recipe, machine, encoder)
         kept = None if ledger is None else Ledger.read(ledger, missing_ok=True)
         self._amending = None if kept is None else self._amends(kept)
-        self._recipes, self._member = Recipes(given), Membership()
+        self._recipes, self._where = Recipes(given), Whereabouts()
         self.recipe = self._recipes.under(self.ledger)
         self._begins_as, self._applied = self.recipe, self.ledger
         self.packing = packing
@@ -190,7 +190,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         last = self._next_step - 1 if self._run is None else self._run.step_in_loop
         if type(step) is not int or not 0 <= step <= last:
             raise OptionError(f"commit({step!r}): give a step that the loop has had, 0 to {last}")
-        self._member.committed = step + 1
+        self._where.committed = step + 1
 
     def at(self, step: int, layout: Layout | DeviceMesh, rank: int, *, generation: int | None = None) -> Step:
         """One step, where it is known only when it begins who takes part in it, as with torchft's manager.
@@ -211,14 +211,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 f"at({step!r}, rank={rank!r}): give the number of the step, and this process's rank in the "
                 f"layout; a process that takes no part in the step does not ask for it"
             )
-        member, place = self._member, Place(given_layout(layout), rank, generation)
-        asked, member.asked = member.asked, None
-        if asked is None or asked.run is not self._run or asked.next != step or member.place != place:
-            if member.place != place:
-                self._take(place, self._options, apart=True)
+        where, seat = self._where, Seat(given_layout(layout), rank, generation)
+        asked, where.asked = where.asked, None
+        if asked is None or asked.run is not self._run or asked.next != step or where.seat != seat:
+            if where.seat != seat:
+                self._take(seat, self._options, apart=True)
                 if self._amending is not None:
                     self._begin_with(self._agreed_on(step)[1])
-                member.place = place
+                where.seat = seat
             self._go_on_at(step)
             loop = iter(self)
             asked = Asked(self._run, loop, step)
@@ -227,7 +227,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             raise StateError(
                 f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
             )
-        member.asked = asked
+        where.asked = asked
         return given
 
     def regroup(
@@ -250,32 +250,32 @@ class Feed(StepSource[Delivery, FeedOptions]):
         and new each time. rendezvous: a torch.distributed Store that all of them reach; None takes that of
         the default process group. Raises PeerError if a rank does not come within `timeout_s`.
         """
-        self._member.check_later(generation)
+        self._where.check_later(generation)
         options = replace(self._options, rendezvous=rendezvous, readers=readers)
-        first = self._member.first_uncommitted(
+        first = self._where.first_uncommitted(
             None if self._run is None else self._run.step_in_loop,
             self._next_step if self._next_step or self._loaded else None,
         )
         apart = rendezvous is not None and rank is not None
-        self._take(Place(given_layout(layout), rank, generation), options, apart=apart)
+        self._take(Seat(given_layout(layout), rank, generation), options, apart=apart)
         step, ledger = self._agreed_on(first)
         self._begin_with(ledger)
         self._go_on_at(step)
         return step
 
-    def _take(self, place: Place, options: FeedOptions, *, apart: bool) -> None:
-        """Take a place in another layout. What is open stays so."""
-        meets = options.rendezvous is not None and place.layout is not None and place.layout.world_size > 1
-        if place.generation is not None or meets:
-            self._member.check_later(place.generation)
-        if not options.pad_rows and place.layout is not None:
-            replace(self._stepping, layout=place.layout).check_filled()
+    def _take(self, seat: Seat, options: FeedOptions, *, apart: bool) -> None:
+        """Take a seat in another layout. What is open stays so."""
+        meets = options.rendezvous is not None and seat.layout is not None and seat.layout.world_size > 1
+        if seat.generation is not None or meets:
+            self._where.check_later(seat.generation)
+        if not options.pad_rows and seat.layout is not None:
+            replace(self._stepping, layout=seat.layout).check_filled()
         with self._changing:
             self._stop()
-            self._move(place.layout, place.rank, options, apart=apart)
+            self._move(seat.layout, seat.rank, options, apart=apart)
             stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp)
             self._stepping = stepping.with_rule(self._rule)
-            self._member.place, self._member.generation = None, place.generation
+            self._where.seat, self._where.generation = None, seat.generation
 
     def _agreed_on(self, first: int | None) -> tuple[int, Ledger]:
         """Where the ranks of this layout go on, and with which amendments. Waits for all of them."""
@@ -285,7 +285,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             ledger = kept if kept.begins_with(ledger) else ledger
         meeting = self._meeting()
         if meeting is not None:
-            again = replace(meeting, name=f"{self._options.name} regroups", number=self._member.generation)
+            again = replace(meeting, name=f"{self._options.name} regroups", number=self._where.generation)
             return agree(again, self.layout.ranks().tolist(), first, ledger)
         if self.layout.world_size > 1:
             raise DeliveryError(
@@ -307,11 +307,11 @@ class Feed(StepSource[Delivery, FeedOptions]):
         with self._changing:
             self._stop()
             self._next_step, self._loaded = step, True
-            self._member.goes_on_at(step)
+            self._where.goes_on_at(step)
 
     @property
     def _run_name(self) -> str:
-        name, generation = super()._run_name, self._member.generation
+        name, generation = super()._run_name, self._where.generation
         return name if generation is None else f"{name}, generation {generation}"
 
     @property
@@ -510,7 +510,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _stop(self) -> None:
         had_run = self._run is not None
         if self._run is not None:
-            self._member.left = self._run.step_in_loop
+            self._where.left = self._run.step_in_loop
         super()._stop()
         if had_run:
             for store in self.recipe.sources:
@@ -587,6 +587,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
         is_sent, sources = not isinstance(delivery, Direct), None
         for batch, portions in ahead:
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
+            if _is_over(delivery, portions):
+                return
             digester = Digester(self._compared) if self._options.verify else None
             if sources is None or sources.names != batch.sources:
                 sources = Sources.of(batch.sources, self._rule)
@@ -605,9 +607,13 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, placer, sources)
                 yield Made(made, ticket, meter.take())
+                if _is_over(delivery, portions):
+                    return
                 ahead.have_read(portion)
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
+            if _is_over(delivery, portions):
+                return
 
     def _served(self) -> tuple[list[int], frozenset[str]]:
         """The cp coordinates of all ranks that this rank's reader serves, and the fields that they need."""
@@ -644,6 +650,11 @@ class Feed(StepSource[Delivery, FeedOptions]):
             columns = self._rule.load(self.recipe, alone, host.allocate)
             digester.add(self._rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
+
+
+def _is_over(delivery: Delivery, portions: Sequence[Portion]) -> bool:
+    """Whether a stopped producer ends here. A step of no portions may have no next one that has some."""
+    return delivery.interrupted and (delivery.ends_at_once or not portions)
 
 
 def _check_recipe(given: Any) -> None:

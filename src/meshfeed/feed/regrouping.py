@@ -21,7 +21,7 @@ from meshfeed.layout import Layout
 from meshfeed.plan import plan_fixed
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """A rank's place in an arrangement of the ranks."""
 
     layout: Layout | None
@@ -30,18 +30,18 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Membership:
+class Whereabouts:
     """What a rank remembers of a job whose ranks come and go.
 
     Attributes:
-        place: where all know it to be; None for the place of its arguments, and while it moves.
-        generation: of the last place that it has moved to.
+        seat: where all know it to be; None for that of its arguments, and while it moves.
+        generation: of the last seat that it has moved to.
         left: the step that its last loop was in.
         committed: the first step that its model has not taken, once the trainer says so.
         asked: the loop behind `Feed.at`.
     """
 
-    place: Place | None = None
+    seat: Seat | None = None
     generation: int | None = None
     left: int | None = None
     committed: int | None = None
