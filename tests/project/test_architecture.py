@@ -23,6 +23,7 @@ FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate
 OPTIONAL = {
     "rich",
     "tokenizers",
+    "gigatoken",
     "pyarrow",
     "obstore",
     "opentelemetry",

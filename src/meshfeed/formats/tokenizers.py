@@ -14,6 +14,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
+from meshfeed.formats.quick_bpe import quick_bpe
 from meshfeed.store.tokenizer import TIKTOKEN, Tokenizer, TokenizerFile
 
 
@@ -49,14 +50,17 @@ class Fast(Tokenizer):
     def __init__(self, file: TokenizerFile) -> None:
         super().__init__(file)
         self._own = fast_tokenizer(file)
+        self._quick = quick_bpe(file.content, self._own)
         self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
         end = file.settings.get("eos_token")
         end = cast(dict[str, Any], end).get("content") if isinstance(end, dict) else end
         self.end = None if end is None else self.id_of(end)
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in found]
+        found = [None if self._quick is None else self._quick.encode(text) for text in texts]
+        rest = [text for text, tokens in zip(texts, found) if tokens is None]
+        others = iter(self._own.encode_batch_fast(rest, add_special_tokens=False))
+        return [np.array(next(others).ids, np.int64) if each is None else each for each in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._own.decode(list(tokens), skip_special_tokens=False)

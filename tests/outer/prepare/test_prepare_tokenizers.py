@@ -5,6 +5,7 @@ import datetime
 import io
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from meshfeed.cli.main import main
 from meshfeed.errors import OptionError, PrepareError, StoreError
 from meshfeed.formats.tokenizers import _PATTERNS
 from meshfeed.prepare import ChatEncoder, Chats, Local, Text, prepare
-from meshfeed.store.tokenizer import tokenizer_file
+from meshfeed.store.tokenizer import _loaded, tokenizer_file
 
 TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]
 
@@ -69,6 +70,22 @@ def test_tokenizers(trained, tmp_path, name):
     found, dtype = prepared(trained, tmp_path, str(folder / name), **how)
     assert found == [[*own.encode(text, add_special_tokens=False).ids, end] for text in TEXTS]
     assert dtype == np.uint16
+
+
+def test_gigatoken_changes_no_byte(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    jsonl(tmp_path / "a.jsonl", TEXTS)
+    made = []
+    for installed in (True, False):
+        if not installed:
+            monkeypatch.setitem(sys.modules, "gigatoken", None)
+        _loaded.cache_clear()
+        out = tmp_path / str(installed)
+        prepare([tmp_path / "a.jsonl"], out, Text(tokenizer=str(folder / "plain.json")), engine=Here())
+        assert (tokenizer_file(str(folder / "plain.json")).load()._quick is not None) == installed
+        made.append(tree(out))
+    _loaded.cache_clear()
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("name", ["sp.model", "llama"])

@@ -1,0 +1,201 @@
+"""gigatoken is used only where its tokens are those of `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
+
+from meshfeed.formats import quick_bpe as module
+from meshfeed.formats.quick_bpe import QuickBPE, quick_bpe
+from meshfeed.formats.tokenizers import Fast
+from meshfeed.store.tokenizer import TokenizerFile
+from soak import cases
+
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SOURCES = [path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]]
+PIECES = [
+    "'s",
+    "'LL",
+    "'ſ",
+    "<|end|>",
+    "12345",
+    "\r\n",
+    "\u00a0",
+    "\u2028",
+    "  \n ",
+    "\x1c",
+    "\u0301",
+    "한",
+    "日本",
+    "🙂",
+    "\u0c5c's",
+]
+STRANGE = "\u0c5c's"
+"""The first is a letter since Unicode 17; tokenizers and gigatoken cut this text at different places."""
+
+
+def trained(splits: list[str], normalizer: Any = None) -> bytes:
+    """The file of a byte-level BPE."""
+    made = tokenizers.Tokenizer(models.BPE())
+    if normalizer is not None:
+        made.normalizer = normalizer
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
+    steps = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    made.train_from_iterator(SOURCES[:20], trainer)
+    return made.to_str().encode()
+
+
+BYTES = pre_tokenizers.ByteLevel.alphabet()
+KINDS = {
+    "gpt2": trained([]),
+    "llama3": trained([CL100K]),
+    "qwen": trained([CL100K.replace("{1,3}", "")], normalizers.NFC()),
+}
+
+
+def own(content: bytes) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_buffer(content)
+
+
+def ids(content: bytes, texts: list[str]) -> list[list[int]]:
+    return [one.ids for one in own(content).encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def quick(content: bytes) -> QuickBPE | None:
+    return quick_bpe(content, own(content))
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
+    said = json.loads(KINDS["gpt2"])
+    change(said)
+    return json.dumps(said).encode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_are_the_same_and_most_are_quick(kind: str) -> None:
+    made = quick(KINDS[kind])
+    assert made is not None
+    found = [made.encode(text) for text in SOURCES]
+    assert sum(tokens is not None for tokens in found) > len(SOURCES) // 2
+    for tokens, expected in zip(found, ids(KINDS[kind], SOURCES)):
+        assert tokens is None or (tokens.dtype, tokens.tolist()) == (np.int64, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_texts_are_the_same(kind: str) -> None:
+    """Of every character that it takes, next to any other, and of what patterns treat apart."""
+    rng, made = random.Random(3), quick(KINDS[kind])
+    assert made is not None
+    taken = [chr(c) for c in range(1 << 16) if chr(c).isascii() or not module._unsettled().search(chr(c))]
+    assert len(taken) > 50_000
+    for _ in range(cases(3, 500)):
+        texts = []
+        for _ in range(1000):
+            first = rng.randrange(len(taken))
+            near = taken[first : first + 200]
+            parts = [
+                rng.choice([rng.choice(near), rng.choice(taken), rng.choice(PIECES), " "]) for _ in range(40)
+            ]
+            texts.append("".join(parts))
+        found = [made.encode(text) for text in texts]
+        assert all(
+            tokens is None or tokens.tolist() == other
+            for tokens, other in zip(found, ids(KINDS[kind], texts))
+        )
+        assert any(tokens is not None for tokens in found)
+
+
+@settings(max_examples=cases(60), deadline=None)
+@given(
+    st.lists(st.one_of(st.text(), st.lists(st.sampled_from(PIECES)).map("".join)), max_size=8),
+    st.sampled_from([*KINDS]),
+)
+def test_the_tokenizer_gives_what_tokenizers_gives(texts: list[str], kind: str) -> None:
+    given = FAST[kind].encode(texts)
+    assert [tokens.tolist() for tokens in given] == ids(KINDS[kind], texts)
+
+
+FAST = {kind: Fast(TokenizerFile("t.json", "tokenizers", content)) for kind, content in KINDS.items()}
+
+
+def test_characters_of_a_later_unicode_are_left_to_tokenizers() -> None:
+    made = quick(KINDS["gpt2"])
+    assert made is not None and unicodedata.unidata_version >= "14"
+    for text in (STRANGE, "🙂", "\u200b", "\U00010000", "a\u0c5cb"):
+        assert made.encode(text) is None
+    assert made._own.encode(STRANGE).tolist() != ids(KINDS["gpt2"], [STRANGE])[0], "as its own words would be"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: said["added_tokens"][0].update(single_word=True),
+        lambda said: said["model"].update(end_of_word_suffix="</w>"),
+        lambda said: said["model"].update(dropout=0.5),
+        lambda said: said["pre_tokenizer"].update(use_regex=False),
+        lambda said: said["pre_tokenizer"].update(add_prefix_space=True),
+        lambda said: said.update(pre_tokenizer=None),
+        lambda said: said.update(normalizer={"type": "Lowercase"}),
+        lambda said: said["model"]["vocab"].pop(
+            next(byte for byte in BYTES if byte not in str(said["model"]["merges"]))
+        ),
+    ],
+)
+def test_other_forms_are_left_to_tokenizers(change: Callable[[dict[str, Any]], object]) -> None:
+    content = changed(change)
+    assert quick(content) is None
+
+
+def test_the_trial_finds_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = QuickBPE.encode
+
+    def encode(self: QuickBPE, text: str) -> Any:
+        found = real(self, text)
+        return found if found is None else found[:-1]
+
+    monkeypatch.setattr(QuickBPE, "encode", encode)
+    assert quick(KINDS["gpt2"]) is None
+
+
+@pytest.mark.parametrize("how", ["missing", "newer"])
+def test_without_it_tokenizers_does_all(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, "gigatoken", None)
+    else:
+        monkeypatch.setattr(module, "untested", lambda extra: [(f"{extra} 0.11", False)])
+    assert quick(KINDS["gpt2"]) is None
+    fast = Fast(TokenizerFile("t.json", "tokenizers", KINDS["gpt2"]))
+    assert [tokens.tolist() for tokens in fast.encode(SOURCES[:3])] == ids(KINDS["gpt2"], SOURCES[:3])
+
+
+def test_it_is_made_anew_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANEW_CHARACTERS", 1000)
+    made = quick(KINDS["gpt2"])
+    assert made is not None
+    seen = set()
+    for _ in range(3):
+        tokens = made.encode("a word, and " * 50)
+        seen.add(made._own)
+        assert tokens is not None and tokens.tolist() == ids(KINDS["gpt2"], ["a word, and " * 50])[0]
+    assert len(seen) > 1
