@@ -53,7 +53,7 @@ def test_the_section_on_megatron(tmp_path: Path) -> None:
     results = run(job, 4, tmp_path)
     lengths = [10 + n for n in range(4)] * 2
     for got in results:
-        assert got["snippets"] == 7
+        assert got["snippets"] == 8
         assert [tuple(map(tuple, shapes)) for shapes in got["shapes"]] == [((2, 64), (2, 64))] * 2
         assert got["numbers"] == (sum(lengths), sum(n * n for n in lengths))
         assert 0 < got["total"] <= 256

@@ -9,7 +9,7 @@ Megatron-core is imported by the functions that need it, and needs no change.
 """
 
 from meshfeed.integrations.megatron.batch_sizes import batch_of_schedule
-from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, get_batch
+from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageBatch, StageIterator, get_batch
 from meshfeed.integrations.megatron.config import SCHEDULERS, packing_of
 from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.hybrid import HybridCPDataLoaderWrapper
@@ -26,6 +26,7 @@ __all__ = [
     "HybridCPDataLoaderWrapper",
     "Readers",
     "SequencePacking",
+    "StageBatch",
     "StageIterator",
     "Wrapped",
     "batch_of_schedule",

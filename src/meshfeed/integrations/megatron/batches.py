@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.distributed import get_process_group_ranks
 
-from meshfeed.errors import LayoutError, RecipeError
+from meshfeed.errors import LayoutError, OptionError, RecipeError
 from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
-from meshfeed.feed.batch import Step
+from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.megatron.samples import AXES_FIRST
 from meshfeed.integrations.megatron.stages import core
 from meshfeed.plan import Pack, StepPlan, packs_of
@@ -45,7 +45,43 @@ Source = Feed | Exchange
 """What gives steps."""
 
 
-class StageIterator(Iterator[dict[str, Any]]):
+class StageBatch(dict[str, Any]):
+    """A microbatch as a dict of tensors and numbers, which also knows its sequences.
+
+    `batch["source"]` is made when it is asked for, as by a `Microbatch`, and is not among the dict's keys.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], microbatch: Microbatch | None) -> None:
+        super().__init__(fields)
+        self._microbatch = microbatch
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """The microbatch on this stage, as `mf.loss_by_source` takes it.
+
+        Raises OptionError for a batch of an iterator that is None, or not of `data_iterators`, and for rows
+        that Megatron-LM throws away.
+        """
+        if self._microbatch is None:
+            raise OptionError(
+                "this batch is of no microbatch: give get_batch an iterator of megatron.data_iterators"
+            )
+        return self._microbatch
+
+    def replaced(self, fields: Mapping[str, Any]) -> StageBatch:
+        """Other fields of the same microbatch."""
+        return StageBatch(fields, self._microbatch)
+
+    def __missing__(self, name: str) -> Any:
+        if self._microbatch is None or name != "source":
+            raise KeyError(name)
+        return self._microbatch[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageBatch, (dict(self), self._microbatch)
+
+
+class StageIterator(Iterator[StageBatch]):
     """The microbatches of one virtual stage, through all steps; see `data_iterators`.
 
     `next` returns a dict of the fields that the stage needs. For packed sequences it has max_seqlen,
@@ -63,9 +99,9 @@ class StageIterator(Iterator[dict[str, Any]]):
     ) -> None:
         self.step: Step | None = None
         self._source, self._steps, self._num_microbatches = source, steps, num_microbatches
-        self._left: Iterator[dict[str, Any]] = iter(())
+        self._left: Iterator[StageBatch] = iter(())
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> StageBatch:
         while (made := next(self._left, None)) is None:
             if isinstance(self._source, Exchange) and self._source.layout.pp > 1:
                 raise RecipeError(
@@ -84,13 +120,13 @@ class StageIterator(Iterator[dict[str, Any]]):
         self.step = next(self._steps)
         return self._enter(self.step)
 
-    def rest(self) -> Iterator[dict[str, Any]]:
+    def rest(self) -> Iterator[StageBatch]:
         """The microbatches left of the current step."""
         return self._left
 
     def _enter(self, step: Step) -> Step:
         self._check(step)
-        self._left = self._dicts(step)
+        self._left = self._batches(step)
         return step
 
     def _check(self, step: Step) -> None:
@@ -106,7 +142,7 @@ class StageIterator(Iterator[dict[str, Any]]):
             f"Batch.then), or give the schedule the num_microbatches that megatron.begin tells"
         )
 
-    def _dicts(self, step: Step) -> Iterator[dict[str, Any]]:
+    def _batches(self, step: Step) -> Iterator[StageBatch]:
         layout, changing = self._source.layout, len(self._source.cp_groups) > 1
         coord = layout.coord(self._source.rank)
         packs: list[Pack] | None = None
@@ -119,7 +155,7 @@ class StageIterator(Iterator[dict[str, Any]]):
                     made |= {"local_cp_size": microbatch.cp_size, "cp_ranks": microbatch.cp_ranks}
             elif "cu_seqlens" in made and isinstance(self._source, Feed):
                 made |= _of_rows(self._source)
-            yield made
+            yield StageBatch(made, microbatch)
 
 
 def get_batch(
@@ -127,7 +163,7 @@ def get_batch(
     *,
     cp_groups: Mapping[int, Any] | None = None,
     padded_cu_seqlens: bool = False,
-) -> dict[str, Any]:
+) -> StageBatch:
     """The next microbatch of a stage: Megatron's keys, packed_seq_params, then all other fields.
 
     iterator: of `data_iterators`, or a RerunDataIterator around it; for None, all fields are None. cp_groups:
@@ -138,10 +174,11 @@ def get_batch(
     tokens and position_ids are for the first stage and those with MTP layers, labels and loss_mask for the
     last one, attention_mask for none. With mrope_position_ids, these are the position_ids, [3, 1, t], on
     every stage, as Megatron's mrope needs. packed_seq_params is a PackedSeqParams on every stage; None for
-    rows of one length.
+    rows of one length. `batch["source"]` and `batch.microbatch` tell the source of each sequence.
     Raises LayoutError if Megatron has no group for the cp ranks of a pack.
     """
-    batch = {} if iterator is None else dict(next(iterator))
+    taken: Mapping[str, Any] = {} if iterator is None else next(iterator)
+    batch = dict(taken)
     made: dict[str, Any] = {name: batch.pop(name, None) for name in MODEL_KEYS}
     made["packed_seq_params"] = None
     if made["tokens"] is None:
@@ -159,7 +196,8 @@ def get_batch(
         if "own_cu_seqlens" in batch:
             told["cp_partition_mode"] = "contiguous"
         made["packed_seq_params"] = _params(told, cp_groups)
-    return made | batch
+    made |= batch
+    return taken.replaced(made) if isinstance(taken, StageBatch) else StageBatch(made, None)
 
 
 def _with_own(made: dict[str, Any]) -> dict[str, Any]:

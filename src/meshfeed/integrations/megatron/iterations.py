@@ -16,7 +16,7 @@ import torch
 from meshfeed.errors import RecipeError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
-from meshfeed.integrations.megatron.batches import Source, StageIterator, check_documents
+from meshfeed.integrations.megatron.batches import Source, StageBatch, StageIterator, check_documents
 from meshfeed.integrations.megatron.stages import core
 
 _UNSKIPPED = ("virtual_pipeline_model_parallel_size", "hybrid_context_parallel", "dynamic_context_parallel")
@@ -87,7 +87,7 @@ class FollowingIterator(StageIterator):
         self._next = first  # the first step that Megatron has neither trained nor skipped here
         self._zeros = 0  # microbatches left of the last iteration that it skipped here
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> StageBatch:
         now = _iteration(self._args)
         if self.step is not None and now == self.step.index:
             made = next(self._left, None)
@@ -123,7 +123,7 @@ class FollowingIterator(StageIterator):
     def _skips(self, step: int) -> bool:
         return step + 1 in skipped_of(self._args)
 
-    def _skipped(self, now: int) -> dict[str, Any]:
+    def _skipped(self, now: int) -> StageBatch:
         """A microbatch of zeros, in place of one that Megatron discards."""
         if not self._zeros:
             if not self._skips(self._next):
@@ -134,7 +134,7 @@ class FollowingIterator(StageIterator):
                 )
             self._next, self._zeros = self._next + 1, self._of_iteration()
         self._zeros -= 1
-        return zeros(self._args)
+        return StageBatch(zeros(self._args), None)
 
 
 def skipped_of(args: Any) -> Sequence[int]:
