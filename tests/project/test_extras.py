@@ -54,7 +54,7 @@ def test_every_extra_has_a_bound_above_what_the_tests_use(monkeypatch: pytest.Mo
     lines = [f"{each}; extra == '{extra}'" for extra, packages in told.items() for each in packages]
     monkeypatch.setattr(extras, "_metadata", lambda: [line for line in lines if "meshfeed[" not in line])
     pinned = dict(
-        line.replace("[nodejs]", "").split("==")
+        line.partition(";")[0].replace("[nodejs]", "").split("==")
         for path in ROOT.glob("requirements-*.txt")
         for line in path.read_text().splitlines()
         if "==" in line and not line.startswith("#")
