@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.order import key_of, permute, unpermute
+from meshfeed.order import key_of, permutation, permute, unpermute
 from soak import cases
 
 
@@ -208,3 +209,15 @@ def test_what_is_outside_is_refused(places: list[int], size: int) -> None:
 GOLDEN_KEY = 3045955967248346714
 GOLDEN = [964, 706, 840, 878, 63, 823, 21, 497]
 GOLDEN_LARGE = [1263240014744734195, 1987879215200051316, 3352941652955883429]
+
+
+def test_a_board_has_as_many_rows_as_its_root_rounded_up() -> None:
+    """Also where a float cannot hold the size."""
+    roots = [*range(2, 300), *(2**26 + i for i in range(-9, 9)), *(2**31 - i for i in range(9)), 2**31]
+    sizes = [size for root in roots for size in range(root**2 - 3, root**2 + 4) if 1 <= size <= 2**62]
+    rows, cols = permutation._board(np.array(sizes))
+    expected = [math.isqrt(size - 1) + 1 for size in sizes]
+    assert rows.tolist() == expected
+    assert cols.tolist() == [-(-size // row) for size, row in zip(sizes, expected)]
+    for i in range(0, len(sizes), 97):
+        assert [int(each) for each in permutation._board(np.array(sizes[i]))] == [rows[i], cols[i]]

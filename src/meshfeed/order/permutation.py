@@ -9,7 +9,6 @@ value in sqrt(n) needs a second step. Any position takes constant time and memor
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Callable
 
@@ -83,7 +82,9 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
     words = list[_Words]()  # one for all, [], or one for each, [n]
     for given in (sizes, *_board(sizes), key):
         each = np.asarray(given, np.uint64)
-        words.append(np.broadcast_to(each, start.shape).ravel() if each.ndim else each)
+        if each.ndim and each.shape != start.shape:
+            each = np.broadcast_to(each, start.shape)
+        words.append(each.ravel() if each.ndim else each)
     bound, rows, cols, keys = words
     if _permute is not None and x.size:
         _permute(x.size, x, bound.ndim, bound, rows, cols, keys.ndim, keys, _ROUNDS, stir is _unstir)
@@ -99,12 +100,12 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
 
 def _board(sizes: Longs) -> tuple[Longs, Longs]:
     """Rows and columns of the board of each size; int64, the shape of `sizes`."""
-    if sizes.ndim == 0:
-        row = math.isqrt(int(sizes) - 1) + 1
-        return np.array(row), np.array(-(-int(sizes) // row))
-    few, which = np.unique(sizes, return_inverse=True)
-    rows = np.array([math.isqrt(size - 1) + 1 for size in few.tolist()], np.int64)
-    return rows[which], (-(-few // np.maximum(rows, 1)))[which]
+    last = sizes - 1
+    root = np.sqrt(last).astype(np.int64)
+    root -= root * root > last  # floats have fewer bits than sizes
+    root += (root + 1) ** 2 <= last
+    rows = root + 1
+    return rows, -(-sizes // rows)
 
 
 def _stir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:

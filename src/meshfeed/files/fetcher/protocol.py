@@ -178,7 +178,8 @@ def _started() -> FetcherClient:
             [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=without_credentials(os.environ) | {"PYTHONPATH": path},
+            # it multiplies no matrices, so NumPy need not start threads for it
+            env=without_credentials(os.environ) | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             pass_fds=(theirs.fileno(),),
             check=True,
         )
