@@ -23,7 +23,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 import meshfeed as mf
 import world
 from meshfeed.metrics import RunLog, read_run
-from meshfeed.order import draws_between, draws_of_step
+from meshfeed.order import draws_between, draws_of_step, stream
 from meshfeed.recipe import Change
 from meshfeed.sequence.exposure import exposures
 from soak import SEED, cases
@@ -534,6 +534,38 @@ def test_a_feed_whose_documents_are_all_excluded_closes_at_once(folder: Path, pr
             if step.index == 5:
                 break
     assert not [each for each in threading.enumerate() if each.name == "meshfeed-prefetch"]
+
+
+@pytest.mark.parametrize("batch", [mf.Batch(6), mf.Batch(tokens=300)], ids=str)
+def test_an_amendment_is_added_to_the_schedule(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: mf.Batch
+) -> None:
+    """What was computed for the amendments before it stays, and is what a new recipe computes."""
+    made, real = list[int](), stream.turns_of
+    size = mf.BatchSize(9) if batch.tokens is None else mf.BatchSize(tokens=400)
+    changes = [mf.Reweigh({"web": 3, "docs": 1}), size, mf.Grow("web", str(folder / "more"))]
+    changes += [mf.Exclude({"web": [1, 2]}), mf.Reweigh({"web": 1, "code": 2}), mf.SkipSteps(500, 501)]
+
+    def counted(recipe: Any, sizes: Any, part: Any, of_batch: int) -> Any:
+        made.append(part.step)
+        return real(recipe, sizes, part, of_batch)
+
+    monkeypatch.setattr(stream, "turns_of", counted)
+    with mf.Feed(recipe_of(folder, batch), packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:
+        for step in feed:
+            if step.index % 5 == 0 and changes:
+                feed.amend(changes.pop(0))
+            if step.index == 40:
+                break
+        amended = feed.recipe
+    assert len(made) == len({*made}) == 4  # the beginning, two reweighings and a growth
+    fresh = recipe_of(folder, batch).amended(mf.Ledger.read(tmp_path / "ledger.jsonl"))
+    for number in range(80):
+        one, other = draws_of_step(amended, number), draws_of_step(fresh, number)
+        assert one.source.tolist() == other.source.tolist()
+        assert one.epoch.tolist() == other.epoch.tolist()
+        assert one.index.tolist() == other.index.tolist()
+    assert len(made) == 8
 
 
 def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_path: Path) -> None:

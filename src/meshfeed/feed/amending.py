@@ -23,6 +23,7 @@ from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text
 from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.order import extend
 from meshfeed.recipe import Amendment, Change, Recipe
 
 T = TypeVar("T")
@@ -51,9 +52,10 @@ class Recipes:
         further, latest = ledger.amendments[len(known) :], max((each.step for each in known), default=0)
         if not ledger.begins_with(known) or any(each.step < latest for each in further):
             (_, recipe), further = self._first, ledger.amendments
-        recipe = recipe.amended(further)
-        self._last = ledger, recipe
-        return recipe
+        amended = recipe.amended(further)
+        extend(amended, recipe)
+        self._last = ledger, amended
+        return amended
 
 
 class Amending:

@@ -41,6 +41,10 @@ class Segment(Turns):
     start: int
     drawn: Longs
 
+    def among(self, num_sources: int) -> Segment:
+        """The same where further sources come later."""
+        return replace(self, drawn=np.pad(self.drawn, (0, num_sources - self.drawn.size)))
+
     def counts(self, position: int) -> Longs:
         """Draws of each source before a position of the segment; int64 [num_sources]."""
         counts = self.drawn.copy()
@@ -57,19 +61,23 @@ def sizes_of(recipe: Recipe) -> Longs:
     return np.array(sizes, np.int64)
 
 
-def turns_of(recipe: Recipe, sizes: Longs) -> list[Turns]:
-    """What begins a segment, in order. sizes: see `sizes_of`.
+def parts_of(recipe: Recipe) -> list[tuple[Part, int]]:
+    """What begins a segment, in order: amounts, and sequences of a batch of one source, or 0."""
+    if not _per_source(recipe):
+        return [(part, 0) for part in _parts(recipe)]
+    parts = _parts_by_batch(recipe.batch, _parts(recipe))
+    return [(part, recipe.batch.size(part.step)) for part in parts]
+
+
+def turns_of(recipe: Recipe, sizes: Longs, part: Part, of_batch: int) -> Turns:
+    """The turns from a part on. sizes: see `sizes_of`; part, of_batch: see `parts_of`.
 
     Raises RecipeError for amounts that make no sequence or fill no batch.
     """
-    made: list[Turns] = []
-    for part in _parts_by_batch(recipe.batch, _parts(recipe)) if _per_source(recipe) else _parts(recipe):
-        weights = _weights(recipe, sizes, part)
-        turns = interleaving_of(tuple(weights.values()))
-        if _per_source(recipe):
-            turns = WholeBatches(turns, recipe.batch.size(part.step))
-        made.append(Turns(part.step, np.array(list(weights), np.int32), turns))
-    return made
+    weights = _weights(recipe, sizes, part)
+    turns = interleaving_of(tuple(weights.values()))
+    whole = WholeBatches(turns, of_batch) if of_batch else turns
+    return Turns(part.step, np.array(list(weights), np.int32), whole)
 
 
 def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
-from meshfeed.order.schedule import Segment, end_of, sizes_of, turns_of, whole_end
+from meshfeed.order.schedule import Segment, end_of, parts_of, sizes_of, turns_of, whole_end
 from meshfeed.order.tokens import EpochSums, Reached, cut_at
 from meshfeed.recipe import Blocks, EpochTokens, Recipe
 
@@ -119,11 +119,15 @@ class _Lengths(Protocol):
 class Stream:
     """position <-> (source, epoch, index), and step <-> position, for one recipe.
 
+    Args:
+        recipe: whose stream it is.
+        before: that of the recipe that this one amends. What they have in common is not computed again.
+
     Attributes:
         sizes: sequences in an epoch of each source; int64 [num_sources].
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, before: Stream | None = None) -> None:
         self._recipe = weakref.ref(recipe)  # an entry of `_streams` would keep its recipe alive
         self._batch = recipe.batch
         if isinstance(recipe.sequence, OwnOrder):
@@ -136,8 +140,11 @@ class Stream:
         if isinstance(recipe.shuffle, Blocks):
             ends = [recipe.sequence.shard_ends(store) for store in recipe.sources]
             self._blocks = BlockShuffle(recipe.shuffle, self.sizes, ends)
-        self._turns = turns_of(recipe, self.sizes)
-        self._segment = lru_cache(None)(self._make_segment)
+        self._parts = parts_of(recipe)
+        known = {} if before is None else dict(zip(before._parts, before._turns))
+        self._turns = [known.get(each) or turns_of(recipe, self.sizes, *each) for each in self._parts]
+        self._segments = {} if before is None else self._shared_with(before)
+        self._edges: dict[tuple[int, int], Longs] = {} if before is None else before._edges
         self._prepare()
 
     def _prepare(self) -> None:
@@ -193,11 +200,25 @@ class Stream:
         """At least those that begin before a step, and the first."""
         return self.segments
 
-    def _make_segment(self, i: int) -> Segment:
-        turns = self._turns[i]
-        start = self.start(turns.step)
-        drawn = self._segment(i - 1).counts(start) if i else np.zeros(self.sizes.size, np.int64)
-        return Segment(turns.step, turns.sources, turns.turns, start, drawn)
+    def _segment(self, i: int) -> Segment:
+        if i not in self._segments:
+            turns = self._turns[i]
+            start = self.start(turns.step)
+            drawn = self._segment(i - 1).counts(start) if i else np.zeros(self.sizes.size, np.int64)
+            self._segments[i] = Segment(turns.step, turns.sources, turns.turns, start, drawn)
+        return self._segments[i]
+
+    def _shared_with(self, before: Stream) -> dict[int, Segment]:
+        """The segments of another stream that come before any difference between them."""
+        shared: dict[int, Segment] = {}
+        for i, segment in sorted(before._segments.items()):
+            ours, theirs = (
+                [stage for stage in each._batch.stages if stage[0] < segment.step] for each in (self, before)
+            )
+            if ours != theirs or self._parts[: i + 1] != before._parts[: i + 1]:
+                break
+            shared[i] = segment.among(self.sizes.size)
+        return shared
 
     def drawn(
         self, start: int, stop: int, segments: Sequence[Segment] | None = None
@@ -287,7 +308,8 @@ class Stream:
 
     @cached_property
     def _sums(self) -> EpochSums:
-        return EpochSums(self.sizes, [total for total, _ in self._epochs], self._lengths_in_epoch)
+        totals = [total for total, _ in self._epochs]
+        return EpochSums(self.sizes, totals, self._lengths_in_epoch, self._edges)
 
     def check_tokens(self) -> None:
         """Raises RecipeError if no source that is drawn from some step on has a token."""
@@ -416,14 +438,22 @@ class TokenStream(Stream):
 _streams: dict[int, tuple[weakref.ref[Recipe], Stream]] = {}
 
 
-def stream_of(recipe: Recipe) -> Stream:
-    """A recipe's stream; cached, since it asks the stores for their sizes."""
+def stream_of(recipe: Recipe, before: Stream | None = None) -> Stream:
+    """A recipe's stream; cached, since it asks the stores for their sizes. before: see `Stream`."""
     key = id(recipe)
     found = _streams.get(key)
     if found is None:
         ref = weakref.ref(recipe, lambda _: _streams.pop(key, None))
-        found = _streams[key] = ref, Stream(recipe) if recipe.batch.tokens is None else TokenStream(recipe)
+        kind = Stream if recipe.batch.tokens is None else TokenStream
+        found = _streams[key] = ref, kind(recipe, before)
     return found[1]
+
+
+def extend(recipe: Recipe, before: Recipe) -> None:
+    """Make the stream of a recipe that has further amendments of that of the one before, if there is one."""
+    known = _streams.get(id(before))
+    if known is not None:
+        stream_of(recipe, known[1])
 
 
 def _number_of(name: str) -> int:

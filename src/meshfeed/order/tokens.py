@@ -41,13 +41,18 @@ class EpochSums:
         sizes: sequences in an epoch of each source; int64 [num_sources].
         totals: tokens in an epoch of each.
         lengths: (source, epoch, start, stop) -> tokens of the sequences at places of an epoch; int64 [n].
+        edges: the sums that are known, by source and epoch; further ones are added.
     """
 
     def __init__(
-        self, sizes: Longs, totals: Sequence[int], lengths: Callable[[int, int, int, int], Longs]
+        self,
+        sizes: Longs,
+        totals: Sequence[int],
+        lengths: Callable[[int, int, int, int], Longs],
+        edges: dict[tuple[int, int], Longs],
     ) -> None:
         self._sizes, self._totals, self._lengths = sizes.tolist(), totals, lengths
-        self._edges: dict[tuple[int, int], Longs] = {}
+        self._edges = edges
 
     def before(self, source: int, draws: int) -> int:
         """Tokens of the first `draws` draws of a source."""
