@@ -22,7 +22,7 @@ MUCH = 1.2
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Fetched:
     """A source that is fetched block by block. sequence_bytes: of its mean sequence."""
 
     fetching: Fetching
@@ -59,12 +59,12 @@ def fetched_per_byte(recipe: Recipe) -> float:
 
     Known are stores that are fetched by blocks, in remote `.bin/.idx` files. Raises StoreError.
     """
-    found: list[_Source] = []
+    found: list[_Fetched] = []
     for store in recipe.sources:
         fetching = store.fetching if isinstance(store, StreamStore) else None
         if fetching is not None and fetching.num_bytes:
             count = max(cast(SequenceRule, recipe.sequence).num_sequences(store), 1)
-            found.append(_Source(fetching, fetching.num_bytes / count))
+            found.append(_Fetched(fetching, fetching.num_bytes / count))
     total = sum(source.fetching.num_bytes for source in found)
     if not total:
         return 1.0
