@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from meshfeed.errors import ChangedError, OptionError, PrepareError, StoreError
+from meshfeed.errors import ChangedError, MissingError, OptionError, PrepareError, StoreError
 from meshfeed.files.local.lock import locked
 from meshfeed.files.url import is_remote, join, without_secrets
 from meshfeed.formats.documents import PACKED, SUFFIXES, sampled_digest
@@ -102,7 +102,7 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStor
         return output.manifest().get("request", {}) | {"encoder": {}} == wanted  # the key has the encoding
 
     def found() -> StreamStore | None:
-        with suppress(StoreError):
+        with suppress(MissingError):  # some systems remove old files of temporary folders
             return open_store(entry, cache=place.cache) if is_there() else None
         return None
 
@@ -111,7 +111,7 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStor
     with locked(entry.with_name(f"{entry.name}.lock")):
         if (store := found()) is not None:  # another process has made it meanwhile
             return store
-        if is_there():  # but damaged
+        if is_there():  # but some of its files are not
             shutil.rmtree(entry)
         _prepare(place, inputs, encoding, entry)
     if not is_there():

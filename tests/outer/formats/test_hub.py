@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
+import json
 import os
 import subprocess
 import threading
@@ -100,6 +102,17 @@ def test_the_fingerprint_is_of_the_commits_content(hub: Hub, monkeypatch: pytest
     assert old.fingerprint == before != new.fingerprint
     with old, new:
         assert (old.read(0, 0, 1).tolist(), new.read(0, 0, 1).tolist()) == ([10], [11])
+
+
+def test_raw_text_is_of_the_commits_content(hub: Hub) -> None:
+    for texts in (["one", "two"], ["one", "six"]):
+        made = {
+            f"text/a-{i}.jsonl.gz": gzip.compress(json.dumps({"text": text}).encode())
+            for i, text in enumerate(texts)
+        }
+        commit = hub.push({**FILES, **made})
+        with mf.open(hub.url("text/a-*.jsonl.gz", commit), tokenizer="bytes") as store:
+            assert bytes(store.read_stream(np.array([0]), np.array([6]))) == "".join(texts).encode()
 
 
 def test_a_job_is_at_one_commit(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,15 +267,19 @@ def test_a_file_that_changes_while_it_is_opened(
         opened(corpus / "c-*", tmp_path / "cache")
 
 
-def test_a_damaged_store_is_made_again(corpus: Path, tmp_path: Path) -> None:
+def test_what_was_removed_is_made_again_and_what_is_damaged_is_named(corpus: Path, tmp_path: Path) -> None:
     path = Path(opened(corpus / "c-*", tmp_path / "cache").path)
     whole = tree(path)
-    (path / "tokens.bin").write_bytes(b"")
-    assert opened(corpus / "c-*", tmp_path / "cache").num_documents == len(SOME)
+    (path / "tokens.bin").unlink()
+    opened(corpus / "c-*", tmp_path / "cache")
     assert tree(path) == whole
     shutil.rmtree(path)
     opened(corpus / "c-*", tmp_path / "cache")
     assert tree(path) == whole
+    (path / "tokens.bin").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"tokens\.idx: byte"):
+        opened(corpus / "c-*", tmp_path / "cache")
+    assert (path / "manifest.json").exists(), "the work of hours is not removed for an error"
 
 
 @pytest.mark.parametrize("line", ["{", '{"words": "no text"}', '{"text": 3}'])
@@ -306,6 +310,7 @@ def test_what_is_refused(corpus: Path, tmp_path: Path) -> None:
 
 
 def remote(rank: int, url: str, cache: str) -> list[bytes]:
+    os.environ["MESHFEED_CACHE"] = cache
     with pytest.raises(OptionError, match="options= do not reach"):
         opened(url, cache, options={"give_up_s": "9"})
     return documents(Path(opened(url, cache).path))
@@ -319,6 +324,8 @@ def test_remote_text(corpus: Path, tmp_path: Path) -> None:
             given = f"{server.url}/f.jsonl.gz", str(tmp_path / "cache")
             (found,) = world.run(remote, 1, *given, distributed=False)
             assert found == [text.encode() for text in some]
+            (answers,) = (tmp_path / "cache").glob("u*/answers")
+            shutil.rmtree(answers)  # half a minute later
 
 
 def test_commands_read_it(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
