@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from operator import attrgetter, itemgetter
 from os import PathLike
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,29 @@ class Rule(ABC):
         return None
 
     @property
+    def row_lengths(self) -> tuple[tuple[int, int], ...]:
+        """(first step, tokens of each sequence from there on), where all of a step have equally many."""
+        return () if self.row_length is None else ((0, self.row_length),)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(first step, sequences that each of `num_sequences` is cut into from there on)."""
+        return ((0, 1),)
+
+    @property
+    def thresholds(self) -> tuple[tuple[int, int], ...]:
+        """(tokens of the stream, tokens of each sequence from there on), which a recipe turns into steps."""
+        return ()
+
+    def without_thresholds(self) -> Self:
+        """The same rule before its thresholds."""
+        return self
+
+    def then(self, step: int, length: int) -> Rule:
+        """The same rule with sequences of another length from a step on."""
+        raise RecipeError(f"{self.summary()} has no length that could change")
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether steps can be cut by the `lengths` of its sequences."""
         return False
@@ -84,6 +107,10 @@ class Rule(ABC):
     def summary(self) -> str:
         """The rule and all its options in one line; part of the fingerprint."""
         return repr(self)
+
+    def summary_until(self, until: int | None) -> str:
+        """`summary`, as far as it determines the steps before `until` (None: all steps)."""
+        return self.summary()
 
     def shard_ends(self, store: Store) -> npt.NDArray[np.int64] | None:
         """The ends of a store's own shards, in sequences; int64 [num_shards], None without shards."""
@@ -168,13 +195,6 @@ class Batch:
         """The first step that begins at or after so many sequences, or tokens of a batch of tokens."""
         return self.step(amount - 1) + 1 if amount else 0
 
-    def settled(self, length: int) -> Batch:
-        """The same batch of rows of one length with steps for its thresholds."""
-        made = replace(self, thresholds=())
-        for tokens, size in self.thresholds:
-            made = made.then(made.first_step_at(-(-tokens // length)), size)
-        return made
-
     def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
         size, other = (sequences, tokens) if self.tokens is None else (tokens, sequences)
@@ -222,17 +242,32 @@ class Batch:
             step[here], place[here] = first + since[here] // sequences, since[here] % sequences
         return step, place
 
-    def of_rows(self, length: int) -> Batch:
-        """The same batch of tokens, of rows of one length. Raises RecipeError unless they fill its steps."""
-        for _, tokens in self.stages:
+    def in_tokens(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """The same steps as a batch of tokens. rows: see `Rule.row_lengths`."""
+        stages = tuple((step, self.size(step) * length) for step, length in self._with_steps(rows))
+        return Batch(tokens=stages[0][1], last=self.last, stages=stages)
+
+    def of_rows(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """The same batch of tokens, of rows: see `Rule.row_lengths`.
+
+        Raises RecipeError unless rows fill its steps.
+        """
+        stages: list[tuple[int, int]] = []
+        for step, length in self._with_steps(rows):
+            tokens = self.size(step)
             if tokens % length:
                 least = tokens // length * length
                 near = f"{least} or {least + length}" if least else f"{length}"
                 raise RecipeError(
                     f"{self!r}: {tokens} tokens are no whole number of rows of {length}; give {near}"
                 )
-        stages = tuple((first, tokens // length) for first, tokens in self.stages)
-        return Batch(sequences=stages[0][1], last=self.last, stages=stages)
+            stages.append((step, tokens // length))
+        return Batch(sequences=stages[0][1], last=self.last, stages=tuple(stages))
+
+    def _with_steps(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(step, length) of each step where the batch or the length changes."""
+        steps = sorted({step for step, _ in (*self.stages, *rows)})
+        return [(step, [length for first, length in rows if first <= step][-1]) for step in steps]
 
     def summary(self, until: int | None = None) -> str:
         """One line with everything that determines the steps before `until`."""
@@ -412,8 +447,6 @@ class Recipe:
                 f"epochs={self.epochs} with a mixture: set it for each source, "
                 f'Mixture({{"name": (store, {self.epochs})}}, by="repeat"), or give steps'
             )
-        if self.batch.tokens is not None:
-            object.__setattr__(self, "batch", self._batch_of_tokens())
         if self.shuffle == "blocks":
             object.__setattr__(self, "shuffle", Blocks())
         if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
@@ -424,44 +457,49 @@ class Recipe:
             raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
+        self._settle_thresholds()
+        if self.batch.tokens is not None:
+            object.__setattr__(self, "batch", self._batch_of_tokens())
+        self._refuse_pieces()
         names = self.data.names if isinstance(self.data, Mixture) else ("",)
         object.__setattr__(self, "source_names", names)
-        self._settle_thresholds()
         sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
         object.__setattr__(self, "sources", sources)
 
     def _settle_thresholds(self) -> None:
-        """Turn the thresholds of data and batch into steps."""
-        of_data = isinstance(self.data, Mixture) and self.data.thresholds
-        if not of_data and not self.batch.thresholds:
+        """Turn the thresholds of data, rule and batch into steps, in order: each moves those after it."""
+        data, rule, batch = self.data, self.sequence, self.batch
+        waiting = [(tokens, "batch", size) for tokens, size in batch.thresholds]
+        waiting += [(tokens, "rule", length) for tokens, length in rule.thresholds]
+        waiting += (
+            [(each.tokens, "data", each) for each in data.thresholds] if isinstance(data, Mixture) else []
+        )
+        if not waiting:
             return
-        length = 1 if self.batch.tokens is not None else self.sequence.row_length
-        if length is None:
-            self._settle_by_lengths()
-            return
-        batch = self.batch.settled(length)
-        object.__setattr__(self, "batch", batch)
-        if isinstance(self.data, Mixture):
-            data = self.data.settled(lambda tokens: batch.first_step_at(-(-tokens // length)))
-            object.__setattr__(self, "data", data)
+        batch, rule, data = replace(batch, thresholds=()), rule.without_thresholds(), _settled(data)
+        for tokens, of, change in sorted(waiting, key=itemgetter(0)):
+            step = replace(self, data=data, sequence=rule, batch=batch).first_step_at(tokens)
+            if of == "batch":
+                batch = batch.then(step, change)
+            elif of == "rule":
+                rule = rule.then(step, change)
+            elif isinstance(data, Mixture):
+                data = data.then(step, change.sources, by=change.by)
+        for name, value in (("data", data), ("sequence", rule), ("batch", batch)):
+            object.__setattr__(self, name, value)
 
-    def _settle_by_lengths(self) -> None:
-        """The same where the index tells how many tokens the steps before a threshold have."""
+    def first_step_at(self, tokens: int) -> int:
+        """The first step that begins at or after so many tokens of the stream, as if it had no end.
+
+        Raises RecipeError where nobody knows.
+        """
+        if self.batch.tokens is not None:
+            return self.batch.first_step_at(tokens)
+        if rows := self.sequence.row_lengths:
+            return self.batch.in_tokens(rows).first_step_at(tokens)
         if why := self._why_uncounted():
             raise RecipeError(f"at_tokens=: {why}; give the step")
-        made = replace(self, data=_settled(self.data), batch=replace(self.batch, thresholds=()))
-        of_batch = [*self.batch.thresholds]
-        of_data = [*self.data.thresholds] if isinstance(self.data, Mixture) else []
-        while of_batch or of_data:
-            tokens = min(each[0] for each in (*of_batch[:1], *of_data[:1]))
-            step = self.sequence.first_step_at(made, tokens)
-            if of_batch and of_batch[0][0] == tokens:
-                made = replace(made, batch=made.batch.then(step, of_batch.pop(0)[1]))
-            if of_data and of_data[0].tokens == tokens and isinstance(made.data, Mixture):
-                _, sources, by = of_data.pop(0)
-                made = replace(made, data=made.data.then(step, sources, by=by))
-        object.__setattr__(self, "data", made.data)
-        object.__setattr__(self, "batch", made.batch)
+        return self.sequence.first_step_at(self, tokens)
 
     def _why_uncounted(self) -> str:
         """Why nobody can count the tokens of its steps from the index; "" if one can."""
@@ -472,15 +510,26 @@ class Recipe:
         return ""
 
     def _batch_of_tokens(self) -> Batch:
-        length = self.sequence.row_length
-        if length is not None:
-            return self.batch.of_rows(length)
+        if rows := self.sequence.row_lengths:
+            return self.batch.of_rows(rows)
         why = self._why_uncounted()
         if not why and isinstance(self.data, Mixture) and self.data.batches == "per_source":
             why = "batches='per_source' counts the sequences of a batch"
         if why:
             raise RecipeError(f"{self.batch!r}: {why}; give Batch(sequences=)")
         return self.batch
+
+    def _refuse_pieces(self) -> None:
+        """Refuse what does not go with a rule that cuts rows of several lengths."""
+        if len(self.sequence.pieces) == 1:
+            return
+        ends = isinstance(self.data, Mixture) and not all(part.is_endless for part in self.data.parts)
+        for wrong, what in (
+            (self.shuffle == "blocks" or isinstance(self.shuffle, Blocks), "shuffle='blocks'"),
+            (ends, "amounts that end, by repeat or count"),
+        ):
+            if wrong:
+                raise RecipeError(f"{what}: not with {self.sequence.summary()}, whose lengths change")
 
     def source_names_at(self, step: int) -> tuple[str, ...]:
         """The same without those that an amendment adds after a step: equal on all ranks that plan it."""
@@ -542,7 +591,7 @@ class Recipe:
         return {
             "data": data,
             "sequence": brief(
-                " ".join(filter(None, (self.sequence.summary(), code_of(type(self.sequence)))))
+                " ".join(filter(None, (self.sequence.summary_until(until), code_of(type(self.sequence)))))
             ),
             "batch": self.batch.summary(until),
             "seed": str(self.seed),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Amount, Mixture, Part
 from meshfeed.order.interleave import Interleaving, WholeBatches
-from meshfeed.recipe import Batch, Recipe
+from meshfeed.recipe import Recipe
 
 Longs = npt.NDArray[np.int64]
 
@@ -27,27 +27,45 @@ _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Whose turn it is from a step on: `turns` counts the sources that are drawn."""
+    """Whose turn it is from a step on: `turns` counts the sources that are drawn.
+
+    stage, pieces: of the rule; see `Rule.pieces`.
+    """
 
     step: int
     sources: npt.NDArray[np.int32]
     turns: Interleaving | WholeBatches
+    stage: int
+    pieces: int
 
 
 @dataclass(frozen=True, slots=True)
 class Segment(Turns):
-    """Positions with one set of amounts: from `start` on, after `drawn` draws of each source."""
+    """Positions with one set of amounts: from `start` on, after `drawn` draws of each source.
+
+    Draws are counted in sequences of the segment, as if all before had been of their length; `sequences`
+    says how many there were.
+    """
 
     start: int
     drawn: Longs
+    sequences: Longs
 
     def among(self, num_sources: int) -> Segment:
         """The same where further sources come later."""
-        return replace(self, drawn=np.pad(self.drawn, (0, num_sources - self.drawn.size)))
+        more = 0, num_sources - self.drawn.size
+        return replace(self, drawn=np.pad(self.drawn, more), sequences=np.pad(self.sequences, more))
 
     def counts(self, position: int) -> Longs:
         """Draws of each source before a position of the segment; int64 [num_sources]."""
-        counts = self.drawn.copy()
+        return self._after(self.drawn, position)
+
+    def num_drawn(self, position: int) -> Longs:
+        """Sequences of each source before a position of the segment; int64 [num_sources]."""
+        return self._after(self.sequences, position)
+
+    def _after(self, before: Longs, position: int) -> Longs:
+        counts = before.copy()
         counts[self.sources] += self.turns.counts(position - self.start)
         return counts
 
@@ -63,10 +81,11 @@ def sizes_of(recipe: Recipe) -> Longs:
 
 def parts_of(recipe: Recipe) -> list[tuple[Part, int]]:
     """What begins a segment, in order: amounts, and sequences of a batch of one source, or 0."""
-    if not _per_source(recipe):
-        return [(part, 0) for part in _parts(recipe)]
-    parts = _parts_by_batch(recipe.batch, _parts(recipe))
-    return [(part, recipe.batch.size(part.step)) for part in parts]
+    firsts, per_source = {step for step, _ in recipe.sequence.pieces}, _per_source(recipe)
+    if per_source:
+        firsts |= {step for step, _ in recipe.batch.stages}
+    parts = _parts_from(firsts, _parts(recipe))
+    return [(part, recipe.batch.size(part.step) if per_source else 0) for part in parts]
 
 
 def turns_of(recipe: Recipe, sizes: Longs, part: Part, of_batch: int) -> Turns:
@@ -74,10 +93,11 @@ def turns_of(recipe: Recipe, sizes: Longs, part: Part, of_batch: int) -> Turns:
 
     Raises RecipeError for amounts that make no sequence or fill no batch.
     """
-    weights = _weights(recipe, sizes, part)
+    weights, pieces = _weights(recipe, sizes, part), recipe.sequence.pieces
     turns = interleaving_of(tuple(weights.values()))
     whole = WholeBatches(turns, of_batch) if of_batch else turns
-    return Turns(part.step, np.array(list(weights), np.int32), whole)
+    stage = sum(step <= part.step for step, _ in pieces) - 1
+    return Turns(part.step, np.array(list(weights), np.int32), whole, stage, pieces[stage][1])
 
 
 def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | None:
@@ -86,12 +106,26 @@ def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | N
     start: step -> its first position.
     """
     if recipe.epochs is not None:
-        return recipe.epochs * int(sizes[0])
+        return _end_of_epochs(recipe, int(sizes[0]), start)
     last = _parts(recipe)[-1]
     if last.is_endless:
         return None
     total = int(sum(_weights(recipe, sizes, last).values()))
     return start(last.step) + total * (recipe.batch.size(last.step) if _per_source(recipe) else 1)
+
+
+def _end_of_epochs(recipe: Recipe, size: int, start: Callable[[int], int]) -> int:
+    """The position after so many passes over a store alone, whatever its sequences are cut into."""
+    drawn, (first, pieces), *later = 0, *recipe.sequence.pieces
+    assert recipe.epochs is not None
+    for next_first, next_pieces in later:
+        end = start(first) + recipe.epochs * size * pieces - drawn
+        if end <= start(next_first):
+            return end
+        drawn += start(next_first) - start(first)
+        drawn = -(-drawn * next_pieces // pieces)
+        first, pieces = next_first, next_pieces
+    return start(first) + recipe.epochs * size * pieces - drawn
 
 
 def whole_end(
@@ -118,10 +152,10 @@ def _per_source(recipe: Recipe) -> bool:
     return isinstance(recipe.data, Mixture) and recipe.data.batches == "per_source"
 
 
-def _parts_by_batch(batch: Batch, parts: Sequence[Part]) -> list[Part]:
-    """The parts of a mixture, split where the batch size changes."""
-    steps = sorted({step for step, _ in batch.stages} | {part.step for part in parts})
-    return [replace([part for part in parts if part.step <= step][-1], step=step) for step in steps]
+def _parts_from(steps: set[int], parts: Sequence[Part]) -> list[Part]:
+    """The parts of a mixture, split at some steps."""
+    steps = steps | {part.step for part in parts}
+    return [replace([part for part in parts if part.step <= step][-1], step=step) for step in sorted(steps)]
 
 
 def _weights(recipe: Recipe, sizes: Longs, part: Part) -> dict[int, Fraction]:

@@ -87,6 +87,27 @@ class Draws:
         return Draws(self.source[places], self.epoch[places], self.index[places])
 
 
+@dataclass(frozen=True, slots=True)
+class StagedDraws(Draws):
+    """Draws of a rule whose sequences differ in length from stage to stage; see `Rule.pieces`.
+
+    Attributes:
+        stage: of the rule, of all of them.
+    """
+
+    stage: int
+
+    def between(self, start: int, stop: int) -> StagedDraws:
+        """The draws start..stop of this run."""
+        return StagedDraws(
+            self.source[start:stop], self.epoch[start:stop], self.index[start:stop], self.stage
+        )
+
+    def take(self, places: npt.NDArray[np.integer]) -> StagedDraws:
+        """The draws at some indices of this run."""
+        return StagedDraws(self.source[places], self.epoch[places], self.index[places], self.stage)
+
+
 def concatenated(runs: Sequence[Draws]) -> Draws:
     """Concatenate runs of draws."""
     if len(runs) == 1:
@@ -143,6 +164,7 @@ class Stream:
         self._parts = parts_of(recipe)
         known = {} if before is None else dict(zip(before._parts, before._turns))
         self._turns = [known.get(each) or turns_of(recipe, self.sizes, *each) for each in self._parts]
+        self._is_cut = len(recipe.sequence.pieces) > 1
         self._segments = {} if before is None else self._shared_with(before)
         self._edges: dict[tuple[int, int], Longs] = {} if before is None else before._edges
         self._prepare()
@@ -202,11 +224,20 @@ class Stream:
 
     def _segment(self, i: int) -> Segment:
         if i not in self._segments:
-            turns = self._turns[i]
-            start = self.start(turns.step)
-            drawn = self._segment(i - 1).counts(start) if i else np.zeros(self.sizes.size, np.int64)
-            self._segments[i] = Segment(turns.step, turns.sources, turns.turns, start, drawn)
+            self._segments[i] = self._make_segment(i)
         return self._segments[i]
+
+    def _make_segment(self, i: int) -> Segment:
+        turns = self._turns[i]
+        start, none = self.start(turns.step), np.zeros(self.sizes.size, np.int64)
+        of = turns.step, turns.sources, turns.turns, turns.stage, turns.pieces, start
+        if not i:
+            return Segment(*of, none, none)
+        before = self._segment(i - 1)
+        drawn = before.counts(start)
+        if turns.pieces != before.pieces:  # the rest of a longer sequence that has begun is left out
+            drawn = -(-drawn * turns.pieces // before.pieces)
+        return Segment(*of, drawn, before.num_drawn(start))
 
     def _shared_with(self, before: Stream) -> dict[int, Segment]:
         """The segments of another stream that come before any difference between them."""
@@ -231,9 +262,7 @@ class Stream:
         if len(segments) == 1 and self.sizes.size == 1:
             return np.zeros(stop - start, np.int32), np.arange(start, stop)
         found: list[tuple[npt.NDArray[np.int32], Longs]] = []
-        ends = [*(segment.start for segment in segments[1:]), stop]
-        for segment, end in zip(segments, ends):
-            first, last = max(start, segment.start), min(end, stop)
+        for segment, first, last in _spans(segments, start, stop):
             if first < last or not found:
                 local, count = segment.turns.draws(first - segment.start, max(last, first) - segment.start)
                 source = segment.sources[local]
@@ -250,8 +279,25 @@ class Stream:
 
     def draws(self, start: int, stop: int, segments: Sequence[Segment] | None = None) -> Draws:
         """The draws at positions start..stop."""
+        if self._is_cut:
+            return self._cut_draws(start, stop)
         source, epoch, place = self.places(start, stop, segments)
         return Draws(source, epoch, self.indices(source, epoch, place))
+
+    def _cut_draws(self, start: int, stop: int) -> StagedDraws:
+        """The same of a rule whose sequences are pieces of those of an epoch, all of one stage."""
+        spans = [segment for segment, first, last in _spans(self.segments, start, stop) if first < last]
+        spans = spans or [_at(self.segments, start)]
+        stage, pieces = spans[0].stage, spans[0].pieces
+        if spans[-1].stage != stage:
+            raise RecipeError(
+                f"positions {start}..{stop} have sequences of several lengths; ask for each alone"
+            )
+        source, count = self.drawn(start, stop)
+        whole, piece = np.divmod(count, pieces)
+        size = self._sizes_of(source)
+        epoch, place = whole // size, whole % size
+        return StagedDraws(source, epoch, self.indices(source, epoch, place) * pieces + piece, stage)
 
     def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
         """The sequence at each position of an epoch; int64 [n]."""
@@ -284,20 +330,34 @@ class Stream:
         shares[turns.sources] = turns.turns.weights
         return shares
 
-    def positions(self, source: npt.NDArray[np.integer], count: Longs) -> Longs:
-        """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs."""
+    def positions(self, source: npt.NDArray[np.integer], count: Longs, stage: int | None = None) -> Longs:
+        """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs.
+
+        stage: of the rule; None without stages.
+        """
         found = np.full(count.size, -1, np.int64)
         for segment, after in zip(self.segments, [*self.segments[1:], None]):
+            if stage not in (None, segment.stage):
+                continue
             local = np.full(self.sizes.size, -1)
             local[segment.sources] = np.arange(segment.sources.size)
             here = (local[source] >= 0) & (count >= segment.drawn[source])
             if after is not None:
-                here &= count < after.drawn[source]
+                here &= count < segment.counts(after.start)[source]
             some = np.flatnonzero(here)
             own = source[some]
             at = segment.turns.positions(local[own], count[some] - segment.drawn[own])
             found[some] = np.where(at < 0, -1, segment.start + at)
         return found
+
+    def cut_positions(self, draws: StagedDraws, stop: int | None) -> Longs:
+        """The position of each draw; -1 if it does not occur, or not before `stop`; int64 [n]."""
+        pieces = self._of().sequence.pieces[draws.stage][1]
+        whole, piece = np.divmod(draws.index, pieces)
+        place = self.unshuffled(draws.source, draws.epoch, whole)
+        count = (draws.epoch * self.sizes[draws.source] + place) * pieces + piece
+        found = self.positions(draws.source, count, draws.stage)
+        return found if stop is None else np.where(found < stop, found, -1)
 
     # -- tokens -----------------------------------------------------------------------------------------
 
@@ -367,6 +427,13 @@ class Stream:
 
     def _key(self, source: int, epoch: int) -> int:
         return key_of(self._seed, self._numbers[source], epoch)
+
+
+def _spans(segments: Sequence[Segment], start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
+    """(segment, first, last) of its positions within start..stop; none where last <= first."""
+    ends = [*(segment.start for segment in segments[1:]), stop]
+    for segment, end in zip(segments, ends):
+        yield segment, max(start, segment.start), min(end, stop)
 
 
 def _at(segments: Sequence[Segment], position: int) -> Segment:
@@ -541,10 +608,12 @@ def _draws(recipe: Recipe, stream: Stream, start: int, stop: int, before: int | 
 def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws:
     """Draws start..stop of one source, counted by its own draws from 0, wherever they come in the stream.
 
-    Raises RecipeError for a rule with its own order.
+    Raises RecipeError for a rule with its own order, or with sequences of several lengths.
     """
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for draws by step")
+    if len(recipe.sequence.pieces) > 1:
+        raise RecipeError(f"{recipe.sequence.summary()}: its lengths change; look for draws by step")
     stream = stream_of(recipe)
     epoch, place = np.divmod(np.arange(start, stop), stream.sizes[source])
     of = np.full(place.size, source, np.int32)
@@ -568,8 +637,8 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
         return None
     stream = stream_of(recipe)
     position, _ = stream.bounds(step)
-    drawn = _at(stream.segments_before(step + 1), position).counts(position)
-    return drawn, drawn / stream.sizes
+    segment = _at(stream.segments_before(step + 1), position)
+    return segment.num_drawn(position), segment.counts(position) / (stream.sizes * segment.pieces)
 
 
 def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
@@ -602,6 +671,13 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     stream = stream_of(recipe)
     stop = stream.end if stop is None else stream.within(stop, stop)[0]
+    if isinstance(draws, StagedDraws):
+        return stream.cut_positions(draws, stop)
+    if len(recipe.sequence.pieces) > 1:
+        raise RecipeError(
+            f"{recipe.sequence.summary()}: its lengths change, so a sequence is known by its stage alone; "
+            f"see meshfeed exposure"
+        )
     place = stream.unshuffled(draws.source, draws.epoch, draws.index)
     count = draws.epoch * stream.sizes[draws.source] + place
     if stop is None:

@@ -15,7 +15,7 @@ from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, fields_of_plan, table_of_pack, widened
 from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
 from meshfeed.sequence.whisper import WhisperFeatures
-from meshfeed.sequence.windows import Windows
+from meshfeed.sequence.windows import StagedWindows, Windows
 
 __all__ = [
     "PLAN_FIELDS",
@@ -39,6 +39,7 @@ __all__ = [
     "Runs",
     "Samples",
     "SequenceRule",
+    "StagedWindows",
     "TiledPixels",
     "WhisperFeatures",
     "WholeStep",

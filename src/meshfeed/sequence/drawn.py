@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.rule import SequenceRule, of_draws
 from meshfeed.sequence.runs import Longs
 
 _TOGETHER = 1 << 20  # draws that are looked up together
@@ -42,8 +43,8 @@ def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
     def of_epoch(source: int) -> Longs:
         return np.array([rule.num_sequences(recipe.sources[source]), rule.epoch_tokens(recipe, source).total])
 
-    if drawn is not None and isinstance(rule, Rows):
-        sums = drawn[0][:, None] * [1, rule.length]
+    if drawn is not None and rule.row_lengths:
+        sums = _rows(recipe, until)
     else:
         sums = _summed(recipe, until, measure, of_epoch, 2)
     sums -= _skipped(recipe, until, measure, 2)
@@ -71,7 +72,7 @@ def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_
         return np.bincount(values[source][documents], tokens, num_values).astype(np.int64)
 
     def of_epoch(source: int) -> Longs:
-        if isinstance(rule, Rows):
+        if rule.spans_documents:
             raise RecipeError("rows begin at other tokens in each epoch")
         rule.epoch_tokens(recipe, source)  # the same in every epoch, or it raises
         size = rule.num_sequences(recipe.sources[source])
@@ -88,9 +89,20 @@ def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_
     return sums
 
 
+def _rows(recipe: Recipe, until: int) -> Longs:
+    """Rows of each source and their tokens, stage by stage; int64 [num_sources, 2]."""
+    sums, before = np.zeros((len(recipe.sources), 2), np.int64), np.zeros(len(recipe.sources), np.int64)
+    ends = [step for step, _ in recipe.sequence.row_lengths[1:]]
+    for (_, length), end in zip(recipe.sequence.row_lengths, [*ends, until]):
+        drawn = drawn_until(recipe, min(end, until))
+        rows = before if drawn is None else drawn[0]
+        sums, before = sums + (rows - before)[:, None] * [1, length], rows
+    return sums
+
+
 def _documents_of(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs]:
     """Pieces of documents in some draws of a source: which document, and how many tokens; int64 [n] each."""
-    rule = cast(SequenceRule, recipe.sequence)
+    rule = of_draws(recipe, draws)
     if not isinstance(rule, Rows):
         return draws.index, rule.lengths(recipe, draws)
     none = np.zeros(1, np.int64)
@@ -107,7 +119,7 @@ def _summed(
     of_epoch: those of an epoch; it raises RecipeError where epochs differ.
     """
     drawn = drawn_until(recipe, until)
-    if drawn is None:
+    if drawn is None or len(recipe.sequence.pieces) > 1:
         return _scanned(recipe, 0, until, measure, num)
     rule, sums = cast(SequenceRule, recipe.sequence), np.zeros((len(recipe.sources), num), np.int64)
     for source, count in enumerate(drawn[0].tolist()):
@@ -124,11 +136,13 @@ def _summed(
 
 
 def _scanned(recipe: Recipe, first_step: int, stop_step: int, measure: _Measure, num: int) -> Longs:
-    start, stop = (start_of_step(recipe, step) for step in (first_step, stop_step))
     sums = np.zeros((len(recipe.sources), num), np.int64)
-    for at in range(start, stop, _TOGETHER):
-        for source, _, draws in draws_between(recipe, at, min(at + _TOGETHER, stop)).by_source():
-            sums[source] += measure(source, draws)
+    edges = [step for step, _ in recipe.sequence.pieces if first_step < step < stop_step]
+    for steps in pairwise((first_step, *edges, stop_step)):
+        start, stop = (start_of_step(recipe, step) for step in steps)
+        for at in range(start, stop, _TOGETHER):
+            for source, _, draws in draws_between(recipe, at, min(at + _TOGETHER, stop)).by_source():
+                sums[source] += measure(source, draws)
     return sums
 
 
@@ -154,7 +168,7 @@ def _excluded(recipe: Recipe, until: int) -> Iterator[tuple[int, Longs, Longs, L
     Twice: all draws of the documents, and with the sign -1 those that were made of them before.
     """
     gone = recipe.amendments.excluded_at(until)
-    if not gone or isinstance(recipe.sequence, Rows):  # rows keep them
+    if not gone or cast(SequenceRule, recipe.sequence).spans_documents:  # rows keep them
         return
     sources = np.repeat([*gone], [documents.size for documents in gone.values()])
     documents = np.concatenate([*gone.values()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order import Draws, drawn_until, positions_of, start_of_step, steps_of
+from meshfeed.order import Draws, StagedDraws, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, among
 
@@ -54,25 +54,32 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     if drawn is None:
         raise RecipeError(f"{rule.summary()} has an order of its own; look for a document by step")
     none = np.zeros(0, np.int64)
-    columns = [(none,) * 6]
-    for source in np.unique(sources).tolist():
-        mine = np.flatnonzero(sources == source)
-        for epoch in range(-(-int(drawn[0][source]) // rule.num_sequences(recipe.sources[source]))):
-            held = rule.sequences_with(recipe, source, epoch, documents[mine])
-            some = np.flatnonzero(held.begin < held.end)
-            none = np.zeros_like(some)
-            where = none + source, none + epoch, held.sequence[some], held.begin[some], held.end[some]
-            columns.append((mine[held.document[some]], *where))
+    columns, positions = [(none,) * 6], [none]
+    for stage, each in enumerate(rule.of_stages):
+        of_stage = [(none,) * 6]
+        for source in np.unique(sources).tolist():
+            mine = np.flatnonzero(sources == source)
+            for epoch in range(math.ceil(drawn[1][source])):
+                held = each.sequences_with(recipe, source, epoch, documents[mine])
+                some = np.flatnonzero(held.begin < held.end)
+                none = np.zeros_like(some)
+                where = none + source, none + epoch, held.sequence[some], held.begin[some], held.end[some]
+                of_stage.append((mine[held.document[some]], *where))
+        _, source, epoch, sequence, _, _ = found = [*map(np.concatenate, zip(*of_stage))]
+        draws = Draws(source.astype(np.int32), epoch, sequence)
+        if len(rule.of_stages) > 1:
+            draws = StagedDraws(draws.source, draws.epoch, draws.index, stage)
+        positions.append(positions_of(recipe, draws, start_of_step(recipe, until)))
+        columns.append(found)
     document, source, epoch, sequence, begin, end = map(np.concatenate, zip(*columns))
-    draws = Draws(source.astype(np.int32), epoch, sequence)
-    positions = positions_of(recipe, draws, start_of_step(recipe, until))
+    draws, positions = Draws(source.astype(np.int32), epoch, sequence), np.concatenate(positions)
     order = np.argsort(positions, kind="stable")
     order = order[positions[order] >= 0]
     step, place = steps_of(recipe, positions[order])
     seen = np.ones(order.size, np.bool_)
     for first, stop in recipe.amendments.skipped:
         seen &= (step < first) | (stop <= step)
-    for first, source, gone in () if isinstance(rule, Rows) else recipe.amendments.excluded:
+    for first, source, gone in () if rule.spans_documents else recipe.amendments.excluded:
         mine = np.flatnonzero((step >= first) & (draws.source[order] == source))
         seen[mine[among(gone, documents[document[order[mine]]])]] = False
     order, step, place = order[seen], step[seen], place[seen]

@@ -90,6 +90,11 @@ class Rows(SequenceRule):
         return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
 
     @property
+    def spans_documents(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def row_length(self) -> int:
         """Tokens of each row."""
         return self.length

@@ -21,14 +21,14 @@ from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, first_step_at
+from meshfeed.order import Draws, StagedDraws, first_step_at
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule
 from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.runs import Longs, Portion, WithHoles
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
 
@@ -76,6 +76,16 @@ class SequenceRule(Rule):
     def packed(self) -> bool:
         """Whether its sequences differ in length and need a `Packing`."""
         return False
+
+    @property
+    def spans_documents(self) -> bool:
+        """Whether its sequences are rows that begin and end inside documents."""
+        return False
+
+    @property
+    def of_stages(self) -> Sequence[SequenceRule]:
+        """The rule of each stage of `pieces`; itself, if there is but one."""
+        return (self,)
 
     @property
     def counts_tokens(self) -> bool:
@@ -271,6 +281,12 @@ def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> EpochTokens:
                 )
             total, longest = total + int(now.sum()), max(longest, int(now.max()))
     return EpochTokens(total, longest)
+
+
+def of_draws(recipe: Recipe, draws: Draws) -> SequenceRule:
+    """The recipe's rule, or the one of the stage that some draws are of."""
+    stage = draws.stage if isinstance(draws, (StagedDraws, WithHoles)) else 0
+    return cast(SequenceRule, recipe.sequence).of_stages[stage]
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:

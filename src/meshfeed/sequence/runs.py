@@ -75,9 +75,11 @@ class WithHoles(Draws):
 
     Attributes:
         holes: source -> where documents that bear none begin and end, ascending; int64 [m] each.
+        stage: of the rule; see `StagedDraws`.
     """
 
     holes: Mapping[int, tuple[Longs, Longs]]
+    stage: int = 0
 
     def between(self, start: int, stop: int) -> WithHoles:
         """The draws start..stop of this run."""
@@ -85,7 +87,8 @@ class WithHoles(Draws):
 
     def take(self, places: npt.NDArray[np.integer]) -> WithHoles:
         """The draws at some indices of this run."""
-        return WithHoles(self.source[places], self.epoch[places], self.index[places], self.holes)
+        drawn = self.source[places], self.epoch[places], self.index[places]
+        return WithHoles(*drawn, self.holes, self.stage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Draws, (self.source, self.epoch, self.index)  # holes may be many; a microbatch needs none

@@ -8,18 +8,24 @@ different ones each time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 
+from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.mixture import Store
-from meshfeed.order import Draws, key_of
+from meshfeed.mixture import Store, check_next, is_past, tokens_given
+from meshfeed.order import Draws, StagedDraws, key_of
 from meshfeed.plan import Slices
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import EpochTokens, Recipe
+from meshfeed.roles import Field
 from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
 from meshfeed.sequence.rule import Held, TokenRule
-from meshfeed.sequence.runs import Longs
+from meshfeed.sequence.runs import Longs, Portion, WithHoles
+from meshfeed.sequence.table import FieldTable
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of, runs
 
@@ -43,6 +49,26 @@ class Windows(Rows, TokenRule):
     Raises RecipeError for a length below 1.
     """
 
+    def then(
+        self, step: int | None = None, length: int | None = None, *, at_tokens: float | None = None
+    ) -> StagedWindows:
+        """Windows of another length from a step on: `Windows(2048).then(1000, 8192)`.
+
+        Each source goes on at the token that it has reached. An epoch is shuffled in windows of the longest
+        length, and shorter ones are the pieces of these, one after the other. So every token comes once in an
+        epoch, but for the rest of a longer window that has begun when the length changes. The order of all
+        steps depends on the longest length: say it before the job begins.
+        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream. Later
+        changes are then given by tokens, too.
+        Raises RecipeError unless each length divides the longest.
+        """
+        return StagedWindows(self, ((0, self.length),)).then(step, length, at_tokens=at_tokens)
+
+    @property
+    def _unit(self) -> int:
+        """Tokens of the windows that an epoch is shuffled in."""
+        return self.length
+
     def num_sequences(self, store: Store) -> int:
         """Windows per epoch.
 
@@ -53,19 +79,19 @@ class Windows(Rows, TokenRule):
             raise RecipeError(f"Windows cuts a stream of tokens; {store!r} has none")
         if store.dtype.kind not in "iu":
             raise RecipeError(f"Windows needs integer tokens; {store!r} holds {store.dtype.name}")
-        num_tokens = store.num_tokens
-        if num_tokens < self.length + 1:
+        num_tokens, unit = store.num_tokens, self._unit
+        if num_tokens < unit + 1:
             raise StoreError(
-                f"{store!r} has {num_tokens} tokens; one window of {self.length} and its last label need "
-                f"{self.length + 1}: use a shorter window or more data"
+                f"{store!r} has {num_tokens} tokens; one window of {unit} and its last label need "
+                f"{unit + 1}: use a shorter window or more data"
             )
-        return num_tokens // self.length
+        return num_tokens // unit * (unit // self.length)
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
-        first = draws.index * self.length
+        first, unit = draws.index * self.length, self._unit
         for epoch in set(draws.epoch.tolist()) - {0}:
-            first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, self.length) % self.length
+            first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, unit) % unit
         return first
 
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
@@ -137,6 +163,173 @@ class Windows(Rows, TokenRule):
         offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
         ascending = np.lexsort((offset, window))
         return window[ascending], offset[ascending]
+
+
+@dataclass(frozen=True)
+class _Pieces(Windows):
+    """Windows that are pieces of windows of `unit` tokens."""
+
+    unit: int = 0
+
+    @property
+    def _unit(self) -> int:
+        return self.unit
+
+
+@dataclass(frozen=True, repr=False)
+class StagedWindows(TokenRule):
+    """Windows whose length changes; see `Windows.then`, which makes it.
+
+    Fields are those of `Windows`, as long as the windows of their step.
+
+    Attributes:
+        first: the windows of step 0.
+        stages: (first step, tokens of a window) of each length, the first included.
+        waiting: (tokens of the stream, tokens of a window) of further lengths; a recipe makes stages of them.
+        longest: tokens of a window of a length that is not among these any more, or 0.
+    """
+
+    first: Windows
+    stages: tuple[tuple[int, int], ...]
+    waiting: tuple[tuple[int, int], ...] = ()
+    longest: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = [length for _, length in (*self.stages, *self.waiting)]
+        for length in lengths:
+            if type(length) is not int or length < 1:
+                raise RecipeError(f"Windows.then(length={length!r}): at least one token, a whole number")
+        for length in lengths:
+            if self.unit % length:
+                raise RecipeError(
+                    f"Windows.then: a window of {length} tokens is no whole part of one of {self.unit}, the "
+                    f"longest; give lengths that divide it"
+                )
+        object.__setattr__(self, "eod_mask_loss", self.first.eod_mask_loss)
+
+    def then(
+        self, step: int | None = None, length: int | None = None, *, at_tokens: float | None = None
+    ) -> StagedWindows:
+        """See `Windows.then`."""
+        tokens = tokens_given(step, at_tokens, [at for at, _ in self.waiting], "Windows.then")
+        change = cast(int, length)  # checked when it is made
+        if tokens is not None:
+            return replace(self, waiting=(*self.waiting, (tokens, change)))
+        check_next(cast(int, step), self.stages[-1][0], "Windows.then")
+        return replace(self, stages=(*self.stages, (cast(int, step), change)))
+
+    def __repr__(self) -> str:
+        changes = [f".then({step}, {length})" for step, length in self.stages[1:]]
+        changes += [f".then(at_tokens={at}, length={length})" for at, length in self.waiting]
+        return f"{self.first!r}{''.join(changes)}"
+
+    def summary_until(self, until: int | None) -> str:
+        """Without later lengths, but for the longest: the order follows from it."""
+        later = "".join(f", {n} from step {step}" for step, n in self.stages[1:] if is_past(step, until))
+        return f"{self.first!r} of {self.unit}{later}"
+
+    # -- stages -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def unit(self) -> int:
+        """The longest length."""
+        return max(self.longest, *(length for _, length in (*self.stages, *self.waiting)))
+
+    @cached_property
+    def of_stages(self) -> Sequence[Windows]:
+        """The windows of each stage."""
+        options = {each.name: getattr(self.first, each.name) for each in fields(self.first)}
+        return [_Pieces(**options | {"length": length, "unit": self.unit}) for _, length in self.stages]
+
+    def _of(self, draws: Draws) -> Windows:
+        """The windows of some draws of a step."""
+        if not isinstance(draws, (StagedDraws, WithHoles)):
+            raise RecipeError(f"{self!r}: these draws tell no stage; draw them by step")
+        return self.of_stages[draws.stage]
+
+    @property
+    def row_lengths(self) -> tuple[tuple[int, int], ...]:
+        """The stages."""
+        return self.stages
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Windows of each stage in one of the longest."""
+        return tuple((step, self.unit // length) for step, length in self.stages)
+
+    @property
+    def thresholds(self) -> tuple[tuple[int, int], ...]:
+        """Lengths that wait for a step."""
+        return self.waiting
+
+    def without_thresholds(self) -> StagedWindows:
+        """Before them, with windows in the same order."""
+        return replace(self, waiting=(), longest=self.unit)
+
+    # -- as its windows ---------------------------------------------------------------------------------
+
+    @property
+    def spans_documents(self) -> bool:
+        return True
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return self.first.fields
+
+    def num_sequences(self, store: Store) -> int:
+        """Windows of the longest length in an epoch."""
+        return replace(self.first, length=self.unit).num_sequences(store)
+
+    def num_documents(self, store: Store) -> int | None:
+        return self.first.num_documents(store)
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        return EpochTokens(self.num_sequences(recipe.sources[source]) * self.unit, self.unit)
+
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
+        made = cast(WithHoles, self._of(draws).without(recipe, draws, excluded))
+        return replace(made, stage=cast(StagedDraws, draws).stage)
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        return self._of(draws).lengths(recipe, draws)
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        return self._of(draws).valid_tokens(recipe, draws, starts, lengths)
+
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+        """Raises RecipeError: ask the windows `of_stages`."""
+        raise RecipeError(f"{self!r} has windows of several lengths; look for a document by step")
+
+    def stream_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        return self._of(draws).stream_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
+
+    def bearing_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        return self._of(draws).bearing_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        return self._of(portion.draws).num_bytes(recipe, portion)
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Those of a step."""
+        if portions:
+            self._of(portions[0].draws).announce(recipe, portions)
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        return self._of(portion.draws).load(recipe, portion, allocate)
+
+    def table(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> FieldTable:
+        return self._of(portion.draws).table(recipe, portion, columns, names, allocate)
 
 
 def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:

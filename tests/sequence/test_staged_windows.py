@@ -1,0 +1,276 @@
+"""Windows whose length changes: a source goes on at the token reached, on every rank, from any step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+import world
+from meshfeed.errors import RecipeError
+from meshfeed.order import drawn_until, draws_of_step, num_positions, num_steps, start_of_step, steps_of
+from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
+from meshfeed.sequence.exposure import exposures
+from meshfeed.store import DatasetWriter
+from meshfeed.testing import assert_elastic, assert_resumable
+from observe import simulated, take
+from soak import cases
+
+LENGTHS = {"one": 331, "other": 170}
+"""Tokens of each store."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stores whose tokens count up, the second from 1,000 on, with a loss mask."""
+    path, rng = tmp_path_factory.mktemp("staged"), np.random.default_rng(0)
+    for first, (name, total) in zip((0, 1000), LENGTHS.items()):
+        with DatasetWriter(path / name, {"tokens": "i4", "loss_mask": "u1"}) as writer:
+            at = 0
+            while at < total:
+                size = min(int(rng.integers(1, 25)), total - at)
+                tokens = np.arange(first + at, first + at + size, dtype="i4")
+                writer.add_document(tokens=tokens, loss_mask=(tokens % 5 > 0).astype("u1"))
+                at += size
+    return path
+
+
+def stores(folder: Path, **options: Any) -> dict[str, Any]:
+    return {name: mf.open(folder / name, **{"ignore": ["loss_mask"]} | options) for name in LENGTHS}
+
+
+def inputs_of(recipe: mf.Recipe, step: int) -> list[tuple[int, list[int]]]:
+    """(source, tokens) of each sequence of a step, in stream order; labels are the tokens after them."""
+    size = len(draws_of_step(recipe, step))
+    (made,) = mf.simulate(recipe, mf.Layout(), [step], micro_batch_size=size)
+    (microbatch,) = made.microbatches
+    found = []
+    for source, tokens, labels in zip(*(microbatch[name] for name in ("source", "tokens", "labels"))):
+        assert tokens[1:].tolist() == labels[:-1].tolist()
+        found.append((int(source), tokens.tolist()))
+    return found
+
+
+class Naive:
+    """Each source as one line of tokens: its windows of the longest length, in the order of those alone."""
+
+    def __init__(self, recipe: mf.Recipe, longest: int) -> None:
+        self.recipe, self.longest = recipe, longest
+        self.lines: list[list[int]] = [[] for _ in recipe.sources]
+        self.at = [0] * len(recipe.sources)
+        self.alone: list[mf.Recipe] = []
+        for name in recipe.source_names:
+            data: Any = recipe.sources[0]
+            if name:  # the others are there, but not drawn
+                shares = zip(recipe.source_names, recipe.sources)
+                data = mf.Mixture({each: (store, float(each == name)) for each, store in shares})
+            self.alone.append(replace(recipe, data=data, sequence=mf.Windows(longest), batch=mf.Batch(1)))
+
+    def next(self, source: int, length: int) -> list[int]:
+        """The next window of a source: what is left of a longer one that has begun is left out."""
+        start = -(-self.at[source] // length) * length
+        line, self.at[source] = self.lines[source], start + length
+        while len(line) < self.at[source]:
+            ((_, tokens),) = inputs_of(self.alone[source], len(line) // self.longest)
+            line += tokens
+        return line[start : start + length]
+
+
+lengths_of_stages = st.lists(st.sampled_from([1, 2, 3, 4, 6, 12, 24]), min_size=2, max_size=4).filter(
+    lambda lengths: all(max(lengths) % each == 0 for each in lengths)
+)
+
+
+@settings(max_examples=cases(10), deadline=None)
+@given(lengths_of_stages, st.data())
+def test_every_source_goes_on_at_the_token_that_it_has_reached(
+    folder: Path, lengths: list[int], data: st.DataObject
+) -> None:
+    """A store alone and a mixture that changes, batches of sequences and of tokens, several epochs."""
+    firsts = np.cumsum([0, *(data.draw(st.integers(1, 5)) for _ in lengths[1:])]).tolist()
+    shuffle: Any = data.draw(st.sampled_from(["global", "none"]))
+    rule: Any = mf.Windows(lengths[0])
+    for step, length in zip(firsts[1:], lengths[1:]):
+        rule = rule.then(step, length)
+    sizes = [data.draw(st.integers(1, 6)) for _ in range(2)]
+    batch = mf.Batch(sizes[0]).then(4, sizes[1])
+    if data.draw(st.booleans()):
+        batch = mf.Batch(tokens=24 * sizes[0]).then(4, tokens=24 * sizes[1])
+    if data.draw(st.booleans()):
+        shares = {name: (store, share) for (name, store), share in zip(stores(folder).items(), (2, 1))}
+        source: Any = mf.Mixture(shares).then(3, {"one": 1, "other": data.draw(st.sampled_from([0, 1, 3]))})
+    else:
+        source = stores(folder)["one"]
+    recipe = mf.Recipe(data=source, sequence=rule, batch=batch, seed=9, shuffle=shuffle)
+    naive, begin, drawn = Naive(recipe, max(lengths)), 0, np.zeros(len(recipe.sources), int)
+    tokens = np.zeros_like(drawn)
+    for step in range(firsts[-1] + 6):
+        length = [each for first, each in zip(firsts, lengths) if first <= step][-1]
+        made, size = inputs_of(recipe, step), sizes[step >= 4]
+        assert len(made) == (size if batch.tokens is None else 24 * size // length)
+        for of, window in made:
+            assert window == naive.next(of, length)
+        counts = np.bincount([of for of, _ in made], minlength=len(recipe.sources))
+        found = drawn_until(recipe, step)
+        assert start_of_step(recipe, step) == begin and found is not None and (found[0] == drawn).all()
+        of_steps, places = steps_of(recipe, np.arange(begin, begin + len(made)))
+        assert set(of_steps.tolist()) == {step} and places.tolist() == list(range(len(made)))
+        begin, drawn, tokens = begin + len(made), drawn + counts, tokens + counts * length
+    for each, wanted in zip(drawn_of_sources(recipe, firsts[-1] + 6), (drawn, tokens)):
+        assert each.tolist() == wanted.tolist()
+
+
+def recipe_of(folder: Path, **options: Any) -> mf.Recipe:
+    rule = mf.Windows(8, reset_attention_mask=True).then(4, 24).then(9, 12)
+    data = mf.Mixture({name: (store, 1) for name, store in stores(folder).items()})
+    return mf.Recipe(
+        **{"data": data, "sequence": rule, "batch": mf.Batch(tokens=24 * 8), "seed": 3} | options
+    )
+
+
+def test_an_epoch_has_every_token_once(folder: Path) -> None:
+    """But for the rest of one longer window, and what no window holds."""
+    store = stores(folder)["one"]
+    for rule in (mf.Windows(8).then(3, 24), mf.Windows(24).then(3, 8), mf.Windows(2).then(1, 6).then(4, 24)):
+        recipe = mf.Recipe(data=store, sequence=rule, batch=mf.Batch(tokens=48), epochs=1)
+        seen = [
+            t for step in range(num_steps(recipe) or 0) for _, row in inputs_of(recipe, step) for t in row
+        ]
+        assert len(seen) == len(set(seen)) and 331 // 24 * 24 - 24 < len(seen) <= 331 // 24 * 24
+        more = mf.Recipe(data=store, sequence=rule, batch=mf.Batch(tokens=48), epochs=3)
+        further = (num_positions(more) or 0) - (num_positions(recipe) or 0)
+        assert further == 2 * (331 // 24) * rule.pieces[-1][1]
+
+
+def _rank(rank: int, layout: mf.Layout, recipe: mf.Recipe) -> Any:
+    with mf.Feed(recipe, layout, micro_batch_size=2) as feed:
+        return take(feed, 12)
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2", "cp2-dp2"])
+def test_every_rank_has_the_length_of_the_step(folder: Path, layout: str) -> None:
+    shape = mf.Layout.parse(layout)
+    columns = {name: (store, 1) for name, store in stores(folder, ignore=[]).items()}
+    for recipe in (recipe_of(folder), recipe_of(folder, data=mf.Mixture(columns))):
+        amended = recipe.amended([(2, mf.Exclude({"one": [1, 2, 7]})), (6, mf.SkipSteps(7, 8))])
+        for rank, got in enumerate(world.run(_rank, 4, shape, amended)):
+            steps = [step for step in range(13) if step != 7]
+            assert got == simulated(amended, shape, steps, rank, micro_batch_size=2)
+
+
+def test_excluded_documents_bear_no_loss_at_any_length(folder: Path) -> None:
+    recipe = recipe_of(folder)
+    with (store := recipe.sources[0]):
+        gone = np.concatenate([store.read(d, 0, int(store.lengths(np.array([d]))[0])) for d in (1, 2, 7)])
+    amended = recipe.amended([(0, mf.Exclude({"one": [1, 2, 7]}))])
+    lost = set[int]()
+    for plain, made in zip(*(mf.simulate(each, mf.Layout(), 14) for each in (recipe, amended))):
+        bears = 0
+        for one, other in zip(plain.microbatches, made.microbatches):
+            loses = np.isin(other["tokens"], gone) | np.isin(other["labels"], gone)
+            assert torch.equal(one["tokens"], other["tokens"])
+            assert (other["loss_mask"].numpy() == np.where(loses, 0, one["loss_mask"])).all()
+            bears += int(other["loss_mask"].sum())
+            lost |= {other["tokens"].shape[1]} if loses.any() else set()
+        assert bears == made.batch.valid_tokens
+    assert lost == {8, 12, 24}
+
+
+def test_resuming_and_other_layouts(folder: Path) -> None:
+    recipe = recipe_of(folder)
+    assert_resumable(recipe, steps=12, micro_batch_size=1)
+    assert_elastic(recipe, ["dp3", "cp2-dp2"], steps=12, micro_batch_size=1)
+
+
+def test_exposure_and_audit_look_through_the_lengths(folder: Path) -> None:
+    recipe, until = recipe_of(folder), 15
+    sources = np.repeat([0, 1], [5, 3])
+    documents = np.array([0, 3, 4, 9, 12, 1, 2, 8])
+    with recipe.sources[0], recipe.sources[1]:
+        found = exposures(recipe, sources, documents, until)
+        spans = [
+            (int(first) + 1000 * int(source), int(first) + 1000 * int(source) + int(size))
+            for source, document in zip(sources, documents)
+            for first, size in zip(*recipe.sources[source].extents(np.array([document])))
+        ]
+        parity = {s: np.arange(each.num_documents) % 2 for s, each in enumerate(recipe.sources)}
+        by_value = drawn_by_value(recipe, until, parity, 2)
+        odd = {
+            int(first) + 1000 * s + i
+            for s, each in enumerate(recipe.sources)
+            for first, size in zip(*each.extents(np.arange(1, each.num_documents, 2)))
+            for i in range(int(size))
+        }
+    wanted, sums = [], np.zeros((2, 2), int)
+    for step in range(until):
+        for place, (source, tokens) in enumerate(inputs_of(recipe, step)):
+            for token in tokens:
+                sums[source, int(token in odd)] += 1
+            held = {
+                *tokens,
+                (tokens[-1] - 1000 * source + 1) % LENGTHS["other" if source else "one"] + 1000 * source,
+            }
+            for number, (first, stop) in enumerate(spans):
+                if count := len(held & {*range(first, stop)}):
+                    wanted.append((step, place, number, count))
+    rows = zip(
+        found.step.tolist(), found.place.tolist(), found.document.tolist(), (found.end - found.begin).tolist()
+    )
+    assert sorted(rows) == sorted(wanted)
+    assert by_value.tolist() == sums.tolist()
+
+
+def test_thresholds_in_tokens_and_the_fingerprint(folder: Path) -> None:
+    by_tokens = mf.Windows(8).then(at_tokens=24 * 8 * 4 - 5, length=24).then(at_tokens=24 * 8 * 9, length=12)
+    by_steps = mf.Windows(8).then(4, 24).then(9, 12)
+    batch = mf.Batch(tokens=24 * 8)
+    recipes = [recipe_of(folder, sequence=rule, batch=batch) for rule in (by_tokens, by_steps)]
+    assert recipes[0] == recipes[1] and recipes[0].fingerprint == recipes[1].fingerprint
+    assert recipes[1].batch.stages == ((0, 24), (4, 8), (9, 16))
+    later = recipe_of(folder, sequence=mf.Windows(8).then(5, 24).then(9, 12), batch=batch)
+    assert later.summary(4) == recipes[0].summary(4) and later.summary(5) != recipes[0].summary(5)
+    assert recipe_of(folder, sequence=mf.Windows(8).then(4, 48), batch=batch).summary(4) != later.summary(4)
+    of_sequences = recipe_of(
+        folder,
+        sequence=mf.Windows(2).then(at_tokens=40, length=6).then(at_tokens=100, length=3),
+        batch=mf.Batch(4).then(at_tokens=60, sequences=5),
+    )  # 8 tokens a step, from token 40 on 24, from token 64 on 30
+    assert of_sequences.sequence.row_lengths == ((0, 2), (5, 6), (8, 3))
+    assert of_sequences.batch.stages == ((0, 4), (6, 5))
+    assert "then(at_tokens=40, length=6)" in repr(mf.Windows(2).then(at_tokens=40, length=6))
+
+
+def test_what_has_no_meaning_is_refused(folder: Path) -> None:
+    store = stores(folder)["one"]
+    windows = mf.Windows(8)
+    for wrong, message in (
+        (lambda: windows.then(4, 12), "8 tokens is no whole part of one of 12"),
+        (lambda: windows.then(4, 0), "at least one token"),
+        (lambda: windows.then(4), "at least one token"),
+        (lambda: windows.then(4, 16).then(4, 8), "give a step after 4"),
+        (lambda: windows.then(4, 16, at_tokens=9), "give one of them"),
+        (lambda: windows.then(at_tokens=9, length=16).then(4, 8), "after a change at 9 tokens"),
+        (
+            lambda: recipe_of(folder, sequence=windows.then(4, 16), shuffle="blocks"),
+            "shuffle='blocks': not with",
+        ),
+        (
+            lambda: recipe_of(
+                folder, sequence=windows.then(4, 16), data=mf.Mixture({"a": (store, 2)}, by="repeat")
+            ),
+            "amounts that end",
+        ),
+        (
+            lambda: recipe_of(folder, sequence=windows.then(4, 24), batch=mf.Batch(tokens=16)),
+            "no whole number of rows of 24",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            wrong()
