@@ -469,11 +469,10 @@ class Recipe:
     def _settle_thresholds(self) -> None:
         """Turn the thresholds of data, rule and batch into steps, in order: each moves those after it."""
         data, rule, batch = self.data, self.sequence, self.batch
-        waiting = [(tokens, "batch", size) for tokens, size in batch.thresholds]
+        waiting: list[tuple[int, str, Any]] = [(tokens, "batch", size) for tokens, size in batch.thresholds]
         waiting += [(tokens, "rule", length) for tokens, length in rule.thresholds]
-        waiting += (
-            [(each.tokens, "data", each) for each in data.thresholds] if isinstance(data, Mixture) else []
-        )
+        if isinstance(data, Mixture):
+            waiting += [(each.tokens, "data", each) for each in data.thresholds]
         if not waiting:
             return
         batch, rule, data = replace(batch, thresholds=()), rule.without_thresholds(), _settled(data)

@@ -60,13 +60,13 @@ class _Block(NamedTuple):
 
     Attributes:
         source: of each draw; int32 [BLOCK].
-        count: draws of that source before it; int64 [BLOCK].
+        number: draws of that source before it; int64 [BLOCK].
         place: where the draws of each source are in the block, source after source; int64 [BLOCK].
         first: where those of a source begin in `place`; int64 [num_sources].
     """
 
     source: npt.NDArray[np.int32]
-    count: Longs
+    number: Longs
     place: Longs
     first: Longs
 
@@ -106,7 +106,7 @@ class Interleaving:
             made = self._block(block)
             mine = slice(max(start - block * BLOCK, 0), stop - block * BLOCK)
             sources.append(made.source[mine])
-            counts.append(made.count[mine])
+            counts.append(made.number[mine])
         return np.concatenate(sources), np.concatenate(counts)
 
     def counts(self, position: int) -> Longs:
@@ -248,13 +248,14 @@ class Interleaving:
         """The same by the compiled loop; None without it."""
         if _take_turns is None:
             return None
-        made = _Block(np.empty(BLOCK, np.int32), *np.empty((2, BLOCK), np.int64), np.cumsum(counts) - counts)
+        number, place = np.empty((2, BLOCK), np.int64)
+        made = _Block(np.empty(BLOCK, np.int32), number, place, np.cumsum(counts) - counts)
         slack, scratch = np.array([_SLACK]), np.empty(3 * BLOCK + 1, np.int64)
         closes, heap = np.empty(BLOCK), np.empty((BLOCK, 2))
         done = _take_turns(
             *(self.num_sources, self._word, edge, held, counts),
             *(self.weights, slack),
-            *(BLOCK, made.source, made.count, made.place, scratch, closes, heap),
+            *(BLOCK, made.source, made.number, made.place, scratch, closes, heap),
         )
         return made if done == BLOCK else None
 

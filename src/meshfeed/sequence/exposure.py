@@ -54,7 +54,7 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     if drawn is None:
         raise RecipeError(f"{rule.summary()} has an order of its own; look for a document by step")
     none = np.zeros(0, np.int64)
-    columns, positions = [(none,) * 6], [none]
+    columns, positions = list[list[Longs]](), [none]
     for stage, each in enumerate(rule.of_stages):
         of_stage = [(none,) * 6]
         for source in np.unique(sources).tolist():
@@ -65,7 +65,8 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
                 none = np.zeros_like(some)
                 where = none + source, none + epoch, held.sequence[some], held.begin[some], held.end[some]
                 of_stage.append((mine[held.document[some]], *where))
-        _, source, epoch, sequence, _, _ = found = [*map(np.concatenate, zip(*of_stage))]
+        found = [np.concatenate(column) for column in zip(*of_stage)]
+        _, source, epoch, sequence, _, _ = found
         draws = Draws(source.astype(np.int32), epoch, sequence)
         if len(rule.of_stages) > 1:
             draws = StagedDraws(draws.source, draws.epoch, draws.index, stage)

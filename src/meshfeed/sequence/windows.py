@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -235,17 +235,21 @@ class StagedWindows(TokenRule):
         """The longest length."""
         return max(self.longest, *(length for _, length in (*self.stages, *self.waiting)))
 
-    @cached_property
+    @property
     def of_stages(self) -> Sequence[Windows]:
         """The windows of each stage."""
-        options = {each.name: getattr(self.first, each.name) for each in fields(self.first)}
+        return self._windows
+
+    @cached_property
+    def _windows(self) -> Sequence[Windows]:
+        options: dict[str, Any] = {each.name: getattr(self.first, each.name) for each in fields(self.first)}
         return [_Pieces(**options | {"length": length, "unit": self.unit}) for _, length in self.stages]
 
     def _of(self, draws: Draws) -> Windows:
         """The windows of some draws of a step."""
         if not isinstance(draws, (StagedDraws, WithHoles)):
             raise RecipeError(f"{self!r}: these draws tell no stage; draw them by step")
-        return self.of_stages[draws.stage]
+        return self._windows[draws.stage]
 
     @property
     def row_lengths(self) -> tuple[tuple[int, int], ...]:
