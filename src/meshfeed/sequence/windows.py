@@ -243,7 +243,8 @@ class StagedWindows(TokenRule):
     @cached_property
     def _windows(self) -> Sequence[Windows]:
         options: dict[str, Any] = {each.name: getattr(self.first, each.name) for each in fields(self.first)}
-        return [_Pieces(**options | {"length": length, "unit": self.unit}) for _, length in self.stages]
+        options |= {"unit": self.unit}
+        return [replace(_Pieces(**options), length=length) for _, length in self.stages]
 
     def _of(self, draws: Draws) -> Windows:
         """The windows of some draws of a step."""
