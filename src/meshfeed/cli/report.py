@@ -36,6 +36,7 @@ class Report(Command):
         "worst": "what to look at first: rank, host, stage, wait_s a step, share of its time, median_wait_s",
         "longest": "the longest wait of a single step: rank, stage, step, wait_s; null for none",
         "outside": "the longest that a loop was busy with a step: rank, step, busy_s, median_s; or null",
+        "starved": "waits that come back: rank, stage, every (steps), edges, wait_s, edge_of, ...; or null",
         "decoding": "with images and so on: limits; ranks: workers, parts, parts_per_s, busy, of_a_core",
         "ranks": "rank, wait_s: stage -> mean seconds a step; first steps of starts left out throughout",
     }

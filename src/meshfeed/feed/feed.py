@@ -43,7 +43,7 @@ from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
-from meshfeed.order import has_step, num_positions, num_steps
+from meshfeed.order import edges_of, has_step, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Change, Recipe
@@ -505,6 +505,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             recipe.fingerprint,
             recipe.source_names,
             decode_workers=None if decode_costs is None else decode_costs.workers,
+            edges=edges_of(recipe, step),
         )
 
     def _stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ class Start:
         world_size: ranks of the job.
         delivery, fingerprint: see `RunStart`.
         meshfeed: version of the package; None if it was not installed.
-        decode_workers: see `RunStart`.
+        decode_workers, edges: see `RunStart`.
         ranks: those that logged this start, ascending.
         hosts: of these ranks, ascending.
     """
@@ -45,6 +45,7 @@ class Start:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     decode_workers: int | None = None
+    edges: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -217,6 +218,7 @@ def _start_of(ranks: Sequence[RankStart]) -> Start:
         ranks=tuple(sorted(each.header["rank"] for each in ranks)),
         hosts=tuple(sorted({each.header["host"] for each in ranks})),
         decode_workers=header.get("decode_workers"),
+        edges=header.get("edges", {}),
         **{name: header[name] for name in OF_THE_JOB},
     )
 

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ class RunStart:
         meshfeed: the package's version; None if it is not installed.
         decode_workers: processes of each reader that decode images, audio and video; 0 if the reader itself
             does, None if its rule decodes nothing.
+        edges: what the recipe begins anew, in words -> steps from one beginning to the next; see
+            `order.edges_of`.
     """
 
     step: int
@@ -54,6 +56,7 @@ class RunStart:
     pid: int
     meshfeed: str | None
     decode_workers: int | None = None
+    edges: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
     def here(
@@ -65,6 +68,7 @@ class RunStart:
         fingerprint: str | None = None,
         sources: Sequence[str] = (),
         decode_workers: int | None = None,
+        edges: Mapping[str, float] | None = None,
     ) -> RunStart:
         """A run that begins now, in this process."""
         text = str(layout)
@@ -88,6 +92,7 @@ class RunStart:
             pid=os.getpid(),
             meshfeed=version_of("meshfeed"),
             decode_workers=decode_workers,
+            edges=dict(edges or {}),
         )
 
 

@@ -2,9 +2,10 @@
 
 Read it in this order: `permutation` (the shuffle of an epoch), `blocks` (the same by shards), `interleave`
 (which source is next), `schedule` (when sources and batch sizes change), `tokens` (where steps of so many
-tokens begin), `stream` (all of it: step -> draws).
+tokens begin), `stream` (all of it: step -> draws), `edges` (what begins anew every so many steps).
 """
 
+from meshfeed.order.edges import edges_of
 from meshfeed.order.interleave import Interleaving
 from meshfeed.order.permutation import key_of, permute, philox, rng, unpermute
 from meshfeed.order.stream import (
@@ -42,6 +43,7 @@ __all__ = [
     "draws_between",
     "draws_of_source",
     "draws_of_step",
+    "edges_of",
     "extend",
     "first_step_at",
     "has_step",

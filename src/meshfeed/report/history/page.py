@@ -12,8 +12,9 @@ import numpy as np
 
 from meshfeed.metrics import FOLLOWS, STAGE_TABLE, RunHistory
 from meshfeed.report.history import summary
-from meshfeed.report.history.decoding import decoded_of, verdict
+from meshfeed.report.history.decoding import decoded_of
 from meshfeed.report.history.grid import Grid
+from meshfeed.report.history.starvation import starvation_of
 from meshfeed.report.history.tables import (
     decoding_section,
     mixture_table,
@@ -34,7 +35,7 @@ def page(history: RunHistory, name: str) -> str:
         name=escape(name),
         when=escape(summary.when(history, waits)),
         mood=summary.mood(waits),
-        sentence=escape(verdict(waits, decoded)),
+        sentence="<br>".join(map(escape, summary.says(waits, decoded, starvation_of(history)))),
         kpis="".join(
             f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>"
             for what, value in summary.kpis(history, waits)

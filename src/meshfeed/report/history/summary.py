@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from meshfeed.metrics import RunHistory
-from meshfeed.report.history.decoding import decoded_of, figures, limiting, verdict
+from meshfeed.report.history.decoding import RankDecoding, decoded_of, figures, limiting, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import longest_outside
+from meshfeed.report.history.starvation import Starvation, starvation_of, starvation_words
 from meshfeed.report.history.waits import Waits, longest_of, worst_of
 from meshfeed.report.words import counted, duration
 
@@ -20,24 +22,32 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
     """The figures for scripts, JSON-able; durations in seconds, omitting the first step of each start.
 
     worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
-    outside: see `loop.Outside`. decoding: see `decoding.figures`; only if something was decoded.
+    outside: see `loop.Outside`. starved: waits that come back, see `starvation.Starvation`. decoding: see
+    `decoding.figures`; only if something was decoded.
     """
     decoded = decoded_of(history)
     worst = worst_of(waits)
     longest, outside = longest_of(waits), longest_outside(history)
+    starved = starvation_of(history)
     return {
-        "says": verdict(waits, decoded),
+        "says": " ".join(says(waits, decoded, starved)),
         "steps": num_steps(history),
         "starts": [{"step": start.step, "layout": start.layout} for start in history.starts],
         "wait_share": waits.share,
         "worst": None if worst is None else asdict(worst),
         "longest": None if longest is None else asdict(longest),
         "outside": None if outside is None else asdict(outside),
+        "starved": None if starved is None else asdict(starved),
         "ranks": [
             {"rank": int(rank), "wait_s": dict(zip(waits.stages, per_step.tolist()))}
             for rank, per_step in zip(waits.ranks, waits.per_step)
         ],
     } | ({"decoding": figures(waits, decoded)} if decoded else {})
+
+
+def says(waits: Waits, decoded: Mapping[int, RankDecoding], starved: Starvation | None) -> list[str]:
+    """What to look at first, and what waits come back; a paragraph each."""
+    return [verdict(waits, decoded)] + ([] if starved is None else [starvation_words(starved)])
 
 
 def num_steps(history: RunHistory) -> int:

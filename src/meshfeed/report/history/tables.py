@@ -18,7 +18,7 @@ _TEXT = ' class="text"'
 _TEXTS = frozenset(
     {
         *("place", "host", "hosts", "layout", "delivery", "recipe", "UTC"),
-        *("is", "Ray Data's stage", "Megatron-LM's timer"),
+        *("what happens in it", "Ray Data's stage", "Megatron-LM's timer"),
     }
 )
 _DECODING_HEAD = (
@@ -77,7 +77,7 @@ def stages_table(used: Iterable[str]) -> str:
     for name in used:
         stage = STAGE_TABLE[name]
         lines.append(("", [name, stage.does, f"{stage.ray or '–'}", stage.megatron]))
-    return table(("stage", "is", "Ray Data's stage", "Megatron-LM's timer"), lines)
+    return table(("stage", "what happens in it", "Ray Data's stage", "Megatron-LM's timer"), lines)
 
 
 def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
