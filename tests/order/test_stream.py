@@ -93,6 +93,16 @@ def test_pieces_of_the_stream_fit_together(size: int, cuts: list[int], seed: int
     assert [p for a, b in pairwise(cuts) for p in pairs(draws_between(endless, a, b))] == whole
 
 
+@pytest.mark.parametrize("size", [1, 5, 1000, 4096, 10_001])
+@pytest.mark.parametrize("start", [0, 4_000, 10**9 + 7])
+def test_small_steps_of_blocks_are_pieces_of_a_large_one(size: int, start: int) -> None:
+    """Those are computed together, across steps and epochs, and this one by itself."""
+    endless = recipe(size, shuffle=mf.Blocks(sequences=64, window=3, lanes=5), seed=size)
+    whole = pairs(draws_between(endless, start, start + 9_000))
+    cuts = [start, start, *range(start + 7, start + 9_000, 256), start + 9_000]
+    assert [p for a, b in pairwise(cuts) for p in pairs(draws_between(endless, a, b))] == whole
+
+
 @settings(max_examples=cases(100), deadline=None)
 @given(
     st.integers(1, 30),

@@ -28,6 +28,8 @@ from meshfeed.recipe import Blocks, EpochTokens, Recipe
 
 Longs = npt.NDArray[np.int64]
 
+_TOGETHER = 1 << 12  # places of blocks that are computed at a time: a few hundred take NumPy as long
+
 
 @dataclass(frozen=True, slots=True)
 class EpochIndex:
@@ -167,6 +169,7 @@ class Stream:
         self._is_cut = len(recipe.sequence.pieces) > 1
         self._segments = {} if before is None else self._shared_with(before)
         self._edges: dict[tuple[int, int], Longs] = {} if before is None else before._edges
+        self._some = lru_cache(2)(self._make_some)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -282,7 +285,17 @@ class Stream:
         if self._is_cut:
             return self._cut_draws(start, stop)
         source, epoch, place = self.places(start, stop, segments)
-        return Draws(source, epoch, self.indices(source, epoch, place))
+        if self._blocks is None or self.sizes.size > 1 or stop - start > _TOGETHER:
+            return Draws(source, epoch, self.indices(source, epoch, place))
+        first, last = start // _TOGETHER, max(stop - 1, start) // _TOGETHER
+        some = np.concatenate([self._some(number) for number in range(first, last + 1)])
+        return Draws(source, epoch, some[start - first * _TOGETHER :][: stop - start])
+
+    def _make_some(self, number: int) -> Longs:
+        """The sequences at `_TOGETHER` successive positions of a single source; int64."""
+        place = np.arange(number * _TOGETHER, (number + 1) * _TOGETHER)
+        size = self.sizes[0]
+        return self.indices(np.zeros(place.size, np.int32), place // size, place % size)
 
     def _cut_draws(self, start: int, stop: int) -> StagedDraws:
         """The same of a rule whose sequences are pieces of those of an epoch, all of one stage."""
