@@ -106,7 +106,7 @@ def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | N
     start: step -> its first position.
     """
     if recipe.epochs is not None:
-        return _end_of_epochs(recipe, int(sizes[0]), start)
+        return _end_of_passes(recipe.sequence.pieces, recipe.epochs * int(sizes[0]), start)
     last = _parts(recipe)[-1]
     if last.is_endless:
         return None
@@ -114,18 +114,17 @@ def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | N
     return start(last.step) + total * (recipe.batch.size(last.step) if _per_source(recipe) else 1)
 
 
-def _end_of_epochs(recipe: Recipe, size: int, start: Callable[[int], int]) -> int:
-    """The position after so many passes over a store alone, whatever its sequences are cut into."""
-    drawn, (first, pieces), *later = 0, *recipe.sequence.pieces
-    assert recipe.epochs is not None
-    for next_first, next_pieces in later:
-        end = start(first) + recipe.epochs * size * pieces - drawn
+def _end_of_passes(pieces: Sequence[tuple[int, int]], whole: int, start: Callable[[int], int]) -> int:
+    """The position after so many whole sequences of a store alone. pieces: of each; see `Rule.pieces`."""
+    drawn, (first, count), *later = 0, *pieces
+    for next_first, next_count in later:
+        end = start(first) + whole * count - drawn
         if end <= start(next_first):
             return end
         drawn += start(next_first) - start(first)
-        drawn = -(-drawn * next_pieces // pieces)
-        first, pieces = next_first, next_pieces
-    return start(first) + recipe.epochs * size * pieces - drawn
+        drawn = -(-drawn * next_count // count)
+        first, count = next_first, next_count
+    return start(first) + whole * count - drawn
 
 
 def whole_end(
