@@ -724,6 +724,20 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
     assert mixture.drawn[-1, 3] > 0
 
 
+def test_statistics_are_of_the_sources_that_all_ranks_know(folder: Path, tmp_path: Path) -> None:
+    """A growth that is agreed for a later step may be known to some ranks alone."""
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:
+        for step in feed:
+            if step.index == 0:
+                feed.amend(mf.Grow("web", str(folder / "more")), at=20)
+            counts = step.stats.source_names, step.stats.source_drawn, step.stats.source_epochs
+            known = 3 if step.index < 20 else 4
+            for each in (*counts, step.stats.source_asked):
+                assert each is not None and len(each) == known
+            if step.index == 21:
+                break
+
+
 def test_amendments_may_be_made_one_after_the_other(folder: Path) -> None:
     """In whatever order, as far as none replaces another."""
     made = [

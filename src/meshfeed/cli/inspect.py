@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from rich.text import Text
 
 import meshfeed.parts
+from meshfeed.amendments import Exclude, Grow, Ledger
 from meshfeed.cli.command import (
     OK,
     WRONG,
@@ -24,7 +25,7 @@ from meshfeed.cli.command import (
     write_text,
 )
 from meshfeed.cli.options import Command, argument, option, refuse_given
-from meshfeed.cli.recipes import StoreOptions
+from meshfeed.cli.recipes import AmendmentOptions, StoreOptions
 from meshfeed.cli.rule_names import parsed_call
 from meshfeed.errors import (
     AccessError,
@@ -40,6 +41,7 @@ from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.parts import KINDS, PartRule, Rules
+from meshfeed.recipe import Change
 from meshfeed.report.lengths import DocumentLengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
@@ -67,7 +69,7 @@ _UNASKED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect(Command, StoreOptions):
+class Inspect(Command, StoreOptions, AmendmentOptions):
     """what a token store holds, and whether it is whole
 
     Show format, counts, fingerprint, document lengths and texts of a token store: .bin/.idx, a folder
@@ -78,6 +80,7 @@ class Inspect(Command, StoreOptions):
         meshfeed inspect corpus --show 3 --tokenizer tokenizer.json
         meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
         meshfeed inspect corpus --verify && sbatch train.sh
+        meshfeed inspect web --amendments ledger.jsonl --source web
         meshfeed inspect captions --html captions.html --tokenizer tokenizer.json
     """
     wrong = "the store is broken; stderr, or the key 'broken', says where"
@@ -90,6 +93,7 @@ class Inspect(Command, StoreOptions):
         "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
         "texts": "with --show: document; text, or tokens without --tokenizer; which of it bears loss",
         "page": "with --html: file, documents, and the parts that are wrong: document, part, why",
+        "amendments": "with --amendments: step, and documents and tokens excluded, or the store it grows by",
         "verified, broken": "with --verify: true, or what is broken and where",
     }
 
@@ -104,6 +108,7 @@ class Inspect(Command, StoreOptions):
         "(NativeImages, NativeVideo, WhisperAudio)",
         metavar="RULE",
     )
+    source: str | None = option("the store's name in the mixture of --amendments", metavar="NAME")
     verify: bool = option(
         "check every entry, checksum, hash and length that the format has, and name what is broken",
         default=False,
@@ -129,16 +134,21 @@ class Inspect(Command, StoreOptions):
             show_progress("summing", _written_checksums(store), quiet=self.json)
         if self.html is None:
             refuse_given(self, ("part_rule",), "has no effect without --html")
+        if self.amendments is None:
+            refuse_given(self, ("source",), "has no effect without --amendments")
         decode = _decoder(self.tokenizer) if self.tokenizer and self._shows else None
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
         texts: list[tuple[int, list[str]]] = []
         written: dict[str, Any] = {}
+        amended: list[dict[str, Any]] = []
         lengths, looked, broken = DocumentLengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
         try:
             facts = facts_of(store)
             lengths = look_at_lengths(store)
             texts = _beginnings(store, self._chosen, decode) if self._prints else []
             written = self._write(self.html, store, decode) if self.html else {}
+            if self.amendments is not None:
+                amended = amendments_of(store, Ledger.read(self.amendments), self.source or "")
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
@@ -148,9 +158,12 @@ class Inspect(Command, StoreOptions):
             broken = str(error)
         if looked and not self.json:
             _print(facts, lengths, texts, "" if decode else " ")
+            for each in amended:
+                print("; ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in each.items()))
             for each in written.get("wrong", ()):
                 print(f"document {each['document']}, part {each['part']}: {each['why']}")
         facts["document_lengths"] = lengths.facts()
+        facts |= {} if self.amendments is None else {"amendments": amended}
         facts |= {"page": written} if written else {}
         if self._prints:
             facts["texts"] = [_text_of(each, cut, "" if decode else " ") for each, cut in texts]
@@ -247,6 +260,36 @@ def facts_of(store: StreamStore) -> dict[str, Any]:
         if isinstance(store, IndexedStore):
             facts["checksums"] = _checksums(store)
         return facts | {"fingerprint": store.fingerprint}
+
+
+def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[str, Any]]:
+    """What a ledger does to the store of a source, in its order. Raises MeshfeedError for another source."""
+    named = {name for _, change in ledger for name in _sources_of(change)}
+    if named and source not in named:
+        told = ", ".join(map(repr, sorted(named)))
+        raise MeshfeedError(f"--source {source!r}: the ledger names {told}; give the store's name there")
+    found = list[dict[str, Any]]()
+    with store:
+        for step, change in ledger:
+            if isinstance(change, Exclude) and source in change.all_documents:
+                documents = change.all_documents[source]
+                if documents.size and documents[-1] >= store.num_documents:
+                    raise MeshfeedError(
+                        f"the ledger excludes document {documents[-1]:,} of {source!r}, and this store has "
+                        f"{store.num_documents:,}; it is another one"
+                    )
+                tokens = int(store.lengths(documents).sum())
+                found.append({"step": step, "excluded": int(documents.size), "tokens": tokens})
+            elif isinstance(change, Grow) and change.source == source:
+                found.append({"step": step, "grows_by": change.path, "fingerprint": change.fingerprint})
+    return found
+
+
+def _sources_of(change: Change) -> Iterable[str]:
+    """The sources whose documents a change concerns."""
+    if isinstance(change, Exclude):
+        return change.all_documents
+    return [change.source] if isinstance(change, Grow) else []
 
 
 def _parts_of(store: MultimodalStore) -> dict[str, Any]:

@@ -15,7 +15,6 @@ job with the same store and name.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import logging
@@ -34,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.deliver.error_codec import ranks_in_words, ranks_of_words
 from meshfeed.deliver.group import Group
-from meshfeed.deliver.rendezvous import FAILURES, Rendezvous, first_text, rendezvous_of, within
+from meshfeed.deliver.rendezvous import FAILURES, Rendezvous, first_text, key_of, rendezvous_of, within
 from meshfeed.errors import DeliveryError, PeerError, StateError
 
 T = TypeVar("T")
@@ -106,9 +105,8 @@ class Meeting:
         """This run's key prefix: equal on all ranks of the job, different from other runs. Does not wait."""
         if not self._prefix:
             self._space = self.rendezvous.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
-            of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
             number = next(_numbers[self._space, self.name]) if self.number is None else self.number
-            self._prefix = f"meshfeed/{of}/{number}"
+            self._prefix = f"meshfeed/{key_of(self.name)}/{number}"
         return self._prefix
 
     def skip(self) -> None:

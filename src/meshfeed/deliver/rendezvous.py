@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import logging
 import os
 import queue
@@ -42,6 +43,11 @@ _END_S = 5.0
 _LOG_AFTER_S = 10.0
 
 _log = logging.getLogger("meshfeed")
+
+
+def key_of(text: str) -> str:
+    """A text of any length as a part of a key."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class Watcher(Protocol):

@@ -10,7 +10,6 @@ The horizon begins anew after ranks have loaded a state.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Generator
@@ -21,7 +20,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
-from meshfeed.deliver.rendezvous import first_text
+from meshfeed.deliver.rendezvous import first_text, key_of
 from meshfeed.errors import DeliveryError, OptionError, StateError
 from meshfeed.order import extend
 from meshfeed.recipe import Amendment, Change, Recipe
@@ -181,8 +180,7 @@ class Amending:
         """Run an operation on the store, with the key of the horizon. Raises DeliveryError."""
         meeting = self._meeting()
         name = "" if meeting is None else meeting.name
-        of = hashlib.blake2b(f"{name} {self._path}".encode(), digest_size=8).hexdigest()
-        key = f"meshfeed/{of}/ledger/{self.began}"
+        key = f"meshfeed/{key_of(f'{name} {self._path}')}/ledger/{self.began}"
         if meeting is None:
             return operation(self._alone, key)
         return meeting.call(lambda store: operation(store, key))

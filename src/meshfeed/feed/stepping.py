@@ -170,13 +170,15 @@ class Stepping:
         )
 
     def _stats(self, step: int, draws: Draws, plan: StepPlan) -> StepStats:
-        stats = StepStats()
-        if len(self.recipe.sources) > 1:
+        stats, names = StepStats(), self.recipe.source_names_at(step)
+        if (known := len(names)) > 1:  # a rank may know further ones, which amendments add later
             drawn, epochs = drawn_until(self.recipe, step + 1) or (None, None)
             asked = asked_at(self.recipe, step)
-            names = self.recipe.source_names
             stats = StepStats(
-                source_drawn=drawn, source_epochs=epochs, source_asked=asked, source_names=names
+                source_drawn=None if drawn is None else drawn[:known],
+                source_epochs=None if epochs is None else epochs[:known],
+                source_asked=None if asked is None else asked[:known],
+                source_names=names,
             )
         if self.packing is None:
             return stats

@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 
+import meshfeed as mf
 from meshfeed.cli import inspect
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter, open_store
@@ -43,6 +44,32 @@ def test_json_is_one_object(store, capsys):
     assert [(b["first"], b["last"], b["documents"]) for b in lengths["histogram"] if b["documents"]] == [
         (0, 0, 1), (1, 1, 1), (2, 3, 3), (4, 7, 1), (1024, 2047, 1),
     ]  # fmt: skip
+
+
+def test_what_a_ledger_does_to_a_store(store, tmp_path, capsys):
+    further = write(tmp_path / "d", [5, 5])
+    changes = [
+        mf.Exclude({"web": [1, 6]}),
+        mf.BatchSize(8),
+        mf.Grow("web", further),
+        mf.Exclude({"code": [1]}),
+    ]
+    path = tmp_path / "ledger.jsonl"
+    mf.Ledger(tuple(mf.Amendment(10 * at, change) for at, change in enumerate(changes))).write(path)
+    assert run(store, "--amendments", path, "--source", "web", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["amendments"] == [
+        {"step": 0, "excluded": 2, "tokens": 1501},
+        {"step": 20, "grows_by": further, "fingerprint": open_store(further).fingerprint},
+    ]
+    assert run(store, "--amendments", path, "--source", "web") == 0
+    assert "step 0; excluded 2; tokens 1,501" in capsys.readouterr().out
+    for source, told in (((), "names 'code', 'web'"), (("--source", "docs"), "names 'code', 'web'")):
+        assert run(store, "--amendments", path, *source) == 2
+        assert told in capsys.readouterr().err
+    assert run(further, "--amendments", path, "--source", "web") == 2
+    assert "excludes document 6" in capsys.readouterr().err
+    assert run(store, "--source", "web") == 2
+    assert "without --amendments" in capsys.readouterr().err
 
 
 def test_an_empty_store_is_shown(tmp_path, capsys):
