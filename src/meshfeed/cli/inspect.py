@@ -120,7 +120,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
     def run(self) -> int:
         if not (self.verify and is_remote(self.path)):
             return self._run(self.cache)
-        with Cache(self.cache).anew() as cache:  # what lies there now, whatever the node remembers
+        with Cache(self.cache).anew() as cache:  # what is stored now, whatever the node has cached
             return self._run(cache)
 
     def _run(self, cache: Cache | str | None) -> int:

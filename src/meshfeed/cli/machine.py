@@ -94,11 +94,11 @@ def _packages() -> Iterator[Finding]:
         topic = f"extra [{extra}]" if extra else "packages"
         if not missing:
             newer = [says for says, _ in extras.untested(extra)]
-            told = ", ".join(f"{each.name} {extras.version_of(each.name)}" for each in packages)
-            yield Finding(topic, "note" if newer else "ok", "; ".join([told, *newer]))
+            text = ", ".join(f"{each.name} {extras.version_of(each.name)}" for each in packages)
+            yield Finding(topic, "note" if newer else "ok", "; ".join([text, *newer]))
         else:
-            told = f"no {', '.join(missing)}: {extras.install(extra)}"
-            yield Finding(topic, "note", f"{told}, if you need it") if extra else Finding(topic, "bad", told)
+            text = f"no {', '.join(missing)}: {extras.install(extra)}"
+            yield Finding(topic, "note", f"{text}, if you need it") if extra else Finding(topic, "bad", text)
 
 
 def _is_there(package: extras.Requirement) -> bool:
@@ -109,8 +109,8 @@ def _is_there(package: extras.Requirement) -> bool:
 def _within_nodes() -> Finding:
     topic, why_not = "delivery within a node", can_share()
     if why_not:
-        told = f"broadcast: {why_not}. delivery='auto' chooses it, delivery='share' is refused"
-        return Finding(topic, "note", told)
+        text = f"broadcast: {why_not}. delivery='auto' chooses it, delivery='share' is refused"
+        return Finding(topic, "note", text)
     return Finding(topic, "ok", "share: memfd and abstract unix sockets work")
 
 
@@ -128,8 +128,8 @@ def _chosen(layout: mf.Layout) -> Finding:
     delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
     roles = mf.assign_roles(layout, stages, fields, delivery)
     nodes = len(set(layout.node(roles.ranks).tolist()))
-    told = f"{layout} on {counted(nodes, 'node')}: delivery='auto' takes {delivery}"
-    return Finding("layout", "ok", f"{told}; storage is opened by {counted(int(roles.reads.sum()), 'rank')}")
+    text = f"{layout} on {counted(nodes, 'node')}: delivery='auto' takes {delivery}"
+    return Finding("layout", "ok", f"{text}; storage is opened by {counted(int(roles.reads.sum()), 'rank')}")
 
 
 def _descriptors() -> Finding:
@@ -148,8 +148,8 @@ def _device() -> Finding:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
     if not torch.cuda.is_available():
-        told = f"no CUDA device: tensors stay in host memory (device='cpu'); memory lock limit {limit}"
-        return Finding("device", "note", told)
+        text = f"no CUDA device: tensors stay in host memory (device='cpu'); memory lock limit {limit}"
+        return Finding("device", "note", text)
     try:
         page_locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
 
@@ -162,5 +162,5 @@ def _device() -> Finding:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         return Finding("device", "bad", f"{torch.cuda.get_device_name()}: no page-locked copy: {reason}")
-    told = f"{torch.cuda.get_device_name()}: page-locked copies at {rate / 1e9:.0f} GB/s, lock limit {limit}"
-    return Finding("device", "ok", told, {"bytes_per_s": rate})
+    text = f"{torch.cuda.get_device_name()}: page-locked copies at {rate / 1e9:.0f} GB/s, lock limit {limit}"
+    return Finding("device", "ok", text, {"bytes_per_s": rate})

@@ -217,11 +217,11 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                 on_progress=on_progress,
                 on_passed_over=_tell_passed_over,
             )
-        told = {name: value for name, value in made.manifest.items() if name != "request"}
-        told |= {"path": made.path, "num_inputs": len(made.manifest["request"]["inputs"])}
-        told["elapsed_s"] = round(time.monotonic() - begun, 3)
+        answer = {name: value for name, value in made.manifest.items() if name != "request"}
+        answer |= {"path": made.path, "num_inputs": len(made.manifest["request"]["inputs"])}
+        answer["elapsed_s"] = round(time.monotonic() - begun, 3)
         if self.json:
-            print_json(told)
+            print_json(answer)
         else:
             _print(made)
         for name, store in made.manifest["stores"].items():
@@ -291,8 +291,8 @@ def _tell_passed_over(passed_over: Mapping[str, int]) -> None:
     kinds = [f"{passed_over[suffix]:,} {suffix or 'without a suffix'}" for suffix in most]
     kinds += ["..."] if len(most) < len(passed_over) else []
     total = counted(sum(passed_over.values()), "file")
-    told = f"{total} of other suffixes not read ({', '.join(kinds)}); --glob chooses by name"
-    say(f"meshfeed: {told}", sys.stderr)
+    passed = f"{total} of other suffixes not read ({', '.join(kinds)}); --glob chooses by name"
+    say(f"meshfeed: {passed}", sys.stderr)
 
 
 def _place(made: Prepared, name: str) -> str:

@@ -87,13 +87,13 @@ class Replay(Command, JobOptions, RecipeOptions):
             encoder=self.encoder or "with sample",
         )
         with _whole_folder(self.out) as folder:
-            told = {
+            answer = {
                 "recipe": recipe.fingerprint,
                 "layout": str(stepping.layout),
                 "rank": self.rank,
                 "coord": stepping.layout.coord(self.rank)._asdict(),
             }
-            index: dict[str, Any] = told | {"steps": [_written(folder, step) for step in made]}
+            index: dict[str, Any] = answer | {"steps": [_written(folder, step) for step in made]}
             with durable_file(folder / _INDEX) as stream:
                 stream.write(json.dumps(index, indent=1).encode() + b"\n")
         if self.json:

@@ -37,7 +37,7 @@ _NETWORKED = {"nfs", "nfs4", "cifs", "lustre", "beegfs"}
 
 
 def cache_folder(cache: mf.Cache) -> Finding:
-    """Whether the node's cache can be written, how much room it has, and on what it lies."""
+    """Whether the node's cache can be written, how much room it has, and on which file system."""
     topic = "cache"
     try:
         folder = cache.make()
@@ -48,11 +48,11 @@ def cache_folder(cache: mf.Cache) -> Finding:
     figures = {"free_bytes": float(free)}
     if kind == "tmpfs" or kind in _NETWORKED:
         what = "memory" if kind == "tmpfs" else "a network file system"
-        told = f"{says}, but {kind} is {what}; give a folder on a disk of the node"
-        return Finding(topic, "note", f"{told}: mf.Cache(folder) or $MESHFEED_CACHE", figures)
+        text = f"{says}, but {kind} is {what}; give a folder on a disk of the node"
+        return Finding(topic, "note", f"{text}: mf.Cache(folder) or $MESHFEED_CACHE", figures)
     if free < limit:
-        told = f"{says}, and it may grow to {limit / _GIB:.0f} GiB; set limit_bytes, or another folder"
-        return Finding(topic, "note", told, figures)
+        text = f"{says}, and it may grow to {limit / _GIB:.0f} GiB; set limit_bytes, or another folder"
+        return Finding(topic, "note", text, figures)
     return Finding(topic, "ok", f"{says} on {kind}", figures)
 
 
@@ -82,10 +82,10 @@ def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Fin
         if remote and not is_hub(url):
             yield _asked(url, options)
         with mf.open(url, cache=cache, options=options) as store:
-            told = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
-            told = f"{store.facts()['format']}, {told}, {store.dtype.name}"
+            text = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
+            text = f"{store.facts()['format']}, {text}, {store.dtype.name}"
             fetched = [*_fetched(store)]
-        yield Finding(without_secrets(url), "ok", f"opens: {told}")
+        yield Finding(without_secrets(url), "ok", f"opens: {text}")
         yield from fetched
         if not remote:
             path = Path(local_path(url))
@@ -137,7 +137,7 @@ def _found(client: Client, path: str) -> tuple[str, Stat]:
 
 
 def _kind_of(folder: Path) -> str:
-    """The file system that a folder lies on, by the longest mount above it; "" where nothing tells."""
+    """The file system of a folder, by the longest mount above it; "" if unknown."""
     mounts = Path("/proc/self/mounts")
     if not mounts.is_file():
         return ""

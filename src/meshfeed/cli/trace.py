@@ -130,7 +130,7 @@ class Trace(Command, JobOptions, RecipeOptions):
                 for each in seen.get(line["step"], ())
                 if (each["place"], each["document"]) == (line["place"], line["document"])
             ]
-            if not here:  # never, or a sequence without a token, which is in a step and with nobody
+            if not here:  # never drawn, or a sequence without a token, which no rank gets
                 told.append(line | nowhere)
             told += [each for each in here if self.rank is None or self.rank in each["ranks"]]
         return told

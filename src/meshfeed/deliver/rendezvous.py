@@ -2,10 +2,9 @@
 
 If the host of a store is stopped or unreachable, a call on it never returns. So calls run on a thread that
 may be abandoned. Another thread waits on its own connection until a *notice* arrives. There is one such
-connection per
-process and store, opened off the critical path and kept: opening one can take seconds if names resolve
-slowly. A thread that waits on a connection blocks it for all others, so nothing waits on the user's own
-connection.
+connection per process and store, opened off the critical path and kept: opening one can take seconds if
+names resolve slowly. A thread that waits on a connection blocks it for all others, so nothing waits on the
+user's own connection.
 """
 
 from __future__ import annotations

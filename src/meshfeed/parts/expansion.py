@@ -1,4 +1,4 @@
-"""Where the tokens of parts lie, once each placeholder of a text is repeated as its part asks for."""
+"""The positions of parts in the tokens, after each placeholder is repeated for each token of its part."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def opened_image(data: bytes) -> Any:
 
 @cache
 def _load_plugins() -> None:
-    """Make Pillow know FORMATS: it loads some by itself, and all of its forty in twice the time."""
+    """Load Pillow's plugins for FORMATS: loading all forty would take twice as long."""
     from PIL import Image
 
     Image.preinit()
@@ -47,7 +47,7 @@ def _load_plugins() -> None:
 
 
 def _lacks(features: Any, name: str) -> bool:
-    """Whether this Pillow is built without a codec of its own; those of plugins it does not know."""
+    """Whether this Pillow was built without one of its own codecs; codecs of plugins do not count."""
     return name in {*features.modules, *features.features} and not features.check(name)
 
 
