@@ -13,7 +13,8 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import STAGE_TABLE, Telemetry
+from meshfeed.metrics import STAGE_TABLE, StepRecord, StepStats, Telemetry
+from meshfeed.metrics.boards import scalars
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -84,6 +85,19 @@ def test_prometheus_sees_what_the_stats_say(corpus: str, exporter: tuple[Any, st
     drawn = stats[-1]["source_drawn"]
     assert seen["meshfeed_source_share", (("source", "docs"),)] == drawn[1] / drawn.sum()
     assert seen["meshfeed_source_asked", (("source", "docs"),)] == 0.25
+
+
+def test_the_slowest_rank_is_a_gauge_and_a_scalar(corpus: str, exporter: tuple[Any, str]) -> None:
+    provider, address = exporter
+    with mf.Feed(recipe_of(corpus), prefetch=0, metrics=Telemetry(provider)) as feed:
+        slow = next(step.stats.slowest for step in feed if step.stats.slowest is not None)
+    seen = scraped(address)
+    assert slow is not None
+    assert seen["meshfeed_slowest_rank", ()] == slow.rank == 0
+    assert seen["meshfeed_slowest_wait_seconds", ()] == slow.wait_s > 0
+    named = scalars(StepRecord(7, 0.0, 100, StepStats(slowest=slow)))
+    assert named["meshfeed/slowest/rank"] == 0 and named["meshfeed/slowest/wait_s"] == slow.wait_s
+    assert not [name for name in scalars(StepRecord(7, 0.0, 100, StepStats())) if "slowest" in name]
 
 
 def test_without_a_provider_nothing_is_kept(corpus: str) -> None:
