@@ -1,9 +1,11 @@
-"""How long the ranks of a job take to join: 256 processes on one machine, through one TCPStore.
+"""How long the ranks of a job take to join, and to their first batch: 256 processes on one machine, through
+one TCPStore.
 
 Each connects to the store first, as torch.distributed does at a job's start. Then all begin at once, and a
 round is over for the job when it is for its last rank. The limit is a barrier over the same store: to say
 that one is here, and to wait until all are. The first join of a process also starts its threads and its
-second connection; later ones find them.
+second connection; later ones find them. The first batch is that of a process that has imported all, and opens
+the corpus, whose index the node has cached.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ def measured(short: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         store = TCPStore(HOST, 0, None, True, timeout=LONG, wait_for_workers=False)
         write_corpus(Path(folder) / "text", num_tokens=200_000)
-        taken = list(measure.from_ranks(joining, ranks, ranks, ranks, store.port, rounds, f"{folder}/text"))
+        path = f"{folder}/text"
+        taken = list(measure.from_ranks(joining, ranks, ranks, ranks, store.port, rounds, path))
+        first = {
+            num: list(measure.from_ranks(first_batch, num, num, num, store.port, path))
+            for num in (1, 8, 64, 256)
+            if num <= ranks
+        }
     barrier = [max(each[0][r] for each in taken) for r in range(rounds)]
     join = [max(each[1][r] for each in taken) for r in range(rounds)]
     limit = "a barrier through the same store"
@@ -45,6 +53,12 @@ def measured(short: bool) -> Iterator[Row]:
     yield Row(
         name="the ranks' processor time in a later join", value=1e3 * processor / ranks, unit="ms a rank"
     )
+    for num, used in first.items():
+        yield Row(
+            name=f"a rank's processor time from its start to its first batch, {num} ranks",
+            value=1e3 * statistics.median(used),
+            unit="ms",
+        )
 
 
 def joining(
@@ -85,6 +99,20 @@ def joining(
             processor.append(time.process_time() - used)
             gather(store, f"joined {r}", ranks)
     results.put((barriers, joins, processor))
+
+
+def first_batch(rank: int, _: int, results: Queue[float], ranks: int, port: int, path: str) -> None:
+    """Seconds of processor time of one rank, from its start to its first microbatch."""
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    store = TCPStore(HOST, port, None, False, timeout=LONG)
+    recipe = recipe_of(path, length=32, sequences=ranks)
+    layout, timeout_s = mf.Layout(dp=ranks), LONG.total_seconds()
+    with mf.Feed(recipe, layout, rank, rendezvous=store, name=f"first {ranks}", timeout_s=timeout_s) as feed:
+        for step in feed:
+            next(step.microbatches)
+            results.put(time.process_time())
+            break
+        gather(store, f"first {ranks}", ranks)
 
 
 def gather(store: TCPStore, name: str, ranks: int) -> None:

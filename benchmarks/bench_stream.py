@@ -91,6 +91,10 @@ def compare(title: str, folder: Path, endpoint: str | None, num_rounds: int) -> 
                         aim=2.0 if ours == OURS[0] else None,
                         at_least=True,
                     )
+    for name, rounds in told.items():
+        if rounds:
+            used = statistics.median(1e9 / each["per_cpu_s"] for each in rounds)
+            yield Row(name=f"CPU time of 10⁹ tokens, {name}, {title}", value=used, unit="s")
 
 
 def read_all(name: str, folder: Path, endpoint: str | None) -> dict[str, float]:

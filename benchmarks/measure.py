@@ -120,7 +120,8 @@ def from_ranks(target: Callable[..., None], num_ranks: int, num_results: int, *a
     port: of 127.0.0.1, free for their rendezvous. Raises SystemExit where a process fails.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshfeed", "megatron.core.datasets.data_schedule"])  # imported once
+    imported_once = ["meshfeed.feed.feed", "meshfeed.store.indexed", "megatron.core.datasets.data_schedule"]
+    context.set_forkserver_preload(imported_once)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
