@@ -57,7 +57,7 @@ from meshfeed.plan import (
     plan_step,
     slices_of,
 )
-from meshfeed.recipe import Batch, Blocks, Recipe
+from meshfeed.recipe import Amendment, Batch, Blocks, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.state import State
 
@@ -158,7 +158,6 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "Amendment": "meshfeed.recipe",
     "BatchSize": "meshfeed.amendments",
     "Cache": "meshfeed.files",
     "Chat": "meshfeed.sequence",

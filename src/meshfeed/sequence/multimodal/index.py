@@ -44,7 +44,8 @@ class PartsOfDraws:
         """Looked up in the index. A document without text, as one that is excluded, has no part."""
         draws, found = located(recipe, draws), list[tuple[Longs, Parts]]()
         for s, mine, of in draws.by_source():
-            some = slice(None) if of.stored.all() else np.flatnonzero(of.stored)
+            stored = draws.stored[mine]
+            some = slice(None) if stored.all() else np.flatnonzero(stored)
             found.append((mine[some], _parts_at(recipe.sources[s], of.index[some].tobytes())))
         if len(found) == 1 and found[0][0].size == len(draws):
             parts = found[0][1]
