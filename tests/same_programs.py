@@ -27,8 +27,8 @@ _LISTED: dict[str, list[tuple[str, str, str]]] = {
     ],
     "order/stream.py": [
         (
-            "if len(self._segments) == 1 and self.sizes.size == 1:",
-            "if not len(self._segments) == 1 and self.sizes.size == 1:",
+            "if len(segments) == 1 and self.sizes.size == 1:",
+            "if not len(segments) == 1 and self.sizes.size == 1:",
             "one source has one order, in one segment or in several",
         ),
         (
