@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ DECODE_COUNTERS = ("parts_decoded", "bytes_decoded", "decode_busy_s", "decode_cp
 """The same, on ranks that decode."""
 
 _NOTHING = contextlib.nullcontext()
+_log = logging.getLogger("meshfeed")
 
 
 class StageClock:
@@ -244,9 +246,13 @@ class Recorder:
             self.tell_wait(start, stop, spans)
 
     def tell_wait(self, start: float, stop: float, spans: Sequence[Span]) -> None:
-        """Tell the sinks of a wait."""
-        for waited in self._waiting:
-            waited(start, stop, spans)
+        """Tell the sinks of a wait. One that fails is told of no further wait."""
+        for waited in tuple(self._waiting):
+            try:
+                waited(start, stop, spans)
+            except Exception:  # training continues after any error of a sink
+                self._waiting.remove(waited)
+                _log.exception("a metrics sink failed in `waited`, and gets no further waits")
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:

@@ -131,7 +131,8 @@ class Sink:
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """Called on the loop's thread after each of its waits, from `start` to `stop` of `time.monotonic`.
 
-        spans: stages of the producer since the last wait; parts of them lie before this one.
+        spans: stages of the producer since the last wait; parts of them lie before this one. An error is
+        logged, and the sink is told of no further wait.
         """
 
     def close(self) -> None:

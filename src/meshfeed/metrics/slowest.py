@@ -26,7 +26,7 @@ from meshfeed.metrics.stats import SlowRank
 _STEPS = 64  # that a rank averages over
 _LOOKS_PER_S = 100.0  # of all ranks together
 _LOST_S = 60.0  # after which a figure that its rank does not refresh counts no more
-_NOTHING = 0.001  # share of its time below which no rank is slow
+_NOTHING = 0.01  # share of its time below which no rank is slow
 
 
 class Slowest:

@@ -66,7 +66,8 @@ class StepStats(Mapping[str, Any]):
         source_asked: the recipe's share of each source in this step; an array.
         source_names: of the sources, which an amendment may add to.
         metrics_lost: steps that a metrics sink has failed to take so far; None without sinks.
-        slowest: the rank that all others wait for, as told last; None if no rank is slow, and without sinks.
+        slowest: the rank that waits longest for its own work, as told last; None if no rank does so for a
+            hundredth of its time, and without sinks.
     """
 
     exposed_wait_s: Mapping[str, float] = field(default_factory=dict[str, float])

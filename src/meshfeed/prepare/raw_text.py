@@ -79,7 +79,11 @@ class TextFormat(StoreFormat):
 
 def _inputs_at(place: Place) -> list[str]:
     """The inputs of `prepare` that a path means; empty if there are none, or they are read where they lie."""
-    wanted = PACKED + SUFFIXES * (place.eod is not None) + _TEXT * place.name.endswith(_TEXT)
+    wanted = PACKED
+    if place.eod is not None:
+        wanted += SUFFIXES
+    if place.name.endswith(_TEXT):  # a folder may hold text that is no document
+        wanted += _TEXT
     if "*" not in place.name:
         names = [place.name] if place.is_file else place.names
         return [place.given] if any(name.endswith(wanted) for name in names) else []

@@ -58,6 +58,8 @@ class ImageProcessor(Processor):
         check_choice(self, "dtype", get_args(Dtype))
         check_choice(self, "alpha", get_args(Alpha))
         check_counts(self)
+        if hasattr(self, "values"):  # which earlier versions called: another processor's pixels, silently
+            raise RecipeError(f"{type(self).__name__}.values is not called; define __call__, for its fields")
         mean, std = np.array(self.mean, float), np.array(self.std, float)
         if not (mean.shape == std.shape == (3,) and np.isfinite([mean, std]).all() and (std > 0).all()):
             raise RecipeError(
@@ -72,11 +74,6 @@ class ImageProcessor(Processor):
         """An image of that many pixels. Raises PartError for more than Pillow decodes."""
         _refuse_huge(image, height, width)
         return image.resize((width, height), resample=_FILTERS[self.resample])
-
-    def values(self, image: Any) -> Array:
-        """The pixels of an RGB image, normalized if dtype is "float32"; [height, width, 3]."""
-        pixels = np.asarray(image)
-        return pixels if self.dtype == "uint8" else values_of_bytes(self.mean, self.std)[range(3), pixels]
 
 
 @dataclass(frozen=True)

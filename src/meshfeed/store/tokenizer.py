@@ -108,7 +108,7 @@ def tokenizer_file(name: str) -> TokenizerFile:
         path, config = Path(name), b""
         if not path.exists():
             raise MissingError(
-                f"{name}: missing; give its path on this node; names are not looked up on a hub"
+                f'{name}: missing; give its path on this node, or "bytes"; names are not looked up on a hub'
             )
         if path.is_dir():
             settings = path / "tokenizer_config.json"

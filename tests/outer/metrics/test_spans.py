@@ -124,3 +124,24 @@ def test_the_page_shows_the_table_of_stages() -> None:
     assert {"deliver", "exchange"} == FOLLOWS
     assert tuple(STAGE_TABLE) == STAGES
     assert Stage(does="nothing").ray is None
+
+
+def test_a_sink_that_fails_in_a_wait_ends_no_training(corpus: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(mf.metrics.Sink):
+        told = 0
+
+        def waited(self, start: float, stop: float, spans: Any) -> None:
+            self.told += 1
+            raise ValueError("of a board that is gone")
+
+    sink, others = Failing(), [0]
+
+    class Counting(mf.metrics.Sink):
+        def waited(self, start: float, stop: float, spans: Any) -> None:
+            others[0] += 1
+
+    with mf.Feed(recipe_of(corpus), metrics=[sink, Counting()]) as feed:
+        steps = [step.index for step, _ in zip(feed, range(STEPS))]
+    assert steps == list(range(STEPS))
+    assert sink.told == 1 and others[0] > STEPS
+    assert ["of a board that is gone" in str(record.exc_info) for record in caplog.records].count(True) == 1
