@@ -110,8 +110,15 @@ class BatchSize(_Told):
     tokens: int | None = None
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
-        """Steps from there on have this size. Raises RecipeError for the other unit than the batch's."""
-        return replace(recipe, batch=recipe.batch.amended(step, self.sequences, tokens=self.tokens))
+        """Steps from there on have this size, until the batch's next stage.
+
+        Rows of one length take tokens too. Raises RecipeError for the other unit than the batch's, and unless
+        rows fill the steps.
+        """
+        batch, rows = recipe.batch, recipe.sequence.row_lengths
+        if self.tokens is not None and rows:
+            batch = batch.in_tokens(rows)  # the recipe makes it one of sequences again
+        return replace(recipe, batch=batch.amended(step, self.sequences, tokens=self.tokens))
 
 
 @dataclass(frozen=True)

@@ -243,9 +243,13 @@ class Batch:
         return step, place
 
     def in_tokens(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The same steps as a batch of tokens. rows: see `Rule.row_lengths`."""
-        stages = tuple((step, self.size(step) * length) for step, length in self._with_steps(rows))
-        return Batch(tokens=stages[0][1], last=self.last, stages=stages)
+        """The same steps as a batch of tokens, undoing `of_rows`. rows: see `Rule.row_lengths`."""
+        lengths, stages = {step for step, _ in rows}, list[tuple[int, int]]()
+        for step, length in self._with_steps(rows):
+            tokens = self.size(step) * length
+            if not stages or step not in lengths or tokens != stages[-1][1]:  # else only the length changes
+                stages.append((step, tokens))
+        return Batch(tokens=stages[0][1], last=self.last, stages=tuple(stages))
 
     def of_rows(self, rows: Sequence[tuple[int, int]]) -> Batch:
         """The same batch of tokens, of rows: see `Rule.row_lengths`.

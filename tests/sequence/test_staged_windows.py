@@ -189,8 +189,9 @@ def test_resuming_and_other_layouts(folder: Path) -> None:
     assert_elastic(recipe, ["dp3", "cp2-dp2"], steps=12, micro_batch_size=1)
 
 
-def test_exposure_and_audit_look_through_the_lengths(folder: Path) -> None:
-    recipe, until = recipe_of(folder), 15
+@pytest.mark.parametrize("tokens", [24 * 8, 24 * 2])
+def test_exposure_and_audit_look_through_the_lengths(folder: Path, tokens: int) -> None:
+    recipe, until = recipe_of(folder, batch=mf.Batch(tokens=tokens)), 15
     sources = np.repeat([0, 1], [5, 3])
     documents = np.array([0, 3, 4, 9, 12, 1, 2, 8])
     with recipe.sources[0], recipe.sources[1]:
@@ -225,6 +226,27 @@ def test_exposure_and_audit_look_through_the_lengths(folder: Path) -> None:
     )
     assert sorted(rows) == sorted(wanted)
     assert by_value.tolist() == sums.tolist()
+
+
+def test_a_batch_of_tokens_is_amended_in_tokens(folder: Path) -> None:
+    rule = mf.Windows(8).then(4, 24).then(9, 12)
+    ramp = mf.Batch(tokens=24 * 8).then(6, tokens=24 * 4)
+    recipe = recipe_of(folder, sequence=rule, batch=ramp)
+    for amended, wanted in (
+        ([(2, mf.BatchSize(tokens=48))], {2: 48, 6: 96}),
+        ([(3, mf.BatchSize(tokens=48)), (7, mf.BatchSize(tokens=240))], {3: 48, 6: 96, 7: 240}),
+        ([(2, mf.BatchSize(tokens=48)), (4, mf.BatchSize(tokens=72))], {2: 48, 4: 72, 6: 96}),
+        ([(3, mf.BatchSize(6))], {3: 48, 4: 192, 6: 96}),  # sequences, until the length changes
+    ):
+        steps = [(0, 192), *wanted.items()]
+        made = recipe.amended(amended)
+        for step in range(12):
+            tokens = [tokens for first, tokens in steps if first <= step][-1]
+            assert sum(len(row) for _, row in inputs_of(made, step)) == tokens, (amended, step)
+    rows = mf.Recipe(data=stores(folder)["one"], sequence=mf.Windows(8), batch=mf.Batch(tokens=64))
+    assert rows.amended([(3, mf.BatchSize(tokens=128))]).batch == mf.Batch(8).then(3, 16)
+    with pytest.raises(RecipeError, match="100 tokens are no whole number of rows of 8; give 96 or 104"):
+        rows.amended([(3, mf.BatchSize(tokens=100))])
 
 
 def test_thresholds_in_tokens_and_the_fingerprint(folder: Path) -> None:

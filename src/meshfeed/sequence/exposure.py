@@ -62,9 +62,9 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
             for epoch in range(math.ceil(drawn[1][source])):
                 held = each.sequences_with(recipe, source, epoch, documents[mine])
                 some = np.flatnonzero(held.begin < held.end)
-                none = np.zeros_like(some)
-                where = none + source, none + epoch, held.sequence[some], held.begin[some], held.end[some]
-                of_stage.append((mine[held.document[some]], *where))
+                of_source, of_epoch = np.full_like(some, source), np.full_like(some, epoch)
+                where = held.sequence[some], held.begin[some], held.end[some]
+                of_stage.append((mine[held.document[some]], of_source, of_epoch, *where))
         found = [np.concatenate(column) for column in zip(*of_stage)]
         _, source, epoch, sequence, _, _ = found
         draws = Draws(source.astype(np.int32), epoch, sequence)
