@@ -96,7 +96,10 @@ def _by_value(recipe: mf.Recipe, until: int, given: list[str]) -> list[dict[str,
     """Tokens drawn by source and by a value of its documents. given: as --by gives them."""
     names, values = recipe.source_names, dict[int, npt.NDArray[Any]]()
     for text in given:
-        name, path = ("", text) if names == ("",) else text.partition("=")[::2]
+        is_alone = names == ("",)
+        if is_alone and "=" in text and not Path(text).exists():
+            raise MeshfeedError(f"--by {text}: no such file; a store alone takes FILE, without NAME=")
+        name, path = ("", text) if is_alone else text.partition("=")[::2]
         if name not in names or not path:
             raise MeshfeedError(f"--by {text}: write NAME=FILE, where NAME is one of {', '.join(names[:8])}")
         source = names.index(name)

@@ -75,6 +75,9 @@ class Replay(Command, JobOptions, RecipeOptions):
             raise MeshfeedError(
                 f"--steps {self.steps.start}:{self.steps.stop}: the stream ends at step {end}"
             )
+        begin, stop = self.steps.start, self.steps.stop
+        if (given := recipe.first_given(begin)) >= stop:
+            raise MeshfeedError(f"--steps {begin}:{stop}: an amendment skips them, to step {given}")
         made = mf.simulate(
             recipe,
             stepping.layout,

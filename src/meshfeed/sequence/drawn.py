@@ -16,7 +16,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule, of_draws
-from meshfeed.sequence.runs import Longs
+from meshfeed.sequence.runs import Longs, together
 
 _TOGETHER = 1 << 20  # draws that are looked up together
 
@@ -149,9 +149,9 @@ def _scanned(recipe: Recipe, first_step: int, stop_step: int, measure: _Measure,
 def _skipped(recipe: Recipe, until: int, measure: _Measure, num: int) -> Longs:
     """Amounts of the steps that amendments skip; int64 [num_sources, num]."""
     sums = np.zeros((len(recipe.sources), num), np.int64)
-    for step in {step for first, stop in recipe.amendments.skipped for step in range(first, stop)}:
-        if step < until:
-            sums += _scanned(recipe, step, step + 1, measure, num)
+    skipped = [(first, min(stop, until)) for first, stop in recipe.amendments.skipped if first < until]
+    for first, stop in zip(*together(*np.array(skipped, np.int64).reshape(-1, 2).T)):
+        sums += _scanned(recipe, int(first), int(stop), measure, num)
     return sums
 
 

@@ -126,8 +126,23 @@ def test_values_that_are_not_one_for_each_document(folder: Path, capsys: pytest.
     ):
         assert main(["audit", f"{folder}/recipes.py", "--until", "3", "--by", by]) == 2
         assert message in capsys.readouterr().err
+    assert main(["audit", f"{folder}/recipes.py:ends", "--until", "3", "--by", "code=some.txt"]) == 2
+    assert "--by code=some.txt: no such file; a store alone takes FILE" in capsys.readouterr().err
     assert main(["audit", f"{folder}/recipes.py:ends", "--until", "3", "--by", f"{folder}/some.txt"]) == 0
     assert "100.0000%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["recipe", "wide"])
+def test_steps_skipped_far_beyond_its_end(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """And those that two amendments skip, once."""
+    skips = mf.SkipSteps(5, 10**12), mf.SkipSteps(2, 4), mf.SkipSteps(3, 6), mf.SkipSteps(12, 10**30)
+    mf.Ledger(tuple(mf.Amendment(1, skip) for skip in skips)).write(tmp_path / "ledger.jsonl")
+    ledger = ["--amendments", f"{tmp_path}/ledger.jsonl"]
+    skipped = told(capsys, "audit", f"{folder}/recipes.py:{name}", "--until", "10", *ledger)
+    plain = told(capsys, "audit", f"{folder}/recipes.py:{name}", "--until", "2")
+    assert skipped["tokens"] == plain["tokens"] and skipped["sequences"] == plain["sequences"]
 
 
 def test_a_store_alone_and_the_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,18 @@ def test_what_it_refuses_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_steps_that_an_amendment_skips(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mf.Ledger((mf.Amendment(1, mf.SkipSteps(2, 5)),)).write(tmp_path / "ledger.jsonl")
+    words = ["--rank", "0", "--out", f"{tmp_path}/out", "--amendments", f"{tmp_path}/ledger.jsonl", "--json"]
+    assert main(["replay", f"{folder}/recipes.py:rows", "--steps", "3:5", *words]) == 2
+    assert "--steps 3:5: an amendment skips them, to step 5" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["replay", f"{folder}/recipes.py:rows", "--steps", "3:6", *words]) == 0
+    assert [each["step"] for each in json.loads(capsys.readouterr().out)["steps"]] == [5]
+
+
 def test_what_is_there_stays(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a folder of the user's, nor half of one of ours: whatever goes wrong, and whenever."""
     words = ["replay", f"{folder}/recipes.py:rows", "--steps", "0:2", "--rank", "0", "--out"]
