@@ -6,10 +6,12 @@ import contextlib
 import itertools
 import json
 import random
+import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from meshfeed.metrics import RunLog, read_run
 from meshfeed.order import draws_between, draws_of_step, stream
 from meshfeed.recipe import Change
 from meshfeed.sequence.exposure import exposures
+from meshfeed.store.base import extents_of
 from soak import SEED, cases
 
 STEPS = 24
@@ -376,6 +379,35 @@ def test_windows_keep_excluded_tokens_without_loss(lengths: list[int], data: st.
                             valid[step] += 1
             if simulated.rank == layout.world_size - 1:
                 assert simulated.batch.valid_tokens == valid[step]
+
+
+def test_two_recipes_of_one_store_exclude_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a train and an eval feed, in two threads; each looks its own up once."""
+    looked_up: list[np.ndarray] = []
+
+    def look_up(store: Any, gone: np.ndarray) -> Any:
+        looked_up.append(gone)
+        return extents_of(store, gone)
+
+    monkeypatch.setattr("meshfeed.sequence.rows.extents_of", look_up)
+    recipe = mf.Recipe(data=mf.open(folder / "web"), sequence=mf.Windows(8), batch=mf.Batch(4))
+    amended = [recipe.amended([(0, mf.Exclude([*range(first, 40, 2)]))]) for first in range(2)]
+    draws, excluded = draws_of_step(recipe, 0), [each.amendments.excluded_at(0) for each in amended]
+
+    def holes_of(which: int) -> list[list[int]]:
+        rule: Any = recipe.sequence
+        found = rule.without(recipe, draws, excluded[which]).holes[0]
+        return [each.tolist() for each in found]
+
+    interval = sys.getswitchinterval()
+    with recipe.sources[0], ThreadPoolExecutor(2) as pool:
+        wanted = [holes_of(which) for which in range(2)]
+        sys.setswitchinterval(1e-6)
+        try:
+            assert all(pool.map(lambda which: holes_of(which) == wanted[which], [0, 1] * 2000))
+        finally:
+            sys.setswitchinterval(interval)
+    assert wanted[0] != wanted[1] and len(looked_up) == 2
 
 
 def _real(simulated: Any, microbatch: Any, layout: mf.Layout, length: int) -> list[bool]:

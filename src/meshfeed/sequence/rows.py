@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -44,8 +44,9 @@ Starts = tuple[Longs, Longs]
 
 NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
-# of each store, the excluded documents that were looked up last
-_found: WeakKeyDictionary[Store, dict[str, Any]] = WeakKeyDictionary()
+# of each store, the excluded documents that were looked up last, and their extents
+_found: WeakKeyDictionary[Store, tuple[tuple[Longs, tuple[Longs, Longs]], ...]] = WeakKeyDictionary()
+_MOST_FOUND = 4  # two feeds, before and after an amendment
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -292,12 +293,15 @@ class Rows(SequenceRule):
 
 def _extents(store: Store, documents: Longs) -> tuple[Longs, Longs]:
     """Where documents that are not empty begin and end in their stream; int64 [m] each."""
-    kept = _found.setdefault(store, {})
-    if kept.get("of") is not documents:  # an amendment's, the same object in every step
-        begins, stored = extents_of(cast(StreamStore, store), documents)
-        some = stored > 0
-        kept |= {"of": documents, "extents": (begins[some], (begins + stored)[some])}
-    return kept["extents"]
+    kept = _found.get(store, ())
+    for of, extents in kept:
+        if of is documents:  # an amendment's, the same object in every step
+            return extents
+    begins, stored = extents_of(cast(StreamStore, store), documents)
+    some = stored > 0
+    extents = begins[some], (begins + stored)[some]
+    _found[store] = ((documents, extents), *kept)[:_MOST_FOUND]
+    return extents
 
 
 def _numbers(starts: Starts, length: int) -> Longs:
