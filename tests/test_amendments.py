@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -347,7 +348,7 @@ def test_ranks_that_share_reads_follow_each_other(folder: Path, tmp_path: Path) 
 )
 def test_windows_keep_excluded_tokens_without_loss(lengths: list[int], data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 8), "window")
-    gone = data.draw(st.sets(st.integers(0, len(lengths) - 1)), "excluded")
+    gone = data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1), "excluded")
     flags = {name: data.draw(st.booleans(), name) for name in ("eod_mask_loss", "reset_attention_mask")}
     layout = mf.Layout.parse(data.draw(st.sampled_from(["dp1", "cp2", "cp3-dp2"])))
     with tempfile.TemporaryDirectory() as folder:
@@ -607,8 +608,8 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
         for change, told in (
             (mf.Reweigh({"wiki": 1}), "'wiki'"),
             (mf.Exclude({"web": [43]}), "document 43 of source 'web', which has 43"),
-            (mf.Exclude([3]), "no source is called ''"),
-            (mf.BatchSize(0), "whole number"),
+            (mf.Exclude([3]), "such as {'code': "),
+            (mf.BatchSize(tokens=90), r"BatchSize\(.*tokens=90\): the batch is of sequences"),
             (mf.SkipSteps(0, 1), "planned already"),
             (mf.Grow("wiki", str(folder / "more")), "no mixture with a source 'wiki'"),
         ):
@@ -710,12 +711,41 @@ def test_an_amendment_is_at_a_step(folder: Path, step: Any) -> None:
         lambda: mf.Exclude({"web": [1.5]}),  # type: ignore[dict-item]
         lambda: mf.Exclude({"web": np.array([2**63 + 5], np.uint64)}),  # type: ignore[dict-item]
         lambda: mf.Exclude(files="no-such-file"),
+        lambda: mf.Exclude({}),
+        lambda: mf.Exclude({"web": []}),
         lambda: mf.Reweigh(None),  # type: ignore[arg-type]
+        lambda: mf.Reweigh({"web": "2"}),  # type: ignore[dict-item]
+        lambda: mf.Reweigh({"web": True}),
+        lambda: mf.Reweigh({"web": 1j}),  # type: ignore[dict-item]
+        lambda: mf.Reweigh({"web": torch.ones(2)}),  # type: ignore[dict-item]
+        lambda: mf.BatchSize(),
+        lambda: mf.BatchSize(0),
+        lambda: mf.BatchSize(True),
+        lambda: mf.BatchSize(4.0),  # type: ignore[arg-type]
+        lambda: mf.BatchSize(4, tokens=90),
     ],
 )
 def test_wrong_changes_are_refused_when_they_are_made(wrong: Any) -> None:
-    with pytest.raises(mf.RecipeError, match=r"SkipSteps|Exclude|Reweigh"):
+    with pytest.raises(mf.RecipeError, match=r"^(SkipSteps|Exclude|Reweigh|BatchSize)"):
         wrong()
+
+
+def test_numbers_may_be_of_numpy_and_torch(folder: Path, tmp_path: Path) -> None:
+    """They are what plain numbers are, to the byte of the ledger."""
+    whole: Any
+    path, reals = tmp_path / "ledger.jsonl", (np.float32(0.5), torch.tensor(2.5, dtype=torch.bfloat16))
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
+        feed.amend(mf.Reweigh(dict(zip(("code", "web"), reals))))  # type: ignore[arg-type]
+        for whole in (np.int64, np.uint8, torch.tensor):
+            amounts: Any = {"web": whole(9)}
+            feed.amend(mf.Reweigh(amounts, by="count"), at=100)
+            feed.amend(mf.BatchSize(whole(4)), at=100)
+            feed.amend(mf.SkipSteps(whole(110), whole(112)), at=100)
+    plain = [mf.Reweigh({"web": 9}, by="count"), mf.BatchSize(4), mf.SkipSteps(110, 112)]
+    wanted = [mf.Reweigh({"code": 0.5, "web": 2.5}), *plain * 3]
+    kept = mf.Ledger.read(path)
+    assert [repr(change) for _, change in kept] == [repr(change) for change in wanted]
+    assert [change.digest for _, change in kept] == [change.digest for change in wanted]
 
 
 def test_a_source_may_grow_before_a_growth_that_was_agreed_earlier(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import operator
 import os
 import uuid
 import zlib
@@ -66,8 +67,10 @@ class Reweigh(_Told):
     A source that has grown shares its amount with the sources that it has grown by, as `Grow` says.
 
     Attributes:
-        amounts: name -> amount. A source that is not named is not drawn.
+        amounts: name -> amount, a real number of any library. A source that is not named is not drawn.
         by: their unit, or name -> unit; see `Mixture.then`.
+
+    Raises RecipeError for an amount that is no number.
     """
 
     amounts: Mapping[str, float]
@@ -79,6 +82,8 @@ class Reweigh(_Told):
                 object.__setattr__(self, name, {**cast(Any, given)})  # the caller may change it
             elif name == "amounts":
                 raise RecipeError(f"Reweigh({given!r}): give a mapping, such as {{'code': 2, 'web': 1}}")
+        amounts = {name: _real(amount, f"Reweigh: {name!r}") for name, amount in self.amounts.items()}
+        object.__setattr__(self, "amounts", amounts)
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
         """Each source goes on where it was."""
@@ -95,8 +100,13 @@ class Reweigh(_Told):
             if name in further:
                 raise RecipeError(f"Reweigh: {name!r} has a share of its source's amount; name the source")
             among = recipe.amendments.stores_of(name)
-            if among[1:] and unit not in ("proportion", "tokens"):
-                raise RecipeError(f"Reweigh: {name!r} has grown: give it a share, not an amount that ends")
+            if unit not in ("proportion", "tokens"):
+                if among[1:]:
+                    raise RecipeError(
+                        f"Reweigh: {name!r} has grown: give it a share, not an amount that ends"
+                    )
+                amounts[name] = amount  # a count stays whole
+                continue
             sizes = _sizes(recipe, among, str(unit)) if among[1:] else [1]
             amounts |= {each: amount * size / sum(sizes) for each, size in zip(among, sizes)}
         return replace(recipe, data=recipe.data.amended(step, amounts, by=unit))
@@ -104,10 +114,20 @@ class Reweigh(_Told):
 
 @dataclass(frozen=True)
 class BatchSize(_Told):
-    """Another number of sequences in each step, or of tokens, as `Batch.then` takes it."""
+    """Another number of sequences in each step, or of tokens, as `Batch.then` takes it.
+
+    Raises RecipeError for anything but one whole number from 1.
+    """
 
     sequences: int | None = None
     tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "tokens"):
+            object.__setattr__(self, name, _whole(getattr(self, name)))
+        given = [size for size in (self.sequences, self.tokens) if size is not None]
+        if not (len(given) == 1 and type(given[0]) is int and given[0] >= 1):
+            raise RecipeError(f"{self!r}: one whole number from 1, of sequences or of tokens")
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
         """Steps from there on have this size, until the batch's next stage.
@@ -118,6 +138,9 @@ class BatchSize(_Told):
         batch, rows = recipe.batch, recipe.sequence.row_lengths
         if self.tokens is not None and rows:
             batch = batch.in_tokens(rows)  # the recipe makes it one of sequences again
+        unit = "sequences" if batch.tokens is None else "tokens"
+        if getattr(self, unit) is None:
+            raise RecipeError(f"{self!r}: the batch is of {unit}; give mf.BatchSize({unit}=...)")
         return replace(recipe, batch=batch.amended(step, self.sequences, tokens=self.tokens))
 
 
@@ -133,6 +156,8 @@ class SkipSteps(_Told):
     stop: int
 
     def __post_init__(self) -> None:
+        for name in ("first", "stop"):
+            object.__setattr__(self, name, _whole(getattr(self, name)))
         if not (type(self.first) is type(self.stop) is int and 0 <= self.first < self.stop):
             raise RecipeError(f"SkipSteps({self.first!r}, {self.stop!r}): whole numbers, 0 <= first < stop")
 
@@ -161,7 +186,8 @@ class Exclude(_Told):
         files: source -> path of a file of such numbers, one in each line or as .npy. A ledger keeps the path
             and a digest, and every rank reads the file: for a million documents.
 
-    Raises RecipeError for anything but whole numbers from 0, or a file that cannot be read or has changed.
+    Raises RecipeError for anything but whole numbers from 0, for none at all, and for a file that cannot be
+    read or has changed.
     """
 
     documents: Mapping[str, Sequence[int] | Longs] | Sequence[int] | Longs = field(default_factory=dict)
@@ -176,6 +202,8 @@ class Exclude(_Told):
         object.__setattr__(self, "documents", {name: found for name, found in listed.items() if found.size})
         object.__setattr__(self, "files", {name: os.fspath(path) for name, path in paths.items()})
         self._read.update({name: _numbers_in(path) for name, path in self._paths.items()})
+        if not any(numbers.size for numbers in self.all_documents.values()):
+            raise RecipeError("Exclude: it names no document; give some, such as {'web': [17, 203]}")
 
     @property
     def _paths(self) -> dict[str, str]:
@@ -223,6 +251,11 @@ class Exclude(_Told):
         for name, numbers in self.all_documents.items():
             if name not in names:
                 there = ", ".join(map(repr, names))
+                if not name:
+                    raise RecipeError(
+                        f"Exclude: numbers alone are of a recipe without a mixture, this one has {there}; "
+                        f"give {{name: [numbers]}}, such as {{{names[0]!r}: [17, 203]}}"
+                    )
                 raise RecipeError(f"Exclude: no source is called {name!r}; the recipe has {there}")
             if not numbers.size:
                 continue
@@ -449,6 +482,25 @@ def _json_of(line: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StateError(f"{where}: not an amendment; restore the file")
     return cast("dict[str, Any]", found)
+
+
+def _whole(given: Any) -> Any:
+    """An integer of any library as an int; anything else as it is, truth values too."""
+    try:
+        return given if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return given
+
+
+def _real(given: Any, where: str) -> float:
+    """A real number of any library as an int, since counts are whole, or as a float."""
+    number = _whole(given)
+    try:
+        if isinstance(given, (bool, np.bool_, str, bytes)):
+            raise TypeError("no number")
+        return number if type(number) is int else float(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as bad:  # torch: of several elements
+        raise RecipeError(f"{where} has amount {given!r}: give a number") from bad
 
 
 def _numbers(given: Any, where: str) -> Longs:
