@@ -115,6 +115,8 @@ def train(
     feed = mf.Feed(recipe_of(folder), layout, packing=mf.Packing(capacity=1024), ledger=ledger)
     with feed:
         for step in feed:
+            # a source that has grown is one source in several stores: its losses are added up
+            source_of = [list(CHOICES).index(feed.reweigh_names[name]) for name in step.sources]
             sums = torch.zeros(len(step.sources), 2, dtype=torch.float64)
             for microbatch in step.microbatches:
                 scores, labels = tables(microbatch["tokens"]), microbatch["labels"]
@@ -125,6 +127,7 @@ def train(
             assert tables.weight.grad is not None
             dist.all_reduce(tables.weight.grad)
             dist.all_reduce(sums)  # ranks of a tp group have the same, so they count equally often
+            sums = sums.new_zeros(len(CHOICES), 2).index_add_(0, torch.tensor(source_of), sums)
             optimizer.step()
             optimizer.zero_grad()
             loss = (sums[:, 0] / sums[:, 1]).numpy()
@@ -132,7 +135,7 @@ def train(
             if rule is not None:
                 rule.take(loss, sums[:, 1].numpy() / layout.tp)
                 if step.index % EVERY == EVERY - 1 and feed.rank == 0:
-                    feed.amend(mf.Reweigh(dict(zip(step.sources, rule.weights().tolist()))))
+                    feed.amend(mf.Reweigh(dict(zip(CHOICES, rule.weights().tolist()))))
             if step.index == steps - 1:
                 break
     if feed.rank == 0:

@@ -296,6 +296,24 @@ def test_a_step_that_an_amendment_leaves_out_is_empty(recipe: mf.Recipe, tmp_pat
         assert feed.at(14, mf.Layout(), 0).index == 14
 
 
+def test_steps_may_be_left_out_up_to_the_end(recipe: mf.Recipe, tmp_path: Path) -> None:
+    short = replace(recipe, steps=12)
+    with mf.Feed(short, packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:
+        feed.amend(mf.SkipSteps(3, 6))
+        feed.amend(mf.SkipSteps(9, 12))
+        for again in range(2):
+            for number in range(12):
+                step = feed.at(number, mf.Layout(), 0)
+                taken = len([*step.microbatches])
+                assert (step.index, step.sources, step.plan.num_ranks) == (number, ("",), 1)
+                assert (taken == 0) == (3 <= number < 6 or number >= 9)
+                # a step that is left out has the costs of no other one
+                assert (step.stats.bytes_read == 0) == (step.stats.efficiency is None) == (taken == 0)
+            with pytest.raises(mf.StateError, match="ended"):
+                feed.at(12, mf.Layout(), 0)
+            assert feed.at(11 - again, mf.Layout(), 0).tokens == 0
+
+
 def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
     short, one, two = replace(recipe, epochs=1), mf.Layout(), mf.Layout(dp=2)
     wrong: Any

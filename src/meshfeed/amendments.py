@@ -95,20 +95,17 @@ class Reweigh(_Told):
         if unknown := [name for name in self.amounts if name not in known]:
             raise RecipeError(f"Reweigh: no source is called {unknown[0]!r}; there are {', '.join(known)}")
         amounts, unit = dict[str, float](), recipe.data.unit_at(step) if self.by is None else self.by
+        ends = unit not in ("proportion", "tokens")
         further = {name for _, name in recipe.amendments.grown}
         for name, amount in self.amounts.items():
             if name in further:
                 raise RecipeError(f"Reweigh: {name!r} has a share of its source's amount; name the source")
             among = recipe.amendments.stores_of(name)
-            if unit not in ("proportion", "tokens"):
-                if among[1:]:
-                    raise RecipeError(
-                        f"Reweigh: {name!r} has grown: give it a share, not an amount that ends"
-                    )
-                amounts[name] = amount  # a count stays whole
-                continue
+            if among[1:] and ends:
+                raise RecipeError(f"Reweigh: {name!r} has grown: give it a share, not an amount that ends")
             sizes = _sizes(recipe, among, str(unit)) if among[1:] else [1]
-            amounts |= {each: amount * size / sum(sizes) for each, size in zip(among, sizes)}
+            for each, size in zip(among, sizes):
+                amounts[each] = amount if ends else amount * size / sum(sizes)  # a count stays whole
         return replace(recipe, data=recipe.data.amended(step, amounts, by=unit))
 
 

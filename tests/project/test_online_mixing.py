@@ -13,9 +13,9 @@ import meshfeed as mf
 import world
 
 
-def run(rank: int, layout: str, folder: Path, ledger: Path, rule: str, out: Path) -> None:
+def run(rank: int, layout: str, folder: Path, ledger: Path, rule: str, out: Path, steps: int = 45) -> None:
     made = online_mixing.RULES[rule]() if rule else None
-    online_mixing.train(mf.Layout.parse(layout), folder, ledger, made, 45, out)
+    online_mixing.train(mf.Layout.parse(layout), folder, ledger, made, steps, out)
 
 
 @pytest.mark.parametrize("rule", sorted(online_mixing.RULES))
@@ -34,3 +34,21 @@ def test_a_replay_trains_on_the_same(rule: str, tmp_path: Path) -> None:
     assert [*mf.Ledger.read(ledger)] == agreed, "a replay adds nothing"
     last = agreed[-1].change.amounts
     assert last["easy"] < max(last.values()), "it is learned first"
+
+
+def test_a_source_that_has_grown_is_reweighed_as_one(tmp_path: Path) -> None:
+    for name in ("corpus", "run"):
+        (tmp_path / name).mkdir()
+    online_mixing.write_corpus(tmp_path / "corpus")
+    with mf.IndexedWriter(tmp_path / "more", np.uint16) as writer:
+        for length in range(20, 120):
+            writer.add_document(np.arange(length) % online_mixing.TOKENS)
+    ledger = tmp_path / "ledger.jsonl"
+    grow = mf.Amendment(3, mf.Grow("easy", str(tmp_path / "more")))
+    mf.Ledger((grow,)).write(ledger)
+    world.run(run, 2, "cp2", tmp_path / "corpus", ledger, "excess", tmp_path / "run", 12)
+    grown, reweighed = mf.Ledger.read(ledger)
+    assert grown == grow
+    assert reweighed.change.amounts.keys() == online_mixing.CHOICES.keys()
+    losses = json.loads((tmp_path / "run" / "losses.json").read_text())
+    assert {len(of_step) for of_step in losses} == {len(online_mixing.CHOICES)}

@@ -36,7 +36,7 @@ from meshfeed.feed.batch import Sources, Step
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout, num_processes
 from meshfeed.feed.options import FeedOptions
-from meshfeed.feed.regrouping import Asked, Seat, Whereabouts, agree
+from meshfeed.feed.regrouping import Asked, Seat, Whereabouts, agree, left_out
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
@@ -201,10 +201,11 @@ class Feed(StepSource[Delivery, FeedOptions]):
         the same as `regroup`, but for the caller's word on who is where. So nobody waits for another rank. A
         step that was not committed is asked for again.
 
-        A step that an amendment leaves out has no microbatches. torch.distributed's default group is not
-        asked for anything; where the ranks need to meet, for a ledger or a delivery other than "direct", give
-        the Feed a rendezvous=, and generation: a number that is equal on all ranks and grows with each
-        change of the layout. Raises OptionError for other arguments, StateError past the end of the stream.
+        A step that an amendment leaves out has no microbatches, and cost nothing. torch.distributed's default
+        group is not asked for anything; where the ranks need to meet, for a ledger or a delivery other than
+        "direct", give the Feed a rendezvous=, and generation: a number that is equal on all ranks and grows
+        with each change of the layout. Raises OptionError for other arguments, StateError past the end of the
+        stream.
         """
         if type(step) is not int or step < 0 or type(rank) is not int:
             raise OptionError(
@@ -223,12 +224,12 @@ class Feed(StepSource[Delivery, FeedOptions]):
             loop = iter(self)
             asked = Asked(self._run, loop, step)
         given = asked.take()
-        if given is None:
+        if given is None and not has_step(self.recipe, step):
             raise StateError(
                 f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
             )
         where.asked = asked
-        return given
+        return given or left_out(step, self.recipe.source_names_at(step), self.layout)
 
     def regroup(
         self,
@@ -383,6 +384,14 @@ class Feed(StepSource[Delivery, FeedOptions]):
         With those that amendments have added so far, at the end. `step.sources` has those of a step.
         """
         return self.recipe.source_names
+
+    @property
+    def reweigh_names(self) -> dict[str, str]:
+        """Each of `sources` -> the name that `Reweigh` takes: itself, or the source that has grown by it."""
+        recipe = self.recipe
+        return {name: name for name in recipe.source_names} | {
+            name: source for source, name in recipe.amendments.grown
+        }
 
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from meshfeed.deliver import Meeting
 from meshfeed.errors import OptionError, PeerError
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.layout import Layout
+from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.plan import plan_fixed
 
 
@@ -83,24 +84,30 @@ class Asked:
     ahead: Step | None = None
 
     def take(self) -> Step | None:
-        """The next step, without microbatches where an amendment leaves it out; None at the end."""
+        """The next step; None where an amendment leaves it out, and at the end."""
         step, given = self.next, self.ahead or next(self.steps, None)
-        if given is None:
-            return None
         self.next = step + 1
-        self.ahead = None if given.index == step else given
-        return given if self.ahead is None else _left_out(given, step)
+        self.ahead = None if given is None or given.index == step else given
+        return given if self.ahead is None else None
 
 
-def _left_out(given: Step, step: int) -> Step:
-    """A step without sequences, before one that was given."""
+def left_out(step: int, sources: tuple[str, ...], layout: Layout) -> Step:
+    """A step without sequences, which has cost nothing."""
 
     def nothing() -> Generator[Microbatch]:
         yield from ()
 
-    plan = plan_fixed(np.zeros(0, np.int64), dp=given.plan.num_ranks, cp=1, micro_batch_size=1)
-    totals = dict.fromkeys(("num_microbatches", "tokens", "valid_tokens", "sum_sq"), 0)
-    return replace(given, index=step, **totals, plan=plan, microbatches=Microbatches(nothing()))
+    return Step(
+        index=step,
+        num_microbatches=0,
+        tokens=0,
+        valid_tokens=0,
+        sum_sq=0,
+        sources=sources,
+        plan=plan_fixed(np.zeros(0, np.int64), dp=layout.dp, cp=layout.cp, micro_batch_size=1),
+        microbatches=Microbatches(nothing()),
+        _costs=StepCosts(StepStats),
+    )
 
 
 def agree(meeting: Meeting, ranks: Sequence[int], first: int | None, ledger: Ledger) -> tuple[int, Ledger]:
@@ -112,27 +119,27 @@ def agree(meeting: Meeting, ranks: Sequence[int], first: int | None, ledger: Led
     where the meeting's number is not new.
     """
     prefix, rank = meeting.prefix, meeting.rank
-    told = f";{rank} {'-' if first is None else first} {len(ledger)} {ledger.digest or '-'}"
+    line = f";{rank} {'-' if first is None else first} {len(ledger)} {ledger.digest or '-'}"
 
     def tell(store: Any) -> bool:
-        store.append(f"{prefix}/first", told)
+        store.append(f"{prefix}/first", line)
         return store.get(f"{prefix}/first").decode().count(f";{rank} ") == 1
 
     if not meeting.call(tell):
         raise OptionError(f"generation={meeting.number}: that number was used before; give a new one")
     meeting.meet("regroup", ranks)
-    lines = meeting.call(lambda store: store.get(f"{prefix}/first")).decode().split(";")[1:]
-    said = [line.split() for line in lines]
-    knows = sorted((int(count), int(of)) for of, _, count, _ in said)
-    (fewest, _), (most, of) = knows[0], knows[-1]
+    text = meeting.call(lambda store: store.get(f"{prefix}/first")).decode()
+    lines = [each.split() for each in text.split(";")[1:]]
+    fewest = min(int(count) for _, _, count, _ in lines)
+    most, of = max((int(count), int(of)) for of, _, count, _ in lines)
     if fewest < most:
         ledger = _sent(meeting, ranks, ledger, range(fewest, most), of)
-    if any(digest not in ("-", *ledger.digests) for *_, digest in said):
+    if any(digest not in ("-", *ledger.digests) for *_, digest in lines):
         raise PeerError(
             f"ranks {rank} and {of}, or others, know different amendments; give all the ledger of one job",
             [rank, of],
         )
-    return min((int(step) for _, step, *_ in said if step != "-"), default=0), ledger
+    return min((int(step) for _, step, *_ in lines if step != "-"), default=0), ledger
 
 
 def _sent(meeting: Meeting, ranks: Sequence[int], ledger: Ledger, lacking: range, of: int) -> Ledger:
