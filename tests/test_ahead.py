@@ -13,6 +13,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
+from meshfeed import amendments
 from meshfeed.feed.ahead import MOST_STEPS
 from meshfeed.store import StreamStore
 from soak import cases, some
@@ -145,6 +146,28 @@ def test_steps_that_wait_are_bounded_in_number(path: Path) -> None:
     with mf.Feed(recipe_of(store), prefetch=0, micro_batch_size=16, read_ahead_bytes=2**50) as feed:
         run(feed, 3 * MOST_STEPS)
         assert store.most_bytes == (MOST_STEPS + 1) * STEP_BYTES
+
+
+def test_a_remote_store_that_comes_later_is_read_ahead(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the budget goes, of which what was announced before takes nothing."""
+    write_corpus(tmp_path / "more", num_tokens=40_000, seed=1)
+    near, far = Watched(path, far=False), Watched(tmp_path / "more", far=True)
+    monkeypatch.setattr(amendments, "open_store", lambda *args, **options: far)
+    budget, ahead = 20 * STEP_BYTES, list[float]()
+    recipe = recipe_of(mf.Mixture({"web": (near, 1)}))
+    with mf.Feed(recipe, prefetch=0, micro_batch_size=4, read_ahead_bytes=budget,
+                 ledger=tmp_path / "ledger.jsonl") as feed:  # fmt: skip
+        for step in feed:
+            list(step.microbatches)
+            if step.index == 9:
+                feed.amend(mf.Grow("web", "far away"))
+            ahead.append((near.outstanding_bytes + far.outstanding_bytes) / STEP_BYTES)
+            if step.index == 60:
+                break
+    assert max(ahead[:9]) <= 2
+    assert {*ahead[30:]} == {19}  # besides the one that is read next
 
 
 def test_a_store_at_hand_is_told_of_one_step_ahead(path: Path) -> None:

@@ -786,6 +786,20 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
     assert mixture.drawn[-1, 3] > 0
 
 
+def test_what_is_read_of_a_source_that_came_later_is_counted(folder: Path, tmp_path: Path) -> None:
+    path, gained = tmp_path / "ledger.jsonl", 0
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path, prefetch=0) as feed:
+        for step in feed:
+            drawn = [microbatch.draws.source for microbatch in step.microbatches]
+            gained += sum(int((sources == 3).sum()) for sources in drawn)
+            assert step.stats.bytes_read >= 2 * step.valid_tokens > 0
+            if step.index == 0:
+                feed.amend(mf.Grow("web", str(folder / "more")))
+            if step.index == 20:
+                break
+    assert gained > 5
+
+
 def test_statistics_are_of_the_sources_that_all_ranks_know(folder: Path, tmp_path: Path) -> None:
     """A growth that is agreed for a later step may be known to some ranks alone."""
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:

@@ -61,13 +61,13 @@ class Ahead:
         amended: Callable[[int], Stepping] | None = None,
     ) -> None:
         self._left_out, self._amended = left_out, amended
-        self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
+        self._coord, self._served, self._clock = coord, served, clock
         self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
-        self._is_remote = reads and any(store.wants_ahead for store in stepping.recipe.sources)
-        self._most_steps = MOST_STEPS if self._is_remote else 1
+        self._go_by(stepping)
         self._next: int | None = start
         self._planned: deque[Planned] = deque()
+        self._unread: deque[int] = deque()  # bytes of each portion
         self._unread_bytes = 0
         self._error: Exception | None = None
 
@@ -79,15 +79,19 @@ class Ahead:
         if self._error is not None:
             raise self._error
 
-    def have_read(self, portion: Portion) -> None:
-        """A portion has been read: plan another step if the budget allows."""
-        if self._is_remote:
-            self._unread_bytes -= self._num_bytes(portion)
+    def have_read(self) -> None:
+        """The next portion has been read: plan another step if the budget allows."""
+        self._unread_bytes -= self._unread.popleft()
         self._plan_more()
 
+    def _go_by(self, stepping: Stepping) -> None:
+        """Plan by this from now on. An amendment may have added a remote store."""
+        self._stepping = stepping
+        self._is_remote = self._reads and any(store.wants_ahead for store in stepping.recipe.sources)
+
     def _plan_more(self, besides: int = 0) -> None:
-        ahead = len(self._planned) - besides
-        if ahead < 1 or (ahead < self._most_steps and self._unread_bytes < self._budget_bytes):
+        ahead, most = len(self._planned) - besides, MOST_STEPS if self._is_remote else 1
+        if ahead < 1 or (ahead < most and self._unread_bytes < self._budget_bytes):
             self._plan()
 
     def _plan(self) -> None:
@@ -110,16 +114,17 @@ class Ahead:
             # Announcing is only advice: `load` meets the same error again and sends it to the peers.
             with self._clock.stage("read"), contextlib.suppress(StoreError):
                 self._stepping.rule.announce(self._stepping.recipe, portions)
-        if self._is_remote:
-            self._unread_bytes += sum(map(self._num_bytes, portions))
+        sizes = [self._num_bytes(each) if self._is_remote else 0 for each in portions]
+        self._unread.extend(sizes)
+        self._unread_bytes += sum(sizes)
         self._next += 1
         self._planned.append((batch, portions))
 
     def _first_given(self, step: int) -> int:
         """The first step from this one on that is not left out; amends the recipe as far as it."""
         while True:
-            if self._amended is not None:
-                self._stepping = self._amended(step)
+            if self._amended is not None and (latest := self._amended(step)) is not self._stepping:
+                self._go_by(latest)
             recipe = self._stepping.recipe
             given = recipe.first_given(step) if recipe.amendments.skipped else step
             if given == step and step not in self._left_out:

@@ -582,7 +582,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The path of every sequence, from its position in the stream to the device."""
         decode_costs = self._rule.decode_costs if self.role.reads else None
-        meter = Meter(self.recipe.sources, delivery.traffic, decode_costs=decode_costs)
+        meter = Meter(lambda: self.recipe.sources, delivery.traffic, decode_costs=decode_costs)
         ahead = Ahead(
             self._amended(start),
             self.layout.coord(self.rank),
@@ -619,7 +619,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 yield Made(made, ticket, meter.take())
                 if _is_over(delivery, portions):
                     return
-                ahead.have_read(portion)
+                ahead.have_read()
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
             if _is_over(delivery, portions):

@@ -139,11 +139,15 @@ class Meter:
     """Counts data read, decoded and delivered, from one `take` to the next.
 
     Args:
+        sources: -> the stores that are read; an amendment may add some.
         decode_costs: of this rank's decoding; None if it decodes nothing.
     """
 
     def __init__(
-        self, sources: Sequence[Any], *traffic: Traffic, decode_costs: DecodeCosts | None = None
+        self,
+        sources: Callable[[], Sequence[Any]],
+        *traffic: Traffic,
+        decode_costs: DecodeCosts | None = None,
     ) -> None:
         self._sources, self._traffic, self._decoded = sources, traffic, decode_costs
         self._names = COUNTERS if decode_costs is None else COUNTERS + DECODE_COUNTERS
@@ -156,7 +160,7 @@ class Meter:
 
     def _now(self) -> tuple[float, ...]:
         bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
-        for source in self._sources:
+        for source in self._sources():
             stats = source.stats
             bytes_read += stats.bytes_read
             bytes_fetched += stats.bytes_fetched
