@@ -82,6 +82,7 @@ class State:
                 f"  {part}: saved {self.recipe.get(part)!r}, now {ours.get(part)!r}" for part in differ
             )
             raise StateError(
+                f"{_lead(differ, 'amendments' in self.recipe)}"
                 f"this state (step {self.step}) was saved under another recipe:\n{rows}\n"
                 f"Resume with the recipe it was saved under, or start again without the state."
                 f"{_hint(differ, recipe)}"
@@ -172,6 +173,20 @@ def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = Non
         )
 
 
+def _lead(differ: list[str], amended: bool) -> str:
+    """What to do about amendments, before the long lines of what they have changed."""
+    if "amendments" not in differ:
+        return ""
+    if not amended:
+        return (
+            "the recipe has amendments before this step, and the state has none: give the job's own ledger=; "
+        )
+    return (
+        "the state has amendments: give ledger=, the job's own, which was kept beside the checkpoint, "
+        "mf.Feed(recipe, ledger=path), or amend the recipe, recipe.amended(mf.Ledger.read(path)); "
+    )
+
+
 def _hint(differ: list[str], recipe: Recipe) -> str:
     if differ == ["epochs"]:
         return (
@@ -179,10 +194,7 @@ def _hint(differ: list[str], recipe: Recipe) -> str:
             "use Batch(last='drop') or 'pad' from the beginning."
         )
     if "amendments" in differ:
-        return (
-            " A job's amendments are in the ledger that was kept beside the checkpoint: give it to the Feed, "
-            "mf.Feed(recipe, ledger=path), or amend the recipe, recipe.amended(mf.Ledger.read(path))."
-        )
+        return ""  # `_lead` has said it
     hint = ""
     if "batch" in differ:
         hint += " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."

@@ -140,7 +140,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
         texts: list[tuple[int, list[str]]] = []
         written: dict[str, Any] = {}
-        amended: list[dict[str, Any]] = []
+        amended, named = list[dict[str, Any]](), list[str]()
         lengths, looked, broken = DocumentLengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
         try:
             facts = facts_of(store)
@@ -148,7 +148,8 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             texts = _beginnings(store, self._chosen, decode) if self._prints else []
             written = self._write(self.html, store, decode) if self.html else {}
             if self.amendments is not None:
-                amended = amendments_of(store, Ledger.read(self.amendments), self.source or "")
+                ledger = Ledger.read(self.amendments)
+                amended, named = amendments_of(store, ledger, self.source or ""), named_in(ledger)
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
@@ -160,6 +161,9 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             _print(facts, lengths, texts, "" if decode else " ")
             for each in amended:
                 print("; ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in each.items()))
+            if self.amendments is not None and not amended:
+                of = ", ".join(map(repr, named)) or "no source"
+                print(f"no amendment of the documents of {self.source or ''!r}; the ledger names {of}")
             for each in written.get("wrong", ()):
                 print(f"document {each['document']}, part {each['part']}: {each['why']}")
         facts["document_lengths"] = lengths.facts()
@@ -263,11 +267,14 @@ def facts_of(store: StreamStore) -> dict[str, Any]:
 
 
 def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[str, Any]]:
-    """What a ledger does to the store of a source, in its order. Raises MeshfeedError for another source."""
-    named = {name for _, change in ledger for name in _sources_of(change)}
-    if named and source not in named:
-        told = ", ".join(map(repr, sorted(named)))
-        raise MeshfeedError(f"--source {source!r}: the ledger names {told}; give the store's name there")
+    """What a ledger does to the store of a source, in its order.
+
+    source: "" for the store of a recipe without a mixture; MeshfeedError if the ledger is of a mixture.
+    """
+    named = named_in(ledger)
+    if named and not source and source not in named:
+        told = ", ".join(map(repr, named))
+        raise MeshfeedError(f"the ledger names {told}; give the store's name there, --source NAME")
     found = list[dict[str, Any]]()
     with store:
         for step, change in ledger:
@@ -283,6 +290,11 @@ def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[
             elif isinstance(change, Grow) and change.source == source:
                 found.append({"step": step, "grows_by": change.path, "fingerprint": change.fingerprint})
     return found
+
+
+def named_in(ledger: Ledger) -> list[str]:
+    """The sources whose documents a ledger changes."""
+    return sorted({name for _, change in ledger for name in _sources_of(change)})
 
 
 def _sources_of(change: Change) -> Iterable[str]:
