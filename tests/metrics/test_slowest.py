@@ -104,8 +104,4 @@ def test_who_takes_the_place_of_the_slowest() -> None:
     assert compared(2, 0.1, now + 3) == figures(2, 0.1)  # the one named there has become faster
     assert compared(1, 0.1, now + 4) == figures(2, 0.1)  # as slow is not slower
     assert compared(1, 0.05, now + 90) == figures(1, 0.05)  # the one named there has left
-    assert json.loads(store.get("key")) == [now + 90, vars_of(figures(1, 0.05))]
-
-
-def vars_of(slow: SlowRank) -> dict[str, Any]:
-    return {name: getattr(slow, name) for name in ("rank", "host", "stage", "wait_s", "share", "step")}
+    assert json.loads(store.get("key")) == [now + 90, [*figures(1, 0.05)]]

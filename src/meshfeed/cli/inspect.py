@@ -81,7 +81,6 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
         meshfeed inspect corpus --verify && sbatch train.sh
         meshfeed inspect web --amendments ledger.jsonl --source web
-        meshfeed inspect captions --html captions.html --tokenizer tokenizer.json
     """
     wrong = "the store is broken; stderr, or the key 'broken', says where"
     keys = {

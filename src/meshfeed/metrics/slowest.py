@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from meshfeed.deliver import Meeting
@@ -99,11 +98,11 @@ class Slowest:
 
 def compared(store: Any, key: str, mine: SlowRank, at: float, limit: float) -> SlowRank:
     """The slowest rank, mine among them. at: unix time of my figures, which count for `limit` seconds."""
-    text = json.dumps([at, asdict(mine)])
+    text = json.dumps([at, mine])
     there = first_text(store, key, text)
     while there != text:
         told_at, told = json.loads(there)
-        slow = SlowRank(**told)
+        slow = SlowRank(*told)
         if slow.rank != mine.rank and slow.wait_s >= mine.wait_s and abs(at - told_at) <= limit:
             return slow
         there = store.compare_set(key, there, text).decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,7 @@ SequenceName = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRank:
+class SlowRank(NamedTuple):
     """The rank of the job that waits longest for its own work: others wait for it.
 
     Attributes:

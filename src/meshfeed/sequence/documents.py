@@ -191,7 +191,7 @@ class Documents(DocumentRule, TokenRule):
         allocate: Allocate,
     ) -> FieldTable:
         """The named fields of the one pack; see the class."""
-        tokens, labels = portion.runs(extra=1)
+        tokens, labels = portion.runs_and_labels(extra=1)
         bearing = Runs(labels.at, np.ones_like(labels.at), labels.size)  # wherever there is a label
         runs: dict[str, tuple[Runs, int, str | None]] = {
             "tokens": (tokens, 1, "tokens"),

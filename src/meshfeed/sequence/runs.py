@@ -371,7 +371,11 @@ class Portion:
             self.made["read", extra] = self.ranges(self.held, extra=extra)
         return self.made["read", extra]
 
-    def runs(self, *, extra: int = 0) -> tuple[Runs, Runs]:
+    def runs(self, *, extra: int = 0) -> Runs:
+        """The own tokens of a pack in what was read, `read(extra=extra)`."""
+        return self.runs_and_labels(extra=extra)[0]
+
+    def runs_and_labels(self, *, extra: int) -> tuple[Runs, Runs]:
         """The own tokens of a pack and their labels in what was read, `read(extra=extra)`; computed once."""
         if ("runs", extra) not in self.made:
             own, at = self.own_tokens

@@ -204,7 +204,7 @@ class Samples(SequenceRule):
         wanted = [field for field in self.declared if field.name in names and columns is not None]
         held = columns or {}
         if self.packed:
-            split = [RunField(field, portion.runs()[0], 1, field.name) for field in wanted if field.split]
+            split = [RunField(field, portion.runs(), 1, field.name) for field in wanted if field.split]
             ready: Arrays = {
                 field.name: _copies(held[field.name], 0, len(portion.draws))
                 for field in wanted
