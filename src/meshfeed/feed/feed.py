@@ -432,9 +432,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
                         f"leave it out"
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
-            placed = (
-                self._given_layout is not None or num_processes() == 1
-            )  # else `at` will tell, or a loop refuses
+            # else `at` will tell its place, or a loop refuses
+            placed = self._given_layout is not None or num_processes() == 1
             if placed and self._amending is not None and self._is_first:
                 self._amending.keep()  # so that a path that cannot be written is refused here
             if placed and self._is_first and (told := warning_of(self.recipe)):

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron_world import Case, example, initialized, iterators_of, page_snippets, run, stage_kinds
 from test_megatron_training import LENGTH, MBS, SEQUENCES, VOCAB, Trainer
@@ -53,15 +52,7 @@ class Reports(Trainer):
         self.sums: list[dict[str, Any]] = []
 
     def step(self, forward_step: Callable[..., Any], iterators: Any) -> None:
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators,
-            model=self.stages,
-            num_microbatches=SEQUENCES // (MBS * parallel_state.get_data_parallel_world_size()),
-            seq_length=LENGTH,
-            micro_batch_size=MBS,
-            forward_only=True,
-        )
+        reports = self.scheduled(forward_step, iterators, forward_only=True)
         summed: dict[str, Any] = {}
         for key in reports[0] if reports else ():
             value = torch.vstack([each[key].view(-1) for each in reports]).sum(dim=0)

@@ -77,16 +77,20 @@ class Trainer:
         self.stages = [example.stage_of(args, self.config, v) for v in range(case.vpp or 1)]
         self.optimizer = torch.optim.SGD([p for stage in self.stages for p in stage.parameters()], lr=0.1)
 
-    def step(self, forward_step: Callable[..., Any], iterators: Any) -> None:
-        told = get_forward_backward_func()(
+    def scheduled(self, forward_step: Callable[..., Any], iterators: Any, *, forward_only: bool) -> list[Any]:
+        """What Megatron's schedule returns of a step."""
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators,
             model=self.stages,
             num_microbatches=SEQUENCES // (MBS * parallel_state.get_data_parallel_world_size()),
             seq_length=LENGTH,
             micro_batch_size=MBS,
-            forward_only=False,
+            forward_only=forward_only,
         )
+
+    def step(self, forward_step: Callable[..., Any], iterators: Any) -> None:
+        told = self.scheduled(forward_step, iterators, forward_only=False)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         self.losses += [each["loss"].item() for each in told]
