@@ -165,6 +165,7 @@ class CachedFile(ByteFile):
             except ChangedError:  # one of them was evicted while it was read
                 self._used[wanted] = 0
                 self._close(*wanted.tolist())
+            files.clear()  # else they would keep evicted blocks on the disk while others are asked for
         if not self._depth:
             self._close(*self._kept_open)
         return blocks
