@@ -266,8 +266,12 @@ def compare(traces: dict[str, Lengths], sizes: tuple[tuple[int, int], ...]) -> I
                     f"{out.failure}"
                 )
             own = max(out.efficiency() for out in outcomes[:5] if not out.failure)
-            sound = [out for out in outcomes[6:] if not out.failure]
-            ahead += sum(out.efficiency() > own * (1 + 1e-9) for out in sound)
+            sound = [out.efficiency() for out in outcomes[6:] if not out.failure]
+            ahead += sum(found > own * (1 + 1e-9) for found in sound)
+            what = f"{ranks} ranks, {n:,} sequences, {name}"
+            yield Row(name=f"E of dynamic_cp, {what}", value=outcomes[0].efficiency(), unit="")
+            if sound:
+                yield Row(name=f"E of the best peer whose plan is sound, {what}", value=max(sound), unit="")
             if ranks == 256:
                 yield from speed_of(name, {out.name: out for out in outcomes})
     yield from chosen_beside_fewest(by_name["dynamic_cp"], by_name["dynamic_cp, fewest"], planning)
