@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from string import Template
 from typing import Any
 
@@ -62,42 +62,37 @@ def page(
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How a packed run went: medians over its steps, the first two left out.
+    """How a packed run went.
 
     Attributes:
-        step_ms: wall time of a step, of the slowest rank.
-        efficiency: part of all rank time that the plan says is work.
-        waited_ms: what the loop of a rank waited for planning.
+        efficiency: part of all rank time that is work, by the plan; mean over the steps.
+        waited_ms: what the loop of the slowest rank waited for planning, in all steps but the first two.
     """
 
-    step_ms: float
     efficiency: float
     waited_ms: float
 
 
 def balance_of(run: Run) -> Balance:
     """The balance of a run, from what its ranks wrote."""
-    by_rank = [[line for line in lines if line["step"] >= 2] for lines in run.costs.values()]
-    slowest = [max(lines, key=lambda line: line["seconds"]) for lines in zip(*by_rank)]
+    steps = list(zip(*run.costs.values()))
+    slowest = [max(lines, key=lambda line: line["seconds"]) for lines in steps]
     return Balance(
-        step_ms=median(line["seconds"] for line in slowest) * 1e3,
-        efficiency=median(line["efficiency"] for line in slowest),
-        waited_ms=sum(line["exposed_wait_s"].get("plan", 0.0) for line in slowest) * 1e3,
+        efficiency=fmean(line["efficiency"] for line in slowest),
+        waited_ms=sum(line["exposed_wait_s"].get("plan", 0.0) for line in slowest[2:]) * 1e3,
     )
 
 
 def _packed_table(packed: Mapping[str, Run]) -> str:
-    """A bar of step time for each policy, and what the plan said."""
-    told = {policy: balance_of(run) for policy, run in packed.items()}
-    longest = max(balance.step_ms for balance in told.values())
+    """A bar of each policy's efficiency, and what planning cost the loop."""
     rows: list[str] = []
-    for policy, balance in told.items():
-        bar = f'<i class="time" style="width:{balance.step_ms / longest * 260:.0f}px"></i>'
-        step = f"{bar} {balance.step_ms:,.0f} ms"
-        cells = (escape(policy), step, f"{balance.efficiency:.1%}", f"{balance.waited_ms:.1f} ms")
+    for policy, run in packed.items():
+        balance = balance_of(run)
+        bar = f'<i class="time" style="width:{balance.efficiency * 260:.0f}px"></i>'
+        cells = (escape(policy), f"{bar} {balance.efficiency:.1%}", f"{balance.waited_ms:.1f} ms")
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (
-        "<table><thead><tr><th>policy</th><th>measured time of a step</th><th>work, by the plan</th>"
+        "<table><thead><tr><th>policy</th><th>rank time that is work, by the plan</th>"
         f"<th>waited for planning</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 

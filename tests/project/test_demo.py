@@ -71,8 +71,7 @@ def test_the_job_that_was_killed_saw_what_the_other_saw(told: Path) -> None:
 
 def test_packed_runs_are_measured(told: Path) -> None:
     balances = {policy: balance_of(Run.read(told, policy)) for policy in ("in_order", "balanced")}
-    assert all(balance.step_ms > 0 for balance in balances.values())
-    assert balances["balanced"].efficiency >= balances["in_order"].efficiency
+    assert balances["balanced"].efficiency >= balances["in_order"].efficiency + 0.02
     assert balances["balanced"].efficiency > 0.9
     assert "waited for planning" in (told / "report.html").read_text()
 
