@@ -1,7 +1,8 @@
-"""Batches of so many tokens through real feeds: under other layouts, resumed, at the end of a stream."""
+"""Batches of so many tokens through real feeds: under other layouts, resumed, at the end of a stream, summed by one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 
 import meshfeed as mf
 import world
-from meshfeed.order import draws_of_step, num_steps
+from meshfeed.order import draws_of_step, num_steps, start_of_step
 from meshfeed.testing import assert_resumable
+from raw_index import write_raw
 
 PACKING = mf.Packing(capacity=64)
 LENGTHS = np.random.default_rng(5).integers(0, 60, 90)
@@ -81,3 +83,61 @@ def test_a_state_is_of_its_tokens() -> None:
     short = recipe_of(steps=1)
     with pytest.raises(mf.StateError, match="ends after 1 steps"):
         mf.Feed(short, rank=0, packing=PACKING).load_state_dict(state)
+
+
+# -- sums ----------------------------------------------------------------------------------------------
+
+MANY = 300_000
+"""Documents: more than a process sums for itself alone."""
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store of documents of one to three tokens."""
+    folder = tmp_path_factory.mktemp("many")
+    lengths = np.random.default_rng(1).integers(1, 4, MANY)
+    return write_raw(
+        folder / "c",
+        lengths=lengths,
+        pointers=2 * (np.cumsum(lengths) - lengths),
+        documents=np.arange(MANY + 1),
+        data=bytes(2 * int(lengths.sum())),
+    )
+
+
+def looked_up(rank: int, path: str, cache: str, step: int, options: Any, ranks: int) -> tuple[int, int]:
+    """Sequences whose lengths this process looks up until it has a step, and how many are before the step."""
+    count, lengths = 0, mf.Documents.lengths
+
+    def counting(self: mf.Documents, recipe: mf.Recipe, draws: mf.Draws) -> Any:
+        nonlocal count
+        count += len(draws)
+        return lengths(self, recipe, draws)
+
+    mf.Documents.lengths = counting
+    data = mf.Mixture({"a": (mf.open(path, cache=cache), 1)}, by="tokens")
+    recipe = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(tokens=2_000), **options)
+    with mf.Feed(recipe, mf.Layout(dp=ranks), rank, packing=mf.Packing(capacity=2_000)) as feed:
+        feed.load_state_dict(mf.State.at(recipe, step).to_json())
+        assert next(iter(feed)).index == step
+    return count, start_of_step(recipe, step)
+
+
+def test_one_process_of_a_node_sums_an_epoch_for_all(many: str, tmp_path: Path) -> None:
+    """Totals and sums of 4,096 places; after that, a process looks up some places around a step."""
+    cache, few = str(tmp_path / "cache"), 20 * 4_096
+    lengths = mf.Lengths(np.random.default_rng(1).integers(1, 4, MANY))  # which no cache knows
+    data = mf.Mixture({"a": (lengths, 1)}, by="tokens")
+    alone = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(tokens=2_000))
+    both = world.run(looked_up, 2, many, cache, 250, {}, 2)
+    assert sum(count for count, _ in both) < 2 * MANY + 2**18 + 2 * few, (
+        "the total and the sums, by one of two"
+    )
+    for step in (250, 90, 299):
+        ((count, start),) = world.run(looked_up, 1, many, cache, step, {}, 1)
+        assert count < few and start == start_of_step(alone, step)
+    for options in ({"seed": 1}, {"shuffle": "none"}):  # another order has other sums, and the same total
+        ((count, _),) = world.run(looked_up, 1, many, cache, 250, options, 1)
+        assert MANY <= count < MANY + few
+    ((count, _),) = world.run(looked_up, 1, many, cache, 550, {}, 1)
+    assert MANY <= count < MANY + few, "and so has another epoch"

@@ -64,6 +64,15 @@ class Store(ABC):
             f"content_digest; leave verify_data at 'sampled'"
         )
 
+    def once_per_node(
+        self, make: Callable[[], npt.NDArray[np.int64]], **of: int | str
+    ) -> npt.NDArray[np.int64]:
+        """What `make` gives: whole numbers that follow from the content of the store and `of` alone; int64.
+
+        A store with a cache on the node keeps them there, so that one process makes them.
+        """
+        return make()
+
     def forget_needs(self) -> None:
         """Drop what was announced and is not read yet."""
         return

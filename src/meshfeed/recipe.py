@@ -117,6 +117,11 @@ class Rule(ABC):
         return None
 
 
+def identity_of(rule: Rule, until: int | None = None) -> str:
+    """A rule's options, as far as they determine the steps before `until`, and the code of a user's rule."""
+    return " ".join(filter(None, (rule.summary_until(until), code_of(type(rule)))))
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Batch:
     """How much makes a global batch: `Batch(256)`, or `Batch(sequences=256)`; or `Batch(tokens=4_000_000)`.
@@ -593,9 +598,7 @@ class Recipe:
         amended = self.amendments.summary(until)
         return {
             "data": data,
-            "sequence": brief(
-                " ".join(filter(None, (self.sequence.summary_until(until), code_of(type(self.sequence)))))
-            ),
+            "sequence": brief(identity_of(self.sequence, until)),
             "batch": self.batch.summary(until),
             "seed": str(self.seed),
             "epochs": str(self.epochs),

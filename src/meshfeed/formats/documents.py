@@ -159,7 +159,7 @@ class DocumentFiles(ForeignColumns):
         return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most, "beside": beside}
 
     @property
-    def marks_cache(self) -> Cache:
+    def kept_in(self) -> Cache:
         return self._cache
 
     def beside(self) -> Mapping[str, DocumentFiles]:

@@ -120,7 +120,7 @@ class ForeignColumns(HasColumns):
             return found
         (name,) = masks
         total = found[name].num_tokens
-        marks = marks_of(found[name], self.marks_cache, (0, 1))
+        marks = marks_of(found[name], self.kept_in, (0, 1))
         if others := total - int(marks.count(np.array([0]), np.array([total]))[0]):
             raise OptionError(
                 f"{self.path}: column {name!r} is neither 0 nor 1 at {others:,} of {total:,} tokens; call a "
@@ -130,7 +130,7 @@ class ForeignColumns(HasColumns):
 
     def refuse_padding(self, mask: StreamStore) -> None:
         """Raises StoreError for an attention mask with a 0. mask: the column."""
-        marks, total = marks_of(mask, self.marks_cache), mask.num_tokens
+        marks, total = marks_of(mask, self.kept_in), mask.num_tokens
         attended = int(marks.count(np.array([0]), np.array([total]))[0])
         if attended < total:
             raise OptionError(

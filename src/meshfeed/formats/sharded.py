@@ -216,7 +216,7 @@ class ShardedStore(ForeignColumns):
         """
         files = [self._folder.file(shard.name) for shard in self.shards]
         if not self._folder.is_remote or all(file.content_id is not None for file in files):
-            return digest_of_files(self.path, files, self.marks_cache)
+            return digest_of_files(self.path, files, self.kept_in)
         contents = [self._content(number) for number in range(len(files))]
         hashes = [{} if each is None else {**each.stored_hashes, **each.raw_hashes} for each in contents]
         if not all(hashes):
@@ -224,7 +224,7 @@ class ShardedStore(ForeignColumns):
         return digest_of_texts(str(sorted(each.items())) for each in hashes)
 
     @property
-    def marks_cache(self) -> Cache:
+    def kept_in(self) -> Cache:
         return self._folder.cache or Cache()
 
     def _columns_of_loss(self) -> Mapping[str, Self]:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol, cast
@@ -24,10 +24,11 @@ from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, end_of, parts_of, sizes_of, turns_of, whole_end
 from meshfeed.order.tokens import EpochSums, Reached, cut_at
-from meshfeed.recipe import Blocks, EpochTokens, Recipe
+from meshfeed.recipe import Blocks, EpochTokens, Recipe, identity_of
 
 Longs = npt.NDArray[np.int64]
 
+_SUMS_VERSION = 1  # of sums that nodes keep: another one where a rule's lengths change
 _TOGETHER = 1 << 12  # places of blocks that are computed at a time: a few hundred take NumPy as long
 
 
@@ -382,7 +383,7 @@ class Stream:
     @cached_property
     def _sums(self) -> EpochSums:
         totals = [total for total, _ in self._epochs]
-        return EpochSums(self.sizes, totals, self._lengths_in_epoch, self._edges)
+        return EpochSums(self.sizes, totals, self._lengths_in_epoch, self._sums_once, self._edges)
 
     def check_tokens(self) -> None:
         """Raises RecipeError if no source that is drawn from some step on has a token."""
@@ -406,6 +407,19 @@ class Stream:
             lambda start, stop: self._lengths(self.draws(start, stop, segments)),
             mean=float(weights @ means),
             first=segments[-1].start,
+        )
+
+    def _sums_once(self, source: int, epoch: int, first: int, make: Callable[[], Longs]) -> Longs:
+        """Sums of an epoch from a block on, made by one process of a node."""
+        recipe, shuffle = self._of(), self._shuffle
+        return recipe.sources[source].once_per_node(
+            make,
+            kind="sums of tokens",
+            version=_SUMS_VERSION,
+            rule=identity_of(recipe.sequence),
+            shuffle=shuffle.summary() if isinstance(shuffle, Blocks) else shuffle,
+            key=self._key(source, epoch),
+            first=first,
         )
 
     def _lengths_in_epoch(self, source: int, epoch: int, start: int, stop: int) -> Longs:

@@ -5,9 +5,9 @@ at token k N of the stream or after it. So a step is cut at the boundary nearest
 from N by at most half a sequence at either end.
 
 The tokens before a position follow from sums. Of each epoch of a source there are the tokens before every
-4,096th place, made as far as somebody asks; whole epochs have their totals; and the draws of each source
-before a position are arithmetic. So step 10**6 takes as many look-ups as step 0 once the sums of the current
-epochs are there.
+4,096th place, made as far as somebody asks, once per node; whole epochs have their totals; and the draws of
+each source before a position are arithmetic. So step 10**6 takes as many look-ups as step 0 once the sums of
+the current epochs are there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Longs = npt.NDArray[np.int64]
 BLOCK = 4096
 """Sequences of a sum."""
 
-_TOGETHER = 64  # sums made at a time
+_TOGETHER = 64
+"""Sums that are made at a time. An epoch of no more is summed sooner than its sums are shared."""
+
+_KEPT_TOGETHER = 256  # sums: some 0.1 s of a processor, and 954 entries of 10**9 sequences
 _STEADY = 8  # turns of a search after which it halves what is left
 
 
@@ -41,6 +44,8 @@ class EpochSums:
         sizes: sequences in an epoch of each source; int64 [num_sources].
         totals: tokens in an epoch of each.
         lengths: (source, epoch, start, stop) -> tokens of the sequences at places of an epoch; int64 [n].
+        once: (source, epoch, first block, make) -> the sums that `make` gives, or that another process has
+            made of the same blocks.
         edges: the sums that are known, by source and epoch; further ones are added.
     """
 
@@ -49,10 +54,11 @@ class EpochSums:
         sizes: Longs,
         totals: Sequence[int],
         lengths: Callable[[int, int, int, int], Longs],
+        once: Callable[[int, int, int, Callable[[], Longs]], Longs],
         edges: dict[tuple[int, int], Longs],
     ) -> None:
         self._sizes, self._totals, self._lengths = sizes.tolist(), totals, lengths
-        self._edges = edges
+        self._once, self._edges = once, edges
 
     def before(self, source: int, draws: int) -> int:
         """Tokens of the first `draws` draws of a source."""
@@ -69,12 +75,27 @@ class EpochSums:
         if edges is None:
             edges = np.zeros(1, np.int64)
         while edges.size <= block:
-            first = (edges.size - 1) * BLOCK
-            lengths = self._lengths(source, epoch, first, min(first + _TOGETHER * BLOCK, self._sizes[source]))
-            sums = np.add.reduceat(lengths, np.arange(0, lengths.size, BLOCK))
-            edges = np.concatenate((edges, edges[-1] + np.cumsum(sums)))
+            edges = np.concatenate((edges, edges[-1] + np.cumsum(self._sums(source, epoch, edges.size - 1))))
         self._edges[source, epoch] = edges
         return edges
+
+    def _sums(self, source: int, epoch: int, first: int) -> Longs:
+        """Tokens of each block of an epoch from `first` on, of some; int64."""
+        blocks = -(-self._sizes[source] // BLOCK)
+        stop = min(first + _KEPT_TOGETHER, blocks)
+
+        def made() -> Longs:
+            starts = range(first, stop, _TOGETHER)
+            return np.concatenate(
+                [self._summed(source, epoch, at, min(at + _TOGETHER, stop)) for at in starts]
+            )
+
+        return made() if blocks <= _TOGETHER else self._once(source, epoch, first, made)
+
+    def _summed(self, source: int, epoch: int, first: int, stop: int) -> Longs:
+        """Tokens of each of some blocks; int64 [stop - first]."""
+        lengths = self._lengths(source, epoch, first * BLOCK, min(stop * BLOCK, self._sizes[source]))
+        return np.add.reduceat(lengths, np.arange(0, lengths.size, BLOCK))
 
 
 def cut_at(

@@ -15,7 +15,7 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import SequenceRule, of_draws
+from meshfeed.sequence.rule import SequenceRule, epoch_in_order, of_draws
 from meshfeed.sequence.runs import Longs, together
 
 _TOGETHER = 1 << 20  # draws that are looked up together
@@ -75,10 +75,8 @@ def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_
         if rule.spans_documents:
             raise RecipeError("rows begin at other tokens in each epoch")
         rule.epoch_tokens(recipe, source)  # the same in every epoch, or it raises
-        size = rule.num_sequences(recipe.sources[source])
-        return sum(
-            (measure(source, each) for each in _in_order(source, size)), np.zeros(num_values, np.int64)
-        )
+        measured = (measure(source, each) for each in epoch_in_order(rule, recipe, source))
+        return sum(measured, np.zeros(num_values, np.int64))
 
     sums = _summed(recipe, until, measure, of_epoch, num_values)
     sums -= _skipped(recipe, until, measure, num_values)
@@ -153,13 +151,6 @@ def _skipped(recipe: Recipe, until: int, measure: _Measure, num: int) -> Longs:
     for first, stop in zip(*together(*np.array(skipped, np.int64).reshape(-1, 2).T)):
         sums += _scanned(recipe, int(first), int(stop), measure, num)
     return sums
-
-
-def _in_order(source: int, size: int) -> Iterator[Draws]:
-    """The sequences of an epoch in the order of the store."""
-    for start in range(0, size, _TOGETHER):
-        index = np.arange(start, min(start + _TOGETHER, size))
-        yield Draws(np.full(index.size, source, np.int32), np.zeros_like(index), index)
 
 
 def _excluded(recipe: Recipe, until: int) -> Iterator[tuple[int, Longs, Longs, Longs]]:

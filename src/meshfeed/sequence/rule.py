@@ -8,7 +8,7 @@ same bytes, and fields computed from lengths alone are never sent.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import cast, get_args
@@ -24,7 +24,7 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws, StagedDraws, first_step_at
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import EpochTokens, Recipe, Rule
+from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
@@ -33,7 +33,11 @@ from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
 
 _PLAIN = asdict(Machine())
-_COUNTED = 1 << 18  # sequences whose lengths are looked up together
+_TOGETHER = 1 << 18
+"""Sequences that are looked up together. A store of no more is counted in less time than it takes to share
+what was counted."""
+
+_TOKENS_VERSION = 1  # of counts that nodes keep: another one where a rule's lengths change
 
 # by the rule's class and summary, for each store that exists
 _epoch_tokens: WeakKeyDictionary[Store, dict[tuple[type, str], EpochTokens]] = WeakKeyDictionary()
@@ -147,14 +151,14 @@ class SequenceRule(Rule):
         """Tokens of each sequence, from the index alone; int64 [n]."""
 
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
-        """The sum of `lengths` over an epoch, and the largest: one pass over the index, kept with the store.
+        """The sum of `lengths` over an epoch, and the largest: one pass over the index, on each node.
 
         Raises RecipeError if the lengths of sequences differ from epoch to epoch.
         """
         kept = _epoch_tokens.setdefault(recipe.sources[source], {})
         by = type(self), self.summary()
         if by not in kept:
-            kept[by] = _counted(self, recipe, source)
+            kept[by] = EpochTokens(*_counted_once(self, recipe, source).tolist())
         return kept[by]
 
     def first_step_at(self, recipe: Recipe, tokens: int) -> int:
@@ -261,26 +265,40 @@ class SequenceRule(Rule):
         return self.table(recipe, portion, columns, names, allocate).built(allocate)
 
 
-def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> EpochTokens:
-    store, total, longest = recipe.sources[source], 0, 0
-    count = rule.num_sequences(store)
+def epoch_in_order(rule: SequenceRule, recipe: Recipe, source: int, epoch: int = 0) -> Iterator[Draws]:
+    """The sequences of an epoch in the order of the store, some at a time."""
+    count = rule.num_sequences(recipe.sources[source])
+    for start in range(0, count, _TOGETHER):
+        index = np.arange(start, min(start + _TOGETHER, count))
+        yield Draws(np.full(index.size, source, np.int32), np.full_like(index, epoch), index)
 
-    def lengths(epoch: int, start: int, stop: int) -> Longs:
-        index = np.arange(start, stop)
-        draws = Draws(np.full(index.size, source, np.int32), np.full_like(index, epoch), index)
+
+def _counted_once(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
+    """Tokens of an epoch, and of its longest sequence, counted by one process of a node; int64 [2]."""
+    store = recipe.sources[source]
+    if rule.num_sequences(store) <= _TOGETHER:
+        return _counted(rule, recipe, source)
+    of = {"kind": "tokens of an epoch", "version": _TOKENS_VERSION, "rule": identity_of(rule)}
+    return store.once_per_node(lambda: _counted(rule, recipe, source), **of)
+
+
+def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
+    store, found = recipe.sources[source], np.zeros((0, 2), np.int64)
+
+    def lengths(draws: Draws) -> Longs:
         return np.asarray(rule.lengths(recipe, draws), np.int64)
 
     with store:
-        for start in range(0, count, _COUNTED):
-            now = lengths(0, start, min(start + _COUNTED, count))
-            if start == 0 and (lengths(1, 0, now.size) != now).any():
+        for draws in epoch_in_order(rule, recipe, source):
+            now = lengths(draws)
+            if not len(found) and (lengths(replace(draws, epoch=draws.epoch + 1)) != now).any():
                 raise RecipeError(
                     f"{rule.summary()} gives the sequences of {store!r} other lengths in another epoch, so "
                     f"the tokens of an epoch are not known beforehand; count in sequences: "
                     f"Mixture(by='proportion')"
                 )
-            total, longest = total + int(now.sum()), max(longest, int(now.max()))
-    return EpochTokens(total, longest)
+            found = np.append(found, [[now.sum(), now.max()]], axis=0)
+    return np.array([found[:, 0].sum(), found[:, 1].max(initial=0)])
 
 
 def of_draws(recipe: Recipe, draws: Draws) -> SequenceRule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
-from meshfeed.files import Fetching, FileStats
+from meshfeed.errors import CacheError, StoreError
+from meshfeed.files import Cache, Fetching, FileStats
 from meshfeed.mixture import Store
 from meshfeed.parts import Parts
 from meshfeed.store.index import Index
+from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 
 I64 = npt.NDArray[np.int64]
 
@@ -84,6 +85,11 @@ class StreamStore(Store):
         return FileStats()
 
     @property
+    def kept_in(self) -> Cache | None:
+        """Where a node keeps what it derives from the store; None: nowhere."""
+        return None
+
+    @property
     def fetching(self) -> Fetching | None:
         """How its tokens are fetched by blocks; None if they are not. Raises StoreError."""
         return None
@@ -125,6 +131,17 @@ class StreamStore(Store):
         """Announce parts that will be read, each once; returns at once. See `read_parts`."""
 
     # -- common to all formats ---------------------------------------------------------------------------
+
+    def once_per_node(self, make: Callable[[], I64], **of: int | str) -> I64:
+        """See `Store`; each process makes them if the cache cannot be written. Raises StoreError."""
+        try:
+            folder = None if self.kept_in is None else self.kept_in.kept()
+        except CacheError:
+            folder = None
+        if folder is None:
+            return make()
+        key = key_of_parts(content=self.fingerprint, **of)
+        return cached_arrays(folder, key, lambda: {"numbers": make()})["numbers"]
 
     @property
     def num_documents(self) -> int:

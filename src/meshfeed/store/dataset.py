@@ -140,7 +140,7 @@ class DatasetStore(HasColumns):
         return sum((store.stats for store in self._columns.values()), self.tokens.stats)
 
     @property
-    def marks_cache(self) -> Cache:
+    def kept_in(self) -> Cache:
         """See `HasColumns`."""
         return self._cache
 

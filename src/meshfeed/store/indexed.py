@@ -77,6 +77,10 @@ class IndexedStore(StreamStore):
         return self._data.is_remote
 
     @property
+    def kept_in(self) -> Cache | None:
+        return self._idx.cache if isinstance(self._idx, (NodeIndex, CachedFile)) else None
+
+    @property
     def fetching(self) -> Fetching | None:
         return self._data.fetching if isinstance(self._data, CachedFile) else None
 
@@ -128,8 +132,7 @@ class IndexedStore(StreamStore):
         sums = self._sums()
         if sums is not None:
             return digest_of_sums(sums)
-        cache = self._idx.cache if isinstance(self._idx, NodeIndex) else Cache()
-        return digest_of_files(self.path, self.files, cache)
+        return digest_of_files(self.path, self.files, self.kept_in or Cache())
 
     def _sums(self) -> Sums | None:
         """The checksums that guard its reads, if any. Raises StoreError for those of another store."""

@@ -27,8 +27,8 @@ class HasColumns(StreamStore):
 
     @property
     @abstractmethod
-    def marks_cache(self) -> Cache:
-        """The cache in which a node keeps which tokens bear loss."""
+    def kept_in(self) -> Cache:
+        """Also of which tokens bear loss."""
 
     def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
         """This store, just opened, with its columns used as given; see `open_store`. Raises OptionError."""
@@ -52,7 +52,7 @@ class HasColumns(StreamStore):
         A loss mask of 0 bears none, nor does a label below 0. Uses an index of one bit per token, which the
         first call on a node makes from the whole columns.
         """
-        return _bearing_of(self, self.marks_cache).count(starts, stops)
+        return _bearing_of(self, self.kept_in).count(starts, stops)
 
 
 @kept_by_store(most=1)
