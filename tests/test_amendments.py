@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -21,7 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
 import world
@@ -484,6 +487,63 @@ def test_a_ledger_is_what_was_written(folder: Path, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir() if "new" in each.name] == []
     for one, other in zip(ledger, again):
         assert repr(one) == repr(other)
+
+
+def _amend_at_once(rank: int, folder: Path, path: Path, port: int) -> None:
+    """Rank 1 amends while rank 0 has read the file and not written it yet."""
+    store = TCPStore("127.0.0.1", port, None, False)
+    feed = mf.Feed(recipe_of(folder), mf.Layout(dp=2), rank, packing=PACKING, rendezvous=store, ledger=path)
+    if rank == 0:
+        write = mf.Ledger.write
+
+        def waiting(ledger: mf.Ledger, path: Path) -> None:
+            store.set("writing", "")
+            store.wait(["the other"])
+            write(ledger, path)
+
+        mf.Ledger.write = waiting
+        feed.amend(mf.BatchSize(7))
+        return
+    flock = fcntl.flock
+
+    def telling(fd: int, operation: int) -> None:
+        try:
+            flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            store.set("the other", "waits")
+            flock(fd, operation)
+
+    fcntl.flock = telling
+    store.wait(["writing"])
+    feed.amend(mf.BatchSize(9))
+    store.set("the other", "has written")
+
+
+def test_two_processes_that_write_the_ledger_lose_no_line(folder: Path, tmp_path: Path) -> None:
+    store, path = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), tmp_path / "ledger.jsonl"
+    world.start(_amend_at_once, 2, folder, path, store.port, distributed=False).results()
+    assert [repr(change) for _, change in mf.Ledger.read(path)] == [
+        repr(mf.BatchSize(each)) for each in (7, 9)
+    ]
+
+
+def test_a_file_system_without_locks_keeps_a_ledger(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(number: int) -> Any:
+        def flock(fd: int, operation: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return flock
+
+    path = tmp_path / "ledger.jsonl"
+    feed = mf.Feed(recipe_of(folder), packing=PACKING, ledger=path)
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
+    feed.amend(mf.BatchSize(7))
+    assert len(mf.Ledger.read(path)) == 1
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
+    with pytest.raises(mf.StateError, match="cannot write the ledger"):
+        feed.amend(mf.BatchSize(9))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ has a digest of itself and all lines before it.
 from __future__ import annotations
 
 import base64
+import contextlib
+import errno
 import hashlib
 import json
 import operator
 import os
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StateError
+from meshfeed.files.local.lock import locked
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
@@ -36,6 +39,7 @@ Longs = npt.NDArray[np.int64]
 
 _HEAD = {"ledger": "meshfeed", "version": 1}
 _OF_LINE = ("step", "agreed", "digest")
+_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP  # errors of file systems without locks
 _MOST_LISTED = 1000  # documents that a line of a ledger lists as numbers, for readers
 
 
@@ -449,11 +453,44 @@ class Ledger:
         except OSError as bad:
             raise StateError(f"{target}: cannot write the ledger ({bad})") from bad
 
+    def keep(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, unless that has it already, maybe with further lines.
+
+        Processes write one after the other, by a lock on a file beside it, so a shorter ledger never
+        replaces a longer one. Where the file system has no locks, the longer one is written again before the
+        next step is planned. Raises StateError, also for the file of another job.
+        """
+        target = Path(path)
+        if not self._is_kept(target):
+            with _alone(target):
+                if not self._is_kept(target):
+                    self.write(target)
+
+    def _is_kept(self, target: Path) -> bool:
+        kept = Ledger.read(target, missing_ok=True)
+        if kept.begins_with(self):
+            return target.exists()
+        if not self.begins_with(kept):
+            raise StateError(f"{target}: another job keeps its amendments there; give this one its own")
+        return False
+
     def __len__(self) -> int:
         return len(self.amendments)
 
     def __iter__(self) -> Iterator[Amendment]:
         return iter(self.amendments)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Generator[None]:
+    """Alone among the processes that write a ledger. Raises StateError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(target.with_name(f"{target.name}.lock"), 0o666))
+        except OSError as bad:
+            if bad.errno not in _NO_LOCKS:
+                raise StateError(f"{target}: cannot write the ledger ({bad})") from bad
+        yield
 
 
 def amendment_of(line: Mapping[str, Any], where: str) -> Amendment:

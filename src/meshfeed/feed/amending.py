@@ -13,7 +13,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -21,7 +20,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text, key_of
-from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.errors import DeliveryError, OptionError
 from meshfeed.order import extend
 from meshfeed.recipe import Amendment, Change, Recipe
 
@@ -125,13 +124,7 @@ class Amending:
 
     def keep(self) -> None:
         """Write the ledger, unless another rank has written one that goes on from it. Raises StateError."""
-        ledger, kept = self.ledger, Ledger.read(self._path, missing_ok=True)
-        if not kept.begins_with(ledger) or not Path(self._path).exists():
-            if not ledger.begins_with(kept):
-                raise StateError(
-                    f"{self._path}: another job keeps its amendments there; give this one its own"
-                )
-            ledger.write(self._path)
+        self.ledger.keep(self._path)
 
     @contextlib.contextmanager
     def _held(self) -> Generator[None]:
