@@ -801,9 +801,12 @@ def test_numbers_may_be_of_numpy_and_torch(folder: Path, tmp_path: Path) -> None
         feed.amend(mf.Reweigh(dict(zip(("code", "web"), reals))))  # type: ignore[arg-type]
         for whole in (np.int64, np.uint8, torch.tensor):
             amounts: Any = {"web": whole(9)}
-            feed.amend(mf.Reweigh(amounts, by="count"), at=100)
+            feed.amend(mf.Reweigh(amounts, by="count"), at=whole(100))
             feed.amend(mf.BatchSize(whole(4)), at=100)
             feed.amend(mf.SkipSteps(whole(110), whole(112)), at=100)
+        for wrong in (np.float64(100), np.True_, torch.ones(2)):
+            with pytest.raises(mf.OptionError, match="such as amend"):
+                feed.amend(mf.BatchSize(4), at=wrong)  # type: ignore[arg-type]
     plain = [mf.Reweigh({"web": 9}, by="count"), mf.BatchSize(4), mf.SkipSteps(110, 112)]
     wanted = [mf.Reweigh({"code": 0.5, "web": 2.5}), *plain * 3]
     kept = mf.Ledger.read(path)

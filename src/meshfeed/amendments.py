@@ -125,7 +125,7 @@ class BatchSize(_Told):
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens"):
-            object.__setattr__(self, name, _whole(getattr(self, name)))
+            object.__setattr__(self, name, whole(getattr(self, name)))
         given = [size for size in (self.sequences, self.tokens) if size is not None]
         if not (len(given) == 1 and type(given[0]) is int and given[0] >= 1):
             raise RecipeError(f"{self!r}: one whole number from 1, of sequences or of tokens")
@@ -158,7 +158,7 @@ class SkipSteps(_Told):
 
     def __post_init__(self) -> None:
         for name in ("first", "stop"):
-            object.__setattr__(self, name, _whole(getattr(self, name)))
+            object.__setattr__(self, name, whole(getattr(self, name)))
         if not (type(self.first) is type(self.stop) is int and 0 <= self.first < self.stop):
             raise RecipeError(f"SkipSteps({self.first!r}, {self.stop!r}): whole numbers, 0 <= first < stop")
 
@@ -518,7 +518,7 @@ def _json_of(line: str, where: str) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _whole(given: Any) -> Any:
+def whole(given: Any) -> Any:
     """An integer of any library as an int; anything else as it is, truth values too."""
     try:
         return given if isinstance(given, bool) else operator.index(given)
@@ -528,7 +528,7 @@ def _whole(given: Any) -> Any:
 
 def _real(given: Any, where: str) -> float:
     """A real number of any library as an int, since counts are whole, or as a float."""
-    number = _whole(given)
+    number = whole(given)
     try:
         if isinstance(given, (bool, np.bool_, str, bytes)):
             raise TypeError("no number")

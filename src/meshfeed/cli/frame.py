@@ -83,7 +83,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One source of a mixture: its share of recent sequences, and the share in the recipe."""
+    """One source of a mixture: its share of recent sequences, and the share by the recipe."""
 
     name: str
     realised: float

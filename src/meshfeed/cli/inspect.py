@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 
 import meshfeed.parts
-from meshfeed.amendments import Exclude, Grow, Ledger
+from meshfeed.amendments import Exclude, Grow, Ledger, Reweigh
 from meshfeed.cli.command import (
     OK,
     WRONG,
@@ -139,7 +139,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
         texts: list[tuple[int, list[str]]] = []
         written: dict[str, Any] = {}
-        amended, named = list[dict[str, Any]](), list[str]()
+        amended = list[dict[str, Any]]()
         lengths, looked, broken = DocumentLengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
         try:
             facts = facts_of(store)
@@ -147,8 +147,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             texts = _beginnings(store, self._chosen, decode) if self._prints else []
             written = self._write(self.html, store, decode) if self.html else {}
             if self.amendments is not None:
-                ledger = Ledger.read(self.amendments)
-                amended, named = amendments_of(store, ledger, self.source or ""), named_in(ledger)
+                amended = amendments_of(store, Ledger.read(self.amendments), self.source or "")
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
@@ -161,8 +160,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             for each in amended:
                 print("; ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in each.items()))
             if self.amendments is not None and not amended:
-                of = ", ".join(map(repr, named)) or "no source"
-                print(f"no amendment of the documents of {self.source or ''!r}; the ledger names {of}")
+                print("no amendment of its documents")
             for each in written.get("wrong", ()):
                 print(f"document {each['document']}, part {each['part']}: {each['why']}")
         facts["document_lengths"] = lengths.facts()
@@ -268,12 +266,13 @@ def facts_of(store: StreamStore) -> dict[str, Any]:
 def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[str, Any]]:
     """What a ledger does to the store of a source, in its order.
 
-    source: "" for the store of a recipe without a mixture; MeshfeedError if the ledger is of a mixture.
+    source: "" for the store of a recipe without a mixture. MeshfeedError if the ledger names others alone.
     """
     named = named_in(ledger)
-    if named and not source and source not in named:
+    if named and source not in named:
         told = ", ".join(map(repr, named))
-        raise MeshfeedError(f"the ledger names {told}; give the store's name there, --source NAME")
+        given = f"--source {source}: " if source else ""
+        raise MeshfeedError(f"{given}the ledger names {told}; give the store's name there, --source NAME")
     found = list[dict[str, Any]]()
     with store:
         for step, change in ledger:
@@ -292,15 +291,20 @@ def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[
 
 
 def named_in(ledger: Ledger) -> list[str]:
-    """The sources whose documents a ledger changes."""
+    """The sources that a ledger names."""
     return sorted({name for _, change in ledger for name in _sources_of(change)})
 
 
 def _sources_of(change: Change) -> Iterable[str]:
-    """The sources whose documents a change concerns."""
-    if isinstance(change, Exclude):
-        return change.all_documents
-    return [change.source] if isinstance(change, Grow) else []
+    match change:
+        case Exclude():
+            return change.all_documents
+        case Grow():
+            return [change.source]
+        case Reweigh():
+            return change.amounts
+        case _:
+            return []
 
 
 def _parts_of(store: MultimodalStore) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Watch(Command):
         "padding, quiet_s, silent_s": "null if not packed; seconds since its last entry; null if not silent",
         "stages": "stages in which some rank waits",
         "missing, silent": "ranks that have not logged this start; ranks that have stopped logging",
-        "mixture": "name, realised, asked of each source",
+        "mixture": "name, realised, asked of each source, as shares of the sequences",
     }
 
     path: Path = argument("DIR", "the folder of the run log")
@@ -249,7 +249,7 @@ def _mixture(frame: Frame) -> list[Text]:
     if not frame.mixture:
         return []
     parts = (f"{each.name} {each.realised:.1%} of {each.asked:.1%} asked" for each in frame.mixture)
-    return [Text(""), Text("mixture: " + ", ".join(parts))]
+    return [Text(""), Text("mixture, in sequences: " + ", ".join(parts))]
 
 
 def _least(found: Iterable[float | None]) -> str:

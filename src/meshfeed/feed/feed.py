@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from meshfeed.amendments import Ledger
+from meshfeed.amendments import Ledger, whole
 from meshfeed.deliver import (
     Delivery,
     Digester,
@@ -275,7 +275,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             self._stop()
             self._move(seat.layout, seat.rank, options, apart=apart)
             stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp)
-            self._stepping = stepping.with_rule(self._rule)
+            self._stepping = stepping.by(rule=self._rule)
             self._where.seat, self._where.generation = None, seat.generation
 
     def _agreed_on(self, first: int | None) -> tuple[int, Ledger]:
@@ -332,6 +332,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         that the recipe cannot have; DeliveryError for a lost store. Nothing changes then. StateError if the
         ledger cannot be written.
         """
+        at = whole(at)
         if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
             raise OptionError(f"amend({change!r}, at={at!r}): such as amend(mf.BatchSize(512), at=1000)")
         if self._amending is None:
@@ -375,7 +376,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             if self._options.vocab_size is not None:
                 self._checks_tokens |= check_stores(further, self._options.vocab_size)
         self._applied, self.recipe = ledger, recipe
-        self._stepping = self._stepping.amended(recipe)
+        self._stepping = self._stepping.by(recipe=recipe)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -439,7 +440,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             if placed and self._is_first and (told := warning_of(self.recipe)):
                 _log.warning("%s", told)
             self._rule = stack.enter_context(self._rule.opened(self.recipe))
-            self._stepping = self._stepping.with_rule(self._rule)
+            self._stepping = self._stepping.by(rule=self._rule)
             if placed and not self._options.pad_rows:
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()

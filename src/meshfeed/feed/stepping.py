@@ -127,16 +127,11 @@ class Stepping:
         object.__setattr__(self, "_row_align", Align(sequence=width))
         object.__setattr__(self, "_row_tokens", None if self.rule.reads_singly else row_tokens)
 
-    def with_rule(self, rule: SequenceRule) -> Stepping:
-        """The same steps, by the rule as `SequenceRule.opened` gives it."""
+    def by(self, *, rule: SequenceRule | None = None, recipe: Recipe | None = None) -> Stepping:
+        """The same, by the rule as `SequenceRule.opened` gives it, or by an amended recipe."""
         made = copy(self)
-        object.__setattr__(made, "rule", rule)
-        return made
-
-    def amended(self, recipe: Recipe) -> Stepping:
-        """The same by an amended recipe."""
-        made = copy(self)
-        object.__setattr__(made, "recipe", recipe)
+        object.__setattr__(made, "rule", self.rule if rule is None else rule)
+        object.__setattr__(made, "recipe", self.recipe if recipe is None else recipe)
         return made
 
     def global_batch(self, step: int) -> GlobalBatch | None:

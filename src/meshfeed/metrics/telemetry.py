@@ -67,8 +67,8 @@ class Telemetry(Sink):
         self._gauges = {key: meter.create_gauge(name, "", what).set for key, (name, what) in _GAUGES.items()}
         self._steps = meter.create_counter("meshfeed.steps", "{step}", "steps handed out").add
         self._tokens = meter.create_counter("meshfeed.tokens", "{token}", "tokens handed out").add
-        self._share = meter.create_gauge("meshfeed.source.share", "", "share of all draws, by source").set
-        self._asked = meter.create_gauge("meshfeed.source.asked", "", "share in the recipe, by source").set
+        self._share = meter.create_gauge("meshfeed.source.share", "", "share of the sequences, by source").set
+        self._asked = meter.create_gauge("meshfeed.source.asked", "", "the same by the recipe").set
         self._slowest_rank = meter.create_gauge("meshfeed.slowest.rank", "", "rank that others wait for").set
         self._slowest_wait = meter.create_gauge("meshfeed.slowest.wait", "s", "what it waits a step").set
         self._start: RunStart | None = None

@@ -338,7 +338,7 @@ class Stream:
         return _at(self.segments, position).counts(position)
 
     def shares(self, step: int) -> npt.NDArray[np.float64]:
-        """The recipe's share of each source in a step; float64 [num_sources]."""
+        """The recipe's share of each source in the sequences of a step; float64 [num_sources]."""
         turns = [each for each in self._turns if each.step <= step][-1]
         shares = np.zeros(self.sizes.size)
         shares[turns.sources] = turns.turns.weights
@@ -669,7 +669,7 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
 
 
 def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
-    """The recipe's share of each source in a step; float64 [num_sources].
+    """The recipe's share of each source in the sequences of a step; float64 [num_sources].
 
     None for a rule with its own order.
     """

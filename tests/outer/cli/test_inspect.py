@@ -53,6 +53,7 @@ def test_what_a_ledger_does_to_a_store(store, tmp_path, capsys):
         mf.BatchSize(8),
         mf.Grow("web", further),
         mf.Exclude({"code": [1]}),
+        mf.Reweigh({"web": 1, "notes": 1}),
     ]
     path = tmp_path / "ledger.jsonl"
     mf.Ledger(tuple(mf.Amendment(10 * at, change) for at, change in enumerate(changes))).write(path)
@@ -64,12 +65,13 @@ def test_what_a_ledger_does_to_a_store(store, tmp_path, capsys):
     assert run(store, "--amendments", path, "--source", "web") == 0
     assert "step 0; excluded 2; tokens 1,501" in capsys.readouterr().out
     assert run(store, "--amendments", path) == 2
-    assert "names 'code', 'web'" in capsys.readouterr().err
-    assert run(store, "--amendments", path, "--source", "docs") == 0  # a source may have none
-    assert (
-        "no amendment of the documents of 'docs'; the ledger names 'code', 'web'" in capsys.readouterr().out
-    )
-    assert run(store, "--amendments", path, "--source", "docs", "--json") == 0
+    assert "the ledger names 'code', 'notes', 'web'" in capsys.readouterr().err
+    for options in ([], ["--json"]):
+        assert run(store, "--amendments", path, "--source", "wbe", *options) == 2
+        assert "--source wbe: the ledger names 'code', 'notes', 'web'" in capsys.readouterr().err
+    assert run(store, "--amendments", path, "--source", "notes") == 0
+    assert "no amendment of its documents" in capsys.readouterr().out
+    assert run(store, "--amendments", path, "--source", "notes", "--json") == 0
     assert json.loads(capsys.readouterr().out)["amendments"] == []
     assert run(further, "--amendments", path, "--source", "web") == 2
     assert "excludes document 6" in capsys.readouterr().err

@@ -236,7 +236,7 @@ def test_a_picture_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert status == 0
     assert "dp4, direct, 4 ranks; step 4; 1 s a step, 0% of it waiting; 1.0 k tokens/s" in out
     assert "rank 2 waits 500 ms a step in read (others 2 ms)" in out
-    assert "mixture: code 75.0% of 75.0% asked, docs 25.0% of 25.0% asked" in out
+    assert "mixture, in sequences: code 75.0% of 75.0% asked, docs 25.0% of 25.0% asked" in out
     at = next(k for k, line in enumerate(lines) if line.startswith("rank  "))
     assert " ".join(lines[at].split()) == "rank place step read all tokens/s queue bytes/s"
     assert " ".join(lines[at + 1].split()).startswith("2 dp2 4 500 500 1.0 k 1 ")

@@ -156,7 +156,8 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
     rest = "" if len(order) <= len(shown) else f" The {len(shown)} largest of {len(order):,} sources."
     far = float(np.abs(drawn - asked).max(initial=0.0))
     return (
-        f"<p>A bar is what was drawn, a tick what the recipe asked for. The source furthest off is "
+        f"<p>A bar is what was drawn, a tick what the recipe asked for, as shares of the sequences. An "
+        f"amount by tokens is shown as the share of sequences that it makes. The source furthest off is "
         f"{far:.2f} sequences from its share.{rest}</p>"
         f'<div class="panel scroll">{table(_MIXTURE_HEAD, lines)}</div>'
     )
