@@ -9,9 +9,9 @@ different ones each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -42,12 +42,20 @@ class Windows(Rows, TokenRule):
         reset_attention_mask: add cu_seqlens (and max_seqlen), the document starts in the microbatch's
             concatenated rows, so that attention stays inside a document.
         eod_mask_loss: no loss on a document's last token, whose label belongs to the next document.
+        unit: tokens of the windows that an epoch is shuffled in: `length`, or of pieces of them, the longest
+            length; see `then`. Derived.
 
     Fields: tokens, labels, position_ids int64 [rows, length / cp]; loss_mask float32 of the same shape; with
     reset_attention_mask, cu_seqlens int32 [documents + 1] and max_seqlen int32 [], the same on every cp
     rank. A length that cp cannot split is padded; padding and absent rows have loss_mask 0.
     Raises RecipeError for a length below 1.
     """
+
+    unit: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "unit", self.length)
 
     def then(
         self, step: int | None = None, length: int | None = None, *, at_tokens: float | None = None
@@ -64,11 +72,6 @@ class Windows(Rows, TokenRule):
         """
         return StagedWindows(self, ((0, self.length),)).then(step, length, at_tokens=at_tokens)
 
-    @property
-    def _unit(self) -> int:
-        """Tokens of the windows that an epoch is shuffled in."""
-        return self.length
-
     def num_sequences(self, store: Store) -> int:
         """Windows per epoch.
 
@@ -79,7 +82,7 @@ class Windows(Rows, TokenRule):
             raise RecipeError(f"Windows cuts a stream of tokens; {store!r} has none")
         if store.dtype.kind not in "iu":
             raise RecipeError(f"Windows needs integer tokens; {store!r} holds {store.dtype.name}")
-        num_tokens, unit = store.num_tokens, self._unit
+        num_tokens, unit = store.num_tokens, self.unit
         if num_tokens < unit + 1:
             raise StoreError(
                 f"{store!r} has {num_tokens} tokens; one window of {unit} and its last label need "
@@ -89,7 +92,7 @@ class Windows(Rows, TokenRule):
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
-        first, unit = draws.index * self.length, self._unit
+        first, unit = draws.index * self.length, self.unit
         for epoch in set(draws.epoch.tolist()) - {0}:
             first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, unit) % unit
         return first
@@ -165,17 +168,6 @@ class Windows(Rows, TokenRule):
         return window[ascending], offset[ascending]
 
 
-@dataclass(frozen=True)
-class _Pieces(Windows):
-    """Windows that are pieces of windows of `unit` tokens."""
-
-    unit: int = 0
-
-    @property
-    def _unit(self) -> int:
-        return self.unit
-
-
 @dataclass(frozen=True, repr=False)
 class StagedWindows(TokenRule):
     """Windows whose length changes; see `Windows.then`, which makes it.
@@ -242,9 +234,10 @@ class StagedWindows(TokenRule):
 
     @cached_property
     def _windows(self) -> Sequence[Windows]:
-        options: dict[str, Any] = {each.name: getattr(self.first, each.name) for each in fields(self.first)}
-        options |= {"unit": self.unit}
-        return [replace(_Pieces(**options), length=length) for _, length in self.stages]
+        made = [replace(self.first, length=length) for _, length in self.stages]
+        for each in made:
+            object.__setattr__(each, "unit", self.unit)
+        return made
 
     def _of(self, draws: Draws) -> Windows:
         """The windows of some draws of a step."""
