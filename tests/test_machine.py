@@ -54,8 +54,8 @@ def test_old_settings_are_seen_outside_a_feed_and_in_copies(recipe: Callable[...
         told = recipe(each)
         assert each.sees_step and rule_of(told).sees_step and each._machine.workers == 3
         feed = mf.Feed(told, **PACKS)
-        assert feed._rule.sees_step and feed._machine.workers == 3
-        assert {field.name for field in each.fields} == {field.name for field in feed._rule.fields}
+        assert feed._stepping.rule.sees_step and feed._machine.workers == 3
+        assert {field.name for field in each.fields} == {field.name for field in feed._stepping.rule.fields}
         assert "image_send_rows" in {field.name for field in each.fields}
     plain = mf.Multimodal(**RULE)
     assert rule.summary() == plain.summary() and repr(rule._moved) not in repr(rule)

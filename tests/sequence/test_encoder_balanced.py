@@ -127,7 +127,7 @@ def test_the_old_spellings_warn_and_do_the_same(folder: str) -> None:
     ]
     recipe = recipe_over(mf.open(folder), old)
     feed = mf.Feed(recipe, **SPLIT)
-    assert feed._machine == mf.Machine(workers=1, item_timeout_s=9) and feed._rule.sees_step
+    assert feed._machine == mf.Machine(workers=1, item_timeout_s=9) and feed._stepping.rule.sees_step
     assert mf.Feed(recipe, machine=mf.Machine(workers=3), **SPLIT)._machine == mf.Machine(
         workers=3, item_timeout_s=9
     )

@@ -1,25 +1,24 @@
 """The virtual dataloader: the same loop on every rank, with exactly the rank's own tensors.
 
 `Feed._items` is the path of a sequence: plan, load, deliver, build, place. It runs ahead on a thread, and
-`run` passes its items to the training loop. The rest of this file handles arguments, state and resources.
+`run` passes its items to the training loop. The rest of this file handles arguments, state and resources;
+`changing` has what changes while it trains.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store as Rendezvous
 
-from meshfeed.amendments import Ledger, whole
 from meshfeed.deliver import (
     Delivery,
     Digester,
@@ -29,24 +28,23 @@ from meshfeed.deliver import (
     make_delivery,
     tell,
 )
-from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.ahead import Ahead
-from meshfeed.feed.amending import Amending, Recipes
-from meshfeed.feed.batch import Sources, Step
+from meshfeed.feed.batch import Sources
+from meshfeed.feed.changing import ChangingSource
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
-from meshfeed.feed.launch import given_layout, num_processes
+from meshfeed.feed.launch import num_processes
 from meshfeed.feed.options import FeedOptions
-from meshfeed.feed.regrouping import Asked, Seat, Whereabouts, agree, left_out
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
-from meshfeed.feed.source import StepSource
-from meshfeed.feed.stepping import Stepping, ranks_beside
+from meshfeed.feed.stepping import ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
+from meshfeed.mixture import Store
 from meshfeed.order import edges_of, has_step, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Change, Recipe
+from meshfeed.recipe import Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
@@ -58,7 +56,7 @@ from meshfeed.store.vocabulary import check_stores, check_tokens
 _log = logging.getLogger("meshfeed")
 
 
-class Feed(StepSource[Delivery, FeedOptions]):
+class Feed(ChangingSource):
     """One rank's view of the training stream.
 
     The constructor only stores its arguments. Entering (`with`, or the first iteration) opens what this
@@ -138,35 +136,22 @@ class Feed(StepSource[Delivery, FeedOptions]):
         vocab_size: int | None = None,
         verify: bool = False,
         timeout_s: float = 1800.0,
-        rendezvous: Store | None = None,
+        rendezvous: Rendezvous | None = None,
         wait_for_all: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
         ledger: str | PathLike[str] | None = None,
         name: str = "",
     ) -> None:
         _check_recipe(recipe)
-        super().__init__(layout, rank, FeedOptions.of(locals()))
+        options = FeedOptions.of(locals())
         given, self._machine = run_by(recipe, machine, encoder)
-        kept = None if ledger is None else Ledger.read(ledger, missing_ok=True)
-        self._amending = None if kept is None else self._amends(kept)
-        self._recipes, self._where = Recipes(given), Whereabouts()
-        self.recipe = self._recipes.under(self.ledger)
-        self._begins_as, self._applied = self.recipe, self.ledger
+        super().__init__(given, layout, rank, options)
         self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
         self._checks_tokens = False
         self._left_out = frozenset[int]()
         self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
-        self._stepping = Stepping(
-            recipe=self.recipe,
-            layout=self._given_layout or Layout(),
-            micro_batch_size=self.micro_batch_size,
-            packing=packing,
-            vpp=self.stage_map.vpp,
-            cp_split=cp_split,
-        )
-        self._rule, self._host = self._stepping.rule, OnHost()
-        self._resources = contextlib.ExitStack()
+        self._host, self._resources = OnHost(), contextlib.ExitStack()
 
     @property
     def num_steps(self) -> int | None:
@@ -180,203 +165,6 @@ class Feed(StepSource[Delivery, FeedOptions]):
     def num_sequences(self) -> int | None:
         """Sequences in all these steps; None if the stream is endless."""
         return num_positions(self.recipe)
-
-    def commit(self, step: int) -> None:
-        """Note that the model has taken a step for good, for `regroup`.
-
-        For a trainer that may drop a step after its microbatches were taken, as torchft does. Without it, a
-        step counts once the loop asks for the next one.
-        """
-        last = self._next_step - 1 if self._run is None else self._run.step_in_loop
-        if type(step) is not int or not 0 <= step <= last:
-            raise OptionError(f"commit({step!r}): give a step that the loop has had, 0 to {last}")
-        self._where.committed = step + 1
-
-    def at(self, step: int, layout: Layout | DeviceMesh, rank: int, *, generation: int | None = None) -> Step:
-        """One step, where it is known only when it begins who takes part in it, as with torchft's manager.
-
-        In place of a loop: every rank that takes part asks for the step, with the layout of this step and its
-        rank there; others do not ask. As long as neither changes and the steps follow one another, the feed
-        reads ahead as a loop does. Otherwise it goes on at that step, in that layout, with all that is open:
-        the same as `regroup`, but for the caller's word on who is where. So nobody waits for another rank. A
-        step that was not committed is asked for again.
-
-        A step that an amendment leaves out has no microbatches, and cost nothing. torch.distributed's default
-        group is not asked for anything; where the ranks need to meet, for a ledger or a delivery other than
-        "direct", give the Feed a rendezvous=, and generation: a number that is equal on all ranks and grows
-        with each change of the layout. Raises OptionError for other arguments, StateError past the end of the
-        stream.
-        """
-        if type(step) is not int or step < 0 or type(rank) is not int:
-            raise OptionError(
-                f"at({step!r}, rank={rank!r}): give the number of the step, and this process's rank in the "
-                f"layout; a process that takes no part in the step does not ask for it"
-            )
-        where, seat = self._where, Seat(given_layout(layout), rank, generation)
-        asked, where.asked = where.asked, None
-        if asked is None or asked.run is not self._run or asked.next != step or where.seat != seat:
-            if where.seat != seat:
-                self._take(seat, self._options, apart=True)
-                if self._amending is not None:
-                    self._begin_with(self._agreed_on(step)[1])
-                where.seat = seat
-            self._go_on_at(step)
-            loop = iter(self)
-            asked = Asked(self._run, loop, step)
-        given = asked.take()
-        if given is None and not has_step(self.recipe, step):
-            raise StateError(
-                f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
-            )
-        where.asked = asked
-        return given or left_out(step, self.recipe.source_names_at(step), self.layout)
-
-    def regroup(
-        self,
-        layout: Layout | DeviceMesh,
-        rank: int | None = None,
-        *,
-        generation: int,
-        rendezvous: Store | None = None,
-        readers: Iterable[int] | None = None,
-    ) -> int:
-        """Go on in another layout without a restart, after ranks were lost or have come back.
-
-        Every rank of the new layout calls it: survivors, and new processes with a Feed of their own. They
-        meet here, and then begin a loop. Open files, caches, indices and decoders stay. The loops go on at
-        the lowest step that a survivor has not committed, see `commit`; a Feed that has neither trained nor
-        loaded a state follows. Returns that step.
-
-        layout, rank, readers: as for a Feed. generation: the number of this arrangement, equal on all ranks
-        and new each time. rendezvous: a torch.distributed Store that all of them reach; None takes that of
-        the default process group. Raises PeerError if a rank does not come within `timeout_s`.
-        """
-        self._where.check_later(generation)
-        options = replace(self._options, rendezvous=rendezvous, readers=readers)
-        first = self._where.first_uncommitted(
-            None if self._run is None else self._run.step_in_loop,
-            self._next_step if self._next_step or self._loaded else None,
-        )
-        apart = rendezvous is not None and rank is not None
-        self._take(Seat(given_layout(layout), rank, generation), options, apart=apart)
-        step, ledger = self._agreed_on(first)
-        self._begin_with(ledger)
-        self._go_on_at(step)
-        return step
-
-    def _take(self, seat: Seat, options: FeedOptions, *, apart: bool) -> None:
-        """Take a seat in another layout. What is open stays so."""
-        meets = options.rendezvous is not None and seat.layout is not None and seat.layout.world_size > 1
-        if seat.generation is not None or meets:
-            self._where.check_later(seat.generation)
-        if not options.pad_rows and seat.layout is not None:
-            replace(self._stepping, layout=seat.layout).check_filled()
-        with self._changing:
-            self._stop()
-            self._move(seat.layout, seat.rank, options, apart=apart)
-            stepping = replace(self._stepping, layout=self.layout, vpp=self.stage_map.vpp)
-            self._stepping = stepping.by(rule=self._rule)
-            self._where.seat, self._where.generation = None, seat.generation
-
-    def _agreed_on(self, first: int | None) -> tuple[int, Ledger]:
-        """Where the ranks of this layout go on, and with which amendments. Waits for all of them."""
-        ledger = self.ledger
-        if self._options.ledger is not None:  # what a rank that is lost has agreed on
-            kept = Ledger.read(self._options.ledger, missing_ok=True)
-            ledger = kept if kept.begins_with(ledger) else ledger
-        meeting = self._meeting()
-        if meeting is not None:
-            again = replace(meeting, name=f"{self._options.name} regroups", number=self._where.generation)
-            return agree(again, self.layout.ranks().tolist(), first, ledger)
-        if self.layout.world_size > 1:
-            raise DeliveryError(
-                f"rank {self.rank} needs a way to meet the other ranks of {self.layout}: pass "
-                f"rendezvous=<torch.distributed.Store>, or for `regroup` call "
-                f"torch.distributed.init_process_group first"
-            )
-        return first or 0, ledger
-
-    def _begin_with(self, ledger: Ledger) -> None:
-        """All ranks of this layout begin with these amendments."""
-        if self._amending is not None:
-            self._amending = self._amends(ledger)
-            self._apply(ledger)
-            self._begins_as = self.recipe
-
-    def _go_on_at(self, step: int) -> None:
-        """The next loop begins at a step."""
-        with self._changing:
-            self._stop()
-            self._next_step, self._loaded = step, True
-            self._where.goes_on_at(step)
-
-    @property
-    def _run_name(self) -> str:
-        name, generation = super()._run_name, self._where.generation
-        return name if generation is None else f"{name}, generation {generation}"
-
-    @property
-    def ledger(self) -> Ledger:
-        """The amendments that this rank knows: all that affect a step which it has planned."""
-        return Ledger() if self._amending is None else self._amending.ledger
-
-    def amend(self, change: Change, at: int | None = None) -> int:
-        """Change the recipe while it trains: on any one rank, at any time; all others follow.
-
-        The change holds from step `at` on, or from the first step that no rank has planned yet: no rank waits
-        for another. Returns that step, with the amendment in the ledger: a job that resumes has it, under any
-        layout.
-
-        change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
-        for a step that may have been planned, or rows that do not fill microbatches; RecipeError for a change
-        that the recipe cannot have; DeliveryError for a lost store. Nothing changes then. StateError if the
-        ledger cannot be written.
-        """
-        at = whole(at)
-        if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
-            raise OptionError(f"amend({change!r}, at={at!r}): such as amend(mf.BatchSize(512), at=1000)")
-        if self._amending is None:
-            raise OptionError(
-                "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
-                "mf.Feed(..., ledger=path)"
-            )
-        ledger = self._amending.amend(change, at, self._step, self._check_ledger)
-        self._amending.keep()
-        return ledger.amendments[-1].step
-
-    def _amends(self, ledger: Ledger) -> Amending:
-        return Amending(ledger, os.fspath(self._options.ledger or ""), self._meeting)
-
-    def _check_ledger(self, ledger: Ledger) -> None:
-        recipe = self._recipes.under(ledger)
-        num_positions(recipe)  # raises if its sources cannot have these amounts or batch sizes
-        if not self._options.pad_rows:
-            replace(self._stepping, layout=self.layout, recipe=recipe).check_filled()
-
-    def _amended(self, step: int) -> Stepping:
-        """What computes a step that is about to be planned, with all amendments that affect it."""
-        if self._amending is not None and (ledger := self._amending.known_at(step)) is not self._applied:
-            self._apply(ledger)
-        return self._stepping
-
-    @property
-    def _is_first(self) -> bool:
-        return self.rank == min(self.layout.ranks().tolist())
-
-    def _apply(self, ledger: Ledger) -> None:
-        if self._amending is not None and self._is_first:
-            self._amending.keep()
-        recipe = self._recipes.under(ledger)
-        known = {id(store) for store in self.recipe.sources}
-        further = [store for store in recipe.sources if id(store) not in known]
-        if further and self._entered:
-            for store in further:
-                self._resources.enter_context(store.opened(self._machine))
-            self._digests = recipe.data_digests()
-            if self._options.vocab_size is not None:
-                self._checks_tokens |= check_stores(further, self._options.vocab_size)
-        self._applied, self.recipe = ledger, recipe
-        self._stepping = self._stepping.by(recipe=recipe)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -426,11 +214,12 @@ class Feed(StepSource[Delivery, FeedOptions]):
             for store in self.recipe.sources:
                 stack.enter_context(store.opened(self._machine))
             self._digests = self.recipe.data_digests()
-            if (vocab_size := self._options.vocab_size) is not None:
-                if "tokens" not in {each.name for each in self._rule.fields if each.stored}:
+            rule, vocab_size = self._stepping.rule, self._options.vocab_size
+            if vocab_size is not None:
+                if "tokens" not in {each.name for each in rule.fields if each.stored}:
                     raise OptionError(
-                        f"vocab_size={vocab_size}: {self._rule.summary()} has no field 'tokens' to check; "
-                        f"leave it out"
+                        f"vocab_size={vocab_size}: {rule.summary()} has no field 'tokens' to check; leave it "
+                        f"out"
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
             # else `at` will tell its place, or a loop refuses
@@ -439,11 +228,18 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 self._amending.keep()  # so that a path that cannot be written is refused here
             if placed and self._is_first and (told := warning_of(self.recipe)):
                 _log.warning("%s", told)
-            self._rule = stack.enter_context(self._rule.opened(self.recipe))
-            self._stepping = self._stepping.by(rule=self._rule)
+            opened = stack.enter_context(rule.opened(self.recipe))
+            self._stepping = replace(self._stepping, opened=opened)
             if placed and not self._options.pad_rows:
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()
+
+    def _open_further(self, stores: Sequence[Store], recipe: Recipe) -> None:
+        for store in stores:
+            self._resources.enter_context(store.opened(self._machine))
+        self._digests = recipe.data_digests()
+        if self._options.vocab_size is not None:
+            self._checks_tokens |= check_stores(stores, self._options.vocab_size)
 
     def _close(self, during: BaseException | None) -> None:
         with self._changing:
@@ -505,7 +301,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
         return super()._new_run(by_stage)
 
     def _about(self, step: int) -> RunStart:
-        recipe, decode_costs = self.recipe, self._rule.decode_costs
+        recipe, decode_costs = self.recipe, self._stepping.rule.decode_costs
         return RunStart.here(
             step,
             self.layout,
@@ -519,8 +315,6 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _stop(self) -> None:
         had_run = self._run is not None
-        if self._run is not None:
-            self._where.left = self._run.step_in_loop
         super()._stop()
         if had_run:
             for store in self.recipe.sources:
@@ -530,7 +324,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     @property
     def _fields(self) -> Sequence[Field]:
-        return self._rule.fields
+        return self._stepping.rule.fields
 
     @property
     def _agreed(self) -> Mapping[str, str]:
@@ -543,7 +337,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
             "pad_rows": str(self._options.pad_rows),
             "left out": str(sorted(self._left_out)),
             "ledger": "none" if self._amending is None else f"{self._options.ledger} {self._amending.began}",
-            "encoder": "balanced" if self._rule.sees_step else "with sample",
+            "encoder": "balanced" if self._stepping.rule.sees_step else "with sample",
         }
 
     @property
@@ -568,12 +362,12 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     @property
     def _decoded_is_larger(self) -> bool:
-        if not self._rule.takes_parts:
+        if not self._stepping.rule.takes_parts:
             return False
         with contextlib.ExitStack() as stack:
             for store in self.recipe.sources:
                 stack.enter_context(store)  # the sizes are in their indices
-            return self._rule.decoded_is_larger(self.recipe)
+            return self._stepping.rule.decoded_is_larger(self.recipe)
 
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
         slots = self._depth + 2
@@ -581,7 +375,8 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The path of every sequence, from its position in the stream to the device."""
-        decode_costs = self._rule.decode_costs if self.role.reads else None
+        rule = self._stepping.rule
+        decode_costs = rule.decode_costs if self.role.reads else None
         meter = Meter(lambda: self.recipe.sources, delivery.traffic, decode_costs=decode_costs)
         ahead = Ahead(
             self._amended(start),
@@ -601,9 +396,9 @@ class Feed(StepSource[Delivery, FeedOptions]):
                 return
             digester = Digester(self._compared) if self._options.verify else None
             if sources is None or sources.names != batch.sources:
-                sources = Sources.of(batch.sources, self._rule)
+                sources = Sources.of(batch.sources, rule)
             for portion in portions:
-                columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
+                columns, hint = None, rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:
                     waited_s = 0.0 if decode_costs is None else decode_costs.wait_s
                     with clock.stage("read"):
@@ -634,7 +429,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:
-            columns = self._rule.load(self.recipe, portion, self._host.allocate)
+            columns = self._stepping.rule.load(self.recipe, portion, self._host.allocate)
             if self._options.vocab_size is not None and self._checks_tokens:
                 sources = [self.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
                 check_tokens(columns.get("tokens"), self._options.vocab_size, sources)
@@ -645,7 +440,7 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _built(self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None) -> Built:
         """A portion's fields; each microbatch's own where somebody compares digests."""
-        rule, recipe, names = self._rule, self.recipe, self.role.fields
+        rule, recipe, names = self._stepping.rule, self.recipe, self.role.fields
         if digester is None:
             return built_by(placer, rule, recipe, portion, columns, names)
         built = rule.build(recipe, portion, columns, names, placer.allocate)
@@ -654,11 +449,11 @@ class Feed(StepSource[Delivery, FeedOptions]):
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:
         """The digests of a step, recomputed from storage."""
-        digester, host = Digester(self._compared), OnHost()
+        digester, host, rule = Digester(self._compared), OnHost(), self._stepping.rule
         for portion in portions:
             alone = replace(portion, held=portion.own)
-            columns = self._rule.load(self.recipe, alone, host.allocate)
-            digester.add(self._rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
+            columns = rule.load(self.recipe, alone, host.allocate)
+            digester.add(rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import cast
 
 import numpy as np
@@ -88,7 +87,7 @@ def stats_of_packs(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Stepping:
     """How a recipe's stream becomes the steps of a layout.
 
@@ -98,7 +97,9 @@ class Stepping:
         packing: how sequences of different lengths become microbatches; None for rows of one length.
         vpp: virtual stages per pipeline rank.
         cp_split: how context parallelism splits a sequence.
-        rule: the recipe's sequence rule, bound to the columns of its stores.
+        opened: the recipe's rule as `SequenceRule.opened` gives it; None before that.
+
+    Raises RecipeError or OptionError for a rule that does not go with the stores, the packing or the split.
     """
 
     recipe: Recipe
@@ -107,32 +108,33 @@ class Stepping:
     cp_split: CpSplit
     packing: Packing | None = None
     vpp: int = 1
-    rule: SequenceRule = field(init=False, repr=False)
-    _row_align: Align = field(init=False, repr=False)
-    _row_tokens: int | None = field(init=False, repr=False)
+    opened: SequenceRule | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rule", rule_of(self.recipe))
-        if self.rule.packed and self.packing is None:
-            raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
-        if self.packing is not None and not self.rule.packed:
-            raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
-        if self.packing is not None and self.packing.oversize == "split" and not self.rule.may_split:
-            raise RecipeError(f"{self.rule.summary()} cannot be split; choose another oversize= of Packing")
-        if cuts_packs(self.cp_split) and not self.rule.packed:
+        rule, packing = self.rule, self.packing
+        if rule.packed and packing is None:
+            raise RecipeError(f"{rule.summary()} needs packing=mf.Packing(capacity=...)")
+        if packing is not None and not rule.packed:
+            raise RecipeError(f"{rule.summary()} has sequences of one length; leave packing out")
+        if packing is not None and packing.oversize == "split" and not rule.may_split:
+            raise RecipeError(f"{rule.summary()} cannot be split; choose another oversize= of Packing")
+        if cuts_packs(self.cp_split) and not rule.packed:
             rows = self.cp_split.removeprefix("pack_")
             raise OptionError(f"cp_split={self.cp_split!r} cuts packs; for rows choose {rows!r}")
-        row_tokens = self.rule.row_tokens
-        width = int(Align().padded(np.array(row_tokens), self.layout.cp)) if row_tokens > 1 else 1
-        object.__setattr__(self, "_row_align", Align(sequence=width))
-        object.__setattr__(self, "_row_tokens", None if self.rule.reads_singly else row_tokens)
 
-    def by(self, *, rule: SequenceRule | None = None, recipe: Recipe | None = None) -> Stepping:
-        """The same, by the rule as `SequenceRule.opened` gives it, or by an amended recipe."""
-        made = copy(self)
-        object.__setattr__(made, "rule", self.rule if rule is None else rule)
-        object.__setattr__(made, "recipe", self.recipe if recipe is None else recipe)
-        return made
+    @cached_property
+    def rule(self) -> SequenceRule:
+        """The recipe's sequence rule, bound to the columns of its stores."""
+        return rule_of(self.recipe) if self.opened is None else self.opened
+
+    @cached_property
+    def _row_align(self) -> Align:
+        tokens = self.rule.row_tokens
+        return Align(sequence=int(Align().padded(np.array(tokens), self.layout.cp)) if tokens > 1 else 1)
+
+    @cached_property
+    def _row_tokens(self) -> int | None:
+        return None if self.rule.reads_singly else self.rule.row_tokens
 
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
