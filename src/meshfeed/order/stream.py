@@ -12,7 +12,7 @@ import hashlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Protocol, cast
 
@@ -27,6 +27,8 @@ from meshfeed.order.tokens import EpochSums, Reached, cut_at
 from meshfeed.recipe import Blocks, EpochTokens, Recipe, identity_of
 
 Longs = npt.NDArray[np.int64]
+Places = npt.NDArray[np.integer] | slice
+"""Indices of some entries of arrays, or a range of them."""
 
 _SUMS_VERSION = 1  # of sums that nodes keep: another one where a rule's lengths change
 _TOGETHER = 1 << 12  # places of blocks that are computed at a time: a few hundred take NumPy as long
@@ -59,11 +61,14 @@ class Draws:
         source: index of the store; int32 [n].
         epoch: number of the pass over that store, from 0; int64 [n].
         index: of the sequence in that epoch; int64 [n].
+        stage: of a rule whose sequences change in length from step to step, of all of them; see
+            `Rule.pieces`. None for other rules.
     """
 
     source: npt.NDArray[np.int32]
     epoch: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
+    stage: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for array in (self.source, self.epoch, self.index):
@@ -74,7 +79,7 @@ class Draws:
 
     def between(self, start: int, stop: int) -> Draws:
         """The draws start..stop of this run."""
-        return Draws(self.source[start:stop], self.epoch[start:stop], self.index[start:stop])
+        return self.take(slice(start, stop))
 
     def by_source(self) -> list[tuple[int, npt.NDArray[np.int64], Draws]]:
         """(source, places of its draws in this run, these draws), for each that has any, ascending."""
@@ -85,30 +90,9 @@ class Draws:
         )
         return [(source, places, self.take(places)) for source, places in found]
 
-    def take(self, places: npt.NDArray[np.integer]) -> Draws:
+    def take(self, places: Places) -> Draws:
         """The draws at some indices of this run."""
-        return Draws(self.source[places], self.epoch[places], self.index[places])
-
-
-@dataclass(frozen=True, slots=True)
-class StagedDraws(Draws):
-    """Draws of a rule whose sequences differ in length from stage to stage; see `Rule.pieces`.
-
-    Attributes:
-        stage: of the rule, of all of them.
-    """
-
-    stage: int
-
-    def between(self, start: int, stop: int) -> StagedDraws:
-        """The draws start..stop of this run."""
-        return StagedDraws(
-            self.source[start:stop], self.epoch[start:stop], self.index[start:stop], self.stage
-        )
-
-    def take(self, places: npt.NDArray[np.integer]) -> StagedDraws:
-        """The draws at some indices of this run."""
-        return StagedDraws(self.source[places], self.epoch[places], self.index[places], self.stage)
+        return Draws(self.source[places], self.epoch[places], self.index[places], stage=self.stage)
 
 
 def concatenated(runs: Sequence[Draws]) -> Draws:
@@ -298,7 +282,7 @@ class Stream:
         size = self.sizes[0]
         return self.indices(np.zeros(place.size, np.int32), place // size, place % size)
 
-    def _cut_draws(self, start: int, stop: int) -> StagedDraws:
+    def _cut_draws(self, start: int, stop: int) -> Draws:
         """The same of a rule whose sequences are pieces of those of an epoch, all of one stage."""
         spans = [segment for segment, first, last in _spans(self.segments, start, stop) if first < last]
         spans = spans or [_at(self.segments, start)]
@@ -311,7 +295,7 @@ class Stream:
         whole, piece = np.divmod(count, pieces)
         size = self._sizes_of(source)
         epoch, place = whole // size, whole % size
-        return StagedDraws(source, epoch, self.indices(source, epoch, place) * pieces + piece, stage)
+        return Draws(source, epoch, self.indices(source, epoch, place) * pieces + piece, stage=stage)
 
     def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
         """The sequence at each position of an epoch; int64 [n]."""
@@ -364,13 +348,13 @@ class Stream:
             found[some] = np.where(at < 0, -1, segment.start + at)
         return found
 
-    def cut_positions(self, draws: StagedDraws, stop: int | None) -> Longs:
-        """The position of each draw; -1 if it does not occur, or not before `stop`; int64 [n]."""
-        pieces = self._of().sequence.pieces[draws.stage][1]
+    def cut_positions(self, draws: Draws, stage: int, stop: int | None) -> Longs:
+        """The position of each draw of a stage; -1 if it does not occur, or not before `stop`; int64 [n]."""
+        pieces = self._of().sequence.pieces[stage][1]
         whole, piece = np.divmod(draws.index, pieces)
         place = self.unshuffled(draws.source, draws.epoch, whole)
         count = (draws.epoch * self.sizes[draws.source] + place) * pieces + piece
-        found = self.positions(draws.source, count, draws.stage)
+        found = self.positions(draws.source, count, stage)
         return found if stop is None else np.where(found < stop, found, -1)
 
     # -- tokens -----------------------------------------------------------------------------------------
@@ -698,8 +682,8 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     stream = stream_of(recipe)
     stop = stream.end if stop is None else stream.within(stop, stop)[0]
-    if isinstance(draws, StagedDraws):
-        return stream.cut_positions(draws, stop)
+    if draws.stage is not None:
+        return stream.cut_positions(draws, draws.stage, stop)
     if len(recipe.sequence.pieces) > 1:
         raise RecipeError(
             f"{recipe.sequence.summary()}: its lengths change, so a sequence is known by its stage alone; "

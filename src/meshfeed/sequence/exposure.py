@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order import Draws, StagedDraws, drawn_until, positions_of, start_of_step, steps_of
+from meshfeed.order import Draws, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, among
@@ -67,9 +67,8 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
                 of_stage.append((mine[held.document[some]], of_source, of_epoch, *where))
         found = [np.concatenate(column) for column in zip(*of_stage)]
         _, source, epoch, sequence, _, _ = found
-        draws = Draws(source.astype(np.int32), epoch, sequence)
-        if len(rule.of_stages) > 1:
-            draws = StagedDraws(draws.source, draws.epoch, draws.index, stage)
+        is_staged = len(rule.of_stages) > 1
+        draws = Draws(source.astype(np.int32), epoch, sequence, stage=stage if is_staged else None)
         positions.append(positions_of(recipe, draws, start_of_step(recipe, until)))
         columns.append(found)
     document, source, epoch, sequence, begin, end = map(np.concatenate, zip(*columns))

@@ -21,14 +21,14 @@ from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, StagedDraws, first_step_at
+from meshfeed.order import Draws, first_step_at
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.runs import Longs, Portion, WithHoles
+from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
 
@@ -303,8 +303,7 @@ def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
 
 def of_draws(recipe: Recipe, draws: Draws) -> SequenceRule:
     """The recipe's rule, or the one of the stage that some draws are of."""
-    stage = draws.stage if isinstance(draws, (StagedDraws, WithHoles)) else 0
-    return cast(SequenceRule, recipe.sequence).of_stages[stage]
+    return cast(SequenceRule, recipe.sequence).of_stages[draws.stage or 0]
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
-from meshfeed.order import Draws
+from meshfeed.order import Draws, Places
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe
 
@@ -59,11 +59,7 @@ class Located(Draws):
         for array in (self.begins, self.stored):
             array.flags.writeable = False
 
-    def between(self, start: int, stop: int) -> Located:
-        """The draws start..stop of this run."""
-        return self.take(np.arange(len(self))[start:stop])
-
-    def take(self, places: npt.NDArray[np.integer]) -> Located:
+    def take(self, places: Places) -> Located:
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
         return Located(*drawn, self.begins[places], self.stored[places])
@@ -75,20 +71,14 @@ class WithHoles(Draws):
 
     Attributes:
         holes: source -> where documents that bear none begin and end, ascending; int64 [m] each.
-        stage: of the rule; see `StagedDraws`.
     """
 
     holes: Mapping[int, tuple[Longs, Longs]]
-    stage: int = 0
 
-    def between(self, start: int, stop: int) -> WithHoles:
-        """The draws start..stop of this run."""
-        return self.take(np.arange(len(self))[start:stop])
-
-    def take(self, places: npt.NDArray[np.integer]) -> WithHoles:
+    def take(self, places: Places) -> WithHoles:
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
-        return WithHoles(*drawn, self.holes, self.stage)
+        return WithHoles(*drawn, self.holes, stage=self.stage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Draws, (self.source, self.epoch, self.index)  # holes may be many; a microbatch needs none

@@ -18,13 +18,13 @@ import numpy as np
 from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.mixture import Store, check_next, is_past, tokens_given
-from meshfeed.order import Draws, StagedDraws, key_of
+from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
 from meshfeed.sequence.rule import Held, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, WithHoles
+from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of, runs
@@ -241,7 +241,7 @@ class StagedWindows(TokenRule):
 
     def _of(self, draws: Draws) -> Windows:
         """The windows of some draws of a step."""
-        if not isinstance(draws, (StagedDraws, WithHoles)):
+        if draws.stage is None:
             raise RecipeError(f"{self!r}: these draws tell no stage; draw them by step")
         return self._windows[draws.stage]
 
@@ -285,8 +285,7 @@ class StagedWindows(TokenRule):
         return EpochTokens(self.num_sequences(recipe.sources[source]) * self.unit, self.unit)
 
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
-        made = cast(WithHoles, self._of(draws).without(recipe, draws, excluded))
-        return replace(made, stage=cast(StagedDraws, draws).stage)
+        return self._of(draws).without(recipe, draws, excluded)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         return self._of(draws).lengths(recipe, draws)
