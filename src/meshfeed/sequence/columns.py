@@ -105,8 +105,9 @@ class WithColumns(SequenceRule):
     recipes: Mapping[str, Recipe]
     shifted: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "has_table", self.rule.has_table)
+    @property
+    def has_table(self) -> bool:
+        return self.rule.has_table
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -266,20 +267,18 @@ class WithColumns(SequenceRule):
         others = [name for name in names if not self._is_of_column(name)]
         if not (columns and mine):
             return self.rule.table(recipe, portion, columns, others, allocate)
-        base = self.rule.table(recipe, portion, columns, [*others, "loss_mask"], allocate)
+        likes = ["labels" if self._ahead and field.name in _REPLACED else "tokens" for field in mine]
+        base = self.rule.table(recipe, portion, columns, [*others, *likes, "loss_mask"], allocate)
+        runs = {each.field.name: each.runs for each in base.fields}
         fields = [each for each in base.fields if each.field.name in others]
-        cut = dict(base.columns)
-        for field in mine:
-            like = "labels" if self._ahead and field.name in _REPLACED else "tokens"
-            given = {**columns, "tokens": columns[field.name]}
-            table = self.rule.table(recipe, portion, given, [like], allocate)
-            (found,) = table.fields
-            runs, (cut[field.name],) = found.runs, table.columns.values()
+        read = {each.column: base.columns[each.column] for each in fields if each.column}
+        for field, like in zip(mine, likes):
+            read[field.name] = self.rule.column_like(recipe, portion, columns, field.name, like)
+            of_field = runs[like]
             if field.name == "loss_mask" and (self._ahead or isinstance(portion.draws, WithHoles)):
-                (own,) = (each.runs for each in base.fields if each.field.name == "loss_mask")
-                runs = runs.at_places_of(own)
-            fields.append(RunField(field, runs, 1, field.name))
-        return replace(base, columns=cut, fields=fields)
+                of_field = of_field.at_places_of(runs["loss_mask"])
+            fields.append(RunField(field, of_field, 1, field.name))
+        return replace(base, columns=read, fields=fields)
 
 
 def _of_column(recipe: Recipe, name: str) -> Recipe:

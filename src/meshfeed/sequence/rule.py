@@ -11,13 +11,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Arrays, Columns
+from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
@@ -64,17 +64,12 @@ class SequenceRule(Rule):
     """How draws become sequences. Implementations are frozen and keep no state.
 
     `meshfeed.testing.assert_rule` checks what the methods promise.
-
-    Attributes:
-        has_table: whether its `table` agrees with its `build`: a subclass may replace `build` alone.
     """
 
-    has_table: bool = True
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "has_table" not in vars(cls):
-            cls.has_table = replaces_together(cls, "table", "build")
+    @property
+    def has_table(self) -> bool:
+        """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
+        return replaces_together(type(self), "table", "build")
 
     @property
     def packed(self) -> bool:
@@ -349,3 +344,9 @@ class TokenRule(SequenceRule):
     ) -> tuple[Longs, Longs, Longs]:
         """`stream_ranges` without what bears no loss by the rule, for ahead=0 too."""
         return self.stream_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
+
+    def column_like(
+        self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: Literal["tokens", "labels"]
+    ) -> Array:
+        """A column as the runs of the tokens, or of the labels, count it in `table`: by default, as read."""
+        return np.asarray(columns[name])

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Columns
+from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.order import Draws, draws_of_step
@@ -32,6 +32,7 @@ from meshfeed.sequence.decoding import Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.multimodal.build import (
     MROPE,
+    Values,
     mrope_field,
     part_fields,
     route_fields,
@@ -339,18 +340,29 @@ class Multimodal(DocumentRule, TokenRule):
         allocate: Allocate,
     ) -> FieldTable:
         """The named fields of the one pack; see the class."""
-        among, dropped = self._whole(recipe, portion), np.zeros(0, np.int64)
-        if self.on_bad == "drop" and columns and IS_BAD in columns:
-            dropped = self._decoded(recipe, portion).places[np.asarray(columns[IS_BAD]) > 0]
-        values = text_values(among, portion, columns, names, dropped)
+        values = self._text(recipe, portion, columns, names)
         fields = text_fields(self.fields, values, portion)
         ready = part_fields(self.processors, self._chosen(recipe, portion), columns, names, allocate)
         if self.positions == "mrope" and MROPE.name in names:
-            ready[MROPE.name] = mrope_field(among, portion, allocate)
+            ready[MROPE.name] = mrope_field(self._whole(recipe, portion), portion, allocate)
         if portion.step is not None:
             ready |= route_fields(self._shared(recipe, portion.step), portion.microbatches.start, names)
         text = {name: values_of for name, (values_of, _) in values.items()}
         return table_of_pack(portion, text, names, fields, ready)
+
+    def _text(
+        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
+    ) -> Values:
+        dropped = np.zeros(0, np.int64)
+        if self.on_bad == "drop" and columns and IS_BAD in columns:
+            dropped = self._decoded(recipe, portion).places[np.asarray(columns[IS_BAD]) > 0]
+        return text_values(self._whole(recipe, portion), portion, columns, names, dropped)
+
+    def column_like(
+        self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: Literal["tokens", "labels"]
+    ) -> Array:
+        """With the value of each placeholder repeated as its token is."""
+        return self._text(recipe, portion, {**columns, "tokens": columns[name]}, [like])[like][0]
 
     # -- the parts of a pack ----------------------------------------------------------------------------
 
