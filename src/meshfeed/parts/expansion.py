@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.intervals import numbers_in
 from meshfeed.parts.types import Longs, Parts
 
 
@@ -59,9 +60,8 @@ class Expansion:
         """
         tokens, first = self.tokens[places], np.cumsum(self.lengths) - self.lengths
         begins = first[self.parts.sample[places]] + self.begins[places]
-        number = np.arange(tokens.sum())
         index = np.full(int(self.lengths.sum()), -1, np.int32)
-        index[number + (begins - np.cumsum(tokens) + tokens).repeat(tokens)] = number
+        index[numbers_in(begins, tokens)] = np.arange(tokens.sum())
         return index
 
     def mrope(self, rows: Longs, columns: Longs) -> Longs:
@@ -77,7 +77,7 @@ class Expansion:
         before = ends[np.cumsum(self.text) - self.text]
         positions = (ends[:-1] - before.repeat(self.text)).repeat(self.repeats)[:, None].repeat(3, axis=1)
         of_part = np.flatnonzero(self.outputs(np.arange(len(self.parts))) >= 0)
-        number = np.arange(of_part.size) - (np.cumsum(self.tokens) - self.tokens).repeat(self.tokens)
+        number = numbers_in(np.zeros_like(self.tokens), self.tokens)
         wide = columns.repeat(self.tokens)
         positions[of_part, 1] += number // wide
         positions[of_part, 2] += number % wide

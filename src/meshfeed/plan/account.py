@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.intervals import numbers_in
 from meshfeed.plan.packing import CostModel, ModelShape, Packing, attended_pairs, step_time
 from meshfeed.plan.types import FloatArray, LongArray, StepPlan, exact_sum
 
@@ -75,7 +76,7 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
     shape = (plan.num_microbatches, plan.num_ranks)
     # pack p covers size[p] ranks from its first one on
-    ranks = np.repeat(packs - (np.cumsum(size) - size), size) + np.arange(int(size.sum()))
+    ranks = numbers_in(packs, size)
     loads, rank_tokens = np.zeros(shape), np.full(shape, idle, np.int64)
     loads.ravel()[ranks] = np.repeat(load, size)
     rank_tokens.ravel()[ranks] = np.repeat(tokens // np.maximum(size, 1), size)

@@ -10,13 +10,14 @@ from typing import cast
 import numpy as np
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import together
 from meshfeed.order import Draws, drawn_until, draws_between, draws_of_source, start_of_step
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule, epoch_in_order, of_draws
-from meshfeed.sequence.runs import Longs, together
+from meshfeed.sequence.runs import Longs
 
 _TOGETHER = 1 << 20  # draws that are looked up together
 

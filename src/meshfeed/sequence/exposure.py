@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import among
 from meshfeed.order import Draws, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import Longs, among
+from meshfeed.sequence.runs import Longs
 
 
 @dataclass(frozen=True, slots=True)

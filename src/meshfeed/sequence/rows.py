@@ -17,6 +17,7 @@ import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import common, numbers_in, together
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
@@ -29,15 +30,12 @@ from meshfeed.sequence.runs import (
     Portion,
     Runs,
     WithHoles,
-    common,
     dtype_of,
     runs_of,
-    together,
 )
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
-from meshfeed.store.base import runs as numbers_from
 
 Starts = tuple[Longs, Longs]
 """Document starts: the row of each, and its offset in that row."""
@@ -213,7 +211,7 @@ class Rows(SequenceRule):
             row = at[of] * (self.length + 1)
             least = np.searchsorted(hole_ends, start, side="right")
             counts = (np.searchsorted(hole_begins, stop) - least).clip(0)
-            hole, piece = numbers_from(least, counts), np.arange(start.size).repeat(counts)
+            hole, piece = numbers_in(least, counts), np.arange(start.size).repeat(counts)
             moved = (row + place - first[of] - start)[piece]
             # the token before a document predicts its first one; a row's last label is no token of it
             begins.append(np.maximum(np.maximum(hole_begins[hole], start[piece]) + moved - 1, row[piece]))

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.intervals import together
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Longs, Portion, Runs, together
+from meshfeed.sequence.runs import Longs, Portion, Runs
 
 _NO_COLUMNS: Mapping[str, Array] = {}
 _FEW = 32  # runs, between which a loop pads in less time than arrays of gaps take

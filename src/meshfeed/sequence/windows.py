@@ -17,6 +17,7 @@ import numpy as np
 
 from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.intervals import numbers_in
 from meshfeed.mixture import Store, check_next, is_past, tokens_given
 from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
@@ -27,7 +28,7 @@ from meshfeed.sequence.rule import Held, TokenRule
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store import StreamStore
-from meshfeed.store.base import extents_of, runs
+from meshfeed.store.base import extents_of
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Windows(Rows, TokenRule):
         begin, end = (each[turn, document] for each in on_line)
         low = (begin - 1).clip(0) // length
         counts = ((end - 1) // length).clip(None, count - 1) + 1 - low
-        window, of = runs(low, counts), np.arange(counts.size).repeat(counts)
+        window, of = numbers_in(low, counts), np.arange(counts.size).repeat(counts)
         begin = (begin[of] - window * length).clip(0)
         end = (end[of] - window * length).clip(None, length + 1)
         order = np.lexsort((window, document[of]))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import CacheError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats
+from meshfeed.intervals import numbers_in
 from meshfeed.mixture import Store
 from meshfeed.parts import Parts
 from meshfeed.store.index import Index
@@ -359,7 +360,7 @@ class LengthsIndex:
         """
         first = self.starts.searchsorted(begins, side="right")
         counts = (self.starts.searchsorted(ends, side="left") - first).clip(0)
-        found = self.starts[runs(first, counts)]
+        found = self.starts[numbers_in(first, counts)]
         of_range = np.arange(counts.size).repeat(counts)
         new = np.ones(found.size, np.bool_)
         new[1:] = (of_range[1:] != of_range[:-1]) | (found[1:] != found[:-1])
@@ -370,7 +371,7 @@ class LengthsIndex:
         first = self.starts.searchsorted(begins, side="right") - 1
         stop = self.starts.searchsorted(ends, side="left")
         counts = np.where(ends > begins, stop - first, 0)
-        documents = runs(first, counts)
+        documents = numbers_in(first, counts)
         starts = self.starts[documents]
         begin = np.maximum(begins.repeat(counts) - starts, 0)
         end = np.minimum(ends.repeat(counts), self.starts[documents + 1]) - starts
@@ -390,11 +391,6 @@ class Pieces:
     def lengths(self) -> I64:
         """Tokens of each; int64 [k]."""
         return self.end - self.begin
-
-
-def runs(first: I64, counts: I64) -> I64:
-    """Consecutive numbers from each first: 5 9, counts 2 3 -> 5 6 9 10 11."""
-    return np.arange(counts.sum()) + (first - counts.cumsum() + counts).repeat(counts)
 
 
 def grouped(values: I64) -> Iterator[tuple[int, I64]]:

@@ -19,7 +19,8 @@ from meshfeed.files.local.file import Descriptor, fill
 from meshfeed.files.local.version import wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
 from meshfeed.files.url import join
-from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places, runs
+from meshfeed.intervals import numbers_in
+from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
 from meshfeed.store.checksums import checksums_of, compare, is_guarded, refuse_others
 from meshfeed.store.content import digest_of_files, digest_of_sums
 from meshfeed.store.format import Place, StoreFormat
@@ -311,7 +312,7 @@ def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
     """Tokens of the sequences firsts..ends of each document, int64 [n]; -1 if they descend."""
     counts = (ends - firsts).clip(0)
     stops = counts.cumsum()
-    running = np.append(0, index.lengths_of(runs(firsts, counts)).cumsum())
+    running = np.append(0, index.lengths_of(numbers_in(firsts, counts)).cumsum())
     return np.where(ends < firsts, -1, running[stops] - running[stops - counts])
 
 
@@ -398,7 +399,7 @@ class GuardedFile(LocalFile):
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
             return []
-        touched = np.unique(runs(first, last - first + 1))
+        touched = np.unique(numbers_in(first, last - first + 1))
         return touched[seen[touched] == 0].tolist()
 
     def _compare(self, block: int) -> None:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
-from meshfeed.store.base import I64, LengthsIndex, StreamStore, runs
+from meshfeed.intervals import numbers_in
+from meshfeed.store.base import I64, LengthsIndex, StreamStore
 
 _VOCAB = 32_768
 
@@ -119,7 +120,7 @@ class Lengths(StreamStore):
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """A hash of each token's place in the stream."""
         sizes = stops - starts
-        place = runs(starts, sizes).astype(np.uint64)
+        place = numbers_in(starts, sizes).astype(np.uint64)
         out[:] = (place * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(_VOCAB)
         self._stats.reads += sizes.size
         self._stats.bytes_read += out.nbytes

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
+from meshfeed.intervals import numbers_in
 from meshfeed.parts import KINDS, Parts
-from meshfeed.store.base import I64, runs
+from meshfeed.store.base import I64
 from meshfeed.store.content import digest_of_texts
 from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore
@@ -97,7 +98,7 @@ class PartFiles:
                 f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
                 f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
             )
-        return parts_of(rows, self._index.lengths_of(runs(first, counts)), counts)
+        return parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
 
     def ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Bytes begin..end, in parts.bin, of one part of each document; int64 [k] twice.

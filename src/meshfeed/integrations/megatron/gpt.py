@@ -18,6 +18,7 @@ from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_index import Dataset, Indexes
 from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range
+from meshfeed.intervals import numbers_in
 from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws, OwnOrder
@@ -227,8 +228,7 @@ MegatronGPT.__init__ = moved(cache="index_cache")(MegatronGPT.__init__)
 
 def _places(cut: Slices) -> Longs:
     """Offsets in a row of the tokens that are held, each slice with one more; int64."""
-    sizes = cut.sizes + 1
-    return np.arange(sizes.sum()) + np.repeat(cut.start - (np.cumsum(sizes) - sizes), sizes)
+    return numbers_in(cut.start, cut.sizes + 1)
 
 
 def _weights_of(recipe: Recipe) -> Sequence[float] | None:

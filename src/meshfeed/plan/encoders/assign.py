@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
+from meshfeed.intervals import numbers_in
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.place import longest_first
 from meshfeed.plan.types import FloatArray, IntArray, LongArray, StepPlan
@@ -69,8 +70,7 @@ class EncoderPlan:
         if self.encoder == "balanced":
             return self.loads
         num_microbatches, num_ranks = self.loads.shape
-        ends = np.cumsum(self.cp_size)
-        rank = (self.first_rank - ends + self.cp_size).repeat(self.cp_size) + np.arange(ends[-1:].sum())
+        rank = numbers_in(self.first_rank, self.cp_size)
         at = self.microbatch.astype(np.int64).repeat(self.cp_size) * num_ranks + rank
         sums = np.bincount(at, self.work.repeat(self.cp_size), self.loads.size).astype(np.float64)
         return sums.reshape(num_microbatches, num_ranks)
@@ -153,7 +153,7 @@ def _rows(
     first = np.searchsorted(plan.sequence, of)
     num_rows = np.searchsorted(plan.sequence, of, side="right") - first
     part = np.repeat(np.arange(of.size), num_rows)
-    row = np.repeat(first - (np.cumsum(num_rows) - num_rows), num_rows) + np.arange(part.size)
+    row = numbers_in(first, num_rows)
     held = plan.microbatch[row] >= 0
     if plan.oversize.size:
         if start is None or tokens is None:
@@ -238,7 +238,7 @@ def encoder_routes(
         begins = np.cumsum(rows[encodes]) - rows[encodes]
         sizes = made.cp_size[encodes].astype(np.int64)
         sent = np.arange(encodes.size).repeat(sizes)  # each part once for every cp rank of its pack
-        receiver = places[_ranges(made.first_rank[encodes].astype(np.int64), sizes)]
+        receiver = places[numbers_in(made.first_rank[encodes], sizes)]
         in_turn = np.argsort(receiver, kind="stable")
         sent, receiver = sent[in_turn], receiver[in_turn]
         sender = places[made.rank[takes]]
@@ -249,18 +249,13 @@ def encoder_routes(
             EncoderRoute(
                 encodes=encodes,
                 takes=takes,
-                send_rows=_ranges(begins[sent], rows[encodes][sent]),
+                send_rows=numbers_in(begins[sent], rows[encodes][sent]),
                 send_counts=_counts(receiver, rows[encodes][sent], num_ranks),
                 receive_counts=_counts(sender, rows[takes], num_ranks),
-                receive_rows=_ranges(first, rows[takes]),
+                receive_rows=numbers_in(first, rows[takes]),
             )
         )
     return routes
-
-
-def _ranges(starts: LongArray, sizes: LongArray) -> LongArray:
-    """[5 0], [2 3] -> [5 6 0 1 2]; int64."""
-    return np.arange(sizes.sum()) + (starts - np.cumsum(sizes) + sizes).repeat(sizes)
 
 
 def _counts(rank: LongArray, rows: LongArray, num_ranks: int) -> LongArray:

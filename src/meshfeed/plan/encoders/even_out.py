@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshfeed.intervals import numbers_in
 from meshfeed.plan.encoders.swap import WORTH, Contents, swap
 from meshfeed.plan.packing import Packing
 from meshfeed.plan.place import Placement, place
@@ -167,8 +168,7 @@ class _Packs:
             together = tops.sum(axis=1)
         else:
             # pack p covers size[p] ranks from its first one on
-            rank = np.repeat(self.first_rank - (np.cumsum(self.size) - self.size), self.size)
-            rank += np.arange(rank.size)
+            rank = numbers_in(self.first_rank, self.size)
             by_rank = [np.bincount(rank, np.repeat(load, self.size), self.num_ranks) for load in loads]
             together = np.stack(by_rank).max(axis=1)
         return (together / self.num_microbatches - 1) * self.weights
