@@ -19,7 +19,7 @@ from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.slowest import Slowest
 from meshfeed.metrics.stages import Span
 from meshfeed.metrics.stats import SlowRank, StepStats
-from meshfeed.sequence.decode_costs import DecodeCosts
+from meshfeed.sequence.rule import DecodeCosts
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
 """Counters of microbatches that a step's stats sum."""

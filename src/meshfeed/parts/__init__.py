@@ -1,13 +1,12 @@
 """Images, audio and video in samples: what an index knows of them, and what they become in a model.
 
-Read `types` first, then `rule`, then the families: `images`, `video`, `audio`.
+Read `types` first, then the families: `images`, `video`, `audio`.
 """
 
 from meshfeed.parts.audio import WhisperAudio
 from meshfeed.parts.expansion import Expansion
 from meshfeed.parts.images import AnyResImages, FixedImages, NativeImages, TiledImages
-from meshfeed.parts.rule import PartRule, Rules, check_rules
-from meshfeed.parts.types import KINDS, Kind, Parts
+from meshfeed.parts.types import KINDS, Kind, PartRule, Parts, Rules, check_rules
 from meshfeed.parts.video import NativeVideo
 
 __all__ = [

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.parts.rule import PartRule, check_options
-from meshfeed.parts.types import Kind, Longs, Parts, in_pixels
+from meshfeed.parts.types import Kind, Longs, PartRule, Parts, check_options, in_pixels
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that Pillow may read from stored bytes: none that runs a program."""

@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.parts.images import native_size
-from meshfeed.parts.rule import PartRule, check_options
-from meshfeed.parts.types import Kind, Longs, Parts
+from meshfeed.parts.types import Kind, Longs, PartRule, Parts, check_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,7 @@ from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WithHoles
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import MultimodalStore

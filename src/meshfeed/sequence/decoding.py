@@ -27,8 +27,8 @@ from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.arena import Arena, ArenaRange
-from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.processor import PartField, PartSize, Processor, named, rows_of, tokens_of
+from meshfeed.sequence.rule import DecodeCosts
 from meshfeed.sequence.runs import Longs
 from meshfeed.store.workers import Failure, Workers
 

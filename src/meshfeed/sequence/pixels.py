@@ -15,8 +15,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.parts.opened import opened_image
-from meshfeed.parts.rule import check_counts
-from meshfeed.parts.types import in_pixels
+from meshfeed.parts.types import check_counts, in_pixels
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 
 Color = tuple[float, float, float]

@@ -27,7 +27,6 @@ from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
-from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
@@ -58,6 +57,29 @@ class Held:
     sequence: Longs
     begin: Longs
     end: Longs
+
+
+@dataclass(slots=True)
+class DecodeCosts:
+    """What was decoded for one rank so far, and what it cost.
+
+    Attributes:
+        workers: processes that decode; 0 where the reading thread does.
+        parts: images, clips of audio and videos.
+        bad: of them, that cannot be decoded.
+        num_bytes: of them, before decoding.
+        busy_s: seconds in which a worker was decoding, summed over workers.
+        cpu_s: CPU seconds of these.
+        wait_s: seconds that reading took longer for it: without workers all of busy_s.
+    """
+
+    workers: int
+    parts: int = 0
+    bad: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    cpu_s: float = 0.0
+    wait_s: float = 0.0
 
 
 class SequenceRule(Rule):

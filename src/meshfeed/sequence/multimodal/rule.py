@@ -27,7 +27,6 @@ from meshfeed.plan.encoders import ROUTE, Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.renamed import Moved, moved, moved_settings
 from meshfeed.roles import Field
-from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.decoding import Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.multimodal.build import (
@@ -43,7 +42,7 @@ from meshfeed.sequence.multimodal.decode import IS_BAD, OnBad, part_columns
 from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack, plans_of
 from meshfeed.sequence.multimodal.index import PartsOfDraws, labels_of
 from meshfeed.sequence.processor import Processor, check_processor
-from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
