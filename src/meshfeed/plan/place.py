@@ -16,6 +16,8 @@ microbatch that has some.
 
 Each move pays for itself. Over traces and random draws, placing alone makes steps 1 to 4 % longer at a fixed
 cp, and groups several times as wide if cp is dynamic; reaching alone makes steps 0.4 % longer, 10 % at worst.
+
+The policy in_order balances nothing: `in_order` fills packs in the order of the stream.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
-from meshfeed.plan.problem import Microbatch, Sequences, narrowest_holding, narrowest_sizes
+from meshfeed.plan.packing import Packing, asked_microbatches
+from meshfeed.plan.problem import Microbatch, Room, Sequences, narrowest_holding, narrowest_sizes
 from meshfeed.plan.reach import reach
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
@@ -301,6 +304,55 @@ class Placement:
     first_rank: IntArray
     cp_size: IntArray
     num_microbatches: int
+
+
+def in_order(lengths: LongArray, packing: Packing, room: Room, *, quantum: int) -> Placement:
+    """`next_fit` on cp groups of the layout's size.
+
+    lengths: each from 1 to room.longest; int64 [n], n >= 0. quantum: the number of microbatches is a multiple
+    of it.
+    """
+    cp, per_microbatch = room.sizes[0], room.num_ranks // room.sizes[0]
+    pack, num_packs = next_fit(
+        room.align.padded(lengths, cp),
+        limit=room.limits[0],
+        max_sequences=room.max_sequences,
+        multiple=per_microbatch * quantum,
+    )
+    needed = max(asked_microbatches(packing), -(-num_packs // per_microbatch))
+    return Placement(
+        microbatch=(pack // per_microbatch).astype(np.int32),
+        first_rank=(pack % per_microbatch * cp).astype(np.int32),
+        cp_size=np.full(lengths.size, cp, np.int32),
+        num_microbatches=-(-needed // quantum) * quantum,
+    )
+
+
+def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int) -> tuple[LongArray, int]:
+    """Next-fit packs in stream order, then packs split from the tail until there are a multiple of
+    `multiple`.
+
+    padded: tokens of each sequence, each from 1 to limit; int64 [n]. limit, max_sequences: what a pack holds,
+    in tokens and in sequences.
+    Returns the pack of each sequence, int64 [n], and the number of packs. The rule is that of Megatron-core's
+    dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at
+    the end. If nothing can be split any more (Megatron-core asserts), the number of packs is no multiple.
+    """
+    ends = np.cumsum(padded)
+    starts: list[int] = []
+    place = 0
+    while place < padded.size:
+        starts.append(place)
+        full = int(np.searchsorted(ends, (ends[place - 1] if place else 0) + limit, side="right"))
+        place = min(full, place + max_sequences)
+    num_packs = len(starts)
+    pack = np.searchsorted(np.array(starts), np.arange(padded.size), side="right") - 1
+    # all but the first sequence of each pack can be split off: last pack first, last sequence first
+    movable = np.ones(padded.size, bool)
+    movable[starts] = False
+    moved = np.flatnonzero(movable)[::-1][: -num_packs % multiple]
+    pack[moved] = num_packs + np.arange(moved.size)
+    return pack, num_packs + moved.size
 
 
 def placement_of(
