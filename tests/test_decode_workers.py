@@ -122,7 +122,7 @@ def descriptors_down_to(most: int) -> int:
             signal.SIGSTOP,
             "cp2",
             "broadcast",
-            "is not there after 1 s; look at what makes it in a worker",
+            "has not arrived after 1 s; check what makes it in a worker",
         ),
         ("idle", signal.SIGKILL, "pp2", "share", r"worker 0 \(process \d+\) was killed by signal 9 while"),
     ],

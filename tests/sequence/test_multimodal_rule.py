@@ -615,7 +615,7 @@ class Uncounted(Look):
 @pytest.mark.parametrize(
     ("image", "timeout_s", "said"),
     [
-        (Stuck(), 0.2, "is not there after .* look at what makes it in a worker"),
+        (Stuck(), 0.2, "has not arrived after .* check what makes it in a worker"),
         (Dies(), 60, "ended with exit code"),
         (Uncounted(), 60, r"Uncounted\(.*ValueError: boom"),
     ],

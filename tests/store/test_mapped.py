@@ -310,7 +310,7 @@ def test_an_item_that_never_comes() -> None:
     recipe = samples_recipe(Fatal(8, 3, never), "x")
     with (
         mf.Feed(recipe, machine=mf.Machine(workers=1, item_timeout_s=0.5)) as feed,
-        pytest.raises(mf.StoreError, match=r"index=\d\) is not there after 0.5 s"),
+        pytest.raises(mf.StoreError, match=r"index=\d\) has not arrived after 0.5 s"),
     ):
         take(feed)
     assert nothing_runs()
@@ -321,7 +321,7 @@ def test_workers_that_cannot_start_say_why() -> None:
     try:
         with (
             mf.Feed(samples_recipe(Rich(), "ids"), machine=mf.Machine(workers=1)) as feed,
-            pytest.raises(mf.StoreError, match=r"(?s)workers cannot go on.*daemonic"),
+            pytest.raises(mf.StoreError, match=r"(?s)workers have failed while.*daemonic"),
         ):
             take(feed)
     finally:

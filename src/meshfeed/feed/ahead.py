@@ -64,7 +64,7 @@ class Ahead:
         self._coord, self._served, self._clock = coord, served, clock
         self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
-        self._go_by(stepping)
+        self._plan_by(stepping)
         self._next: int | None = start
         self._planned: deque[Planned] = deque()
         self._unread: deque[int] = deque()  # bytes of each portion
@@ -84,8 +84,8 @@ class Ahead:
         self._unread_bytes -= self._unread.popleft()
         self._plan_more()
 
-    def _go_by(self, stepping: Stepping) -> None:
-        """Plan by this from now on. An amendment may have added a remote store."""
+    def _plan_by(self, stepping: Stepping) -> None:
+        """Plan further steps by this. An amendment may have added a remote store."""
         self._stepping = stepping
         self._is_remote = self._reads and any(store.wants_ahead for store in stepping.recipe.sources)
 
@@ -121,10 +121,10 @@ class Ahead:
         self._planned.append((batch, portions))
 
     def _first_given(self, step: int) -> int:
-        """The first step from this one on that is not left out; amends the recipe as far as it."""
+        """The first step from this one on that is not left out, with the recipe amended up to it."""
         while True:
             if self._amended is not None and (latest := self._amended(step)) is not self._stepping:
-                self._go_by(latest)
+                self._plan_by(latest)
             recipe = self._stepping.recipe
             given = recipe.first_given(step) if recipe.amendments.skipped else step
             if given == step and step not in self._left_out:

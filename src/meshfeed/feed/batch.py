@@ -27,11 +27,11 @@ Value = torch.Tensor | Sequence[Any]
 class Fields(Mapping[str, Value]):
     """The fields of one microbatch: its share of tensors of several, and others.
 
-    The tensors are cut apart where somebody asks for a field, for all microbatches at once.
+    A tensor is split at the first access to its field, for all microbatches at once.
 
     Args:
         rows: name -> the rows of all microbatches, one microbatch after the other.
-        parts: name -> those of each microbatch, as far as they are cut apart; shared by all.
+        parts: name -> the rows of each microbatch, once they are split; shared by all.
         at, count: the microbatch, and how many there are.
         others: its further fields.
     """
@@ -68,7 +68,7 @@ class Fields(Mapping[str, Value]):
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the microbatches of a step know of its sources.
+    """The sources of a step, for its microbatches.
 
     Attributes:
         names: see `Step`.
@@ -91,9 +91,9 @@ class Microbatch(Mapping[str, Any]):
     """Field name -> tensor (or a list of one value per sequence, if shapes vary), for one rank.
 
     Beside its fields, `microbatch["source"]` is the number in `Step.sources` of each sequence's source, on
-    every stage: int64 [rows], or for a pack [sequences of cu_seqlens]; -1 for dummies. It is made when it is
-    asked for, from the plan. Iterating does not name it, so that `**microbatch` gives the fields alone. A
-    rule's own field of that name takes its place. An Exchange has no sources.
+    every stage: int64 [rows], or for a pack [sequences of cu_seqlens]; -1 for dummies. It is computed
+    from the plan at each access. Iteration skips it, so `**microbatch` gives the fields alone. A rule's own
+    field of that name takes its place. An Exchange has no sources.
 
     Attributes:
         index: of the microbatch in its step, from 0.

@@ -222,12 +222,12 @@ class Feed(ChangingSource):
                         f"out"
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
-            # else `at` will tell its place, or a loop refuses
+            # otherwise `at` gives the rank later, or the loop is refused
             placed = self._given_layout is not None or num_processes() == 1
             if placed and self._amending is not None and self._is_first:
                 self._amending.keep()  # so that a path that cannot be written is refused here
-            if placed and self._is_first and (told := warning_of(self.recipe)):
-                _log.warning("%s", told)
+            if placed and self._is_first and (warning := warning_of(self.recipe)):
+                _log.warning("%s", warning)
             opened = stack.enter_context(rule.opened(self.recipe))
             self._stepping = replace(self._stepping, opened=opened)
             if placed and not self._options.pad_rows:

@@ -153,7 +153,7 @@ class Run:
 
     @property
     def step_in_loop(self) -> int:
-        """The step that some view is in, or waits for: it has asked for none after it."""
+        """The step that the slowest view is in, or waits for."""
         return min(view.left for view in self._views)
 
     def join(self, view: int, num_views: int) -> bool:

@@ -95,7 +95,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
 
     @property
     def _in_words(self) -> Mapping[str, str]:
-        """What messages call arguments of `_agreed` that are not called by their names."""
+        """Names in messages for arguments of `_agreed` whose keys are no words."""
         return {}
 
     @property

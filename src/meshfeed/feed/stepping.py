@@ -52,7 +52,7 @@ class GlobalBatch:
         lengths: tokens of each, before the plan splits or truncates it; int64 [n].
         plan: the rank of each sequence.
         tokens, valid_tokens, sum_sq, sources: of the whole batch; see `batch.Step`.
-        stats: what is known of the step's costs before it is made, worked out where somebody asks.
+        stats: the costs that are known before the step is made, computed on demand.
     """
 
     step: int
@@ -69,7 +69,7 @@ class GlobalBatch:
 def stats_of_packs(
     plan: StepPlan, draws: Draws, packing: Packing, *, pp: int, vpp: int, known: StepStats | None = None
 ) -> StepStats:
-    """Those known, and what a plan says: balance, padding, every sequence that was cut or left out."""
+    """The known stats, with those of a plan: balance, padding, every sequence that was cut or left out."""
     account = account_of(plan, packing, pp=pp, vpp=vpp)
 
     def names(sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:

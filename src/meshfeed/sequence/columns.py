@@ -47,15 +47,15 @@ def rule_of(recipe: Recipe) -> SequenceRule:
     for source, store, found in zip(recipe.source_names, stores, names):
         if found != names[0]:
             raise RecipeError(
-                f"source {source!r} ({store!r}) has columns {_told(found)} besides tokens, the first source "
-                f"{_told(names[0])}; give all sources of a mixture the same"
+                f"source {source!r} ({store!r}) has columns {_words(found)} besides tokens, the first source "
+                f"{_words(names[0])}; give all sources of a mixture the same"
             )
     if not names[0]:
         return rule
     if not isinstance(rule, TokenRule):
         raise RecipeError(
             f"{rule.summary()} delivers only tokens, but {stores[0]!r} has more columns, "
-            f"{_told(names[0])}; leave them out by mf.open(path, ignore=[...]), or use Windows or Documents"
+            f"{_words(names[0])}; leave them out by mf.open(path, ignore=[...]), or use Windows or Documents"
         )
     computed = {field.name for field in rule.fields} - {"tokens", *_REPLACED}
     for name in names[0]:
@@ -288,5 +288,5 @@ def _dtype_of(recipe: Recipe) -> str:
     return np.result_type(*(store.dtype for store in recipe.sources)).name
 
 
-def _told(names: Sequence[str]) -> str:
+def _words(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"

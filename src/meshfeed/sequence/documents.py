@@ -72,7 +72,7 @@ class DocumentRule(SequenceRule):
         return int((stops - starts).sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def look_up(self, recipe: Recipe, draws: Draws) -> Located:
-        """Where the documents lie in their stores."""
+        """With the place of each document in its store."""
         return located(recipe, draws)
 
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Located:

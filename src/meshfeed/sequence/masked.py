@@ -136,8 +136,8 @@ class Masked(DocumentRule):
     def summary(self) -> str:
         """All options in one line; options added later only if they differ from the default."""
         later = {"crop": "start", "special_tokens": (), "random_tokens": None}
-        told = [f", {name}={getattr(self, name)!r}" for name in later if getattr(self, name) != later[name]]
-        return f"{repr(self)[:-1]}{''.join(told)})"
+        more = [f", {name}={getattr(self, name)!r}" for name in later if getattr(self, name) != later[name]]
+        return f"{repr(self)[:-1]}{''.join(more)})"
 
     def num_sequences(self, store: Store) -> int:
         """Documents in the store, including empty ones. Raises RecipeError unless it holds integer tokens."""
@@ -148,7 +148,7 @@ class Masked(DocumentRule):
         return count
 
     def look_up(self, recipe: Recipe, draws: Draws) -> Located:
-        """Where the part of each document that goes into its row lies."""
+        """With the place of the part of each document that goes into its row."""
         whole = super().look_up(recipe, draws)
         if whole is draws or self.crop == "start":
             return whole

@@ -166,7 +166,7 @@ class Rows(SequenceRule):
         """The named fields; see the class. Runs of positions and of the loss mask end where documents do."""
         shape, draws, starts = self._shape(portion), portion.draws, NO_STARTS
         cut = _cut_of(self.fields, (len(draws), shape[1]), self.length, *portion.edges)
-        if self._minds_documents:
+        if self._needs_documents:
             starts = self._document_starts(recipe, draws)
         tokens, labels, loss_mask, position_ids = cut.fields
         if self.reset_position_ids and "position_ids" in names:
@@ -264,7 +264,7 @@ class Rows(SequenceRule):
         return rows, int(Align().padded(np.array(self.length), cp_size)) // cp_size
 
     @property
-    def _minds_documents(self) -> bool:
+    def _needs_documents(self) -> bool:
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
     def _others(self, starts: Starts, portion: Portion, names: Sequence[str]) -> list[Arrays]:

@@ -209,7 +209,7 @@ class SequenceRule(Rule):
         return self
 
     def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
-        """The rule with what `load` needs beside stores, such as worker processes, for a `with`."""
+        """The rule with what `load` needs in addition to stores, such as worker processes, for a `with`."""
         return nullcontext(self)
 
     @property

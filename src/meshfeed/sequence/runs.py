@@ -1,8 +1,8 @@
-"""A rank's portion of a step, and where its tokens lie in what its reader has read.
+"""A rank's portion of a step, and where its tokens are in what its reader has read.
 
 All rules share this geometry. A plan gives *slices* of a pack, which count padding. A portion turns them into
-ranges of draws, which do not. What a reader reads of its group's slices lies back to back; `Runs` say which
-part of it goes where in a rank's fields.
+ranges of draws, which do not. A reader stores the slices of its group back to back; `Runs` say which part
+goes where in a rank's fields.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _copy_runs = compiled(
 
 @dataclass(frozen=True, slots=True)
 class Located(Draws):
-    """Draws of documents, and where they lie.
+    """Draws of documents, with their place in the stream.
 
     Attributes:
         begins: offset of the first token in the stream of the store, and of its columns; int64 [n].
@@ -68,7 +68,7 @@ class Located(Draws):
 
 @dataclass(frozen=True, slots=True)
 class WithHoles(Draws):
-    """Draws of pieces of a stream, and what of the stream bears no loss.
+    """Draws of pieces of a stream, with the parts of the stream that bear no loss.
 
     Attributes:
         holes: source -> where documents that bear none begin and end, ascending; int64 [m] each.
@@ -177,7 +177,7 @@ def holding(slices: Slices, sequence: npt.NDArray[np.integer], token: Longs) -> 
 
 
 def runs_of(own: Slices, held: Slices, at: Longs) -> tuple[Runs, Runs]:
-    """Where own tokens lie in the held ones, which are stored one slice after the other; and their labels.
+    """Where own tokens, and their labels, are in the held ones, which are stored slice after slice.
 
     A label is the next token, as far as the held slice has it. own: not empty, each inside a held slice. at:
     offset of each in the field, int64 [m].

@@ -69,11 +69,11 @@ class Samples(SequenceRule):
         object.__setattr__(self, "_packed", packed)
 
     def __repr__(self) -> str:
-        told = [
+        fields = [
             f"{f.name}: {f.dtype} {'+'.join(f.stages)}{f' split pad={f.pad:g}' * f.split}"
             for f in self.declared
         ]
-        return f"Samples({', '.join(told)}, packed={self.packed})"
+        return f"Samples({', '.join(fields)}, packed={self.packed})"
 
     @property
     def packed(self) -> bool:
@@ -139,9 +139,9 @@ class Samples(SequenceRule):
         for store, mine in _by_source(recipe, draws):
             if not store.has_valid:
                 continue
-            told, size = store.valid_tokens(draws.index[mine]), np.maximum(whole[mine], 1)
+            of_item, size = store.valid_tokens(draws.index[mine]), np.maximum(whole[mine], 1)
             # 5 of 9 tokens in pieces of 3 3 3: up to each cut 0 1 3 5, hence 1 2 2
-            valid[mine] = told * stops[mine] // size - told * starts[mine] // size
+            valid[mine] = of_item * stops[mine] // size - of_item * starts[mine] // size
         self._refuse_truncated(recipe, draws, starts, stops, whole)
         return valid
 
@@ -219,7 +219,7 @@ class Samples(SequenceRule):
 
 
 def _declared(given: Any) -> Iterator[Field]:
-    """The fields of one argument. Raises RecipeError for what is none."""
+    """The fields of one argument. Raises RecipeError for an argument without fields."""
     if isinstance(given, Field):
         yield given
     elif isinstance(given, str):
@@ -303,7 +303,7 @@ def _places(draws: Draws, mine: Longs) -> list[EpochIndex]:
 
 
 def _by_source(recipe: Recipe, draws: Draws) -> Iterator[tuple[Mapped, Longs]]:
-    """(store, its draws), for each store that has any."""
+    """(store, places of its draws), for each store that has any."""
     return ((cast(Mapped, recipe.sources[s]), mine) for s, mine, _ in draws.by_source())
 
 

@@ -243,7 +243,7 @@ class StagedWindows(TokenRule):
     def _of(self, draws: Draws) -> Windows:
         """The windows of some draws of a step."""
         if draws.stage is None:
-            raise RecipeError(f"{self!r}: these draws tell no stage; draw them by step")
+            raise RecipeError(f"{self!r}: these draws have no stage; draw them by step")
         return self._windows[draws.stage]
 
     @property

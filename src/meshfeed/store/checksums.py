@@ -161,7 +161,7 @@ def refuse_block_bytes(path: str, block_bytes: int) -> None:
 def _refused_here(prefix: str, sums: Sums) -> StoreError:
     """The error for a local pair that does not match its .sums: damaged, or other files."""
     files = LocalFile(f"{prefix}.bin"), LocalFile(f"{prefix}.idx")
-    others = _others_sums(prefix, "other files than lie beside it")
+    others = _others_sums(prefix, "other files than those next to it")
     if [each.size_bytes for each in files] != [each.size_bytes for each in sums.files]:
         return others
 
@@ -195,7 +195,7 @@ def _refused_afar(store: IndexedStore, what: str) -> StoreError:
 
 
 def _others_sums(prefix: str, what: str) -> StoreError:
-    """The error for a .sums that was made for other files than lie beside it."""
+    """The error for a .sums that was made for other files than those next to it."""
     return StoreError(
         f"{prefix}{SUFFIX}: made for {what}; copy the files again, or, if they are newer than it, {ANEW}",
         path=prefix + SUFFIX,

@@ -49,8 +49,8 @@ def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
         raise remote_refused(path)
     versions = _versions(files)
     where = [os.path.abspath(file.url) for file in files]  # noqa: PTH100 - 100,000 Paths take longer
-    told = digest_of_texts(f"{each} {version}" for each, version in zip(where, versions))
-    key = key_of_parts(kind="content", version=_VERSION, files=told)
+    of_versions = digest_of_texts(f"{each} {version}" for each, version in zip(where, versions))
+    key = key_of_parts(kind="content", version=_VERSION, files=of_versions)
     pieces = [
         _Piece(i, begin, min(begin + _PIECE_BYTES, file.size_bytes))
         for i, file in enumerate(files)
@@ -93,9 +93,9 @@ def digest_of_texts(texts: Iterator[str]) -> str:
 def remote_refused(path: str) -> OptionError:
     """The error for a store of which every byte would have to be fetched."""
     return OptionError(
-        f"{path}: verify_data='full' would fetch all of it, since nothing there says what its bytes "
-        f"are. Of a .bin/.idx pair, write a .sums (`meshfeed inspect PATH --write-checksums`) and upload it "
-        f"beside the pair; copy other formats to the nodes; or leave verify_data at 'sampled'",
+        f"{path}: verify_data='full' would fetch all of it, since nothing there records a digest of its "
+        f"bytes. For a .bin/.idx pair, write a .sums (`meshfeed inspect PATH --write-checksums`) and upload "
+        f"it beside the pair; copy other formats to the nodes; or leave verify_data at 'sampled'",
         path=path,
     )
 

@@ -314,33 +314,33 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
     def pairs(prefixes: Mapping[str, str]) -> dict[str, IndexedStore]:
         return {name: indexed_in(folder, prefix, f"{shown}/{prefix}") for name, prefix in prefixes.items()}
 
-    said = _said(given, where)
-    stores = pairs(_prefixes(said, where, "columns", ("tokens",)))
+    content = _parsed(given, where)
+    stores = pairs(_prefixes(content, where, "columns", ("tokens",)))
     tokens = stores.pop("tokens")
-    if said["version"] == VERSION:
+    if content["version"] == VERSION:
         return DatasetStore(shown, tokens, stores, cache).check()
-    of_parts = pairs(_prefixes(said, where, "parts", tuple(FILES)))
+    of_parts = pairs(_prefixes(content, where, "parts", tuple(FILES)))
     parts = PartFiles(shown, of_parts["bytes"], of_parts["sizes"])
     return MultimodalStore(shown, tokens, stores, cache, parts).check()
 
 
-def _said(given: Any, where: str) -> dict[str, Any]:
+def _parsed(given: Any, where: str) -> dict[str, Any]:
     """The checked content of a dataset.json. Raises StoreError unless its version is known."""
     if not isinstance(given, dict):
         raise StoreError(f"{where}: not a JSON object; write it again")
-    said = cast(dict[str, Any], given)
-    if said.get("format") != FORMAT:
-        raise StoreError(f'{where}: "format" is {said.get("format")!r}, where {FORMAT!r} belongs')
-    if said.get("version") not in (VERSION, WITH_PARTS) or type(said["version"]) is not int:
+    content = cast(dict[str, Any], given)
+    if content.get("format") != FORMAT:
+        raise StoreError(f'{where}: "format" is {content.get("format")!r}, where {FORMAT!r} belongs')
+    if content.get("version") not in (VERSION, WITH_PARTS) or type(content["version"]) is not int:
         raise StoreError(
-            f'{where}: "version" is {said.get("version")!r}; only {VERSION} and {WITH_PARTS} are known'
+            f'{where}: "version" is {content.get("version")!r}; only {VERSION} and {WITH_PARTS} are known'
         )
-    return said
+    return content
 
 
-def _prefixes(said: Mapping[str, Any], where: str, key: str, wanted: tuple[str, ...]) -> dict[str, str]:
+def _prefixes(content: Mapping[str, Any], where: str, key: str, wanted: tuple[str, ...]) -> dict[str, str]:
     """Name -> prefix of each pair under a key of dataset.json. Raises StoreError if one is missing."""
-    found = said.get(key)
+    found = content.get(key)
     if not isinstance(found, dict) or not all(name in found for name in wanted):
         names = " and ".join(f'"{name}"' for name in wanted)
         raise StoreError(f'{where}: "{key}" is not an object with {names} in it; write it again')

@@ -135,11 +135,11 @@ def _parse(idx: str, head: bytes) -> tuple[np.dtype[Any], int, int]:
 
 
 def _wrong_size(idx: str, size: int, entries_size: int, num_sequences: int, num_entries: int) -> str:
-    said = f"{num_sequences} sequences and {num_entries} document entries (bytes 18 to 34)"
+    counts = f"{num_sequences} sequences and {num_entries} document entries (bytes 18 to 34)"
     if size < entries_size:
-        return f"{idx}: byte {size}: truncated; {said} take {entries_size} bytes; copy it again"
+        return f"{idx}: byte {size}: truncated; {counts} take {entries_size} bytes; copy it again"
     return (
-        f"{idx}: byte {entries_size}: {size - entries_size} bytes left over after {said}; only "
+        f"{idx}: byte {entries_size}: {size - entries_size} bytes left over after {counts}; only "
         f"{num_sequences} modes may follow; {_REBUILD}"
     )
 

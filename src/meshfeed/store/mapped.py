@@ -125,10 +125,10 @@ class Mapped(Store):
 
     @cached_property
     def _fingerprint(self) -> str:
-        told = f"{name_of(self._dataset)} {self.num_documents} {self.version}"
+        text = f"{name_of(self._dataset)} {self.num_documents} {self.version}"
         if own := fingerprint_of(self._dataset):
-            told += f" {own}"
-        digest = hashlib.blake2b(told.encode(), digest_size=16)
+            text += f" {own}"
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
         for counts in (self._lengths, self._valid):
             digest.update(b"none" if counts is None else counts.astype("<i8").tobytes())
         return digest.hexdigest()

@@ -32,7 +32,7 @@ Part = TypeVar("Part")
 _MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 16
 _NUM_BLOCKS = 64
-_SAY_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 _log = logging.getLogger("meshfeed")
 
 
@@ -93,11 +93,11 @@ def built_in_parts(
     of_parts = folder / f"{key}.parts"
 
     def whole() -> Mapping[str, Array]:
-        cut, arrays, said = parts(), list[Mapping[str, Array]](), time.monotonic()
+        cut, arrays, logged = parts(), list[Mapping[str, Array]](), time.monotonic()
         for i, part in enumerate(cut):
             arrays.append(cached_arrays(of_parts, str(i), lambda part=part: build(part)))
-            if time.monotonic() - said > _SAY_EVERY_S:
-                said = time.monotonic()
+            if time.monotonic() - logged > _LOG_EVERY_S:
+                logged = time.monotonic()
                 _log.info("%s: made %d of %d parts", of_parts, i + 1, len(cut))
         return join(cut, arrays)
 
@@ -122,7 +122,7 @@ def _write(part: Path, arrays: Mapping[str, Array]) -> None:
         path = part / f"{name}.npy"
         with path.open("wb") as stream:
             np.save(stream, array, allow_pickle=False)
-        manifest[name] = _signs(path)
+        manifest[name] = _signature(path)
     with (part / _MANIFEST).open("w") as stream:
         json.dump(manifest, stream)
 
@@ -135,9 +135,9 @@ def _opened(entry: Path) -> dict[str, Array] | None:
     try:
         manifest = json.loads((entry / _MANIFEST).read_text())
         arrays: dict[str, Array] = {}
-        for name, signs in manifest.items():
+        for name, signature in manifest.items():
             path = entry / f"{name}.npy"
-            if _signs(path) != signs:
+            if _signature(path) != signature:
                 return None
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays[name] = mapped.view(np.ndarray)  # a memmap's own __getitem__ costs a microsecond
@@ -146,7 +146,7 @@ def _opened(entry: Path) -> dict[str, Array] | None:
         return None
 
 
-def _signs(path: Path) -> dict[str, Any]:
+def _signature(path: Path) -> dict[str, Any]:
     """What damage to a file changes: its size, and a digest of 64 blocks spread over it."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=16)

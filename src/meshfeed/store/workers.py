@@ -78,7 +78,7 @@ class Workers(Generic[P]):
         self._turn = threading.Lock()  # one fetch at a time
         self._queue: deque[P] = deque()  # not yet given to a worker
         self._order: deque[P] = deque()  # announced, not yet fetched
-        self._uses: Counter[P] = Counter()  # how often each stands in `_order`
+        self._uses: Counter[P] = Counter()  # how often each is in `_order`
         self._now: frozenset[P] = frozenset()  # of the current fetch
         self._made: dict[P, Any] = {}
         self._threads: list[threading.Thread] = []
@@ -163,16 +163,16 @@ class Workers(Generic[P]):
             raise StoreError(f"{self._name}: closed while {self._called(at)} was being made")
         if self._dead:
             raise StoreError(
-                f"{self._name}: {self._dead} while {self._called(at)} was asked for; signal 9 is most often "
+                f"{self._name}: {self._dead} while {self._called(at)} was fetched; signal 9 is most often "
                 f"the system out of memory: use fewer workers or smaller items"
             )
         if self._broken:
             raise StoreError(
-                f"{self._name}: its workers cannot go on; {self._called(at)} was asked for:\n{self._broken}"
+                f"{self._name}: its workers have failed while {self._called(at)} was fetched:\n{self._broken}"
             )
         raise StoreError(
-            f"{self._name}: {self._called(at)} is not there after {self._timeout_s:g} s; look at what makes "
-            f"it in a worker, or raise Machine(item_timeout_s=)"
+            f"{self._name}: {self._called(at)} has not arrived after {self._timeout_s:g} s; check what "
+            f"makes it in a worker, or raise Machine(item_timeout_s=)"
         )
 
     def _wake(self) -> None:
@@ -325,7 +325,7 @@ def _pickled(number: int, item: Any) -> Any:
         text = traceback.format_exc()
         if "No space left on device" in text:
             text += (
-                "\nThe shared memory is full: what workers make ahead lies in /dev/shm until it is used. "
+                "\nThe shared memory is full: items made ahead are in /dev/shm until they are used. "
                 "Give it more, in Docker by --shm-size, or use fewer workers or smaller items."
             )
         return pickler.dumps(Failure(number, text))

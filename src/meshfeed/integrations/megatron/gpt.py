@@ -139,7 +139,7 @@ class MegatronGPT(Rows, OwnOrder):
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """See Rows. Raises StoreError for documents that Megatron would divide differently."""
         columns = super().load(recipe, portion, allocate)
-        if self._minds_documents:
+        if self._needs_documents:
             self._check_ends(recipe, portion, cast(Array, columns["tokens"]))
         return columns
 
