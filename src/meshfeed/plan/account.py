@@ -73,13 +73,13 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         idle = int(plan.align.limit(plan.shape.capacity, plan.idle_cp_size)) // plan.idle_cp_size
     else:
         multiple = plan.align.pack_multiple(size.astype(np.int32))
-        tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
+        tokens = -(-tokens // multiple) * multiple
     shape = (plan.num_microbatches, plan.num_ranks)
     # pack p covers size[p] ranks from its first one on
     ranks = numbers_in(packs, size)
     loads, rank_tokens = np.zeros(shape), np.full(shape, idle, np.int64)
     loads.ravel()[ranks] = np.repeat(load, size)
-    rank_tokens.ravel()[ranks] = np.repeat(tokens // np.maximum(size, 1), size)
+    rank_tokens.ravel()[ranks] = np.repeat(tokens // size, size)
     share = (pp - 1) / vpp
     tops = loads.max(axis=1, initial=0.0)
     even = float(cost.work(lengths).sum()) / plan.num_ranks
