@@ -696,7 +696,7 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
 def test_a_source_with_columns_grows_by_no_store_without(folder: Path, tmp_path: Path) -> None:
     with mf.DatasetWriter(tmp_path / "marked", {"tokens": "u2", "loss_mask": "u1"}) as writer:
         for _ in range(20):
-            writer.add_document(tokens=np.arange(9), loss_mask=np.ones(9))
+            writer.add_document(tokens=np.arange(9), loss_mask=np.ones(9, np.uint8))
     data = mf.Mixture({"web": (mf.open(tmp_path / "marked"), 1)})
     recipe = mf.Recipe(data=data, sequence=mf.Windows(8), batch=mf.Batch(4))
     with mf.Feed(recipe, ledger=tmp_path / "ledger.jsonl", pad_rows=True) as feed:

@@ -22,7 +22,7 @@ from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenRule
+from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WithHoles
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import MultimodalStore
@@ -266,7 +266,9 @@ class WithColumns(SequenceRule):
         others = [name for name in names if not self._is_of_column(name)]
         if not (columns and mine):
             return self.rule.table(recipe, portion, columns, others, allocate)
-        likes = ["labels" if self._ahead and field.name in _REPLACED else "tokens" for field in mine]
+        likes: list[TokenField] = [
+            "labels" if self._ahead and field.name in _REPLACED else "tokens" for field in mine
+        ]
         base = self.rule.table(recipe, portion, columns, [*others, *likes, "loss_mask"], allocate)
         runs = {each.field.name: each.runs for each in base.fields}
         fields = [each for each in base.fields if each.field.name in others]

@@ -342,6 +342,9 @@ def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, 
     return (recipe if rule is given else replace(recipe, sequence=rule)), machine
 
 
+TokenField = Literal["tokens", "labels"]
+
+
 class TokenRule(SequenceRule):
     """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token.
 
@@ -368,7 +371,7 @@ class TokenRule(SequenceRule):
         return self.stream_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
 
     def column_like(
-        self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: Literal["tokens", "labels"]
+        self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: TokenField
     ) -> Array:
         """A column as the runs of the tokens, or of the labels, count it in `table`: by default, as read."""
         return np.asarray(columns[name])

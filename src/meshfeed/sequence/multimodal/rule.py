@@ -42,7 +42,7 @@ from meshfeed.sequence.multimodal.decode import IS_BAD, OnBad, part_columns
 from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack, plans_of
 from meshfeed.sequence.multimodal.index import PartsOfDraws, labels_of
 from meshfeed.sequence.processor import Processor, check_processor
-from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenRule
+from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
@@ -358,7 +358,7 @@ class Multimodal(DocumentRule, TokenRule):
         return text_values(self._whole(recipe, portion), portion, columns, names, dropped)
 
     def column_like(
-        self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: Literal["tokens", "labels"]
+        self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: TokenField
     ) -> Array:
         """With the value of each placeholder repeated as its token is."""
         return self._text(recipe, portion, {**columns, "tokens": columns[name]}, [like])[like][0]
