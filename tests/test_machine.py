@@ -67,15 +67,15 @@ def test_old_settings_are_seen_outside_a_feed_and_in_copies(recipe: Callable[...
 def test_the_recipe_of_a_feed_keeps_old_settings(recipe: Callable[..., mf.Recipe]) -> None:
     first = mf.Feed(recipe(balanced(workers=2)), **PACKS)
     second = mf.Feed(first.recipe, **PACKS)
-    assert second._rule.sees_step and second._machine == first._machine == mf.Machine(workers=2)
+    assert second._stepping.rule.sees_step and second._machine == first._machine == mf.Machine(workers=2)
     other = mf.Feed(second.recipe, machine=mf.Machine(workers=5), **PACKS)
-    assert other._machine.workers == 5 and other._rule.sees_step
+    assert other._machine.workers == 5 and other._stepping.rule.sees_step
     step = next(mf.simulate(other.recipe, mf.Layout(dp=2), 1, **PACKS))
     assert "image_send_rows" in step.microbatches[0]
     against = old(mf.Multimodal, **RULE, encoder="with sample")
     assert mf.Feed(
         recipe(against), encoder="balanced", **PACKS
-    )._rule.sees_step  # the Feed's, where it says so
+    )._stepping.rule.sees_step  # the Feed's, where it says so
 
 
 def test_of_several_old_workers_the_largest_count(recipe: Callable[..., mf.Recipe]) -> None:
