@@ -9,8 +9,9 @@ where the other way moves them.
 
 Both plan with meshfeed's planner, and end with the same packed tokens, labels, loss masks and position ids,
 which is checked. Eight processes over gloo on one machine. A step is timed from the end of the one before
-it to its last microbatch, on the slowest rank. CPU is that of all ranks together, their gloo threads and
-the system's part included: where there are fewer cores than ranks, time is hardly anything else.
+it to its last microbatch, on the slowest rank. `step.stats` is read after that: it accounts for the plan's
+balance and padding, which the other way does not compute. CPU is that of all ranks together, their gloo
+threads and the system's part included: where there are fewer cores than ranks, time is hardly anything else.
 """
 
 from __future__ import annotations
@@ -206,9 +207,10 @@ def measure_case(
     usual, keys = Usual(layout, groups, counted), EIGHT_KEYS if "8 keys" in case else KEYS
     iterator = given * (rounds + 1) if owns else None
     exchange = mf.Exchange(iterator, layout, packing=PACKING, keys=keys, readers=owners)
+    steps_taken: list[mf.Step] = []
     contestants = {  # each lives through all rounds, as through a training run
         PEER: map(usual.step, batches * (rounds + 1)),
-        "meshfeed": exchange_steps(exchange, counted),
+        "meshfeed": exchange_steps(exchange, steps_taken),
     }
     taken: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_s": []} for name in contestants}
     for round_ in range(rounds + 1):
@@ -221,6 +223,11 @@ def measure_case(
                 packed += [] if round_ else made
                 if len(ends) == 1:  # caches are the other's, and at first peers are met: not part of a step
                     counted.calls = counted.num_bytes = 0
+                    steps_taken.clear()
+            for step in steps_taken:
+                counted.calls += step.stats.collectives
+                counted.num_bytes += step.stats.delivered_bytes
+            steps_taken.clear()
             took, used = torch.from_numpy(np.diff(ends)), torch.tensor((cpu[-1] - cpu[0]) / steps)
             figures = taken[name] | {
                 "collectives": counted.calls / steps,
@@ -253,14 +260,12 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def exchange_steps(exchange: mf.Exchange, counted: Counted) -> Iterator[list[Any]]:
-    """The same through an Exchange, on the calling thread."""
+def exchange_steps(exchange: mf.Exchange, taken: list[mf.Step]) -> Iterator[list[Any]]:
+    """The same through an Exchange, on the calling thread. taken: gets its steps."""
     with exchange:
         for step in exchange:
-            made = list(step.microbatches)
-            counted.calls += step.stats.collectives
-            counted.num_bytes += step.stats.delivered_bytes
-            yield made
+            taken.append(step)
+            yield list(step.microbatches)
 
 
 def own_group(layout: mf.Layout, dims: str, rank: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ ITEM_KEYS = mf.exchange.Keys(
 def plain(microbatch: mf.Microbatch) -> dict[str, Any]:
     """A microbatch as what can be sent home and compared."""
     return {name: _plain(value) for name, value in microbatch.items()} | {"cp_ranks": microbatch.cp_ranks}
+
+
+def plain_plan(plan: mf.StepPlan) -> list[Any]:
+    """A plan as what can be sent home and compared."""
+    values = [getattr(plan, field.name) for field in fields(plan)]
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from giving import DOCUMENT_KEYS, documents, plain, recipe_of
+from giving import DOCUMENT_KEYS, documents, plain, plain_plan, recipe_of
 
 import meshfeed as mf
 import world
@@ -37,7 +37,7 @@ def packing_of(policy: Any) -> mf.Packing:
 def seen(steps: Any) -> list[Any]:
     taken: list[Any] = []
     for step in steps:
-        totals = (step.index, step.num_microbatches, step.tokens, step.valid_tokens, step.sum_sq)
+        totals = (step.index, plain_plan(step.plan), step.tokens, step.valid_tokens, step.sum_sq)
         taken.append((totals, [plain(microbatch) for microbatch in step.microbatches]))
         if step.index + 1 == STEPS:
             break
@@ -101,7 +101,7 @@ def test_owners_and_those_they_serve_get_what_a_feed_gives(tmp_path: Path) -> No
         layout = mf.Layout.parse(text)
         for one in mf.simulate(recipe_of(tmp_path / "c"), layout, STEPS, packing=packing_of(policy)):
             batch = one.batch
-            totals = (batch.step, batch.plan.num_microbatches, batch.tokens, batch.valid_tokens, batch.sum_sq)
+            totals = (batch.step, plain_plan(batch.plan), batch.tokens, batch.valid_tokens, batch.sum_sq)
             wanted[one.rank].append((totals, [plain(microbatch) for microbatch in one.microbatches]))
         for rank, got in enumerate(results):
             assert got[text, policy, delivery] == wanted[rank], (text, policy, delivery, rank)

@@ -309,6 +309,35 @@ def staged(rank: int, layout: mf.Layout) -> list[set[str]]:
     return names
 
 
+@pytest.mark.parametrize("further", [[], ["uid"]])
+def test_a_stage_that_needs_no_key_receives_no_byte(further: list[str]) -> None:
+    layout = mf.Layout(dp=2, pp=4)
+    for rank, steps in enumerate(world.run(broadcast_to_stages, 8, layout, further)):
+        takes_part = further or layout.coord(rank).pp in (0, 3)
+        assert steps == [(2 if takes_part else 1, bool(further))] * 2
+
+
+def broadcast_to_stages(rank: int, layout: mf.Layout, further: list[str]) -> list[Any]:
+    """Collectives of each step, and whether its packs have a key that is not declared."""
+    names = {"tokens", "labels", *further}
+    rows = [{"tokens": np.arange(n), "labels": np.arange(n), "uid": f"{n}"} for n in (4, 7, 9)]
+    mine = [[{name: value for name, value in row.items() if name in names} for row in rows]] * 2
+    readers = [r for r in range(8) if layout.coord(r).pp == 0]
+    with mf.Exchange(
+        mine if rank in readers else None,
+        layout,
+        packing=mf.Packing(capacity=16),
+        readers=readers,
+        delivery="broadcast",
+        timeout_s=600,
+    ) as exchange:
+        got: list[Any] = []
+        for step in exchange:
+            have_uid = all("uid" in m for m in step.microbatches)
+            got.append((step.stats.collectives, have_uid))
+    return got
+
+
 def test_virtual_stages_share_one_exchange() -> None:
     stages = mf.StageMap(pp=1, vpp=2)
     rows = [[{"tokens": np.arange(5), "labels": np.arange(5), "uid": "a"}] for _ in range(3)]

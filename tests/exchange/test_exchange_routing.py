@@ -71,9 +71,10 @@ def test_what_is_sent_is_what_is_expected(case: Any) -> None:
     gathered = GatheredLengths.of(through_a_message(reports), membership)
     step = plan(gathered, packing, membership, layout=layout).plan
     size, arrived = len(membership.ranks), [list[np.ndarray]() for _ in membership.ranks]
-    coming = [Shipment.of(gathered, step, membership, split, member=m) for m in range(size)]
+    pieces = [Shipment.of(gathered, step, membership, split, m) for m in range(size)]
+    coming = [each.received_by(m) for m, each in enumerate(pieces)]
     for m, batch in enumerate(batches):
-        going = Shipment.of(gathered, step, membership, split, source=m)
+        going = pieces[m].sent_by(m)
         mine = np.flatnonzero(np.array([m in held for held in gathered.holders])[gathered.draws.source])
         buffer = np.zeros(int(going.num_bytes.sum()), np.uint8)
         write_pieces(buffer, going, batch.columns, batch.report, np.searchsorted(mine, going.item))
@@ -198,7 +199,7 @@ def check_packs(
         step=0, draws=gathered.draws, lengths=gathered.lengths, plan=step, tokens=0, valid_tokens=0, sum_sq=0
     )
     for rank in served:
-        mine = portions(batch, layout, rank, split)
+        mine = portions(batch, layout, layout.coord(rank), split)
         for portion, ((made,), _) in zip(mine, packed(received, mine, ITEM_KEYS, FIELDS, OnHost())):
             ids, at = made["sequence_ids"][0].numpy(), made["position_ids"][0].numpy()
             for k, (source, index) in enumerate(zip(made.draws.source, made.draws.index)):

@@ -33,7 +33,7 @@ def tell(delivery: Delivery, error: Exception, rank: int, step: int, num_bytes: 
 
 
 def levels_of(name: DeliveryName, role: Role) -> tuple[Role | None, Role | None]:
-    """Its roles across nodes and within its node; None for a level that it is not in."""
+    """A rank's roles across nodes and within its node; None for a level that it is not in."""
     if name == "direct" or not role.peers or role.source is None:
         return None, None
     return {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)

@@ -204,7 +204,7 @@ class Group:
 
     @contextlib.contextmanager
     def _naming_lost(self, suspects: Sequence[int]) -> Generator[None]:
-        """Raise PeerError if a collective fails. suspects: whom to name if no connection is closed."""
+        """Raise PeerError if a collective fails. suspects: the ranks to name if no connection is closed."""
         try:
             yield
         except (RuntimeError, dist.DistError) as broken:

@@ -120,7 +120,10 @@ class Meeting:
         return bool(self._is_member)
 
     def _settle(self, is_member: bool) -> None:
-        """Note whether it is a member. Others take no turn, so that none begins a run before its members."""
+        """Record whether this process is a member.
+
+        If not, its run number stays unused: it must not begin the next run before the members do.
+        """
         self._is_member = is_member
         if not is_member:
             _refused.add((self._space, self.prefix))
@@ -131,7 +134,7 @@ class Meeting:
         return (self._space, self.prefix) in _refused
 
     def is_counted(self) -> bool:
-        """Whether the rank that began this run counts this one, or none has. Raises DeliveryError."""
+        """Whether the rank that began this run counts this one; True if none has. Raises DeliveryError."""
         key = f"{self.prefix}/first"
         first = self.call(lambda store: store.get(key) if store.check([key]) else b"")
         return not first or self._counts(json.loads(first)[2])
@@ -142,9 +145,9 @@ class Meeting:
     def compare(self, arguments: Mapping[str, str], in_words: Mapping[str, str] | None = None) -> None:
         """Compare arguments with those of the rank that arrived first. Does not wait.
 
-        arguments: all values that ranks must agree on, by name; "ranks": all that may, in words. in_words:
-        what messages call some of them. Raises PeerError if one differs or this is not a member,
-        StateError if first steps differ, DeliveryError for a lost store.
+        arguments: all values that ranks must agree on, by name; "ranks": the ranks of the layout, as text.
+        in_words: other names of arguments, for messages. Raises PeerError if one differs or this is not a
+        member, StateError if first steps differ, DeliveryError for a lost store.
         """
         rank = self.rank
         if not self._is_alone():
@@ -184,7 +187,7 @@ class Meeting:
             )
 
     def _is_alone(self) -> bool:
-        """Whether no other process is this rank. Claimed once per process, not in every run."""
+        """Whether no other process has claimed this rank. A process claims it once, not in every run."""
         key, process = f"{self.prefix.rpartition('/')[0]}/rank/{self.rank}", _identity(os.getpid())
         claim = (process, self._space, self.name, self.rank)
         if claim not in _claimed:

@@ -1,4 +1,4 @@
-"""A job's rendezvous through a torch.distributed store: the first text that a rank says under a key counts.
+"""A job's rendezvous through a torch.distributed store: the first text written under a key counts.
 
 If the host of a store is stopped or unreachable, a call on it never returns. So calls run on a thread that
 may be abandoned. Another thread waits on its own connection until a *notice* arrives. There is one such
@@ -123,8 +123,8 @@ class Rendezvous:
     def say(self, key: str, text: str, within_s: float, num_speakers: int | None = None) -> str:
         """Write a text under a key unless a rank already has. Returns the first text written.
 
-        num_speakers: the ranks that say something here, each its own text; the last one deletes the key. None
-        keeps it. Raises DeliveryError as `call` does.
+        num_speakers: how many ranks write here, each its own text; the last one deletes the key. None keeps
+        it. Raises DeliveryError as `call` does.
         """
 
         def say(store: Any) -> str:

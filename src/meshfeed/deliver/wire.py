@@ -10,7 +10,6 @@ The arrays (of one dtype) or byte strings of a column are stored back to back.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,11 +108,10 @@ def decode(buffer: Bytes) -> Columns:
         pieces: list[npt.NDArray[Any]] = []
         offset = _aligned(offset)
         for one in [shape] if form == "array" else shape:
-            count = math.prod(one) * np.dtype(dtype).itemsize
-            view = buffer[offset : offset + count].view(dtype).reshape(one)
+            view: npt.NDArray[Any] = np.ndarray(one, dtype, buffer, offset)
             view.flags.writeable = False
             pieces.append(view)
-            offset += count
+            offset += view.nbytes
         columns[name] = pieces[0] if form == "array" else pieces
         if form == "bytes":
             columns[name] = [piece.tobytes() for piece in pieces]

@@ -25,7 +25,7 @@ class ExchangeDelivery(Delivery):
     Attributes:
         traffic: counters of the delivery; those of the exchange are `group.traffic`.
         interrupted: whether `interrupt` was called.
-        is_over: whether the group has finished their last collective.
+        is_over: whether the group has finished its last collective.
     """
 
     def __init__(

@@ -19,6 +19,8 @@ from meshfeed.exchange.dtypes import BYTES
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
 from meshfeed.exchange.lengths import (
     LENGTH,
+    NO_BYTES,
+    NO_ROWS,
     REST,
     SCHEMA,
     VALID,
@@ -33,7 +35,6 @@ from meshfeed.exchange.values import NAME_OF_TYPE, num_nonzero, value_of, whole_
 from meshfeed.roles import Field
 
 _Rest = tuple[tuple[str, str, int], ...]  # of a Schema
-_NOTHING = np.zeros(0, np.uint8)
 _SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
 
 
@@ -49,7 +50,7 @@ class Given:
     """
 
     report: MemberReport
-    columns: tuple[Bytes, ...] = (_NOTHING,)
+    columns: tuple[Bytes, ...] = (NO_BYTES,)
     error: MeshfeedError | None = None
 
     def message(self) -> wire.Message:
@@ -102,14 +103,14 @@ def encode(
 
 def nothing() -> Given:
     """The items of a rank without an iterator."""
-    return Given(MemberReport(rows=np.zeros((0, 4), np.int64), owns=False))
+    return Given(MemberReport(rows=NO_ROWS, owns=False))
 
 
 def failed(error: Exception, record: ErrorRecord) -> Given:
     """No items, because of an error on this rank. record: what all ranks raise."""
-    told = record.exception()
-    told.__cause__ = error
-    return Given(nothing().report, error=told)
+    for_all = record.exception()
+    for_all.__cause__ = error
+    return Given(nothing().report, error=for_all)
 
 
 def elements_of(element: Any) -> list[Mapping[str, Any]]:
@@ -163,7 +164,7 @@ class _Items:
         return []
 
     def tokens(self) -> _TokenValues:
-        """The key that gives the length, once it and the one that tells what bears loss are in all items."""
+        """The key that gives the length. Raises StoreError if an item lacks it or the key that marks loss."""
         for name in filter(None, (self.keys.length, self.keys.valid)):
             for at, item in enumerate(self.items):
                 if item.get(name) is None:
@@ -212,14 +213,14 @@ class _Items:
             if kinds[-1] != kinds[0]:
                 raise self.wrong(index, mixed(name, kinds[-1], kinds[0], f"item {self.first + at[0]}"))
         sizes = np.array([array.shape[0] for array in arrays], np.int64)
-        return kinds[0][0] if kinds else ANY, sizes, np.concatenate(arrays) if arrays else _NOTHING
+        return kinds[0][0] if kinds else ANY, sizes, np.concatenate(arrays) if arrays else NO_BYTES
 
     def rest(self, names: Sequence[str]) -> tuple[list[int], list[_Rest], Bytes]:
         """The keys that are not split: bytes and kinds of each item, and the bytes."""
         declared, length = self.keys.by_name(), self.keys.length
         num_bytes: list[int] = [0] * len(self.items)
         kinds: list[_Rest] = [()] * len(self.items)
-        pieces = [_NOTHING]
+        pieces = [NO_BYTES]
         for at, item in enumerate(self.items if names else ()):
             own: list[tuple[str, str, Array]] = []
             for name in names:
@@ -280,16 +281,16 @@ class _Items:
 
 
 def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
-    """Type, sizes and values, joined by torch; None unless all are like tensors in host memory."""
+    """Type, sizes and values, joined by torch; None unless all are tensors of one kind in host memory."""
     if set(map(type, values)) != {torch.Tensor}:
         return None
-    kinds = {(value.dtype, value.dim(), value.layout, value.is_cpu) for value in values}
-    (dtype, dimensions, layout, is_cpu), *others = kinds
-    if others or not dimensions or layout != torch.strided or not is_cpu or dtype not in NAME_OF_TYPE:
+    if len({(value.dtype, value.ndim) for value in values}) > 1:  # torch.cat would convert or leave out some
         return None
     try:
         joined = torch.cat(values)
-    except RuntimeError:  # entries of several shapes
+    except RuntimeError:  # single numbers, entries of several shapes, several devices
+        return None
+    if joined.layout != torch.strided or not joined.is_cpu or joined.dtype not in NAME_OF_TYPE:
         return None
     name, array = value_of("", joined)
     return name, np.array([value.shape[0] for value in values]), array

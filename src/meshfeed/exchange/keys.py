@@ -4,7 +4,7 @@ key."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from meshfeed.errors import RecipeError, StoreError
@@ -87,6 +87,11 @@ class Keys:
                     f"Keys"
                 )
 
+    def any_for(self, names: Iterable[str], there: Set[str]) -> bool:
+        """Whether a rank gets any key. names: of its fields. there: the keys of any item of a step."""
+        declared = self.by_name().keys()
+        return not declared.isdisjoint(names) or not there <= declared
+
     @property
     def fields(self) -> tuple[Field, ...]:
         """The fields that roles are assigned for."""
@@ -99,7 +104,7 @@ class Keys:
         return tuple(field for field in PLAN_FIELDS if field.name not in names)
 
 
-_OWN = "position_ids"  # a multimodal rope's do not count tokens
+_OWN = "position_ids"  # those of a multimodal rope do not count tokens
 USUAL = frozenset(field.name for field in _USUAL)
 """Names that always mean one entry per token."""
 RESERVED = frozenset(field.name for field in PLAN_FIELDS)

@@ -25,7 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 
 LENGTH, VALID, REST, SCHEMA = 0, 1, 2, 3
-_NO_ROWS = np.zeros((0, 4), np.int64)
+NO_ROWS = np.zeros((0, 4), np.int64)
+NO_BYTES = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def columns_of(reports: Sequence[MemberReport]) -> dict[str, Any]:
     ]
     return {
         "counts": np.array(counts, np.int64).reshape(-1, 6),
-        "rows": np.concatenate([_NO_ROWS, *(each.rows for each in reports)]),
+        "rows": np.concatenate([NO_ROWS, *(each.rows for each in reports)]),
         "schemas": np.frombuffer(b"".join(texts), np.uint8),
     }
 
@@ -192,28 +193,27 @@ class GatheredLengths:
         different types in different items, RoleError if no member has an iterator.
         """
         holders = membership.holders([report.owns for report in reports])
+        given = {dp_rank: reports[members[0]] for dp_rank, members in enumerate(holders) if members}
+        for members in filter(None, holders):
+            _refuse_different(reports, members, membership)
         schemas: dict[Schema, int] = {}
-        tables = [np.zeros((0, 6), np.int64)]
-        for dp_rank, members in enumerate(holders):
-            if members:
-                _refuse_different(reports, members, membership)
-                report = reports[members[0]]
-                rows, numbers = report.rows, report.first + np.arange(len(report.rows))
-                schema_of = [schemas.setdefault(schema, len(schemas)) for schema in report.schemas]
-                schema = np.array(schema_of, np.int64)[rows[:, SCHEMA]]
-                dp_ranks = np.full(len(rows), dp_rank)
-                tables.append(np.column_stack([rows[:, :SCHEMA], schema, dp_ranks, numbers]))
-        lengths, valid, rest_bytes, schema, source, index = np.concatenate(tables).T.copy()
+        schema, index = list[Longs](), list[Longs]()
+        for report in given.values():
+            number_of = [schemas.setdefault(each, len(schemas)) for each in report.schemas]
+            schema.append(np.array(number_of, np.int64)[report.rows[:, SCHEMA]])
+            index.append(np.arange(report.first, report.first + len(report.rows)))
+        rows = np.concatenate([report.rows for report in given.values()])
+        source = np.repeat(np.array(list(given), np.int32), list(map(len, index)))
         gathered = cls(
-            lengths=lengths,
-            valid=valid,
-            rest_bytes=rest_bytes,
-            schema=schema,
+            lengths=rows[:, LENGTH].copy(),
+            valid=rows[:, VALID].copy(),
+            rest_bytes=rows[:, REST].copy(),
+            schema=np.concatenate(schema),
             schemas=tuple(schemas),
-            draws=Draws(source.astype(np.int32), np.zeros(len(index), np.int64), index),
+            draws=Draws(source, np.zeros(len(rows), np.int64), np.concatenate(index)),
             holders=holders,
-            short=tuple(d for d, members in enumerate(holders) if members and reports[members[0]].ended),
-            num_owners=len(tables) - 1,
+            short=tuple(dp_rank for dp_rank, report in given.items() if report.ended),
+            num_owners=len(given),
         )
         _refuse_mixed(gathered, membership)
         return gathered

@@ -24,10 +24,20 @@ from meshfeed.exchange.delivery import ExchangeDelivery
 from meshfeed.exchange.item_source import ItemSource
 from meshfeed.exchange.items import Given, nothing
 from meshfeed.exchange.keys import Keys
-from meshfeed.exchange.lengths import Bytes, GatheredLengths, columns_of, reports_of
+from meshfeed.exchange.lengths import NO_BYTES, Bytes, GatheredLengths, columns_of, reports_of
 from meshfeed.exchange.membership import Membership
-from meshfeed.exchange.routing import Shipment
-from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
+from meshfeed.exchange.routing import NO_PIECES, Shipment
+from meshfeed.exchange.steps import (
+    Received,
+    columns_of_plan,
+    compared,
+    gather_reports,
+    packed,
+    plan,
+    plan_of,
+    portions,
+    reroute,
+)
 from meshfeed.feed.device import Placer
 from meshfeed.feed.options import Options, check_counts
 from meshfeed.feed.run import Item, Made, StepEnd, StepStart
@@ -137,7 +147,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
                 raise
             raise RoleError(
                 f"readers={sorted(self._readers)} do not serve all ranks: a reader delivers only to its own "
-                f"data-parallel rank (under 'share' on its node, under 'dynamic_cp' to its cp rank); name an "
+                f"data-parallel rank (under 'share' on its node, under 'dynamic_cp' to its cp rank); name a "
                 f"reader for each, whose iterator may be None, or give every rank its own and readers=None"
             ) from unserved
 
@@ -204,6 +214,16 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         served = {rank for role in members for rank in (role.rank, *role.peers)}
         return frozenset(name for rank in served for name in self.roles[rank].fields)
 
+    @cached_property
+    def _passed_on(self) -> list[frozenset[str]]:
+        """The fields that each rank of the group needs, for itself or for the ranks of its node."""
+        found: list[frozenset[str]] = []
+        for rank in self._membership.group:
+            _, within = levels_of(self.delivery, self.roles[rank])
+            ranks = (rank,) if within is None else within.peers
+            found.append(frozenset(name for each in ranks for name in self.roles[each].fields))
+        return found
+
     # -- the training loop's side ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,6 +287,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
     ) -> Iterator[Item]:
         """The path of every item, from the iterator to the device."""
         meter, step, ended = Meter(list, delivery.group.traffic, delivery.traffic), start, False
+        coord = self.layout.coord(self.rank)
         while not ended:
             message, planned = None, None
             if self._in_group:
@@ -282,7 +303,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
             with clock.stage("build"):
-                mine = portions(batch, self.layout, self.rank, self._options.cp_split)
+                mine = portions(batch, self.layout, coord, self._options.cp_split)
                 built = packed(received, mine, self._keys, self.role.fields, placer, digester)
             for _ in mine:
                 with clock.stage("build"):
@@ -307,13 +328,13 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
                 reports = gather_reports(pulled, delivery.group)[: len(self._membership.ranks)]
             with clock.stage("plan"):
                 gathered = GatheredLengths.of(reports, self._membership)
-            message = columns_of(reports if self.role.peers else ())
+            message = columns_of(reports) if self.role.peers else {}
             if self._is_end(gathered):
                 delivery.is_over = True
                 delivery.agree(step, gathered, reports)
                 return message, None
             with clock.stage("plan"):
-                batch = self._plan(gathered, step)
+                batch = self._plan(gathered, step, self._made_plan(gathered))
             with clock.stage("exchange"):
                 received = reroute(
                     pulled,
@@ -322,6 +343,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
                     self._membership,
                     delivery.group,
                     split=self._options.cp_split,
+                    receivers=self._receivers(gathered),
                 )
                 delivery.is_over = gathered.ended or delivery.is_over
                 # last, so that no collective is left half-done
@@ -331,7 +353,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         except Exception as error:
             delivery.fail(error, 0)
             raise
-        return {**message, "data": received.data}, (batch, received)
+        return {**message, **columns_of_plan(batch.plan), "data": received.data}, (batch, received)
 
     def _pull(self, step: int) -> Given:
         """The items that this rank gives to a step."""
@@ -346,12 +368,23 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         gathered = GatheredLengths.of(reports_of(columns), membership)
         if self._is_end(gathered):
             return None
-        batch = self._plan(gathered, step)
+        made = plan_of(columns, self._packing, self.layout, self._options.cp_split)
+        batch = self._plan(gathered, step, made)
+        if not self._keys.any_for(self.role.fields, gathered.dtypes.keys()):
+            return batch, Received(gathered, NO_PIECES, NO_BYTES)
         member = membership.ranks.index(cast(int, self.role.source))
-        shipment = Shipment.of(gathered, batch.plan, membership, self._options.cp_split, member=member)
-        return batch, Received(gathered, shipment, cast(Bytes, np.asarray(columns["data"])))
+        pieces = Shipment.of(gathered, batch.plan, membership, self._options.cp_split, member)
+        return batch, Received(gathered, pieces.received_by(member), cast(Bytes, np.asarray(columns["data"])))
 
-    def _plan(self, gathered: GatheredLengths, step: int) -> GlobalBatch:
+    def _receivers(self, gathered: GatheredLengths) -> list[list[int]]:
+        """For each member, the ranks that get what it gets: only those that need a key; see `reroute`."""
+        there, num_members = gathered.dtypes.keys(), len(self._membership.ranks)
+        return [
+            [at for at in indices if at < num_members or self._keys.any_for(self._passed_on[at], there)]
+            for indices in self._membership.receivers()
+        ]
+
+    def _plan(self, gathered: GatheredLengths, step: int, made: StepPlan | None) -> GlobalBatch:
         if len(gathered):
             self._keys.check_present(gathered.dtypes.keys(), self._wanted, step)
         return plan(
@@ -362,7 +395,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
             vpp=self.stage_map.vpp,
             step=step,
             length=self._keys.length,
-            made=self._made_plan(gathered),
+            made=made,
             split=self._options.cp_split,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -14,7 +15,7 @@ from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Membership:
     """The members of one exchange.
 
@@ -69,7 +70,7 @@ class Membership:
         ranks = tuple(readers_of[each][turn] for each in groups)
         return cls(ranks, tuple(groups), layout.cp, tuple(readers_of[groups[0]]))
 
-    @property
+    @cached_property
     def group(self) -> tuple[int, ...]:
         """The ranks of the exchange's collectives: the members, then those served directly."""
         return (*self.ranks, *(rank for ranks in self.served_directly for rank in ranks))
@@ -102,6 +103,7 @@ class Membership:
                 held[self.dp_rank(member)].append(member)
         return tuple(map(tuple, held))
 
+    @cached_property
     def member_of_dp_cp(self) -> npt.NDArray[np.int64]:
         """The member that serves each dp_cp rank; int64 [num_ranks]."""
         members = np.zeros(sum(map(len, self.served)), np.int64)
@@ -123,8 +125,13 @@ class Membership:
         table = np.zeros((counts.size, max(counts.max(initial=1), 1)), np.int64)
         for dp_rank, held in enumerate(holders):
             table[dp_rank, : len(held)] = held
+        return table[dp_ranks, self._turns[members] % np.maximum(counts, 1)[dp_ranks]]
+
+    @cached_property
+    def _turns(self) -> npt.NDArray[np.int64]:
+        """The place of each member among those of its data-parallel rank; int64 [num_members]."""
         turns, seen = np.zeros(len(self.ranks), np.int64), dict[int, int]()
         for member in range(len(self.ranks)):
             turns[member] = seen.setdefault(self.dp_rank(member), 0)
             seen[self.dp_rank(member)] += 1
-        return table[dp_ranks, turns[members] % np.maximum(counts, 1)[dp_ranks]]
+        return turns

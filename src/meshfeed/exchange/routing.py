@@ -8,20 +8,17 @@ lengths and the plan. So only their bytes are sent, each member's in the order o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, MemberReport
+from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, Bytes, GatheredLengths, Longs, MemberReport
 from meshfeed.exchange.membership import Membership
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.types import chunk_runs, cuts_packs
 from meshfeed.sequence.runs import Runs
-
-Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +51,21 @@ class Shipment:
         plan: StepPlan,
         membership: Membership,
         split: CpSplit | None,
-        *,
-        source: int | None = None,
-        member: int | None = None,
+        member: int,
     ) -> Self:
-        """All pieces that one member sends, or that one receives; on arrival they are ordered by source.
+        """All pieces that one member sends or receives.
 
-        split: how context parallelism splits rows; None leaves them whole. source, member: give one of them.
+        split: how context parallelism splits rows; None leaves them whole.
         """
-        wanted = plan.microbatch >= 0
-        if source is not None:
-            wanted &= gathered.held_by(source)[plan.sequence]
-        if member is not None:
-            served = np.zeros(plan.num_ranks + 1, np.int64)
-            served[np.array(membership.served[member]) + 1] = 1
-            before = np.cumsum(served)  # ranks below r that the member serves
-            wanted &= before[plan.first_rank + plan.cp_size] > before[plan.first_rank]
-        rows, members = takers(plan, membership, np.flatnonzero(wanted))
+        served = np.zeros(plan.num_ranks + 1, np.int64)
+        served[np.array(membership.served[member]) + 1] = 1
+        before = np.cumsum(served)  # ranks below r that the member serves
+        wanted = before[plan.first_rank + plan.cp_size] > before[plan.first_rank]
+        wanted |= gathered.held_by(member)[plan.sequence]
+        rows, members = takers(plan, membership, np.flatnonzero(wanted & (plan.microbatch >= 0)))
         item = plan.sequence[rows].astype(np.int64)
         sources = membership.sources(gathered.holders, gathered.draws.source[item], members)
-        kept = np.flatnonzero(sources == source if source is not None else members == member)
+        kept = np.flatnonzero((sources == member) | (members == member))
         rows, members, item = rows[kept], members[kept], item[kept]
         start, stop = ranges_of(plan, membership, rows, members, split)
         return cls(
@@ -90,6 +82,17 @@ class Shipment:
     def num_tokens(self) -> Longs:
         """Tokens of each piece; int64 [n]."""
         return (self.stop - self.start).sum(axis=1)
+
+    def sent_by(self, member: int) -> Self:
+        """The pieces that a member sends."""
+        return self._only(self.source == member)
+
+    def received_by(self, member: int) -> Self:
+        """The pieces that a member receives; on arrival they are ordered by source."""
+        return self._only(self.member == member)
+
+    def _only(self, some: npt.NDArray[np.bool_]) -> Self:
+        return type(self)(**{each.name: getattr(self, each.name)[some] for each in fields(self)})
 
     def sizes(self, members: Longs, num_members: int) -> list[int]:
         """Total bytes for each value of `members`: of `source` or `member`."""
@@ -116,12 +119,25 @@ class Shipment:
         return before[rows, run] + first - start[rows, run]
 
 
+_NONE = np.zeros(0, np.int64)
+NO_PIECES = Shipment(
+    item=_NONE,
+    source=_NONE,
+    member=_NONE,
+    microbatch=_NONE,
+    start=_NONE[:, None],
+    stop=_NONE[:, None],
+    num_bytes=_NONE,
+)
+"""What a rank that needs no key receives."""
+
+
 def takers(plan: StepPlan, membership: Membership, rows: Longs) -> tuple[Longs, Longs]:
     """(row, member) for every member that receives some of these rows, by member, microbatch and row."""
     size = plan.cp_size[rows].astype(np.int64)
     row = np.repeat(rows, size)
     index = np.arange(row.size) - np.repeat(np.cumsum(size) - size, size)
-    member = membership.member_of_dp_cp()[plan.first_rank[row] + index]
+    member = membership.member_of_dp_cp[plan.first_rank[row] + index]
     order = np.lexsort((row, plan.microbatch[row], member))
     row, member = row[order], member[order]
     is_first = np.ones(row.size, bool)  # a member that serves several ranks of the group takes a row once

@@ -20,23 +20,24 @@ from meshfeed.errors import PlanError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, NESTED, carrier, entry_bytes
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import ANY, Keys
-from meshfeed.exchange.lengths import Bytes, GatheredLengths, MemberReport, reports_of
+from meshfeed.exchange.lengths import NO_BYTES, Bytes, GatheredLengths, Longs, MemberReport, reports_of
 from meshfeed.exchange.membership import Membership
-from meshfeed.exchange.routing import Longs, Shipment, write_pieces
+from meshfeed.exchange.routing import NO_PIECES, Shipment, write_pieces
 from meshfeed.exchange.values import bits_of, nested_bytes, nested_value, tensor_of, viewed_as
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
-from meshfeed.layout import Layout
+from meshfeed.layout import Coord, Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
+from meshfeed.plan.packing import shape_of
 from meshfeed.plan.problem import room_of
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.runs import Runs
 from meshfeed.sequence.table import fields_of_packs, places_of, runs_at
 
+_PLAN = ("lengths", "microbatch", "first_rank", "cp_size", "sequence", "start", "oversize")
 _OTHERS = "(keys that are not declared)"
-_NO_BYTES = np.zeros(0, np.uint8)
 _TOGETHER = 1 << 19  # bytes of a field that are built in one pass
 
 
@@ -108,22 +109,43 @@ def plan(
         )
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error
-    if packing.oversize == "truncate" and made.oversize.size and (gathered.valid != gathered.lengths).any():
+    all_valid = np.array_equal(gathered.valid, gathered.lengths)
+    if packing.oversize == "truncate" and made.oversize.size and not all_valid:
         raise PlanError(
             f"{gathered.item(int(made.oversize[0]), membership)} is cut to {made.lengths.max()} tokens, and "
             f"only its total of loss-bearing tokens is known; cut it in the iterator, or set "
             f"oversize='split' or 'drop'"
         )
-    valid = gathered.valid if (gathered.valid != gathered.lengths).any() else None
     return GlobalBatch(
         step=step,
         draws=gathered.draws,
         lengths=gathered.lengths,
         plan=made,
         tokens=made.tokens,
-        valid_tokens=made.tokens if valid is None else int(valid[np.unique(made.sequence[made.kept])].sum()),
+        valid_tokens=(
+            made.tokens if all_valid else int(gathered.valid[np.unique(made.sequence[made.kept])].sum())
+        ),
         sum_sq=made.sum_sq,
         stats=partial(stats_of_packs, made, gathered.draws, packing, pp=layout.pp, vpp=vpp),
+    )
+
+
+def columns_of_plan(made: StepPlan) -> dict[str, Any]:
+    """A plan as columns, for a message to ranks that then need not plan."""
+    arrays = {f"plan.{name}": getattr(made, name) for name in _PLAN}
+    return {**arrays, "plan.num_microbatches": np.array([made.num_microbatches])}
+
+
+def plan_of(columns: Mapping[str, Any], packing: Packing, layout: Layout, split: CpSplit) -> StepPlan:
+    """The plan of a message, in memory of its own."""
+    room = room_of(packing, dp=layout.dp, cp=layout.cp, split=split)
+    return StepPlan(
+        **{name: np.array(columns[f"plan.{name}"]) for name in _PLAN},
+        num_microbatches=int(columns["plan.num_microbatches"][0]),
+        num_ranks=room.num_ranks,
+        idle_cp_size=room.sizes[0],
+        align=room.align,
+        shape=shape_of(packing),
     )
 
 
@@ -208,20 +230,26 @@ def reroute(
     group: Group,
     *,
     split: CpSplit | None = "zigzag",
+    receivers: Sequence[Sequence[int]] | None = None,
 ) -> Received:
     """Send every item, or its slices, to the ranks of the plan: one collective and one buffer for all keys.
 
     split: how context parallelism splits rows; None sends whole rows to each rank of a cp group.
+    receivers: for each member, the ranks that get what it gets, as indices into the group; None for all that
+    it serves directly. Any other rank receives nothing, and takes no part.
     """
-    receivers, num_members = membership.receivers(), len(membership.ranks)
-    member = next(at for at, indices in enumerate(receivers) if group.member in indices)
-    coming = Shipment.of(gathered, step_plan, membership, split, member=member)
+    receivers, num_members = receivers or membership.receivers(), len(membership.ranks)
+    member = next((at for at, indices in enumerate(receivers) if group.member in indices), None)
+    if member is None:
+        return Received(gathered, NO_PIECES, NO_BYTES)
+    both = Shipment.of(gathered, step_plan, membership, split, member)
+    coming = both.received_by(member)
     if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
-        return Received(gathered, coming, _NO_BYTES)  # no member needs a byte, and all know it
+        return Received(gathered, coming, NO_BYTES)  # no member needs a byte, and all know it
     in_sizes = coming.sizes(coming.source, num_members)
     if group.member >= num_members:
-        return Received(gathered, coming, group.all_to_many(_NO_BYTES, [], in_sizes, []))
-    going = Shipment.of(gathered, step_plan, membership, split, source=member)
+        return Received(gathered, coming, group.all_to_many(NO_BYTES, [], in_sizes, []))
+    going = both.sent_by(member)
     out_sizes = going.sizes(going.member, num_members)
     outgoing = group.buffer(sum(out_sizes))
     mine = np.flatnonzero(gathered.held_by(member))
@@ -249,14 +277,14 @@ def pack(
     """
     placer, made = placer or OnHost(), list[Microbatch]()
     names = [field.name for field in keys.fields] if names is None else names
-    for microbatches, _ in packed(received, portions(batch, layout, rank, split), keys, names, placer):
+    mine = portions(batch, layout, layout.coord(rank), split)
+    for microbatches, _ in packed(received, mine, keys, names, placer):
         made += microbatches
     return made
 
 
-def portions(batch: GlobalBatch, layout: Layout, rank: int, split: CpSplit) -> list[Portion]:
-    """One rank's portion of each microbatch."""
-    coord = layout.coord(rank)
+def portions(batch: GlobalBatch, layout: Layout, coord: Coord, split: CpSplit) -> list[Portion]:
+    """The portion of each microbatch for the rank at a coordinate."""
     at = coord.dp * layout.cp + coord.cp
     return portions_of(
         batch.plan,
