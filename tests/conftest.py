@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+import forks
 import quick
 import world
 from soak import SOAK, cases, left_out
 
+gc.disable()  # until all is imported: what is imported stays
 # Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Files run side by side and keep every core busy: further threads of one process would wait for each other, spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     "test_demo.py", "test_prepare_engines.py", "test_meeting.py", "test_pages.py", "test_far_faults.py",
@@ -37,7 +43,9 @@ LONGEST = (
 
 BUILD = Path(__file__).parents[1] / "hatch_build.py"
 
-settings.register_profile("tests", settings.get_profile("ci"), max_examples=cases(50), derandomize=not SOAK)
+settings.register_profile(
+    "tests", settings.get_profile("ci"), max_examples=cases(30, 500), derandomize=not SOAK
+)
 settings.load_profile("tests")
 
 
@@ -45,16 +53,25 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_soak: see soak.py")
     config.addinivalue_line("markers", "some(most): see soak.py")
     if not hasattr(config, "workerinput"):  # not in each of the processes that share the files
+        compile_what_the_tree_holds()
         if config.getoption("numprocesses", None):
             quick.share()  # it has compiled what others import, too, before they begin
-            world.share()
-        compile_what_the_tree_holds()
+    if quick.SHARED in os.environ:
+        multiprocessing.set_executable(quick.python())  # of processes that are not forked
+        world.share()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The processes that share the files begin with what most of them import."""
+    for spec in specs:
+        spec.python = quick.python()
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: tests that collect garbage, and forks, need not look at it."""
-    gc.collect()
-    gc.freeze()
+    """Tests that collect garbage, and forks, need not look at what was imported."""
+    gc.enable()
+    forks.settle()
 
 
 def compile_what_the_tree_holds() -> None:

@@ -2,10 +2,10 @@
 
     subprocess.run([quick.python(), "-m", "meshfeed", "roles", "tp2"])
 
-For tests of what a command does, not of how it starts; ranks and the processes that run tests are ordinary Pythons. It takes `-m MODULE`, `-c CODE` or a script, inherits every
+For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, inherits every
 descriptor that it is given, and is in the network of whoever asks. Who asks for what a fork cannot have, another option
 of Python or another hash seed, gets a Python that starts anew. Where several processes run the tests, all share one
-server (see conftest.py).
+server (see conftest.py), and they are forks of it, too, as are the processes that tests spawn.
 """
 
 import atexit
@@ -15,8 +15,7 @@ import fcntl
 import functools
 import gc
 import importlib
-import itertools
-import json
+import marshal
 import os
 import select
 import signal
@@ -29,7 +28,9 @@ import traceback
 import types
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import forks
 
 _IMPORTED = (
     "numpy.ma",  # by np.unique
@@ -41,13 +42,18 @@ _IMPORTED = (
     "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
     "meshfeed.integrations.transformers",
+    "torchtitan.components.dataloader",
+    "hypothesis",
+    "litdata",
+    "playwright.sync_api",
+    "pyarrow.parquet",
+    "torchmetrics.functional",
 )
+"""By commands, by ranks, or by files of tests: it is the process that all these are forked from."""
+_ASK = Path(__file__).with_name("quick_ask.py")
 _SPACES = ("mnt", "net", "uts")
+_PR_SET_PDEATHSIG = 1
 SHARED = "MESHFEED_TESTS_PYTHON"
-_OPTIONS = {"-u", "-B"}
-"""Those that a fork can still obey."""
-_ENVIRONMENT = {"PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONDEVMODE", "PYTHONNOUSERSITE"}
-"""What only a Python that starts anew obeys."""
 _kept: list[Any] = []
 """What a script leaves behind. It is never freed: torch's gloo, freed at once, at times waits for itself for ever."""
 HASH_SEED = str((2 * int(os.environ.get("MESHFEED_SEED", "0")) + 1) % 2**32)
@@ -70,44 +76,22 @@ def python() -> str:
         listener.bind(str(folder / HASH_SEED))
         listener.listen(64)
         server = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(listener.fileno())],
+            [sys.executable, __file__, str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": HASH_SEED},
         )
     atexit.register(server.kill)
     executable = folder / "python"
-    executable.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -ISs "{__file__}" ask "{folder}" {HASH_SEED} "$@"\n'
-    )
+    executable.write_text(f'#!/bin/sh\nexec "{sys.executable}" -ISs "{_ASK}" "{folder}" {HASH_SEED} "$@"\n')
     executable.chmod(0o755)
     return str(executable)
-
-
-def _ask(folder: str, usual: str, words: list[str]) -> NoReturn:
-    """Have a server run `words` with this process's files, folder and environment; end as that ended."""
-    address = os.path.join(folder, os.environ.get("PYTHONHASHSEED") or usual)
-    options = list(itertools.takewhile(lambda word: word[:1] == "-" and word not in ("-m", "-c"), words))
-    if not (set(options) <= _OPTIONS and _ENVIRONMENT.isdisjoint(os.environ) and os.path.exists(address)):
-        os.execv(sys.executable, [sys.executable, *words])
-    listed = [int(name) for name in os.listdir("/proc/self/fd")]
-    given = [fd for fd in listed if os.path.exists(f"/proc/self/fd/{fd}")]  # not the one that listed them
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.connect(address)
-        asked = json.dumps([words, dict(os.environ), os.getcwd(), given]).encode()
-        spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in _SPACES]
-        socket.send_fds(server, [asked], spaces + given)
-        status = int(server.recv(64))
-    if status < 0:
-        with contextlib.suppress(OSError):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
 
 
 def _serve(descriptor: int) -> None:
     import torch
 
+    gc.disable()  # what is imported stays
     with warnings.catch_warnings(action="ignore"):
         for name in _IMPORTED:
             with contextlib.suppress(ImportError):  # a framework may be missing
@@ -115,24 +99,14 @@ def _serve(descriptor: int) -> None:
         with contextlib.suppress(ImportError):  # as are the commands, beside the core alone
             commands = importlib.import_module("meshfeed.cli.main")
             commands.parser_of(commands.COMMANDS)  # which imports them
-    gc.collect()
-    gc.freeze()  # no fork looks at it again, which takes long and copies its pages
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as listener:
-        while True:
-            if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
-                return  # who started this has ended
-            client, _ = listener.accept()
-            if os.fork() == 0:
-                break
-            client.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.enable()
+    forks.settle()
+    client = _forked_for_a_client(descriptor)
+    if client is None:
+        return
     message, files, *_ = socket.recv_fds(client, 1 << 20, 253)
-    child = os.fork()
-    if child:
-        _attend(client, child)
     client.close()
-    words, environment, folder, numbers = json.loads(message)
+    words, environment, folder, numbers = marshal.loads(message)
     for name in _SPACES:
         _enter(name, files.pop(0))
     away = max(numbers) + 1  # each file gets the number that it has there
@@ -177,14 +151,44 @@ def _enter(name: str, space: int) -> None:
     os.close(space)
 
 
-def _attend(client: socket.socket, child: int) -> NoReturn:
-    """Tell the client how its process ends; kill the process where the client dies."""
-    if client in select.select([client, os.pidfd_open(child)], [], [])[0]:
-        os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with contextlib.suppress(OSError):
-        client.send(str(status).encode())
-    os._exit(0)
+def _forked_for_a_client(descriptor: int) -> socket.socket | None:
+    """In a new process for each client: that client. None in the server, once whoever started it has ended.
+
+    The server tells a client how its process ends, and kills the process where the client dies.
+    """
+    running: dict[int, tuple[int, socket.socket]] = {}  # by its pidfd: a process, and who asked for it
+    events = select.poll()
+    with socket.socket(fileno=descriptor) as listener:
+        events.register(listener, select.POLLIN)
+        events.register(sys.stdin, select.POLLIN)
+        while True:
+            ready = {number for number, _ in events.poll()}
+            if sys.stdin.fileno() in ready:
+                return None
+            for end, (process, client) in [*running.items()]:
+                if end in ready:
+                    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                    events.unregister(client)
+                    events.unregister(end)
+                    with contextlib.suppress(OSError), client:
+                        client.send(str(status).encode())
+                    del running[end]
+                    os.close(end)
+                elif client.fileno() in ready:
+                    os.kill(process, signal.SIGKILL)
+            if listener.fileno() in ready:
+                client, _ = listener.accept()
+                process = os.fork()
+                if process == 0:
+                    break
+                running[end := os.pidfd_open(process)] = process, client
+                events.register(end, select.POLLIN)
+                events.register(client, 0)  # which tells when it has ended
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for end, (_, other) in running.items():
+            os.close(end)
+            other.close()
+        return client
 
 
 def _run(words: list[str]) -> None:
@@ -213,7 +217,4 @@ def _run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        _serve(int(sys.argv[2]))
-    else:
-        _ask(sys.argv[2], sys.argv[3], sys.argv[4:])
+    _serve(int(sys.argv[1]))
