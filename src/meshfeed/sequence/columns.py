@@ -104,7 +104,7 @@ class WithColumns(SequenceRule):
     recipes: Mapping[str, Recipe]
     shifted: bool = True
 
-    @property
+    @cached_property
     def has_table(self) -> bool:
         return self.rule.has_table
 

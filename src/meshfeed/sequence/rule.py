@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -88,7 +89,7 @@ class SequenceRule(Rule):
     `meshfeed.testing.assert_rule` checks what the methods promise.
     """
 
-    @property
+    @cached_property
     def has_table(self) -> bool:
         """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
         return replaces_together(type(self), "table", "build")

@@ -76,7 +76,8 @@ class PartFiles:
 
     def of(self, documents: I64) -> Parts:
         """The parts of some documents, without their bytes; int64 [n]."""
-        first, counts = self._sequences(documents)
+        index = self._index
+        first, counts = _sequences_of(index, documents)
         lengths = self.sizes.lengths(documents)
         wrong = lengths != counts * len(SIZES)
         if wrong.any():
@@ -98,19 +99,20 @@ class PartFiles:
                 f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
                 f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
             )
-        return parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
+        return parts_of(rows, index.lengths_of(numbers_in(first, counts)), counts)
 
     def ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Bytes begin..end, in parts.bin, of one part of each document; int64 [k] twice.
 
         places: which part of its document, from 0; int64 [k].
         """
-        first, counts = self._sequences(documents)
+        index = self._index
+        first, counts = _sequences_of(index, documents)
         for i in np.flatnonzero((places < 0) | (places >= counts))[:1]:
             raise StoreError(
                 f"{self.path}: part {places[i]} of document {documents[i]} asked for, it has {counts[i]}"
             )
-        index, sequences = self._index, first + places
+        sequences = first + places
         lengths = index.lengths_of(sequences)
         begins = index.pointers_of(sequences, lengths)
         return begins, begins + lengths
@@ -180,14 +182,14 @@ class PartFiles:
         """The entries of the parts, once entered."""
         return cast(Index, self.data.documents.starts)
 
-    def _sequences(self, documents: I64) -> tuple[I64, I64]:
-        """First part of each document and how many it has; int64 [n] twice."""
-        index = self._index
-        first = index.first_sequences_of(documents)
-        return first, index.first_sequences_of(documents + 1) - first
-
 
 _AGAIN = "copy the dataset again, or prepare it again"
+
+
+def _sequences_of(index: Index, documents: I64) -> tuple[I64, I64]:
+    """First sequence of each document and how many it has; int64 [n] twice."""
+    first = index.first_sequences_of(documents)
+    return first, index.first_sequences_of(documents + 1) - first
 
 
 def rows_of(parts: Parts) -> npt.NDArray[np.float64]:
