@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed.plan import Account, Align, CostModel, Packing, StepPlan, account_of, choose, plan_step
+from meshfeed.plan import Account, Align, CostModel, Packing, StepPlan, account_of, plan_step, step
 from soak import cases
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -64,13 +64,13 @@ def drawn(seed: int) -> Draw:
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of microbatches that were filled, as plans are made."""
     counts: list[int] = []
-    fill_step = choose.fill_step
+    fill_step = step.fill_step
 
     def counted(sequences: Any, count: int, tolerance: float) -> Any:
         counts.append(count)
         return fill_step(sequences, count, tolerance)
 
-    monkeypatch.setattr(choose, "fill_step", counted)
+    monkeypatch.setattr(step, "fill_step", counted)
     return counts
 
 
