@@ -1,7 +1,8 @@
 /* Loops of meshfeed that NumPy cannot run in one pass.
 
-   Plain C11 against libc. Python calls each function once per portion, without the interpreter lock; the
-   module that calls it also holds a NumPy version with the same bits, which runs where nothing is compiled.
+   C11 with the vectors of GCC and Clang, against libc. Python calls each function once per portion, without
+   the interpreter lock; the module that calls it also holds a version in NumPy or Pillow with the same bits,
+   which runs where nothing is compiled.
    The loops that read and copy check every range: they stop at the first one outside their arrays, and
    return how many they did, so that the caller can name the rest in an error. The others take arrays that
    their callers made. No float sum may depend on vector width or fused operations: see the flags in
@@ -111,6 +112,127 @@ int64_t mf_widen_pixels(int64_t num_rows, int64_t size, int64_t copies, const ui
             out += copies * size;
         }
     return num_rows;
+}
+
+/* -- resizing of images: see meshfeed/sequence/resizing.py ------------------------------------------------ */
+
+/* These loops are compiled twice for x86: whole numbers are the same at any vector width. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { WEIGHT_BITS = 22, HALF = 1 << (WEIGHT_BITS - 1), TOGETHER = 32 };
+typedef int32_t pixel __attribute__((vector_size(16), may_alias)); /* red, green, blue, and nothing */
+
+/* A table has a row for each new pixel of a line: the first of the old ones that it is made of, and the weight
+   of each, in units of 2^-WEIGHT_BITS. */
+
+static inline uint8_t byte_of(int32_t sum)
+{
+    sum >>= WEIGHT_BITS;
+    sum = sum > 0 ? sum : 0;
+    return (uint8_t)(sum < 255 ? sum : 255);
+}
+
+INLINE void weigh(const pixel *old, int64_t size, int64_t taps, const int32_t *table, pixel *restrict sums)
+{
+    for (int64_t x = 0; x < size; x++, table += 1 + taps) {
+        const pixel *from = old + table[0];
+        pixel sum = {HALF, HALF, HALF, HALF};
+        for (int64_t t = 0; t < taps; t++)
+            sum += from[t] * table[1 + t];
+        sums[x] = sum;
+    }
+}
+
+/* Resize a line of `width` pixels of 4 bytes to `size` pixels. room: for width + size pixels. */
+WIDE static void resize_line(int64_t width, const uint8_t *restrict line, int64_t size, int64_t taps,
+                             const int32_t *restrict table, int32_t *restrict room, uint8_t *restrict out)
+{
+    int32_t *sums = room + 4 * width;
+    for (int64_t i = 0; i < 4 * width; i++)
+        room[i] = line[i];
+    switch (taps) { /* those of images that hardly change their size, unrolled */
+    case 4: weigh((pixel *)room, size, 4, table, (pixel *)sums); break;
+    case 5: weigh((pixel *)room, size, 5, table, (pixel *)sums); break;
+    case 6: weigh((pixel *)room, size, 6, table, (pixel *)sums); break;
+    default: weigh((pixel *)room, size, taps, table, (pixel *)sums);
+    }
+    for (int64_t i = 0; i < 4 * size; i++)
+        out[i] = byte_of(sums[i]);
+}
+
+INLINE void weigh_bytes(int count, const uint8_t *from, int64_t stride, int64_t taps, const int32_t *weights,
+                        uint8_t *restrict out)
+{
+    int32_t sums[TOGETHER];
+    for (int i = 0; i < count; i++)
+        sums[i] = HALF;
+    for (int64_t t = 0; t < taps; t++, from += stride)
+        for (int i = 0; i < count; i++)
+            sums[i] += from[i] * weights[t];
+    for (int i = 0; i < count; i++)
+        out[i] = byte_of(sums[i]);
+}
+
+/* Make a line of `stride` bytes, a multiple of 4, of several. row: of a table. */
+WIDE static void merge_lines(const uint8_t *lines, int64_t stride, int64_t taps, const int32_t *row,
+                             uint8_t *restrict out)
+{
+    int64_t at = 0;
+    lines += row[0] * stride;
+    for (; at + TOGETHER <= stride; at += TOGETHER)
+        weigh_bytes(TOGETHER, lines + at, stride, taps, row + 1, out + at);
+    for (; at < stride; at += 4)
+        weigh_bytes(4, lines + at, stride, taps, row + 1, out + at);
+}
+
+/* Bytes 0, 1 and 2 of each pixel, each in a line of its own. */
+WIDE static void part_channels(const uint8_t *restrict line, int64_t width, uint8_t *restrict out)
+{
+    for (int64_t x = 0; x < width; x++) {
+        out[x] = line[4 * x];
+        out[width + x] = line[4 * x + 1];
+        out[2 * width + x] = line[4 * x + 2];
+    }
+}
+
+/* Resize an image of lines of `width` pixels of 4 bytes, and write it in squares of `side` x `side` bytes for
+   each of 3 channels; merge x merge squares follow each other.
+
+   lines_first: whether lines are resized before they are merged. merges: a table of `height` rows;
+   across: one of `new_width`. room: for width + new_width pixels of int32; lines: for 7 * new_width bytes and
+   the larger of 4 * width and, if lines are first, 4 * new_width for each old line. Returns the height. */
+int64_t mf_resize_squares(int64_t width, const uint8_t *pixels, int64_t lines_first,
+                          int64_t height, int64_t merge_taps, const int32_t *merges,
+                          int64_t new_width, int64_t taps, const int32_t *across,
+                          int64_t side, int64_t merge, int32_t *room, uint8_t *lines, uint8_t *out)
+{
+    int64_t columns = new_width / side, resized = merges[0];
+    uint8_t *channels = lines, *line = channels + 3 * new_width, *rest = line + 4 * new_width;
+    for (int64_t y = 0; y < height; y++, merges += 1 + merge_taps) {
+        if (lines_first) {
+            for (; resized < merges[0] + merge_taps; resized++)
+                resize_line(width, pixels + 4 * width * resized, new_width, taps, across, room,
+                            rest + 4 * new_width * resized);
+            merge_lines(rest, 4 * new_width, merge_taps, merges, line);
+        } else {
+            merge_lines(pixels, 4 * width, merge_taps, merges, rest);
+            resize_line(width, rest, new_width, taps, across, room, line);
+        }
+        part_channels(line, new_width, channels);
+        int64_t row = y / side, begin = (row / merge * columns + row % merge) * merge;
+        for (int64_t column = 0; column < columns; column++) {
+            int64_t square = begin + column / merge * merge * merge + column % merge;
+            for (int64_t channel = 0; channel < 3; channel++)
+                memcpy(out + ((3 * square + channel) * side + y % side) * side,
+                       channels + channel * new_width + column * side, (size_t)side);
+        }
+    }
+    return height;
 }
 
 /* -- the order of the stream: see meshfeed/order/permutation.py ------------------------------------------- */

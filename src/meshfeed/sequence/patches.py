@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence.pixels import PIXELS, BytePixels, rgb_image, squares_of
+from meshfeed.sequence.pixels import PIXELS, BytePixels, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
@@ -47,7 +47,7 @@ class NativePatches(BytePixels):
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The patches of one image."""
         image, (height, width) = rgb_image(data, size, self.alpha), self._resized(size)
-        patches = squares_of(self.resized(image, height, width), self.rule.patch, self.rule.merge)
+        patches = self.squares(image, height, width, self.rule.patch, self.rule.merge)
         return {
             PIXELS: patches.reshape(len(patches), -1),
             "image_grid_thw": np.array([[1, height // self.rule.patch, width // self.rule.patch]]),

@@ -17,9 +17,9 @@ from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.parts.opened import opened_image
 from meshfeed.parts.types import check_counts, in_pixels
 from meshfeed.sequence.processor import PartField, PartSize, Processor
+from meshfeed.sequence.resizing import Resample, resized, resized_squares
 
 Color = tuple[float, float, float]
-Resample = Literal["bilinear", "bicubic"]
 Dtype = Literal["float32", "uint8"]
 Alpha = Literal["white", "drop"]
 
@@ -27,7 +27,6 @@ PIXELS = "pixel_values"
 
 _widen_pixels = compiled("mf_widen_pixels", WHOLE, WHOLE, WHOLE, ARRAY, ARRAY, ARRAY)
 
-_FILTERS = {"bilinear": 2, "bicubic": 3}  # PIL.Image.Resampling
 _MOST_PIXELS = 178_956_970  # where Pillow refuses to decode
 
 
@@ -72,7 +71,12 @@ class ImageProcessor(Processor):
     def resized(self, image: Any, height: int, width: int) -> Any:
         """An image of that many pixels. Raises PartError for more than Pillow decodes."""
         _refuse_huge(image, height, width)
-        return image.resize((width, height), resample=_FILTERS[self.resample])
+        return resized(image, height, width, self.resample)
+
+    def squares(self, image: Any, height: int, width: int, side: int, merge: int = 1) -> Array:
+        """The squares of an RGB image of that many pixels; see `squares_of`. Raises as `resized`."""
+        _refuse_huge(image, height, width)
+        return resized_squares(image, height, width, self.resample, side, merge)
 
 
 @dataclass(frozen=True)
@@ -206,17 +210,6 @@ def framed(image: Any, height: int, width: int, color: tuple[int, int, int] = (0
     frame = Image.new("RGB", (width, height), color)
     frame.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
     return frame
-
-
-def squares_of(image: Any, side: int, merge: int = 1) -> Array:
-    """The squares of an RGB image, row by row; uint8 [squares, 3, side, side].
-
-    merge: blocks of merge x merge squares follow each other, and within a block its squares.
-    """
-    pixels = np.asarray(image)
-    rows, columns = (extent // (merge * side) for extent in pixels.shape[:2])
-    squares = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    return np.ascontiguousarray(squares).reshape(-1, 3, side, side)
 
 
 def _refuse_huge(image: Any, height: int, width: int) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import AnyResImages, FixedImages, Parts, TiledImages
-from meshfeed.sequence.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image, squares_of
+from meshfeed.sequence.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize
+from meshfeed.sequence.resizing import squares_of
 from meshfeed.sequence.runs import Longs
 
 Fit = Literal["crop", "stretch", "pad"]
@@ -51,23 +52,25 @@ class FixedPixels(BytePixels):
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The image."""
-        return {PIXELS: squares_of(self._square(rgb_image(data, size, self.alpha)), self.rule.size)}
+        return {PIXELS: self._square(rgb_image(data, size, self.alpha))}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """As the rule says of an image."""
         images = Parts.of_images([made[PIXELS].shape[2:]] * len(made[PIXELS]))
         return int(self.rule.tokens(images).sum())
 
-    def _square(self, image: Any) -> Any:
+    def _square(self, image: Any) -> Array:
         side, shorter, longer = self.rule.size, min(image.size), max(image.size)
         if self.fit == "crop":
             width, height = (side if each == shorter else int(side * longer / shorter) for each in image.size)
             left, top = (width - side) // 2, (height - side) // 2
-            return self.resized(image, height, width).crop((left, top, left + side, top + side))
+            return squares_of(
+                self.resized(image, height, width).crop((left, top, left + side, top + side)), side
+            )
         if self.fit == "pad":
             red, green, blue = (int(255 * mean) for mean in self.mean)
             image = framed(image, longer, longer, (red, green, blue))
-        return self.resized(image, side, side)
+        return self.squares(image, side, side, side)
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,9 @@ class TiledPixels(BytePixels):
         """The tiles of one image."""
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         rows, columns = self.rule.tile_grid(size.as_image())[:, 0].tolist()
-        tiles = squares_of(self.resized(image, rows * tile, columns * tile), tile)
+        tiles = self.squares(image, rows * tile, columns * tile, tile)
         if self.rule.thumbnail and len(tiles) > 1:
-            tiles = np.concatenate([tiles, squares_of(self.resized(image, tile, tile), tile)])
+            tiles = np.concatenate([tiles, self.squares(image, tile, tile, tile)])
         return {PIXELS: tiles}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
@@ -141,9 +144,9 @@ class AnyResPixels(BytePixels):
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         height, width = (self.rule.tile_grid(size.as_image())[:, 0] * tile).tolist()
         fitted = self.resized(image, *_fitted(image, height, width))
-        both = self.resized(image, tile, tile), framed(fitted, height, width)
+        both = self.squares(image, tile, tile, tile), squares_of(framed(fitted, height, width), tile)
         return {
-            PIXELS: np.concatenate([squares_of(each, tile) for each in both]),
+            PIXELS: np.concatenate(both),
             "image_sizes": np.array([[image.height, image.width]]),
         }
 
