@@ -52,7 +52,7 @@ def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] |
             if kind is WHOLE or each is None:
                 passed.append(each)
                 continue
-            if kind is LONGS and each.dtype != _INT64:
+            if kind is LONGS and each.dtype is not _INT64 and each.dtype != _INT64:
                 raise ValueError(f"compiled loops take int64, not {each.dtype.name}")
             if not each.flags.c_contiguous:
                 raise ValueError("compiled loops take contiguous arrays")

@@ -96,7 +96,7 @@ def spread(sequences: Sequences, step: Filled) -> Filled:
     members = np.concatenate([one.members for one in microbatches])
     group = np.concatenate([one.group + first for one, first in zip(microbatches, before)])
     index = np.searchsorted(room.sizes, np.concatenate([one.group_sizes for one in microbatches]))
-    free = np.array(room.limits)[index]
+    free = room.limit_of[index]
     np.subtract.at(free, group, sequences.padded[index[group], members])
     slots = room.max_sequences - np.bincount(group, minlength=index.size)
     tops = np.repeat([one.top for one in microbatches], num_groups)
@@ -187,12 +187,12 @@ def place_all(
     size_at = narrowest_sizes(sequences, members, mean_load, tightness)
     counts = group_counts(sequences, members, size_at, mean_load)
     index_of_group = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1])
-    free, loads = np.array(room.limits)[index_of_group], np.zeros(index_of_group.size)
+    free, loads = room.limit_of[index_of_group], np.zeros(index_of_group.size)
     slots = np.full(index_of_group.size, room.max_sequences)
     measures = sequences.lengths, sequences.padded, sequences.load
     group = place(*measures, members, size_at, index_of_group, free, slots, loads)
     held = group >= 0
-    return Microbatch(members[held], group[held], np.array(room.sizes)[index_of_group], loads), members[~held]
+    return Microbatch(members[held], group[held], room.size_of[index_of_group], loads), members[~held]
 
 
 def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
     return Rows(rows.astype(np.int64), kept, sequence.astype(np.int32), start.astype(np.int64), too_long)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Room:
     """What the ranks of one microbatch can hold.
 
@@ -87,6 +88,16 @@ class Room:
     limits: tuple[int, ...]
     align: Align
     max_sequences: int
+
+    @cached_property
+    def size_of(self) -> LongArray:
+        """The sizes, by index; int64 [num_sizes]."""
+        return np.array(self.sizes)
+
+    @cached_property
+    def limit_of(self) -> LongArray:
+        """The limits, by index; int64 [num_sizes]."""
+        return np.array(self.limits)
 
     @property
     def longest(self) -> int:
@@ -154,7 +165,7 @@ class Sequences:
     @classmethod
     def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Sequences:
         """lengths: descending, each at most room.longest."""
-        sizes = np.array(room.sizes)[:, None]
+        sizes = room.size_of[:, None]
         padded = room.align.padded(lengths, sizes)
         load, work = cost.load(lengths, sizes), cost.work(lengths)
         if cost.ring_tokens:
@@ -171,7 +182,7 @@ def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
 
     padded: padded tokens on a group of each size; int64 [num_sizes, n].
     """
-    return (padded <= np.array(room.limits)[:, None]).argmax(axis=0)
+    return (padded <= room.limit_of[:, None]).argmax(axis=0)
 
 
 def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, tightness: int) -> LongArray:
@@ -180,7 +191,7 @@ def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, 
     Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
     at most 1 / 2^t of either. The widest if no size is adequate.
     """
-    limits, sizes = np.array(sequences.room.limits)[:, None], np.array(sequences.room.sizes)[:, None]
+    limits, sizes = sequences.room.limit_of[:, None], sequences.room.size_of[:, None]
     holds = sequences.padded[:, members] * 2**tightness <= limits
     light = sequences.load[:, members] * 2**tightness <= mean_load * EXACT
     adequate = holds & light

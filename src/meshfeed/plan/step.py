@@ -252,7 +252,7 @@ def ranks_taken(sequences: Sequences, members: LongArray) -> int:
     room = sequences.room
     if room.max_sequences >= members.size:
         return 0
-    sizes = np.array(room.sizes)[narrowest_holding(room, sequences.padded[:, members])]
+    sizes = room.size_of[narrowest_holding(room, sequences.padded[:, members])]
     return int(sizes.sum()) // room.max_sequences
 
 
