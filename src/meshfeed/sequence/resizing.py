@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache, reduce
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,7 @@ def resized_squares(
     image: Any, height: int, width: int, resample: Resample, side: int, merge: int = 1
 ) -> Array:
     """`squares_of` an RGB image that is `resized` to multiples of merge * side."""
-    if _resize_squares is None or (lines_first := pillows_order(resample)) is None:
+    if (lines_first := pillows_order(resample)) is None:
         return squares_of(resized(image, height, width, resample), side, merge)
     return _by_loop(image, height, width, resample, side, merge, lines_first)
 
@@ -80,14 +80,14 @@ def resized_squares(
 def _by_loop(
     image: Any, height: int, width: int, resample: Resample, side: int, merge: int, lines_first: LinesFirst
 ) -> Array:
-    assert _resize_squares is not None
+    loop = cast(Callable[..., int], _resize_squares)
     pixels = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8)
     merges, across = (_table(*each, resample) for each in ((image.height, height), (image.width, width)))
     is_first = lines_first(image.height, image.width, height, width)
     room = np.empty(4 * (image.width + width), np.int32)
     lines = np.empty(7 * width + 4 * max(image.width, is_first * image.height * width), np.uint8)
     out = np.empty((height // side * (width // side), 3, side, side), np.uint8)
-    _resize_squares(
+    loop(
         *(image.width, pixels, is_first),
         *(height, merges.shape[1] - 1, merges),
         *(width, across.shape[1] - 1, across),
@@ -130,7 +130,9 @@ def _share(distance: Floats, resample: Resample) -> Floats:
 
 @cache
 def pillows_order(resample: Resample) -> LinesFirst | None:
-    """The order with which the loop gives this Pillow's bits of noise of some sizes; None for neither."""
+    """The order with which the loop gives this Pillow's bits of noise of some sizes; None for none."""
+    if _resize_squares is None:
+        return None
     from PIL import Image
 
     rng = np.random.default_rng(0)
