@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 import meshfeed as mf
 import world
 from corpus import write_corpus
+from meshfeed.feed import changing
+from meshfeed.feed.stepping import Stepping
 from soak import SEED, cases
 
 LAYOUTS = ("dp1", "dp2", "dp3", "dp4", "tp2", "cp2", "tp2-dp2", "cp2-dp2", "pp2-dp2")
@@ -178,6 +181,45 @@ def test_no_step_is_lost_or_trained_twice(recipe: mf.Recipe, tmp_path: Path) -> 
     for history in range(cases(15, 200)):
         happened += a_history(recipe, tmp_path / f"{history}.jsonl", random.Random(f"{SEED} {history}"))
     assert happened["joined"] > 20 and happened["dropped"] > 5 and happened["amended"] > 5
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_rank_plans_its_next_step_while_it_meets_the_others(
+    recipe: mf.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """Once; the plan of a step that is not the one they agree on is dropped."""
+    made, planned = list[int](), threading.Event()
+    make, meet = Stepping._made, changing.agree
+
+    def making(stepping: Stepping, step: int) -> Any:
+        batch = make(stepping, step)
+        if stepping.layout.dp == 2:
+            made.append(step)
+            planned.set()
+        return batch
+
+    def meeting(*args: Any) -> Any:
+        assert planned.wait(60), "nothing is planned before the ranks have met"
+        return meet(*args)
+
+    ledger = tmp_path / "ledger.jsonl" if kept else None
+    ranks = [
+        mf.Feed(recipe, packing=PACKING, delivery="direct", prefetch=0, ledger=ledger, timeout_s=60)
+        for _ in range(2)
+    ]
+    with ranks[0] as survivor, ranks[1] as other:
+        assert [step.index for _, step in zip(range(4), survivor)] == [*range(4)]
+        monkeypatch.setattr(Stepping, "_made", making)
+        monkeypatch.setattr(changing, "agree", meeting)
+        assert together([Rank(survivor), Rank(other)], mf.Layout(dp=2), 0) == [3, 3]
+        step = next(iter(survivor))
+        assert (step.index, step.plan.num_ranks, made) == (3, 2, [3])
+        assert next(iter(other)).index == 3
+        made.clear()
+        survivor.load_state_dict(mf.State.at(survivor.recipe, 9).to_json())
+        assert together([Rank(survivor), Rank(other)], mf.Layout(dp=2), 1) == [3, 3]
+        assert [next(iter(feed)).index for feed in (survivor, other)] == [3, 3]
+        assert made.count(3) == 2
 
 
 def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:

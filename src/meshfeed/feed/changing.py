@@ -123,8 +123,9 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         further = [store for store in recipe.sources if id(store) not in known]
         if further and self._entered:
             self._open_further(further, recipe)
+        if recipe is not self.recipe:
+            self._stepping = replace(self._stepping, recipe=recipe)
         self._applied, self.recipe = ledger, recipe
-        self._stepping = replace(self._stepping, recipe=recipe)
 
     # -- ranks and steps ----------------------------------------------------------------------------------
 
@@ -232,6 +233,8 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             ledger = kept if kept.begins_with(ledger) else ledger
         meeting = self._meeting()
         if meeting is not None:
+            if first is not None and self._entered:
+                self._stepping.foresee(first)  # most often all ranks go on there
             again = replace(meeting, name=f"{self._options.name} regroups", number=self._where.generation)
             return agree(again, self.layout.ranks().tolist(), first, ledger)
         if self.layout.world_size > 1:

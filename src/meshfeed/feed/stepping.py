@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import cast
@@ -136,8 +137,24 @@ class Stepping:
     def _row_tokens(self) -> int | None:
         return None if self.rule.reads_singly else self.rule.row_tokens
 
+    def foresee(self, step: int) -> None:
+        """Begin to plan a step that will probably be asked for, on a thread of its own."""
+        pool = ThreadPoolExecutor(1, "meshfeed-plan")
+        self._foreseen[step] = pool.submit(self._made, step)
+        pool.shutdown(wait=False)
+
+    @cached_property
+    def _foreseen(self) -> dict[int, Future[GlobalBatch | None]]:
+        return {}
+
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
+        foreseen = self._foreseen.pop(step, None)
+        if foreseen is not None and foreseen.exception() is None:
+            return foreseen.result()
+        return self._made(step)
+
+    def _made(self, step: int) -> GlobalBatch | None:
         drawn = draws_of_step(self.recipe, step)
         if not len(drawn):
             return None
