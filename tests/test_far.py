@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,38 @@ def test_share_fetches_every_byte_once(corpus: Path, layout: str, tmp_path: Path
     assert fetched <= MOST_PER_BYTE * consumed
     told = sum(told for _, told in results)
     assert 0.97 * corpus.with_suffix(".bin").stat().st_size <= told <= fetched
+
+
+@pytest.mark.parametrize(
+    ("checksum_bytes", "shuffle"),
+    [
+        (None, mf.Blocks(sequences=128, window=2, lanes=2)),
+        (1 << 12, mf.Blocks(sequences=512, window=1, lanes=1)),
+    ],
+)
+def test_a_cache_of_a_fifth_fetches_every_byte_once(
+    tmp_path: Path, checksum_bytes: int | None, shuffle: mf.Blocks
+) -> None:
+    """Under a shuffle by blocks: a block ends where shards meet, or stays for the second one."""
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    write_corpus(tmp_path / "served/c", num_tokens=NUM_TOKENS, mean=2_000, checksum_bytes=checksum_bytes)
+    consumed = sum(file.stat().st_size for file in (tmp_path / "served").iterdir())
+    cache = mf.Cache(tmp_path / "cache", limit_bytes=consumed // 5, block_bytes=BLOCK_BYTES // 2)
+    with Nginx(tmp_path / "served") as server, unhedged():
+        recipe = mf.Recipe(
+            data=mf.open(f"{server.url}/c", cache=cache),
+            sequence=mf.Windows(LENGTH),
+            batch=mf.Batch(sequences=SEQUENCES),
+            shuffle=shuffle,
+            epochs=1,
+        )
+        with mf.Feed(recipe, micro_batch_size=SEQUENCES, pad_rows=True) as feed:
+            seen = take(feed)
+        fetched = server.fetched_bytes()
+    near = replace(recipe, data=mf.open(tmp_path / "served/c"))
+    assert seen == simulated(near, mf.Layout(), 10**6, 0, micro_batch_size=SEQUENCES)
+    assert fetched <= MOST_PER_BYTE * consumed
 
 
 @only_soak

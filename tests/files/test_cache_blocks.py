@@ -11,6 +11,7 @@ import pytest
 
 import meshfeed.files.cache.blocks
 from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder
+from meshfeed.files.cache.cut import Cut
 
 SIZE = 1000
 
@@ -24,7 +25,7 @@ def joined(path: Path, limit_blocks: int | None, key: str = "a") -> CachedBlocks
     """Blocks of an object, of a process with this limit."""
     folder = CacheFolder(path)
     folder.join(None if limit_blocks is None else limit_blocks * SIZE)
-    return folder.object(key, 20 * SIZE - 1, SIZE)
+    return folder.object(key, Cut(20 * SIZE - 1, SIZE))
 
 
 def put(blocks: CachedBlocks, block: int, *, over_pins: bool = True, keep: Collection[Path] = ()) -> bool:
@@ -56,6 +57,24 @@ def test_what_was_used_longest_ago_goes(blocks: CachedBlocks) -> None:
     put(blocks, 19)
     assert {0, 6, 19} <= set(held(blocks)) and not {1, 2} & set(held(blocks))
     assert blocks.cache.held_bytes() == sum(path.stat().st_size - 4 for path in blocks.folder.iterdir())
+
+
+def test_blocks_of_two_shards_stay_for_the_second_one(tmp_path: Path) -> None:
+    """In a third of the limit; the last ones, if there are more. Those of an object that nobody reads go, too."""
+    cut = Cut(20 * SIZE, SIZE, tuple(range(SIZE, 21 * SIZE, SIZE)), frozenset({1, 3, 5, 7}))
+    folder = CacheFolder(tmp_path)
+    folder.join(6 * SIZE)
+    blocks, other = folder.object("a", cut), folder.object("b", Cut(20 * SIZE, SIZE))
+    for block in range(8):
+        put(blocks, block)
+    names = {path.name for path in blocks.folder.iterdir()}
+    assert {"5+", "7+"} <= names and not {"0", "1+"} & names
+    for block in range(8, 16, 2):
+        put(blocks, block)
+    assert {"5+", "7+"} <= {path.name for path in blocks.folder.iterdir()}
+    for block in range(6):
+        put(other, block)
+    assert not [*blocks.folder.glob("*")]
 
 
 def test_pinned_blocks_stay_while_others_can_go(blocks: CachedBlocks) -> None:

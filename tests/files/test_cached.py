@@ -128,6 +128,28 @@ def test_reads_peeks_and_entries(server: Nginx, tmp_path: Path) -> None:
     assert check_folder(tmp_path) == -(-SIZE // BLOCK)
 
 
+def test_a_file_that_is_cut_where_shards_meet(server: Nginx, tmp_path: Path) -> None:
+    """Reads are right, each byte is fetched once, also for a copy; blocks lie between the shards' ends."""
+    begins = np.arange(300_000, 2_900_000, 300_000)
+    file, other = file_of(server.url, tmp_path), file_of(server.url, tmp_path)
+    assert file.size_bytes == SIZE
+    for each in (file, other):
+        each.cut(begins, begins + 5_000)
+    copied: CachedFile = pickle.loads(pickle.dumps(file))
+    rng = np.random.default_rng(2)
+    for each in (file, copied, other):
+        with each:
+            each.cut(begins + 7, begins + 9)  # too late
+            for ahead in (True, False) * 10:
+                read_some(each, rng, ahead)
+            out = np.empty(SIZE, np.uint8)
+            each.read_into(out, np.array([0]), np.array([SIZE]))
+            assert np.array_equal(out, DATA_BYTES)
+    assert file.stats.bytes_fetched + copied.stats.bytes_fetched + other.stats.bytes_fetched == SIZE
+    sizes = [path.stat().st_size - SUM_BYTES for path in tmp_path.glob(f"u{os.getuid()}/blocks/*/*")]
+    assert sum(sizes) == SIZE and max(sizes) <= BLOCK and sizes.count(5_000) == begins.size
+
+
 def test_blocks_stay_open_until_they_are_evicted(
     server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

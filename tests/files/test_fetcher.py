@@ -99,7 +99,7 @@ def test_what_will_not_be_read_is_not_pinned(server: Nginx, tmp_path: Path) -> N
 def test_announced_blocks_leave_room_for_what_is_needed_now(server: Nginx, tmp_path: Path) -> None:
     with file_of(server, tmp_path, 12) as file:
         file.will_need(np.array([0]), np.array([40 * BLOCK]))
-        wait_until(lambda: len(pinned_in(tmp_path)) >= 6)
+        wait_until(lambda: len(pinned_in(tmp_path)) >= 3)
         for block in range(40, 52):
             read(file, block * BLOCK)
         read(file, 40 * BLOCK, 12 * BLOCK)

@@ -48,7 +48,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
-from meshfeed.sequence.fetched import warning_of
+from meshfeed.sequence.fetched import cut_by_shards, warning_of
 from meshfeed.state import State, check_step
 from meshfeed.store import Mapped, StreamStore
 from meshfeed.store.vocabulary import check_stores, check_tokens
@@ -210,6 +210,7 @@ class Feed(ChangingSource):
     # -- opening and closing --------------------------------------------------------------------------
 
     def _open(self) -> None:
+        cut_by_shards(self.recipe)
         with contextlib.ExitStack() as stack:
             for store in self.recipe.sources:
                 stack.enter_context(store.opened(self._machine))

@@ -69,11 +69,19 @@ class Content:
 
 
 class Fetching(NamedTuple):
-    """How a file is fetched: its bytes, those of a block, and those that the node's cache may hold."""
+    """How a file is fetched.
+
+    Attributes:
+        num_bytes: of the file.
+        block_bytes: fetched at a time, at most.
+        limit_bytes: that the node's cache may hold.
+        check_bytes: that are fetched together, since they have one checksum; 1 without.
+    """
 
     num_bytes: int
     block_bytes: int
     limit_bytes: int
+    check_bytes: int = 1
 
 
 class Vector(Protocol):

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from meshfeed.errors import ChangedError
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content, Fetching
-from meshfeed.files.cache.blocks import CacheFolder, num_blocks_of
+from meshfeed.files.cache.blocks import CacheFolder
 from meshfeed.files.cache.cache import Cache, cache_error
+from meshfeed.files.cache.cut import numbered
 from meshfeed.files.fetcher.objects import Address, Opened
 from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
 from meshfeed.files.local.file import Descriptor, acquire, fill, release
@@ -52,6 +53,7 @@ class CachedFile(ByteFile):
         super().__init__(without_secrets(url))
         self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
         self._sums = sums
+        self._joints: tuple[I64, I64] | None = None
         self._known: Opened | None = None
         self._kept_open: set[int] = set()
 
@@ -63,7 +65,7 @@ class CachedFile(ByteFile):
 
     @property
     def size_bytes(self) -> int:
-        return self._opened.size_bytes
+        return self._opened.cut.size_bytes
 
     @property
     def guarded_by(self) -> str | None:
@@ -100,22 +102,35 @@ class CachedFile(ByteFile):
         """How it is fetched. Raises StoreError."""
         opened, folder = self._opened, CacheFolder(self._cache.make())
         try:
-            return Fetching(opened.size_bytes, opened.block_bytes, folder.limit_bytes())
+            cut, limit = opened.cut, folder.limit_bytes()
+            return Fetching(cut.size_bytes, cut.block_bytes, limit, opened.check_bytes)
         except OSError as error:
             raise cache_error(folder.path, error) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "given": (self._given, self._cache, self._options, self._content, self._sums),
+            "joints": self._joints,
             "known": self._known,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["given"])
-        self._known = state["known"]
+        self._joints, self._known = state["joints"], state["known"]
 
     def __repr__(self) -> str:
         return f"CachedFile({self.url!r})"
+
+    def cut(self, begins: I64, ends: I64) -> None:
+        """Let blocks end where the shards of a shuffle meet, see `cut_at`; not while the file is entered."""
+        with self._lock:
+            if self._depth:
+                return
+            known, self._known, self._at, self._joints = self._known, None, None, (begins, ends)
+            for by_block in ("_edges", "_used"):
+                vars(self).pop(by_block, None)
+        if known is not None and known.tag != self._opened.tag:
+            raise self._changed(known, self._opened)
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ranges are fetched in the order of announcement."""
@@ -190,14 +205,18 @@ class CachedFile(ByteFile):
     @cached_property
     def _used(self) -> npt.NDArray[np.float64]:
         """When each block was last marked as used; 0 until this process has verified it."""
-        opened = self._opened
-        return np.zeros(num_blocks_of(opened.size_bytes, opened.block_bytes))
+        return np.zeros(self._edges.size - 1)
+
+    @cached_property
+    def _edges(self) -> I64:
+        """Where each block begins, then the end of the last."""
+        return self._opened.cut.edges
 
     def _file(self, block: int) -> Descriptor | None:
         """The open file of a block; None if it has been evicted."""
 
         def opens() -> Descriptor:
-            path = self._opened.folder / str(block)
+            path = self._opened.folder / self._opened.cut.name(block)
             try:
                 return Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             except FileNotFoundError:
@@ -220,17 +239,16 @@ class CachedFile(ByteFile):
 
     def _pieces(self, begins: I64, sizes: I64, places: I64) -> tuple[I64, ...]:
         """Ranges cut at the ends of blocks: (block, byte in the block, bytes, place) of each piece."""
-        unit = self._opened.block_bytes
-        first = begins // unit
-        counts = np.where(sizes > 0, (begins + sizes - 1) // unit - first + 1, 0)
+        edges = self._edges
+        first = edges.searchsorted(begins, side="right") - 1
+        counts = np.where(sizes > 0, edges.searchsorted(begins + sizes) - first, 0)
         if (counts == 1).all():
-            return first, begins - first * unit, sizes, places
-        # ranges of 2 1 3 blocks -> 0 0 1 2 2 2, and 0 1 0 0 1 2
-        source = np.arange(counts.size).repeat(counts)
-        block = first[source] + np.arange(source.size) - (counts.cumsum() - counts)[source]
-        low = np.maximum(begins[source], block * unit)
-        high = np.minimum((begins + sizes)[source], (block + 1) * unit)
-        return block, low - block * unit, high - low, places[source] + low - begins[source]
+            return first, begins - edges[first], sizes, places
+        source, number = numbered(counts)
+        block = first[source] + number
+        low = np.maximum(begins[source], edges[block])
+        high = np.minimum((begins + sizes)[source], edges[block + 1])
+        return block, low - edges[block], high - low, places[source] + low - begins[source]
 
     def _note_read(self, blocks: I64) -> None:
         """Release announced blocks that have been read. blocks: of each range."""
@@ -263,19 +281,21 @@ class CachedFile(ByteFile):
         cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
         address = Address.of(self._given, self._options)
-        number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
+        number, opened = one.ask("open", address, cache, self._content, sums, self._joints, what=self.url)
         with self._lock:  # not held during the request, since leaving the file takes it, too
             if self._at is not None and self._at[0] is one:
                 return self._at
             if self._known not in (None, opened):
-                raise ChangedError(
-                    f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was {self._known.tag} of "
-                    f"{self._known.size_bytes} when this run opened it; restore the old one, or start a new "
-                    f"run"
-                )
+                raise self._changed(self._known, opened)
             self._known = opened
             self._at = one, number, opened
             return self._at
+
+    def _changed(self, was: Opened, now: Opened) -> ChangedError:
+        return ChangedError(
+            f"{self.url}: version {now.tag}, {now.cut.size_bytes} bytes, was {was.tag} of "
+            f"{was.cut.size_bytes} when this run opened it; restore the old one, or start a new run"
+        )
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         def ask() -> Any:

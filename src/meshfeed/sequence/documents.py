@@ -66,6 +66,11 @@ class DocumentRule(SequenceRule):
         """See `Rule`; sequences are documents."""
         return store.shard_ends
 
+    def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
+        """See `SequenceRule`. No document belongs to two shards."""
+        begins = recipe.sources[source].offsets(firsts)
+        return begins, begins
+
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
         _, _, starts, stops = self._ranges(recipe, portion)

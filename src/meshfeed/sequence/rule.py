@@ -200,6 +200,15 @@ class SequenceRule(Rule):
         draws = Draws(none.astype(np.int32) + source, none + epoch, documents)
         return Held(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
 
+    def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs] | None:
+        """The tokens that two shards of a shuffle by blocks may both read, in any epoch; None if unknown.
+
+        firsts: the first sequence of each shard that follows another; int64 [m], ascending. Returns where
+        each shared range begins and ends in the stream of the source, int64 [k] twice, ascending; an empty
+        range where shards meet and share nothing. The store is entered.
+        """
+        return None
+
     def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
         """The rule of a feed with these settings. No sequence depends on them, and the fingerprint does not.
 

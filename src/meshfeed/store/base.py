@@ -95,6 +95,12 @@ class StreamStore(Store):
         """How its tokens are fetched by blocks; None if they are not. Raises StoreError."""
         return None
 
+    def cut(self, begins: I64, ends: I64) -> None:
+        """Let blocks that are fetched end where the shards of a shuffle meet. Before the store is entered.
+
+        begins, ends: the tokens that two shards share, see `SequenceRule.joints`; int64 [m] each.
+        """
+
     def facts(self) -> dict[str, Any]:
         """Facts about the store beside its counts, as JSON-able values; "format" is one."""
         return {"format": type(self).__name__}

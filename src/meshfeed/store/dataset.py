@@ -189,6 +189,10 @@ class DatasetStore(HasColumns):
     def fetching(self) -> Fetching | None:
         return self.tokens.fetching
 
+    def cut(self, begins: I64, ends: I64) -> None:
+        for store in (self.tokens, *self._columns.values()):
+            store.cut(begins, ends)
+
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """Tokens of stream ranges. For a column, use `columns[name].read_stream`."""
         self.tokens.read_into(out, starts, stops)

@@ -85,6 +85,10 @@ class IndexedStore(StreamStore):
     def fetching(self) -> Fetching | None:
         return self._data.fetching if isinstance(self._data, CachedFile) else None
 
+    def cut(self, begins: I64, ends: I64) -> None:
+        if isinstance(self._data, CachedFile):
+            self._data.cut(begins * self.dtype.itemsize, ends * self.dtype.itemsize)
+
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.header.dtype
@@ -423,27 +427,28 @@ class IndexedFormat(StoreFormat):
 
     def open(self, place: Place) -> IndexedStore | None:
         """The store, if one of the two files exists."""
-        stem = _stem_of(place)
-        if stem is None or (place.dtype is not None and not place.holds(place.beside, f"{stem}.idx")):
-            return None  # a .bin alone, with a dtype, is a file of raw tokens
-        prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
-        try:
-            return indexed_in(place.beside, stem, prefix).check()
-        except MissingError as missing:
-            if place.holds(place.beside, f"{stem}.idx") or not place.holds(place.beside, f"{stem}.bin"):
-                raise
-            raise MissingError(
-                f"{missing}; if {prefix}.bin holds raw tokens that never had an index, as nanoGPT's "
-                f"train.bin does, give their dtype: mf.open({f'{prefix}.bin'!r}, dtype='uint16')"
-            ) from missing
-
-
-def _stem_of(place: Place) -> str | None:
-    """The common name of the two files; a store may itself be named corpus.bin, so what exists decides."""
-    name = place.name
-    if not name:
+        # a store may itself be named corpus.bin, so what exists decides
+        for stem in _stems_of(place.name):
+            index, data = f"{stem}.idx", f"{stem}.bin"
+            if place.beside.is_remote and not any(place.holds(place.beside, name) for name in (data, index)):
+                continue  # local files are looked at once, by the store
+            if place.dtype is not None and not place.holds(place.beside, index):
+                continue  # a .bin alone, with a dtype, is a file of raw tokens
+            prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
+            try:
+                return indexed_in(place.beside, stem, prefix).check()
+            except MissingError as missing:
+                if place.holds(place.beside, index):
+                    raise
+                if place.holds(place.beside, data):
+                    raise MissingError(
+                        f"{missing}; if {prefix}.bin holds raw tokens that never had an index, as nanoGPT's "
+                        f"train.bin does, give their dtype: mf.open({f'{prefix}.bin'!r}, dtype='uint16')"
+                    ) from missing
         return None
-    for stem in (name, *(name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix))):
-        if any(place.holds(place.beside, f"{stem}{suffix}") for suffix in _SUFFIXES):
-            return stem
-    return None
+
+
+def _stems_of(name: str) -> list[str]:
+    """What may be the common name of the two files."""
+    shorter = [name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)]
+    return [name, *shorter] if name else []

@@ -383,7 +383,7 @@ def test_a_caches_blocks_are_whole_checksums(server: Nginx, tmp_path: Path, bloc
     store = far(server, tmp_path, block)
     data = store.files[0]
     assert isinstance(data, CachedFile)
-    assert data._opened.block_bytes == becomes
+    assert data._opened.cut.block_bytes == becomes
     assert read(store) == read(mf.open(prefix))
 
 

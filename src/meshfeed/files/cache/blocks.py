@@ -1,6 +1,6 @@
 """The node's cache on disk: a folder for each object, a file for each block.
 
-    blocks/<object>/<k>        block k: its bytes, then u32 crc32 of them
+    blocks/<object>/<k>        block k: its bytes, then u32 crc32 of them; <k>+ if two shards read it
     blocks/<object>/<a>-<b>    bytes a to b, peeked at before blocks are fetched; in the same form
     blocks/<object>/<k>.part   a block or peek while a process fetches it, locked by that process
     jobs/<name>                a process's limit, locked while the process lives
@@ -15,6 +15,7 @@ Any number of processes of one user share a folder, without messages between the
   parts or removes them.
 - A shared lock on a block pins it, because some process will read it. Eviction takes unpinned blocks first,
   the least recently used first. Pins only save work: a reader that misses a block requests it again.
+- A block that two shards read, see `cut`, stays for the second one, up to a third of the limit.
 - Blocks and parts together take at most the limit, except where all of them are needed right now.
 """
 
@@ -28,10 +29,11 @@ import random
 import secrets
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshfeed.files.cache.cut import SHARED, Cut
 from meshfeed.files.local.lock import locked
 
 Piece = int | tuple[int, int]
@@ -41,6 +43,7 @@ SUM_BYTES = 4
 _PART = ".part"
 _DEFAULT_LIMIT_BYTES = 64 << 30
 _SPARE = 32  # an eviction frees 1/32 of the limit more than it must, so that the next ones need no scan
+_SHARED = 3  # a third of the limit is for blocks that another shard will need
 _PAUSE_S = 0.001
 
 
@@ -52,7 +55,7 @@ class CacheFolder:
     Attributes:
         path: of that part.
         seen_limit_bytes: the limit at the last reservation, each of which reads it.
-        most_pinned_bytes: this process's share of half of it.
+        most_pinned_bytes: this process's share of a quarter of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,9 +95,9 @@ class CacheFolder:
         with locked(self._room, create=False):
             return self._held()
 
-    def object(self, key: str, size_bytes: int, block_bytes: int) -> CachedBlocks:
+    def object(self, key: str, cut: Cut) -> CachedBlocks:
         """The blocks of an object."""
-        return CachedBlocks(self, self._blocks / key, size_bytes, block_bytes)
+        return CachedBlocks(self, self._blocks / key, cut)
 
     def reserve(self, claims: Sequence[Claim], keep: Collection[Path], *, over_pins: bool) -> bool:
         """Make room for claimed blocks. keep: blocks that stay.
@@ -196,7 +199,7 @@ class CacheFolder:
                 file.truncate()
         limit = max(limits, default=known)
         self.seen_limit_bytes = limit
-        self.most_pinned_bytes = limit // (2 * max(num_jobs, 1))
+        self.most_pinned_bytes = limit // (4 * max(num_jobs, 1))
         return limit
 
     def _evict(self, target_bytes: int, keep: Collection[Path], *, over_pins: bool) -> int:
@@ -211,7 +214,7 @@ class CacheFolder:
             with contextlib.suppress(FileNotFoundError):
                 found[block] = block.stat()
         held += sum(map(_counted, found.values()))
-        for block in sorted(found, key=lambda block: (found[block].st_mtime_ns, block)):
+        for block in _by_use(found, self.seen_limit_bytes // _SHARED):
             if held <= target_bytes:
                 break
             if block not in keep and (over_pins or not _is_locked(block)):
@@ -274,22 +277,28 @@ class CachedBlocks:
 
     Attributes:
         folder: their folder.
-        size_bytes, block_bytes: of the object, and of each block except the last.
+        cut: where each begins and ends.
     """
 
-    def __init__(self, cache: CacheFolder, folder: Path, size_bytes: int, block_bytes: int) -> None:
-        self.cache, self.folder, self.size_bytes, self.block_bytes = cache, folder, size_bytes, block_bytes
-        self._is_checked = bytearray(num_blocks_of(size_bytes, block_bytes))
+    def __init__(self, cache: CacheFolder, folder: Path, cut: Cut) -> None:
+        self.cache, self.folder, self.cut = cache, folder, cut
+        self._edges = cut.edges
+        self._is_checked = bytearray(self._edges.size - 1)
+
+    def bounds(self, block: Piece) -> tuple[int, int]:
+        """The bytes begin..end of the object in a block or peek."""
+        if isinstance(block, tuple):
+            return block
+        return int(self._edges[block]), int(self._edges[block + 1])
 
     def num_bytes(self, block: Piece) -> int:
-        """Bytes of a block or peek; the last block may be short."""
-        if isinstance(block, tuple):
-            return block[1] - block[0]
-        return min(self.block_bytes, self.size_bytes - block * self.block_bytes)
+        """Bytes of a block or peek."""
+        begin, end = self.bounds(block)
+        return end - begin
 
     def path(self, block: Piece) -> Path:
         """The file of a block or peek."""
-        return self.folder / (f"{block[0]}-{block[1]}" if isinstance(block, tuple) else str(block))
+        return self.folder / (f"{block[0]}-{block[1]}" if isinstance(block, tuple) else self.cut.name(block))
 
     def forget_peeks(self) -> None:
         """Remove all peeks."""
@@ -390,9 +399,20 @@ class CachedBlocks:
         return body
 
 
-def num_blocks_of(size_bytes: int, block_bytes: int) -> int:
-    """Number of blocks of an object."""
-    return -(-size_bytes // block_bytes)
+def _by_use(found: Mapping[Path, os.stat_result], most_shared_bytes: int) -> list[Path]:
+    """Blocks in the order of eviction: the least recently used first.
+
+    Shared ones count as used when any block of their object was: the newest, up to `most_shared_bytes`.
+    """
+    used, of_object = {block: status.st_mtime_ns for block, status in found.items()}, dict[Path, int]()
+    for block, at in used.items():
+        of_object[block.parent] = max(of_object.get(block.parent, at), at)
+    for block in sorted((each for each in found if each.name.endswith(SHARED)), key=used.__getitem__)[::-1]:
+        most_shared_bytes -= _counted(found[block])
+        if most_shared_bytes < 0:
+            break
+        used[block] = of_object[block.parent]
+    return sorted(found, key=lambda block: (used[block], block))
 
 
 def _counted(status: os.stat_result) -> int:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder
+from meshfeed.files.cache.cut import I64, Cut, cut_at
 from meshfeed.files.codec import check_hashes, decompress
 from meshfeed.files.remote.client import Reader
 from meshfeed.files.remote.errors import options_of_environment
@@ -66,17 +67,18 @@ class Opened:
     """What a reading process knows of an object. It stays the same whichever fetcher serves it.
 
     Attributes:
-        folder: of its blocks. Each version, and each way to check it, has a folder of its own.
-        size_bytes, block_bytes: of the object once uncompressed, and of its blocks.
+        folder: of its blocks. Each version, and each way to cut and check it, has a folder of its own.
+        cut: its blocks, once it is uncompressed.
         tag: its version.
         sums: fingerprint of its checksums; None without.
+        check_bytes: of which each has a checksum; 1 without.
     """
 
     folder: Path
-    size_bytes: int
-    block_bytes: int
+    cut: Cut
     tag: str
     sums: str | None
+    check_bytes: int
 
 
 @dataclass(eq=False, slots=True)
@@ -110,8 +112,12 @@ class StoredObject:
         block_bytes: int,
         content: Content | None,
         sums: FileSums | None,
+        joints: tuple[I64, I64] | None,
     ) -> StoredObject:
-        """Raises StoreError if the object's size differs from the declared one."""
+        """joints: where blocks begin and end; see `cut_at`.
+
+        Raises StoreError if the object's size differs from the declared one.
+        """
         size = stat.size_bytes
         if content is not None:
             if content.stored_bytes not in (None, size):
@@ -120,23 +126,28 @@ class StoredObject:
                 )
             size = size if content.raw_bytes is None else content.raw_bytes
             block_bytes = max(size, 1)
-        digest = None
+        digest, check_bytes = None, 1
         if sums is not None:
             if sums.size_bytes != size:
                 raise StoreError(
                     f"{address.url}: {size} bytes, its .sums was made for {sums.size_bytes}; copy the file "
                     f"again; as for the .sums, {ANEW}"
                 )
-            block_bytes = -(-block_bytes // sums.block_bytes) * sums.block_bytes  # whole checksums
+            check_bytes = sums.block_bytes
+            block_bytes = -(-block_bytes // check_bytes) * check_bytes  # whole checksums
             digest = hashlib.blake2b(sums.sums.tobytes(), digest_size=16).hexdigest()
         plain = None
         if content is not None:
             hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
             plain = [content.codec, content.stored_bytes, content.raw_bytes, hashes]
         endpoint = address.options.get("endpoint")
+        cut = Cut(size, block_bytes)
+        if joints is not None and content is None:
+            cut = cut_at(joints, size, block_bytes, check_bytes)
         identity = [address.url, address.path, endpoint, stat.tag, size, block_bytes, plain, digest]
+        identity += cut.ends
         key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
-        return cls(address, stat, reader, cache.object(key, size, block_bytes), content, sums)
+        return cls(address, stat, reader, cache.object(key, cut), content, sums)
 
     def read(self, begin: int, end: int) -> memoryview:
         """Stored bytes [begin, end). Raises StoreError."""
@@ -168,7 +179,7 @@ class StoredObject:
             data = _joined(self.stat.size_bytes, self.read)
             check_hashes(data, content.stored_hashes, url)
             if content.codec is not None:
-                data = decompress(content.codec, data, self.blocks.size_bytes, url)
+                data = decompress(content.codec, data, self.blocks.cut.size_bytes, url)
             check_hashes(data, content.raw_hashes, url)
             return memoryview(data)
 

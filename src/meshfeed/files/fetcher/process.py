@@ -22,6 +22,7 @@ from meshfeed.files.byte_file import Content
 from meshfeed.files.cache.answers import forget, recent, shared
 from meshfeed.files.cache.blocks import CacheFolder, Piece
 from meshfeed.files.cache.cache import cache_error
+from meshfeed.files.cache.cut import I64
 from meshfeed.files.fetcher.objects import Address, Opened, StoredObject, sums_at
 from meshfeed.files.fetcher.protocol import Channel
 from meshfeed.files.fetcher.schedule import Scheduler
@@ -97,10 +98,12 @@ class FetcherServer:
         cache: tuple[Path, int | None, int],
         content: Content | None,
         sums: tuple[Address, int] | None,
+        joints: tuple[I64, I64] | None,
     ) -> tuple[int, Opened]:
         """Open an object; returns the number by which the reader will name it, and what it is.
 
         cache: path, limit_bytes and block_bytes. sums: the checksums of its store, and its index there.
+        joints: see `StoredObject.of`.
         """
         path, limit_bytes, block_bytes = cache
         all_sums = None if sums is None else self._sums_of(sums[0], path)
@@ -110,12 +113,13 @@ class FetcherServer:
             folder = self._folders.setdefault((path, path.stat().st_ino), CacheFolder(path))
             folder.join(limit_bytes)
         reader = self._reader(address, path)
-        one = StoredObject.of(address, reader, stat, folder, block_bytes, content, own_sums)
+        one = StoredObject.of(address, reader, stat, folder, block_bytes, content, own_sums, joints)
         with self._lock:
             self._objects.append(one)
             number = len(self._objects) - 1
-        blocks, fingerprint = one.blocks, None if all_sums is None else all_sums.fingerprint
-        return number, Opened(blocks.folder, blocks.size_bytes, blocks.block_bytes, stat.tag, fingerprint)
+        fingerprint = None if all_sums is None else all_sums.fingerprint
+        check_bytes = 1 if own_sums is None else own_sums.block_bytes
+        return number, Opened(one.blocks.folder, one.blocks.cut, stat.tag, fingerprint, check_bytes)
 
     def need(self, of: int, blocks: Sequence[int]) -> tuple[list[Piece], int]:
         """Wait for blocks: (those now in the cache, bytes of the object fetched since the last answer)."""

@@ -172,10 +172,14 @@ class Scheduler:
                 f"{one.address.url}: {size} bytes are fetched at one time, the cache {cache.path} is limited "
                 f"to {limit}; raise limit_bytes{'' if one.content else ', or lower block_bytes'}"
             )
-        room = cache.most_pinned_bytes
+        room = 2 * cache.most_pinned_bytes
         if cache in self._full_disks:
             room = min(room, (cache.held_bytes() + shutil.disk_usage(cache.path).free) // 2)
-        return blocks[: max(room // one.blocks.block_bytes, 1)]
+        for count, block in enumerate(blocks):
+            room -= one.blocks.num_bytes(block)
+            if room < 0 and count:
+                return blocks[:count]
+        return blocks
 
     # -- scheduling, under the lock -----------------------------------------------------------------------
 
@@ -298,8 +302,7 @@ class Scheduler:
         if one.content is not None:
             data, fetched = self._fetch_whole(one, one.content)
         else:
-            begin = first * one.blocks.block_bytes
-            end = min(begin + count * one.blocks.block_bytes, one.blocks.size_bytes)
+            begin, end = one.blocks.bounds(first)[0], one.blocks.bounds(first + count - 1)[1]
             data, fetched = one.part(begin, end)
         with self._changed:
             one.bytes_fetched += fetched
@@ -309,7 +312,7 @@ class Scheduler:
 
     def _fetch_whole(self, one: StoredObject, content: Content) -> tuple[memoryview, int]:
         """As `StoredObject.whole`, once the limit of memory allows it; a single object may exceed that."""
-        size = one.stat.size_bytes + one.blocks.size_bytes
+        size = one.stat.size_bytes + one.blocks.cut.size_bytes
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._whole_bytes or self._whole_bytes + size <= _MOST_WHOLE_BYTES

@@ -169,7 +169,7 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         yield
     except StoreError:
         raise
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         cure = "check the path and that it exists on this node"
         raise MissingError(f"{path}: missing; {cure}", path=str(path)) from error
     except PermissionError as error:
