@@ -20,8 +20,7 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 import meshfeed as mf
 import world
 from corpus import write_corpus
-from meshfeed.feed import changing
-from meshfeed.feed.stepping import Stepping
+from meshfeed.feed import changing, stepping
 from soak import SEED, cases
 
 LAYOUTS = ("dp1", "dp2", "dp3", "dp4", "tp2", "cp2", "tp2-dp2", "cp2-dp2", "pp2-dp2")
@@ -189,14 +188,12 @@ def test_a_rank_plans_its_next_step_while_it_meets_the_others(
 ) -> None:
     """Once; the plan of a step that is not the one they agree on is dropped."""
     made, planned = list[int](), threading.Event()
-    make, meet = Stepping._made, changing.agree
+    draw, meet = stepping.draws_of_step, changing.agree
 
-    def making(stepping: Stepping, step: int) -> Any:
-        batch = make(stepping, step)
-        if stepping.layout.dp == 2:
-            made.append(step)
-            planned.set()
-        return batch
+    def drawing(recipe: mf.Recipe, step: int) -> mf.Draws:
+        made.append(step)
+        planned.set()
+        return draw(recipe, step)
 
     def meeting(*args: Any) -> Any:
         assert planned.wait(60), "nothing is planned before the ranks have met"
@@ -209,7 +206,7 @@ def test_a_rank_plans_its_next_step_while_it_meets_the_others(
     ]
     with ranks[0] as survivor, ranks[1] as other:
         assert [step.index for _, step in zip(range(4), survivor)] == [*range(4)]
-        monkeypatch.setattr(Stepping, "_made", making)
+        monkeypatch.setattr(stepping, "draws_of_step", drawing)
         monkeypatch.setattr(changing, "agree", meeting)
         assert together([Rank(survivor), Rank(other)], mf.Layout(dp=2), 0) == [3, 3]
         step = next(iter(survivor))

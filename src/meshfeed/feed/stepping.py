@@ -140,7 +140,7 @@ class Stepping:
     def foresee(self, step: int) -> None:
         """Begin to plan a step that will probably be asked for, on a thread of its own."""
         pool = ThreadPoolExecutor(1, "meshfeed-plan")
-        self._foreseen[step] = pool.submit(self._made, step)
+        self._foreseen[step] = pool.submit(replace(self).global_batch, step)
         pool.shutdown(wait=False)
 
     @cached_property
@@ -149,12 +149,8 @@ class Stepping:
 
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
-        foreseen = self._foreseen.pop(step, None)
-        if foreseen is not None and foreseen.exception() is None:
+        if step in self._foreseen and (foreseen := self._foreseen.pop(step)).exception() is None:
             return foreseen.result()
-        return self._made(step)
-
-    def _made(self, step: int) -> GlobalBatch | None:
         drawn = draws_of_step(self.recipe, step)
         if not len(drawn):
             return None
