@@ -101,7 +101,7 @@ class Windows(Rows, TokenRule):
     def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
         """See `SequenceRule`. Epochs begin less than a window apart; the last shard continues at token 0."""
         begins = np.append(0, firsts) * self.length
-        return begins, begins + self._unit
+        return begins, begins + self.unit
 
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
         """See `SequenceRule`. A window whose last label alone is a document's holds it, too."""
