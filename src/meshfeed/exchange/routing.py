@@ -226,4 +226,6 @@ def write_pieces(
     start[:, 1:] += shipment.start[:, None] * token_bytes
     at = (np.cumsum(size) - size.ravel()).reshape(size.shape)
     for k, column in enumerate(columns):
+        if not column.size:  # items without unsplit keys
+            continue
         Runs(at[:, k].ravel(), start[:, k].ravel(), size[:, k].ravel()).copy(column, buffer)

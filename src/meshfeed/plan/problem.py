@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -55,6 +55,9 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
             f"the widest cp group holds ({too_long.size} such sequences); "
             f"raise capacity or cp, or set oversize='split', 'truncate' or 'drop' (--oversize)"
         )
+    if not too_long.size:
+        whole, start = np.arange(lengths.size, dtype=np.int32), np.zeros(lengths.size, np.int64)
+        return Rows(lengths, lengths > 0, whole, start, too_long)
     num_pieces = np.ones(lengths.size, np.int64)
     if policy == "split":
         num_pieces = np.maximum(-(-lengths // longest), 1)
@@ -125,7 +128,7 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
     if packing.policy == "dynamic_cp":
         sizes = sizes_of(packing, dp * cp)
     align = replace(packing.align, in_runs=True) if split == "pack_contiguous" else packing.align
-    limits = tuple(align.limit(packing.capacity, np.array(sizes, np.int32)).tolist())
+    limits = _limits(align, packing.capacity, sizes)
     if min(limits) == 0:
         size = sizes[limits.index(0)]
         multiple = int(align.pack_multiple(size))
@@ -140,6 +143,11 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
         align=align,
         max_sequences=int(packing.max_sequences or np.iinfo(np.int32).max),
     )
+
+
+@lru_cache(maxsize=64)  # asked for in every step
+def _limits(align: Align, capacity: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(align.limit(capacity, np.array(sizes, np.int32)).tolist())
 
 
 @dataclass(frozen=True, slots=True)

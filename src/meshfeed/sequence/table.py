@@ -192,8 +192,9 @@ def fields_of_packs(portions: Sequence[Portion], names: Sequence[str], allocate:
 
 def places_of(portions: Sequence[Portion]) -> tuple[list[int], int]:
     """Where each portion's one pack begins in a field of all of them, and the field's tokens."""
-    rooms = [-(-portion.num_tokens // _APART) * _APART for portion in portions]
-    return [0, *accumulate(rooms)][: len(rooms)], sum(rooms)
+    *others, last = [portion.num_tokens for portion in portions]
+    places = [0, *accumulate(-(-tokens // _APART) * _APART for tokens in others)]
+    return places, places[-1] + last
 
 
 def runs_at(places: Sequence[int], runs: Sequence[Runs]) -> Runs:
