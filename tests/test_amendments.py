@@ -344,7 +344,7 @@ def test_ranks_that_share_reads_follow_each_other(folder: Path, tmp_path: Path) 
 # -- what an excluded document leaves -----------------------------------------------------------------
 
 
-@settings(max_examples=cases(25), deadline=None)
+@settings(max_examples=cases(15, 250), deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=4, max_size=14).filter(lambda lengths: sum(lengths) > 9),
     st.data(),

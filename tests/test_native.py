@@ -141,7 +141,7 @@ def test_places_are_permuted_as_numpy_permutes_them(
         assert np.array_equal(permutation.permute(places, **of_each), there)
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(40, 600), deadline=None)
 @given(
     st.lists(
         st.integers(1, 10**6) | st.floats(1e-9, 1.0) | st.sampled_from([1, 0.1, 2.0**-40, 1e-30]),

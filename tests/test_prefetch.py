@@ -41,7 +41,7 @@ def diaries(draw: st.DrawFn) -> list[Span]:
     return [Span(draw(names), a / 64, b / 64) for a, b in zip(edges[::2], edges[1::2])]
 
 
-@settings(max_examples=cases(300), deadline=None)
+@settings(max_examples=cases(100, 3_000), deadline=None)
 @given(spans=diaries(), one=st.integers(0, 1 << 20), other=st.integers(0, 1 << 20))
 def test_the_parts_sum_to_the_whole_wait(spans: list[Span], one: int, other: int) -> None:
     start, stop = min(one, other) / 64, max(one, other) / 64

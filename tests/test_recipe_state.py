@@ -201,7 +201,7 @@ def test_no_recipe_makes_a_state_of_more_than_4_kb(corpus: Path, letter: str) ->
         mf.State(recipe=in_full, step=0).check(made[1])
 
 
-@settings(max_examples=cases(100), deadline=None)
+@settings(max_examples=cases(50, 1_000), deadline=None)
 @given(st.dictionaries(st.text(max_size=9), st.text(max_size=20)), st.data())
 def test_a_digest_tells_any_two_summaries_apart(summary: dict[str, str], data: st.DataObject) -> None:
     backwards = dict(reversed(summary.items()))

@@ -136,6 +136,7 @@ def fields_of(reuses: bool, packed: bool, tensors: bool, workers: int) -> list[A
         ]
 
 
+@some(5)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tensors", [False, True])

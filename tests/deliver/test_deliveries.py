@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -363,30 +364,29 @@ def test_middle_stages_open_nothing_and_meet_nobody(corpus: str, delivery: str) 
     assert all(told[rank]["stats"][1] == 1 for rank in readers)
 
 
-def cost(rank: int, path: str, text: str) -> tuple[int, int, int]:
+def costs(rank: int, path: str, texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Bytes read and files opened by this rank in an epoch of each layout."""
     recipe = recipe_of(path, length=64, sequences=16, epochs=1)
-    layout = parse(text)
-    bytes_read = opens = tokens = 0
-    with mf.Feed(recipe, layout, delivery="share", pad_rows=True) as feed:
-        for step in feed:
-            for _ in step.microbatches:
-                pass
-            bytes_read += step.stats.bytes_read
-            opens += step.stats.opens
-            tokens += step.tokens
-    return bytes_read, opens, tokens
+    spent: list[tuple[int, int]] = []
+    for text in texts:
+        bytes_read = opens = 0
+        with mf.Feed(recipe, parse(text), delivery="share", pad_rows=True) as feed:
+            for step in feed:
+                for _ in step.microbatches:
+                    pass
+                bytes_read += step.stats.bytes_read
+                opens += step.stats.opens
+        spent.append((bytes_read, opens))
+    return spent
 
 
 def test_bytes_and_opens_of_a_node_do_not_grow_with_tp_cp_pp(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text", num_tokens=6_400 + 1)
-    costs = {}
-    for text in ("tp1", "tp8", "pp2", "tp2-pp4", "cp2", "cp4-tp2", "tp2-cp2-pp2"):
-        size = parse(text).world_size
-        told = world.run(cost, size, str(tmp_path / "text"), text)
-        costs[text] = sum(read for read, _, _ in told), sum(opens for _, opens, _ in told)
-    alone, opens = costs["tp1"]
-    assert opens == 1 and alone == 100 * 65 * 2  # a window and its last label, uint16
-    assert all(spent == (alone, 1) for spent in costs.values()), costs
+    layouts, path = ("tp8", "pp8", "cp8", "tp2-pp4", "cp4-tp2", "tp2-cp2-pp2"), str(tmp_path / "text")
+    alone = 100 * 65 * 2  # a window and its last label, uint16
+    assert costs(0, path, ["tp1"]) == [(alone, 1)]
+    told = np.array(world.run(costs, 8, path, layouts)).sum(axis=0)
+    assert told.tolist() == [[alone, 1]] * len(layouts)
 
 
 # -- a trainer's own readers -----------------------------------------------------------------------

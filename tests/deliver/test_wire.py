@@ -50,7 +50,7 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
 
 
-@settings(max_examples=cases(100), deadline=None)
+@settings(max_examples=cases(50, 1_000), deadline=None)
 @given(columns=COLUMNS, spare=st.integers(0, 100))
 def test_what_goes_in_comes_out(columns: dict[str, Any], spare: int) -> None:
     message = wire.encode(columns)

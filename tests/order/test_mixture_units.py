@@ -145,7 +145,7 @@ def sources_of(steps: list[list[tuple[int, int, int]]]) -> list[int]:
     return [step[0][0] for step in steps]
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(40, 600), deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0, 0.01, 0.3, 1, 2, 7]), min_size=3, max_size=3).filter(any),
     later=st.lists(st.sampled_from([0, 0.5, 1, 4]), min_size=3, max_size=3).filter(any),

@@ -326,7 +326,7 @@ def test_thresholds_of_documents_go_by_the_tokens_of_their_steps() -> None:
     )
 
 
-@settings(max_examples=cases(40), deadline=None)
+@settings(max_examples=cases(20, 400), deadline=None)
 @given(
     st.lists(stores, min_size=2, max_size=2),
     st.integers(1, 5),

@@ -224,7 +224,7 @@ RULES = (
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-@settings(max_examples=cases(20))
+@settings(max_examples=cases(10, 200))
 @given(
     heights=st.lists(st.integers(1, 30_000), min_size=1, max_size=5),
     elongated=st.floats(1, 150),

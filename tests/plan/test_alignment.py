@@ -13,7 +13,7 @@ from meshfeed.plan.problem import room_of
 from soak import cases
 
 CALM = settings(
-    max_examples=cases(30), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=cases(15, 300), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 
 SEQUENCE, PACK = (1, 2, 8, 16, 32, 64, 128), (1, 2, 8, 16, 32, 64, 128, 256)

@@ -33,7 +33,7 @@ def dp_balanced(lengths, limit, multiple, most):
     return packs
 
 
-@settings(max_examples=cases(150), deadline=None)
+@settings(max_examples=cases(75, 1_500), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 1024), min_size=1, max_size=120),
     dp=st.integers(1, 9),

@@ -100,7 +100,7 @@ def test_unknown_split_is_refused():
         slices_of(one_pack([8], 2), [0], "ring")
 
 
-@settings(max_examples=cases(80), deadline=None)
+@settings(max_examples=cases(40, 800), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=20),
     cp=st.sampled_from((1, 2, 3, 4, 8)),

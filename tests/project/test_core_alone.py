@@ -56,6 +56,22 @@ sys.meta_path[:] = [WithoutBlocked(finder) for finder in sys.meta_path]
 """
 
 
+MODULES = """
+import importlib
+import meshfeed
+import pytest
+
+def test_every_module_is_imported_where_there_is_no_outer_circle():
+    assert meshfeed.__file__.startswith(HERE)
+    for name in CORE:
+        importlib.import_module(name)
+    for name in NONE:
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+"""
+"""What all others prove hangs on this."""
+
+
 @cache
 def needed(name: str) -> frozenset[str]:
     """A distribution and all that it requires, without extras."""
@@ -154,6 +170,15 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outer = tuple(f"meshfeed.{name}" for name in OUTER)
     kept = [line for line in points if not line.partition("=")[2].strip().startswith(outer)]
     (about / "entry_points.txt").write_text("\n".join(kept))
+    core = [
+        ".".join(path.relative_to(folder / "src").with_suffix("").parts).removesuffix(".__init__")
+        for path in (folder / "src" / "meshfeed").rglob("*.py")
+    ]
+    none = [f"meshfeed.{name.removesuffix('.py')}" for name in OUTER]
+    none += ["obstore", "rich", "pyarrow", "tokenizers"]
+    (folder / "tests" / "test_modules.py").write_text(
+        f"HERE, CORE, NONE = {str(folder)!r}, {core}, {none}\n{MODULES}"
+    )
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(f"BLOCKED = {set(blocked())!r}\n{BLOCKER}")
     return folder
@@ -174,28 +199,10 @@ def alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_module_is_imported_where_there_is_no_outer_circle(copied: Path) -> None:
-    """What the test below proves hangs on this."""
-    code = (
-        "import meshfeed, sys, importlib\n"
-        "print(meshfeed.__file__)\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: importlib.import_module(name)\n"
-        "    except ModuleNotFoundError: print('none', name)\n"
-    )
-    paths = (path.relative_to(copied / "src") for path in (copied / "src" / "meshfeed").rglob("*.py"))
-    core = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    outer = [f"meshfeed.{name.removesuffix('.py')}" for name in OUTER]
-    done = alone(copied, "-c", code, *core, *outer, "obstore", "rich", "pyarrow", "tokenizers")
-    where, *missing = done.stdout.splitlines()
-    assert Path(where).is_relative_to(copied), done.stderr
-    assert missing == [f"none {name}" for name in (*outer, "obstore", "rich", "pyarrow", "tokenizers")]
-
-
 def test_the_core_passes_its_own_tests(copied: Path) -> None:
     tests = [path for path in files_of_the_core() if path.name.startswith("test_")]
     chosen = [path.relative_to(TESTS).as_posix() for path in of_numpy_and_torch_alone(tests)]
     assert not {name.partition("::")[0] for name in SHORT} - set(chosen), "these need other packages"
-    words = [f"tests/{name}" for name in (chosen if SOAK else SHORT)]
+    words = [f"tests/{name}" for name in ("test_modules.py", *(chosen if SOAK else SHORT))]
     done = alone(copied, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *words)
     assert done.returncode == 0, done.stdout[-6_000:] + done.stderr[-2_000:]

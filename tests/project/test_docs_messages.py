@@ -14,21 +14,21 @@ SHARE = 0.4  # of a quoted line that one text of the source must spell out; the 
 
 
 @cache
-def texts() -> set[tuple[str, ...]]:
-    """Every text of the source, as what stands between its fields."""
+def texts() -> list[tuple[int, tuple[str, ...]]]:
+    """Every text of the source, as what stands between its fields, and how long that is."""
     found: set[tuple[str, ...]] = set()
     for path in Path(meshfeed.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             values = [part.value for part in parts if isinstance(part, ast.Constant)]
             found.add(tuple(value.strip() for value in values if isinstance(value, str)))
-    return found
+    return [(sum(map(len, parts)), parts) for parts in found]
 
 
 def is_known(line: str) -> bool:
     """Whether some text has all its parts in the line, in order, and they make up enough of it."""
-    for parts in texts():
-        if sum(map(len, parts)) >= SHARE * len(line):
+    for length, parts in texts():
+        if length >= SHARE * len(line):
             at = 0
             for part in parts:
                 found = line.find(part, at)

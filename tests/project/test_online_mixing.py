@@ -12,41 +12,49 @@ import pytest
 import meshfeed as mf
 import world
 
+STEPS = 25  # of which the 10th and the 20th reweigh
 
-def run(rank: int, layout: str, folder: Path, ledger: Path, rule: str, out: Path, steps: int = 45) -> None:
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    online_mixing.write_corpus(folder)
+    return folder
+
+
+def run(rank: int, layout: str, folder: Path, ledger: Path, rule: str, out: Path, steps: int = STEPS) -> None:
     made = online_mixing.RULES[rule]() if rule else None
     online_mixing.train(mf.Layout.parse(layout), folder, ledger, made, steps, out)
 
 
 @pytest.mark.parametrize("rule", sorted(online_mixing.RULES))
-def test_a_replay_trains_on_the_same(rule: str, tmp_path: Path) -> None:
-    for name in ("corpus", "run", "again"):
+def test_a_replay_trains_on_the_same(rule: str, corpus: Path, tmp_path: Path) -> None:
+    for name in ("run", "again"):
         (tmp_path / name).mkdir()
-    online_mixing.write_corpus(tmp_path / "corpus")
     ledger = tmp_path / "ledger.jsonl"
-    world.run(run, 4, "tp2-dp2", tmp_path / "corpus", ledger, rule, tmp_path / "run")
+    world.run(run, 4, "tp2-dp2", corpus, ledger, rule, tmp_path / "run")
     agreed = [*mf.Ledger.read(ledger)]
-    world.run(run, 2, "cp2", tmp_path / "corpus", ledger, "", tmp_path / "again")
+    world.run(run, 2, "cp2", corpus, ledger, "", tmp_path / "again")
     first, again = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("run", "again"))
     np.testing.assert_allclose(first, again, rtol=0, atol=1e-12)
     assert np.less(first[-1], first[0]).all()
-    assert [change.amounts.keys() for _, change in agreed] == [online_mixing.CHOICES.keys()] * 4
+    assert [change.amounts.keys() for _, change in agreed] == [online_mixing.CHOICES.keys()] * (
+        STEPS // online_mixing.EVERY
+    )
     assert [*mf.Ledger.read(ledger)] == agreed, "a replay adds nothing"
     last = agreed[-1].change.amounts
     assert last["easy"] < max(last.values()), "it is learned first"
 
 
-def test_a_source_that_has_grown_is_reweighed_as_one(tmp_path: Path) -> None:
-    for name in ("corpus", "run"):
-        (tmp_path / name).mkdir()
-    online_mixing.write_corpus(tmp_path / "corpus")
+def test_a_source_that_has_grown_is_reweighed_as_one(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     with mf.IndexedWriter(tmp_path / "more", np.uint16) as writer:
         for length in range(20, 120):
             writer.add_document(np.arange(length) % online_mixing.TOKENS)
     ledger = tmp_path / "ledger.jsonl"
     grow = mf.Amendment(3, mf.Grow("easy", str(tmp_path / "more")))
     mf.Ledger((grow,)).write(ledger)
-    world.run(run, 2, "cp2", tmp_path / "corpus", ledger, "excess", tmp_path / "run", 12)
+    world.run(run, 2, "cp2", corpus, ledger, "excess", tmp_path / "run", 12)
     grown, reweighed = mf.Ledger.read(ledger)
     assert grown == grow
     assert reweighed.change.amounts.keys() == online_mixing.CHOICES.keys()

@@ -53,7 +53,7 @@ def expected(said: Conversation, max_len: int | None, start: int, size: int) -> 
     }
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(30, 600), deadline=None)
 @given(
     policy=st.sampled_from(["in_order", "balanced"]),
     oversize=st.sampled_from(["split", "truncate", "drop"]),

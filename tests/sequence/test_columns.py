@@ -85,7 +85,7 @@ def ends_of(rule: Any, whole: dict[str, np.ndarray], place: np.ndarray) -> np.nd
     return whole["last"][place] | (into + 1 == (rule.max_len or 10**9))
 
 
-@some(20)
+@some(13)
 @pytest.mark.parametrize("labels", ["shifted", "unshifted"])
 @pytest.mark.parametrize("columns", SETS, ids="+".join)
 @pytest.mark.parametrize("name", RULES)
@@ -144,6 +144,7 @@ DTYPES_OF_ALL = {
 }
 
 
+@some(5)
 @pytest.mark.parametrize(
     "columns", [("loss_mask", "a", "b", "c"), ("labels", "d", "e"), ("labels", "loss_mask")]
 )

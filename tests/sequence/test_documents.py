@@ -45,7 +45,7 @@ def places_of(pack: Any, cp: int, rank: int, split: str) -> list[tuple[int, int]
     return [(s, t) for s, n in enumerate(padded) for t in chunks_of(cp, rank, n, split)]
 
 
-@settings(max_examples=cases(80), deadline=None)
+@settings(max_examples=cases(40, 800), deadline=None)
 @given(
     policy=st.sampled_from(["in_order", "balanced", "dynamic_cp"]),
     oversize=st.sampled_from(["split", "truncate", "drop"]),

@@ -14,6 +14,7 @@ import world
 from meshfeed.store import DatasetWriter
 from observe import simulated, take
 from pictures import LookFirst, multimodal, write_pictures
+from soak import some
 from user_datasets import Rich
 
 GONE = (1, 4, 5, 11, 19)
@@ -52,6 +53,7 @@ def write_columns(folder: Path, columns: tuple[str, ...]) -> np.ndarray:
     return np.array(document_of)
 
 
+@some(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columns", [("loss_mask",), ("labels",), ("labels", "loss_mask")])
 @pytest.mark.parametrize("labels", ["shifted", "unshifted"])
@@ -100,6 +102,7 @@ def items(lengths: Any = None) -> mf.Mapped:
     return mf.Mapped(Counting(), lengths=lengths)
 
 
+@some(3)
 @pytest.mark.parametrize("layout", ["dp1", "dp3", "tp2-cp2-dp2-pp2"])
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_rows_of_excluded_items_are_left_out(layout: str, has_lengths: bool) -> None:
@@ -143,6 +146,7 @@ def samples(excluded: tuple[int, ...] = ()) -> mf.Recipe:
 PACKED = {"packing": mf.Packing(capacity=32, policy="dynamic_cp")}
 
 
+@some(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_excluded_items_are_in_no_pack(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like items that have no token, which no pack holds."""
@@ -165,6 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@some(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{}, {"on_bad": "blank"}])
 def test_documents_with_parts_leave_neither_text_nor_part(

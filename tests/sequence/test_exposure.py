@@ -88,7 +88,7 @@ def recipes(draw: st.DrawFn) -> mf.Recipe:
     return mf.Recipe(data=data, batch=batch, **options)
 
 
-@settings(max_examples=cases(150), deadline=None)
+@settings(max_examples=cases(60, 1_500), deadline=None)
 @given(recipes(), st.integers(0, 16), st.data())
 def test_it_is_what_a_scan_of_every_step_finds(recipe: mf.Recipe, until: int, data: st.DataObject) -> None:
     there = [(s, d) for s, store in enumerate(recipe.sources) for d in range(store.num_documents)]
@@ -97,7 +97,7 @@ def test_it_is_what_a_scan_of_every_step_finds(recipe: mf.Recipe, until: int, da
     assert found == Counter({sight[:-1]: sight[-1] for sight in scanned(recipe, set(wanted), until)})
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(30, 600), deadline=None)
 @given(recipes(), st.integers(0, 16), st.data())
 def test_what_each_source_gave_is_what_a_scan_counts(
     recipe: mf.Recipe, until: int, data: st.DataObject
@@ -122,7 +122,7 @@ def test_what_each_source_gave_is_what_a_scan_counts(
     assert np.array_equal(drawn_of_sources(recipe, until), wanted)
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(30, 600), deadline=None)
 @given(recipes(), st.randoms(use_true_random=False), st.integers(0, 90))
 def test_positions_of_draws_in_any_order(recipe: mf.Recipe, random: Any, stop: int) -> None:
     draws = draws_between(recipe, 0, 80)

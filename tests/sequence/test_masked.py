@@ -83,7 +83,7 @@ def row_of(rule: mf.Masked, document: np.ndarray, width: int, *key: int) -> dict
     }
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(30, 600), deadline=None)
 @given(
     cp=st.integers(1, 3),
     dp=st.integers(1, 3),

@@ -34,7 +34,7 @@ def recipe_of(documents: list[Document], folder: Path, **options: Any) -> mf.Rec
     return mf.Recipe(data=store, sequence=RULE, batch=mf.Batch(sequences=len(documents)))
 
 
-@settings(max_examples=cases(16))
+@settings(max_examples=cases(10, 160))
 @given(DOCUMENTS, st.sampled_from(FAMILIES), st.integers(1, 2), st.booleans())
 @example(
     [[*range(1, 11), (84, 84), *range(1, 10)]], FAMILIES[0], 1, True

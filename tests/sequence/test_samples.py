@@ -21,7 +21,7 @@ from meshfeed.feed.device import OnHost
 from meshfeed.plan import plan_fixed, plan_step
 from meshfeed.sequence import portions_of
 from observe import simulated, take
-from soak import SOAK, cases
+from soak import SOAK, cases, some
 from user_datasets import Plain, Rich, samples_recipe
 
 IDS = mf.Field(name="ids", dtype="int32", stages=("first",), split=True, pad=-7)
@@ -59,6 +59,7 @@ def same(value: Any, wanted: Any) -> bool:
     return len(value) == len(wanted) and all(a == b if isinstance(b, bytes) else same(a, b) for a, b in pairs)
 
 
+@some(5)
 @pytest.mark.parametrize("layout", ["tp1", "dp3", "cp2-dp2", "tp2-pp2"])
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_rows_are_stacked_where_shapes_agree(layout: str, micro_batch_size: int) -> None:
@@ -129,7 +130,7 @@ def places_of(padded: list[int], cp: int, rank: int, split: str) -> list[tuple[i
     return [(s, t) for s, n in enumerate(padded) for t in chunks_of(cp, rank, n, split)]
 
 
-@settings(max_examples=cases(50), deadline=None)
+@settings(max_examples=cases(30, 500), deadline=None)
 @given(
     policy=st.sampled_from(["in_order", "balanced", "dynamic_cp"]),
     oversize=st.sampled_from(["split", "truncate", "drop"]),
@@ -339,6 +340,7 @@ def spoiled(value: dict[str, Any], at: mf.EpochIndex) -> dict[str, Any]:
     return value | {"y": 0} if at.index == 2 else {"x": np.float32(1)}
 
 
+@some(13)
 @pytest.mark.parametrize(
     ("value", "said"),
     [

@@ -21,7 +21,7 @@ from meshfeed.sequence.exposure import exposures
 from meshfeed.store import DatasetWriter
 from meshfeed.testing import assert_elastic, assert_resumable
 from observe import simulated, take
-from soak import cases
+from soak import cases, some
 
 LENGTHS = {"one": 331, "other": 170}
 """Tokens of each store."""
@@ -88,7 +88,7 @@ lengths_of_stages = st.lists(st.sampled_from([1, 2, 3, 4, 6, 12, 24]), min_size=
 )
 
 
-@settings(max_examples=cases(10), deadline=None)
+@settings(max_examples=cases(6, 100), deadline=None)
 @given(lengths_of_stages, st.data())
 def test_every_source_goes_on_at_the_token_that_it_has_reached(
     folder: Path, lengths: list[int], data: st.DataObject
@@ -154,15 +154,19 @@ def _rank(rank: int, layout: mf.Layout, recipe: mf.Recipe) -> Any:
         return take(feed, 12)
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2", "cp2-dp2"])
-def test_every_rank_has_the_length_of_the_step(folder: Path, layout: str) -> None:
+@some(2)
+@pytest.mark.parametrize(
+    ("layout", "has_columns"),
+    [("tp2-pp2", False), ("cp2-dp2", False), ("cp2-dp2", True), ("tp2-pp2", True)],
+)
+def test_every_rank_has_the_length_of_the_step(folder: Path, layout: str, has_columns: bool) -> None:
     shape = mf.Layout.parse(layout)
     columns = {name: (store, 1) for name, store in stores(folder, ignore=[]).items()}
-    for recipe in (recipe_of(folder), recipe_of(folder, data=mf.Mixture(columns))):
-        amended = recipe.amended([(2, mf.Exclude({"one": [1, 2, 7]})), (6, mf.SkipSteps(7, 8))])
-        for rank, got in enumerate(world.run(_rank, 4, shape, amended)):
-            steps = [step for step in range(13) if step != 7]
-            assert got == simulated(amended, shape, steps, rank, micro_batch_size=2)
+    recipe = recipe_of(folder, data=mf.Mixture(columns)) if has_columns else recipe_of(folder)
+    amended = recipe.amended([(2, mf.Exclude({"one": [1, 2, 7]})), (6, mf.SkipSteps(7, 8))])
+    steps = [step for step in range(13) if step != 7]
+    for rank, got in enumerate(world.run(_rank, 4, shape, amended)):
+        assert got == simulated(amended, shape, steps, rank, micro_batch_size=2)
 
 
 def test_excluded_documents_bear_no_loss_at_any_length(folder: Path) -> None:

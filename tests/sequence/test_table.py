@@ -71,7 +71,7 @@ def check(stepping: Stepping, portion: Portion, stages: list[str]) -> None:
         assert found is None, found
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(25, 600), deadline=None)
 @given(
     store=st.sampled_from([*DTYPES, "mixed"]),
     length=st.integers(1, 40),
@@ -104,7 +104,7 @@ def test_rows(
             check(stepping, portion, ["every", stage])
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(25, 600), deadline=None)
 @given(
     store=st.sampled_from([*DTYPES, "mixed"]),
     max_len=st.sampled_from([None, 1, 20]),
@@ -180,7 +180,7 @@ def bytes_of(arrays: Arrays) -> int:
     return sum(np.asarray(value).nbytes for value in arrays.values())
 
 
-@settings(max_examples=cases(200), deadline=None)
+@settings(max_examples=cases(80, 2_000), deadline=None)
 @given(
     dtype=st.sampled_from(["int64", "int32", "uint8", "float32", "bool"]),
     step=st.sampled_from([0, 1]),

@@ -111,7 +111,7 @@ def test_over_http(tmp_path: Path) -> None:
 # -- marks ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=cases(40), deadline=None)
+@settings(max_examples=cases(20, 400), deadline=None)
 @given(
     total=st.sampled_from([0, 1, 7, 8, 255, 256, 257, 512, 1000]),
     share=st.sampled_from([0.0, 0.3, 1.0]),
@@ -250,7 +250,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=cases(400), deadline=None)
+@settings(max_examples=cases(150, 4_000), deadline=None)
 @given(
     told=JSON
     | st.fixed_dictionaries(

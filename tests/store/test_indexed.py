@@ -589,7 +589,7 @@ def test_the_writers_memory_does_not_grow(tmp_path):
         tracemalloc.stop()
         return bytes_
 
-    assert peak(20_000) < peak(200) + (1 << 20)
+    assert peak(5_000) < peak(200) + (1 << 18)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import world
 from meshfeed.order import key_of, permute
 from meshfeed.store.workers import Failure, Workers
 from observe import take
+from soak import some
 from user_datasets import (
     Fatal,
     OddError,
@@ -133,6 +134,7 @@ def half(index: Any) -> Any:
     return {"x": torch.zeros(3, dtype=torch.bfloat16)}
 
 
+@some(8)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(
     ("get", "said"),

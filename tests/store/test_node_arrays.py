@@ -13,6 +13,7 @@ from meshfeed.errors import StoreError
 from meshfeed.files.cache import once
 from meshfeed.store import node_arrays
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
+from soak import some
 
 KEY = key_of_parts(kind="test", seed=5)
 ARRAYS = {
@@ -66,6 +67,7 @@ def blank(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
+@some(7)
 @pytest.mark.parametrize("harm", [cut, flip_a_byte, blank, os.unlink])
 @pytest.mark.parametrize("name", ["long.npy", "pairs.npy", "none.npy", "manifest.json"])
 def test_a_damaged_entry_is_built_anew(tmp_path, harm, name):

@@ -95,7 +95,7 @@ waits_of_ranks = st.lists(st.lists(waits_of_a_step, max_size=9), min_size=1, max
 
 
 @given(waits_of_ranks, st.integers(1, 12))
-@settings(max_examples=cases(150), deadline=None)
+@settings(max_examples=cases(60, 1_500), deadline=None)
 def test_a_frame_says_of_every_rank_the_means_of_its_last_steps(waits: Any, steps: int) -> None:
     frame = frame_of(run_of(*(rank_history(k, some) for k, some in enumerate(waits))), NOW, steps=steps)
     assert sorted(each.rank for each in frame.ranks) == list(range(len(waits)))

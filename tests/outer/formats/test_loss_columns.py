@@ -22,7 +22,7 @@ from meshfeed.errors import OptionError, RecipeError, StateError, StoreError
 from meshfeed.prepare.convert import Conversion
 from meshfeed.testing import assert_store
 from observe import simulated, take
-from soak import SOAK
+from soak import SOAK, some
 
 Rows = dict[str, list[list[Any]]]
 TOKENS = [[11, 12, 13, 14], [21, 22], [31], [], [41, 42, 43, 44, 45]]
@@ -195,6 +195,7 @@ def test_an_attention_mask_is_refused_unless_it_says_nothing(tmp_path: Path, kin
     assert trained(mf.open(path, ignore=["attention_mask"])) == expected(TOKENS, ONES, shifted=False)
 
 
+@some(7)
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "assistant_mask"])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_masks_of_other_names_are_loss_masks(tmp_path: Path, kind: str, name: str) -> None:
@@ -323,6 +324,7 @@ def test_sources_with_other_labels_are_not_mixed(tmp_path: Path) -> None:
         next(mf.simulate(recipe, mf.Layout(), 1, packing=PACKING))
 
 
+@some(7)
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("columns", [("labels",), ("loss_mask",), ("labels", "loss_mask", "attention_mask")])
 def test_what_is_converted_trains_the_same(tmp_path: Path, kind: str, columns: tuple[str, ...]) -> None:

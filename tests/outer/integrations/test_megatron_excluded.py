@@ -15,6 +15,7 @@ from meshfeed.integrations.megatron.batches import check_documents
 from meshfeed.integrations.torchtitan import rows as torchtitan_rows
 from meshfeed.sequence.drawn import drawn_of_sources
 from observe import simulated, take
+from soak import some
 
 GONE = {"one": (0, 3, 4, 9, 29), "other": (2, 17)}
 RESETS = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
@@ -49,6 +50,7 @@ def gone_tokens(folder: Path) -> np.ndarray:
     return np.concatenate(found)
 
 
+@some(4)
 @pytest.mark.parametrize("layout", ["dp1", "cp2-dp3", "tp2-cp2-pp1"])
 @pytest.mark.parametrize("options", [{}, RESETS, {"add_extra_token_to_sequence": False}])
 def test_samples_keep_excluded_tokens_without_loss(

@@ -66,7 +66,7 @@ class Loop:
             most -= 1
 
 
-@settings(max_examples=cases(30), deadline=None)
+@settings(max_examples=cases(20, 300), deadline=None)
 @given(
     lives=st.lists(
         st.tuples(

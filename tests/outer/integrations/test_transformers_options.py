@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -77,6 +78,8 @@ HONOURED: dict[str, Any] = {
     "seed": 9,
 }
 """Values beside the default ones; what other options do is in the other tests of this trainer."""
+ALONE = ("eval_do_concat_batches", "include_for_metrics", "label_names", "prediction_loss_only")
+"""Those that change what an evaluation returns."""
 
 
 def trainer(out: Path, train: Any, evaluate: Any, options: dict[str, Any], **given: Any) -> Any:
@@ -153,9 +156,11 @@ def test_an_option_without_effect_is_refused(corpus: str, tmp_path: Path, name: 
         trainer(tmp_path, recipe(corpus), plain, options)
 
 
-@pytest.mark.parametrize("name", [None, *sorted(HONOURED)])
-def test_an_option_that_is_honoured_keeps_the_data(corpus: str, tmp_path: Path, name: str | None) -> None:
-    options = {name: HONOURED[name]} if name else {}
+@pytest.mark.parametrize(
+    "names", [(), *((name,) for name in ALONE), sorted({*HONOURED} - {*ALONE})], ids=" ".join
+)
+def test_options_that_are_honoured_keep_the_data(corpus: str, tmp_path: Path, names: Sequence[str]) -> None:
+    options = {name: HONOURED[name] for name in names}
     held_out = recipe(corpus, shuffle="none", epochs=1, steps=2)
     told: list[Any] = []
 
@@ -172,19 +177,19 @@ def test_an_option_that_is_honoured_keeps_the_data(corpus: str, tmp_path: Path, 
     steps = list(mf.simulate(held_out, mf.Layout(), 2, micro_batch_size=4))
     microbatches = [each for step in steps for each in step.microbatches]
     shifted = torch.cat([each["labels"] for each in microbatches]).numpy()
-    if name == "prediction_loss_only":
+    if "prediction_loss_only" in names:
         assert not told and metrics["eval_loss"] > 0
         return
     (given,) = told
-    labels = given.label_ids if name != "eval_do_concat_batches" else np.concatenate(given.label_ids)
-    if name == "label_names":
+    labels = np.concatenate(given.label_ids) if "eval_do_concat_batches" in names else given.label_ids
+    if "label_names" in names:
         assert np.array_equal(labels, shifted)
     else:
         assert np.array_equal(labels[:, 1:], shifted[:, :-1]) and (labels[:, 0] == -100).all()
-    if name == "include_for_metrics":
+    if "include_for_metrics" in names:
         assert np.array_equal(given.inputs, torch.cat([each["tokens"] for each in microbatches]).numpy())
         assert given.losses.shape == (16,)
-    if name == "include_num_input_tokens_seen":
+    if "include_num_input_tokens_seen" in names:
         assert run.state.num_input_tokens_seen == 2 * 8 * 32
 
 

@@ -14,6 +14,7 @@ import loops
 import meshfeed as mf
 from meshfeed.integrations.transformers import FeedTrainer, takes_shift_labels
 from meshfeed.store import IndexedWriter
+from soak import some
 
 STEPS, MICRO, ACCUMULATED, WINDOW = 3, 2, 4, 32
 SHAPE: Any = {
@@ -119,6 +120,7 @@ def test_smoothing_is_that_of_a_model_that_the_trainer_does_not_know(corpus: str
     assert known == unknown
 
 
+@some(3)
 @pytest.mark.parametrize("given", [{}, {"compute_loss_func": usual_loss}], ids=["plain", "compute_loss_func"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_of_packs_are_those_of_the_trainer(tmp_path: Path, smoothing: float, given: Any) -> None:

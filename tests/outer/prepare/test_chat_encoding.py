@@ -139,7 +139,7 @@ def conversations(said: Any = SPOKEN) -> Any:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["blocks", "plain"])
-@settings(max_examples=cases(40), deadline=None)
+@settings(max_examples=cases(20, 400), deadline=None)
 @given(messages=conversations())
 def test_it_equals_transformers(
     theirs: PreTrainedTokenizerFast, folders: dict[str, Path], name: str, kind: str, messages: Any
@@ -460,7 +460,7 @@ MESSAGE = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("name", ["llama blocks", "llama plain"])
-@settings(max_examples=cases(50), deadline=None)
+@settings(max_examples=cases(25, 500), deadline=None)
 @given(value=JSON | st.lists(MESSAGE, max_size=4))
 def test_made_up_conversations_raise_nothing_but_our_errors(
     folders: dict[str, Path], name: str, value: Any

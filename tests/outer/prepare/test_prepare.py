@@ -99,7 +99,7 @@ def test_any_number_of_workers_makes_the_same_bytes(corpus, undisturbed, tmp_pat
     assert tree(tmp_path / "out") == undisturbed
 
 
-@settings(max_examples=cases(12), deadline=None)
+@settings(max_examples=cases(6, 120), deadline=None)
 @given(st.integers(400, 9000), st.integers(0, 99), st.lists(st.integers(0, 6), max_size=4))
 def test_parts_order_and_stops_decide_nothing(corpus, undisturbed, tmp_path_factory, part_bytes, seed, stops):
     out = tmp_path_factory.mktemp("any") / "out"

@@ -42,6 +42,12 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def encoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without worker processes, which take longer to start than to work. Ranks, below, have them."""
+    monkeypatch.setattr(raw_text, "Local", lambda *_: Here())
+
+
 def opened(path: Path | str, cache: Path | str, **options: Any) -> mf.store.StreamStore:
     return mf.open(path, tokenizer="bytes", cache=cache, **options)
 

@@ -175,7 +175,7 @@ SECONDS = st.integers(0, 99).map(lambda number: number / 64)
 
 
 @given(st.lists(SECONDS, min_size=3, max_size=3), SECONDS, st.sampled_from([0, 4]))
-@settings(max_examples=cases(40), deadline=None)
+@settings(max_examples=cases(20, 400), deadline=None)
 def test_watch_says_that_decoding_limits(decode: list[float], read: float, workers: int) -> None:
     """It does if that is the longest wait for something of one's own, from a twentieth of a step on."""
     history = made_up.history(3, ((0, 12),))

@@ -22,7 +22,7 @@ from soak import cases
 READ = made_up.STAGES.index("read")
 
 
-@settings(max_examples=cases(25), deadline=None)
+@settings(max_examples=cases(15, 250), deadline=None)
 @given(st.integers(1, 90), st.integers(1, 900), st.integers(1, 900), st.data())
 def test_a_single_wait_is_seen_at_any_size(
     num_ranks: int, first: int, second: int, data: st.DataObject
