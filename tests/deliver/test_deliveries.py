@@ -220,13 +220,7 @@ def caption_of(index: int) -> bytes:
 
 def extras_recipe(path: str, **options: Any) -> mf.Recipe:
     base = recipe_of(path, **options)
-    return mf.Recipe(
-        data=base.data,
-        sequence=WithExtras(**asdict(base.sequence)),  # type: ignore[call-overload]
-        batch=base.batch,
-        seed=base.seed,
-        epochs=base.epochs,
-    )
+    return replace(base, sequence=WithExtras(base.sequence.length))
 
 
 def extras(rank: int, path: str) -> list[str]:

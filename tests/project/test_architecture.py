@@ -155,7 +155,11 @@ def faults_of(path: Path) -> Iterator[str]:
             )
             if {each.split(".")[0] for each in names} & OPTIONAL and node in tree.body and not in_cli:
                 yield f"{name}:{node.lineno}: an extra is imported by the function that needs it"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and (node.func.id, in_cli) == ("print", False):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and (node.func.id, in_cli) == ("print", False)
+        ):
             yield f"{name}:{node.lineno}: a library does not print"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(rank: int, layout: str, folder: Path, ledger: Path, rule: str, out: Path, steps: int = STEPS) -> None:
-    made = online_mixing.RULES[rule]() if rule else None
-    online_mixing.train(mf.Layout.parse(layout), folder, ledger, made, steps, out)
+    made, recipe = online_mixing.RULES[rule]() if rule else None, online_mixing.recipe_of(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        small = replace(recipe, batch=mf.Batch(tokens=2_000))
+        patch.setattr(online_mixing, "recipe_of", lambda folder: small)
+        online_mixing.train(mf.Layout.parse(layout), folder, ledger, made, steps, out)
 
 
 @pytest.mark.parametrize("rule", sorted(online_mixing.RULES))
