@@ -1,8 +1,9 @@
 """How long a rank stops when others are lost or come back: `Feed.at` and `Feed.regroup`.
 
 A pause is from the call to the first microbatch in the new place. For `regroup` it is less the meeting: what
-the call and the next loop wait for other ranks. Packed documents, 8,192 tokens a microbatch, from
-local files that are in memory, as those of a running job are; all defaults.
+the call and the next loop wait for other ranks. It comes while the model trains, when a rank has read ahead.
+Packed documents, 8,192 tokens a microbatch, from local files that are in memory, as those of a running job
+are; all defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from measure import Row
 
 import meshfeed as mf
 from corpus import write_corpus
-from meshfeed.feed import feed as feeds
+from meshfeed.feed import changing
 from meshfeed.feed.run import Run
 
 MOVES = 200
@@ -79,8 +80,8 @@ def told(path: str, moves: int) -> tuple[list[float], float]:
                 for _ in given.microbatches:
                     pass
                 taken += given.stats.bytes_read
-                while number == 2 and feed._run._prefetcher.num_ready < 2:  # a trainer takes its time
-                    time.sleep(0.001)
+                if number == 2:
+                    _train(feed)
                 step, steps = step + 1, steps + 1
         store: Any = recipe.sources[0]
         feed.close()
@@ -91,7 +92,7 @@ def regroups(rank: int, port: int, results: Any, path: str, moves: int) -> None:
     """Seconds of each move of a rank, without the meeting, and of the meeting."""
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
     met = [0.0]
-    feeds.agree = _timed(feeds.agree, met)
+    changing.agree = _timed(changing.agree, met)
     Run.start = _timed(Run.start, met)
     dice, pauses, meetings = random.Random(0), list[float](), list[float]()
     with mf.Feed(recipe_of(path), packing=PACKING) as feed:
@@ -108,11 +109,18 @@ def regroups(rank: int, port: int, results: Any, path: str, moves: int) -> None:
                     pass
                 feed.commit(step.index)
                 if step.index == first + 2:
+                    _train(feed)
                     break
         results.put((pauses, meetings))
         store.add("done", 1)
         while rank == 0 and store.add("done", 0) < 2:
             time.sleep(0.01)
+
+
+def _train(feed: mf.Feed) -> None:
+    """Take as long as a trainer does, at least: until the feed has read ahead."""
+    while feed._run._prefetcher.num_ready < 2:
+        time.sleep(0.001)
 
 
 def _timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
