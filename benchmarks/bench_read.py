@@ -9,11 +9,19 @@ over the same .bin/.idx, by itself and under torch's DataLoader without worker p
 Two loops: one that only takes its batches, and one that trains (a matrix product of some 0.1 ms per
 window on one thread; a language model needs many times that), where what counts is the time that the
 loop takes beyond its own arithmetic.
+
+What the copies cost hangs on their process. Where something large was freed before, malloc gives them pages
+that the process has; in a process of their own, the system clears fresh pages for every batch. So they are
+measured both ways: in one process with a Feed, which is their best case, and each contestant in its own.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -33,6 +41,13 @@ ALL_FOUR = "a memory-map copy of all four tensors"
 EQUAL = "equal work: a memory-map copy of tokens and labels"
 ALONE, LOADER = "Megatron's GPTDataset", "Megatron's GPTDataset under DataLoader"
 
+AIMS = (  # against, ours, at least so many times as fast
+    (ALL_FOUR, "one thread", 1.5),
+    (ALL_FOUR, "Feed", 1.0),
+    (EQUAL, "one thread", 0.8),
+    (EQUAL, "Feed", 0.5),
+)
+
 Batches = Callable[[], Iterator[torch.Tensor]]
 
 
@@ -45,38 +60,15 @@ def measured(short: bool) -> Iterator[Row]:
         write_store(prefix, num_windows * LENGTH + 1)
         for batch in BATCHES[:1] if short else BATCHES:
             yield from compare(prefix, Path(scratch) / "cache", num_windows, batch, rounds)
+            yield from apart(prefix, num_windows, batch, rounds=1 if short else 5)
 
 
 def compare(prefix: Path, cache: Path, num_windows: int, batch: int, rounds: int) -> Iterator[Row]:
-    """All contestants at one batch size."""
-    recipe = mf.Recipe(
-        data=mf.open(prefix), sequence=mf.Windows(LENGTH), batch=mf.Batch(sequences=256), seed=SEED
-    )
+    """All contestants at one batch size, in one process."""
     alone, data_loader = megatron(prefix, cache, LENGTH, batch, num_windows)
-    loops: dict[str, Batches] = {
-        ALL_FOUR: memory_map(prefix, batch, num_windows, written=4),
-        EQUAL: memory_map(prefix, batch, num_windows, written=2),
-        "one thread": through_feed(recipe, batch, num_windows, prefetch=0),
-        "Feed": through_feed(recipe, batch, num_windows, prefetch=4),
-        ALONE: alone,
-        LOADER: data_loader,
-    }
+    loops = contestants(prefix, num_windows, batch) | {ALONE: alone, LOADER: data_loader}
     took = in_turn({name: taking(batches) for name, batches in loops.items()}, rounds)
-    for peer, name, aim in (
-        (ALL_FOUR, "one thread", 1.5),
-        (ALL_FOUR, "Feed", 1.0),
-        (EQUAL, "one thread", 0.8),
-        (EQUAL, "Feed", 0.5),
-        (ALONE, "one thread", 8.0),
-        (LOADER, "Feed", 6.0),
-    ):
-        yield Row(
-            name=f"windows per second, {name}, batches of {batch}",
-            against=peer,
-            value=ratio(took[peer], took[name]),
-            aim=aim,
-            at_least=True,
-        )
+    yield from rows_of(took, batch, *AIMS, (ALONE, "one thread", 8.0), (LOADER, "Feed", 6.0))
     trained = in_turn(
         {"arithmetic": arithmetic(num_windows, batch)}
         | {name: training(loops[name], batch) for name in ("Feed", LOADER)},
@@ -89,6 +81,59 @@ def compare(prefix: Path, cache: Path, num_windows: int, batch: int, rounds: int
             value=(statistics.median(times) - own) / num_windows * 1e6,
             unit="µs",
         )
+
+
+def contestants(prefix: Path, num_windows: int, batch: int) -> dict[str, Batches]:
+    """Ours, and the plain copies."""
+    recipe = mf.Recipe(
+        data=mf.open(prefix), sequence=mf.Windows(LENGTH), batch=mf.Batch(sequences=256), seed=SEED
+    )
+    return {
+        ALL_FOUR: memory_map(prefix, batch, num_windows, written=4),
+        EQUAL: memory_map(prefix, batch, num_windows, written=2),
+        "one thread": through_feed(recipe, batch, num_windows, prefetch=0),
+        "Feed": through_feed(recipe, batch, num_windows, prefetch=4),
+    }
+
+
+def rows_of(
+    took: dict[str, list[float]], batch: int, *aims: tuple[str, str, float], where: str = ""
+) -> Iterator[Row]:
+    """How many times as fast ours is, by what each took in each round."""
+    for peer, name, aim in aims:
+        yield Row(
+            name=f"windows per second, {name}, batches of {batch}{where}",
+            against=peer,
+            value=ratio(took[peer], took[name]),
+            aim=aim,
+            at_least=True,
+        )
+
+
+def apart(prefix: Path, num_windows: int, batch: int, rounds: int) -> Iterator[Row]:
+    """Ours and the plain copies, each in a process of its own in every round."""
+    took: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name in contestants(prefix, num_windows, batch):
+            command = [sys.executable, __file__, "--contestant", name, "--prefix", str(prefix)]
+            command += ["--windows", str(num_windows), "--batch", str(batch)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            took.setdefault(name, []).append(json.loads(done.stdout))
+    yield from rows_of(took, batch, *AIMS, where=", each in a process of its own")
+
+
+def contestant() -> None:
+    """Print the seconds that one contestant takes in this process: the median of several passes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--contestant", required=True)
+    parser.add_argument("--prefix", type=Path, required=True)
+    parser.add_argument("--windows", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    run = taking(contestants(args.prefix, args.windows, args.batch)[args.contestant])
+    run()  # imports, and pages of the file
+    print(json.dumps(statistics.median(in_turn({"": run}, rounds=5)[""])))
 
 
 def taking(batches: Batches) -> Callable[[], None]:
@@ -219,4 +264,7 @@ def megatron(prefix: Path, cache: Path, length: int, batch: int, num_windows: in
 
 
 if __name__ == "__main__":
-    measure.main(__doc__, measured)
+    if "--contestant" in sys.argv:
+        contestant()
+    else:
+        measure.main(__doc__, measured)
