@@ -93,7 +93,7 @@ def of_small_caches(short: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         served = Path(scratch) / "served"
         served.mkdir()
-        num_tokens = LENGTH * MB_WINDOWS * (16 if short else 104)
+        num_tokens = LENGTH * MB_WINDOWS * (30 if short else 104)
         for sums in SUMS.values():
             write_corpus(served / f"{sums}", num_tokens=num_tokens, mean=20_000, checksum_bytes=sums)
         for size, held, sums, jobs in CACHES[:1] if short else CACHES:
