@@ -15,6 +15,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import inspect
 import marshal
 import os
 import select
@@ -99,6 +100,7 @@ def _serve(descriptor: int) -> None:
         with contextlib.suppress(ImportError):  # as are the commands, beside the core alone
             commands = importlib.import_module("meshfeed.cli.main")
             commands.parser_of(commands.COMMANDS)  # which imports them
+    inspect.stack()  # looks up the file of each module, which torchrun would do again and again
     gc.enable()
     forks.settle()
     client = _forked_for_a_client(descriptor)
