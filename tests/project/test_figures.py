@@ -18,7 +18,7 @@ from soak import SOAK
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py"))
-NGINX = {"bytes", "clients", "decoding", "stream"}
+NGINX = {"bytes", "clients", "decoding", "start", "stream"}
 SHORT = ["order", "roles"]  # no ranks, no services; a soak runs all
 
 

@@ -65,15 +65,15 @@ class _Traffic:
 
     num_bytes: int = 0
     again_bytes: int = 0
-    is_told: bool = False
+    has_warned: bool = False
 
     def add(self, cache: CacheFolder, num_bytes: int, *, is_again: bool) -> None:
         """Count a block; log once too many are fetched again."""
         limit = cache.seen_limit_bytes
         self.num_bytes += num_bytes
         self.again_bytes += num_bytes if is_again else 0
-        if not self.is_told and self.again_bytes > max(limit, _WASTE * self.num_bytes):
-            self.is_told = True
+        if not self.has_warned and self.again_bytes > max(limit, _WASTE * self.num_bytes):
+            self.has_warned = True
             _log.warning(
                 "%s: of %d bytes fetched, %d had been fetched before and evicted; raise limit_bytes above %d",
                 cache.path,

@@ -36,7 +36,7 @@ class Client(Retries):
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
         super().__init__(split(root.rstrip("/"))[0], patience or Patience.of(options))
-        self._has_told = False
+        self._has_warned = False
         self._store = store_of(self._root, credentials_of(root) | dict(options), self._patience)
 
     def stat(self, path: str) -> Stat:
@@ -62,8 +62,8 @@ class Client(Retries):
     def _unnamed(self, path: str, size_bytes: int) -> str:
         """A version for an object whose server sends none; logged once."""
         with self._lock:
-            told, self._has_told = self._has_told, True
-        if not told:
+            had_warned, self._has_warned = self._has_warned, True
+        if not had_warned:
             _log.warning(
                 "%s: the server sends neither ETag nor Last-Modified, so nobody will notice if an object is "
                 "replaced by one of its size; have it send one of them",
