@@ -69,10 +69,10 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     np.add.at(tokens, pack_of_row, padded)
     idle = 0
     if plan.shape is not None:
-        tokens = plan.align.limit(plan.shape.capacity, size.astype(np.int32))
+        tokens = plan.align.limit(plan.shape.capacity, size)
         idle = int(plan.align.limit(plan.shape.capacity, plan.idle_cp_size)) // plan.idle_cp_size
     else:
-        multiple = plan.align.pack_multiple(size.astype(np.int32))
+        multiple = plan.align.pack_multiple(size)
         tokens = -(-tokens // multiple) * multiple
     shape = (plan.num_microbatches, plan.num_ranks)
     # pack p covers size[p] ranks from its first one on

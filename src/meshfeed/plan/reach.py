@@ -76,13 +76,14 @@ class Groups:
         """Groups of these sizes with one sequence each, which should reach the target."""
         room = sequences.room
         sizes, limits = room.size_of[size_at], room.limit_of[size_at]
-        goal = target.load * sizes
+        goal: FloatArray = np.multiply(target.load, sizes)
+        tokens: FloatArray = np.minimum(limits, goal / target.work_per_token)
         return cls(
             size_at,
             sizes,
             goal,
             missing=goal - sequences.load[size_at, seeds] * sizes,
-            tokens=np.minimum(limits, goal / target.work_per_token) - sequences.lengths[seeds],
+            tokens=tokens - sequences.lengths[seeds],
             free=limits - sequences.padded[size_at, seeds],
             slots=np.full(seeds.size, room.max_sequences - 1),
             members=seeds,

@@ -52,7 +52,7 @@ class Align:
                     f"Align({name}={getattr(self, name)!r}): a multiple is a whole number from 1 on"
                 )
 
-    def padded(self, lengths: LongArray, cp_size: int | IntArray) -> LongArray:
+    def padded(self, lengths: LongArray, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
         """Lengths rounded up to whole multiples of lcm(sequence, 2 * cp_size); int64, same shape.
 
         A cp group of one needs no chunks, hence no factor of 2; nor do runs of a pack, which need no cp_size.
@@ -60,17 +60,17 @@ class Align:
         multiple = self.sequence_multiple(cp_size)
         return -(-lengths // multiple) * multiple
 
-    def sequence_multiple(self, cp_size: int | IntArray) -> LongArray:
+    def sequence_multiple(self, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
         """The multiple that a sequence's padded tokens reach on a cp group of this size; int64."""
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.sequence, np.where((cp > 1) & (not self.in_runs), 2 * cp, 1))
 
-    def pack_multiple(self, cp_size: int | IntArray) -> LongArray:
+    def pack_multiple(self, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
         """The multiple that a whole pack's padded tokens reach on a cp group of this size; int64."""
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
-    def limit(self, capacity: int, cp_size: int | IntArray) -> LongArray:
+    def limit(self, capacity: int, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
         """The most tokens of a pack on a cp group, capacity tokens on each rank; int64, 0 if none fit."""
         multiple = self.pack_multiple(cp_size)
         tokens = min(capacity, _MOST_TOKENS) * np.asarray(cp_size, np.int64)
