@@ -2,7 +2,8 @@
 
 It passes over some settings of a tokenizer without an error, and its tables are of a newer Unicode. So it is
 used for tokenizers of a known form, if a trial shows no difference, and for texts of characters that have not
-changed since Unicode 3.2. `tokenizers` encodes the rest.
+changed since Unicode 3.2. Symbols that came later, such as emoji, are taken too, if no pattern tells symbols
+from unknown characters. `tokenizers` encodes the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 import unicodedata
 from contextlib import suppress
 from functools import cache
@@ -23,21 +25,27 @@ from meshfeed.extras import untested
 
 _ANEW_CHARACTERS = 1 << 28  # it keeps every word that it has met, so it is made anew
 _TRIAL = 256, 64  # texts, and tokens of each
+_NO_SYMBOLS = {"L", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "N"}
+"""Classes of patterns for which a symbol and an unknown character are the same."""
 
 
 class QuickBPE:
-    """Encodes some texts. content: of the tokenizer's JSON file.
+    """Encodes some texts.
+
+    Args:
+        content: of the tokenizer's JSON file.
+        symbols: whether it takes symbols that came after Unicode 3.2.
 
     The constructor raises what gigatoken raises.
     """
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, content: bytes, *, symbols: bool = False) -> None:
+        self._content, self._symbols = content, symbols
         self._begin()
 
     def encode(self, text: str) -> Array | None:
         """Its tokens, int64 [n]; None for a text with characters that `tokenizers` may know otherwise."""
-        if not text.isascii() and _unsettled().search(text):
+        if not text.isascii() and _unsettled(self._symbols).search(text):
             return None
         self._rest -= len(text)
         if self._rest < 0:
@@ -56,9 +64,10 @@ def quick_bpe(content: bytes, tokenizer: Any) -> QuickBPE | None:
     """
     with suppress(Exception):  # what it does not read raises various types
         importlib.import_module("gigatoken")  # before a large file is parsed
-        if untested("gigatoken") or not _is_known(json.loads(content), tokenizer):
+        if untested("gigatoken") or not _is_known(said := json.loads(content), tokenizer):
             return None
-        quick = QuickBPE(content)
+        classes = set(re.findall(r"(?:\\[pP]\{|\[:)\^?(\w+)", json.dumps(said["pre_tokenizer"])))
+        quick = QuickBPE(content, symbols=classes <= _NO_SYMBOLS)
         some = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), _TRIAL)
         texts = tokenizer.decode_batch(some.tolist(), skip_special_tokens=False)
         expected = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -91,9 +100,17 @@ def _is_known(said: dict[str, Any], tokenizer: Any) -> bool:
 
 
 @cache
-def _unsettled() -> re.Pattern[str]:
-    """Matches a character that Unicode 3.2 did not have, or had in another category."""
+def _unsettled(symbols: bool) -> re.Pattern[str]:
+    """Matches a character that Unicode 3.2 did not have, or had in another category.
+
+    symbols: not if it is a symbol that 3.2 did not have.
+    """
     old, new = unicodedata.ucd_3_2_0.category, unicodedata.category
-    runs = groupby(range(1 << 16), lambda c: old(chr(c)) == new(chr(c)) not in ("Cn", "Cs"))
-    settled = [[*run] for is_settled, run in runs if is_settled]
-    return re.compile("[^" + "".join(rf"\u{run[0]:04x}-\u{run[-1]:04x}" for run in settled) + "]")
+
+    def is_settled(c: int) -> bool:
+        before, now = old(chr(c)), new(chr(c))
+        is_later = before in ("Cn", "So") and now == "So" and not unicodedata.decomposition(chr(c))
+        return (symbols and is_later) or (c < 1 << 16 and before == now not in ("Cn", "Cs"))
+
+    runs = ([*run] for is_one, run in groupby(range(sys.maxunicode + 1), is_settled) if is_one)
+    return re.compile("[^" + "".join(rf"\U{run[0]:08x}-\U{run[-1]:08x}" for run in runs) + "]")

@@ -107,7 +107,8 @@ def test_random_texts_are_the_same(kind: str) -> None:
     """Of every character that it takes, next to any other, and of what patterns treat apart."""
     rng, made = random.Random(3), quick(KINDS[kind])
     assert made is not None
-    taken = [chr(c) for c in range(1 << 16) if chr(c).isascii() or not module._unsettled().search(chr(c))]
+    unsettled = module._unsettled(symbols=True)
+    taken = [chr(c) for c in range(sys.maxunicode) if chr(c).isascii() or not unsettled.search(chr(c))]
     assert len(taken) > 50_000
     for _ in range(cases(3, 500)):
         texts = []
@@ -142,9 +143,28 @@ FAST = {kind: Fast(TokenizerFile("t.json", "tokenizers", content)) for kind, con
 def test_characters_of_a_later_unicode_are_left_to_tokenizers() -> None:
     made = quick(KINDS["gpt2"])
     assert made is not None and unicodedata.unidata_version >= "14"
-    for text in (STRANGE, "🙂", "\u200b", "\U00010000", "a\u0c5cb"):
+    for text in (STRANGE, "\u200b", "\U00010000", "a\u0c5cb", "\U0001d15e"):
         assert made.encode(text) is None
     assert made._own.encode(STRANGE).tolist() != ids(KINDS["gpt2"], [STRANGE])[0], "as its own words would be"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_symbol_of_a_later_unicode_is_the_same(kind: str) -> None:
+    made, category = quick(KINDS[kind]), unicodedata.category
+    assert made is not None
+    later = [chr(c) for c in range(sys.maxunicode) if category(chr(c)) == "So"]
+    texts = [f"a{c}b 1{c}2 {c} {c}{c}\n{c}'s{c}\u0301 \r\n{c}." for c in later]
+    found = [made.encode(text) for text in texts]
+    assert sum(tokens is not None for tokens in found) > 5_000
+    for tokens, expected in zip(found, ids(KINDS[kind], texts)):
+        assert tokens is None or tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("named", [r"\p{S}+", r"[^\p{^So}]", r"[[:graph:]]+"])
+def test_symbols_are_left_to_tokenizers_where_a_pattern_names_them(named: str) -> None:
+    made = quick(trained([named, CL100K]))
+    assert made is None or made.encode("🙂") is None
+    assert QuickBPE(KINDS["gpt2"], symbols=False).encode("🙂") is None
 
 
 @pytest.mark.parametrize(
