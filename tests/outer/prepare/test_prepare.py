@@ -20,6 +20,8 @@ from services.needs import needs
 from services.nginx import Nginx
 from soak import cases, some
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 BYTES = Text(tokenizer="bytes")
 
 

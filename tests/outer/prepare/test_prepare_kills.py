@@ -102,6 +102,6 @@ def test_a_restarted_task_leaves_no_part_to_nobody(tmp_path):
 
 
 def test_real_kills_of_the_command_and_its_workers(tmp_path):
-    done = run(tmp_path, cases(1, 15), [5, 1], seed=1, count=cases(1_000, 2_000))
+    done = run(tmp_path, cases(1, 15), [5 if SOAK else 2, 1], seed=1, count=cases(1_000, 2_000))
     assert done["kills"] == cases(1, 15)
     assert done["finished"] >= 1

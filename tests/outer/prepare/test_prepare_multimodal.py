@@ -29,6 +29,8 @@ from services.needs import needs
 from services.nginx import Nginx
 from soak import cases
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 PAD, START, END, AUDIO, _ = SPECIAL
 PNG, JPG, TURNED = picture(5, 9), picture(8, 4, "JPEG", seed=1), picture(3, 7, "JPEG", exif=turned(6))
 

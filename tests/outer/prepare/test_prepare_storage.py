@@ -29,6 +29,8 @@ from meshfeed.prepare.job.writer import Writer
 from services.faults import NOTHING, Fault
 from soak import some
 
+pytestmark = pytest.mark.usefixtures("quick_workers")
+
 BYTES = Text(tokenizer="bytes")
 
 

@@ -7,7 +7,6 @@ import os
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 from media import picture
 from texts import Here
 
+import quick
 from meshfeed.cli.main import main
 from meshfeed.errors import StoreError
 from meshfeed.prepare import Multimodal, Text, prepare
@@ -25,6 +25,8 @@ from meshfeed.prepare.inputs.samples import fetch_from
 from meshfeed.prepare.inputs.web import Web, is_public
 from services.needs import needs, needs_root
 from services.nodes import nodes
+
+pytestmark = pytest.mark.usefixtures("quick_workers")
 
 PNG = picture(5, 9)
 SECRET = b"AKIA-SECRET"
@@ -218,7 +220,7 @@ def test_redirects_and_names_that_change_reach_nothing_private() -> None:
     paths = json.dumps([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     with nodes(1) as (node,):
         process = node.start(
-            [sys.executable, "-c", IN_A_NAMESPACE, paths, json.dumps([*refused, *others])], {}
+            [quick.python(), "-c", IN_A_NAMESPACE, paths, json.dumps([*refused, *others])], {}
         )
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
