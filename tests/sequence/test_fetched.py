@@ -156,6 +156,14 @@ def test_sources_share_the_cache() -> None:
     assert fetched_per_byte(both) == pytest.approx(1.5 * fetched_per_byte(alone))
 
 
+def test_checksums_of_large_blocks_are_named() -> None:
+    """Two shards fetch the one between them, if the cache cannot keep it."""
+    recipe = recipe_of(mf.Blocks(sequences=64, window=1, lanes=1), 0.2, epochs=1)
+    assert warning_of(recipe) is None
+    recipe.sources[0].check_bytes = BLOCK
+    assert f".sums of less than {BLOCK} bytes each" in (warning_of(recipe) or "")
+
+
 def test_a_feed_says_so_before_it_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     needs("nginx")
     (tmp_path / "served").mkdir()

@@ -123,6 +123,8 @@ def warning_of(recipe: Recipe) -> str | None:
         return None
     if isinstance(recipe.shuffle, Blocks):
         cure = "larger shards (mf.Blocks(sequences=...)), fewer lanes or a smaller window"
+        if (most := max(of.check_bytes for _, _, of in _fetched(recipe))) > 1:
+            cure += f", or a .sums of less than {most} bytes each (IndexedWriter(checksum_bytes=...))"
     else:
         cure = "a shuffle by mf.Blocks"
     return (
