@@ -70,6 +70,11 @@ class Align:
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
+    @property
+    def pads_packs(self) -> bool:
+        """Whether a pack of padded sequences may need padding of its own."""
+        return self.pack > 1 or self.in_runs
+
     def limit(self, capacity: int, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
         """The most tokens of a pack on a cp group, capacity tokens on each rank; int64, 0 if none fit."""
         multiple = self.pack_multiple(cp_size)
@@ -221,19 +226,18 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     microbatch, lengths, cp_size = plan.microbatch[mine], plan.lengths[mine], plan.cp_size[mine]
     bounds = np.searchsorted(microbatch, edges).tolist()
     padded, shape = plan.align.padded(lengths, cp_size), plan.shape
-    if shape is None:
+    if shape is None and plan.align.pads_packs:
         last = np.flatnonzero(np.diff(microbatch, append=-1))  # these carry their microbatch's own padding
         totals = np.diff(_ends(padded)[last + 1], prepend=0)
         padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
     ends, padded_ends = _ends(lengths), _ends(padded)
-    most = int(np.diff(padded_ends[bounds]).max(initial=0))
-    if most > _MOST_TOKENS:
-        raise PlanError(f"a pack of {most} tokens does not fit cu_seqlens (int32); lower the capacity")
     packs: list[Pack] = []
     for start, stop in pairwise(bounds):
         size = int(cp_size[start]) if start < stop else plan.idle_cp_size
         first = int(plan.first_rank[mine[start]]) if start < stop else dp_cp_rank // size * size
         used = int(padded_ends[stop] - padded_ends[start])
+        if used > _MOST_TOKENS:
+            raise PlanError(f"a pack of {used} tokens does not fit cu_seqlens (int32); lower the capacity")
         packs.append(
             Pack(
                 sequences=mine[start:stop],

@@ -147,7 +147,8 @@ def _count(row: Array, at: Longs, first: Longs, by: int) -> None:
     """From each index `at` on, count from `first` in steps of `by`; int64 [m], `at` ascending."""
     row[:] = by
     # as differences, summed in place: no loop over runs, and no allocation of this size
-    reached = np.append(by * at[:1], first[:-1] + by * (np.diff(at) - 1))
+    reached = by * at
+    reached[1:] = first[:-1] + by * (at[1:] - at[:-1] - 1)
     row[at] = first - reached
     np.cumsum(row, out=row, dtype=row.dtype)
 
@@ -244,7 +245,7 @@ def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:
     """The named PLAN_FIELDS that are the same on every cp rank; under pack_contiguous RUN_FIELDS too."""
     pack = portion.pack
     cu_seqlens, padded = pack.cu_seqlens, pack.cu_seqlens_padded
-    longest = np.diff(padded).max(initial=0)
+    longest = (padded[1:] - padded[:-1]).max(initial=0)
     if pack.max_sequences is not None:
         # the dummy, then entries without a token
         more, longest = pack.max_sequences + 2 - padded.size, pack.num_tokens
