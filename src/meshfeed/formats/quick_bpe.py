@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 import unicodedata
 from contextlib import suppress
 from functools import cache
@@ -112,5 +111,6 @@ def _unsettled(symbols: bool) -> re.Pattern[str]:
         is_later = before in ("Cn", "So") and now == "So" and not unicodedata.decomposition(chr(c))
         return (symbols and is_later) or (c < 1 << 16 and before == now not in ("Cn", "Cs"))
 
-    runs = ([*run] for is_one, run in groupby(range(sys.maxunicode + 1), is_settled) if is_one)
+    # all symbols are in the first two planes
+    runs = ([*run] for is_one, run in groupby(range(1 << 17), is_settled) if is_one)
     return re.compile("[^" + "".join(rf"\U{run[0]:08x}-\U{run[-1]:08x}" for run in runs) + "]")
