@@ -13,6 +13,12 @@ def numbers_in(first: npt.NDArray[np.integer], counts: npt.NDArray[np.integer]) 
     return np.arange(counts.sum()) + (first - counts.cumsum() + counts).repeat(counts)
 
 
+def numbered(counts: npt.NDArray[np.integer]) -> tuple[Longs, Longs]:
+    """Of each piece, what it is of, and its number there: 2 1 3 -> 0 0 1 2 2 2 and 0 1 0 0 1 2."""
+    of = np.arange(counts.size).repeat(counts)
+    return of, np.arange(of.size) - (counts.cumsum() - counts)[of]
+
+
 def common(begins: Longs, ends: Longs, others: Longs, other_ends: Longs) -> tuple[Longs, Longs, Longs, Longs]:
     """The ranges that two lists of ranges have in common: begins, ends, and in which range of each list.
 

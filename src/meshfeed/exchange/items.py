@@ -32,6 +32,7 @@ from meshfeed.exchange.lengths import (
     mixed,
 )
 from meshfeed.exchange.values import NAME_OF_TYPE, num_nonzero, value_of, whole_value_of
+from meshfeed.intervals import numbered
 from meshfeed.roles import Field
 
 _Rest = tuple[tuple[str, str, int], ...]  # of a Schema
@@ -320,5 +321,5 @@ def _some_of_each(tokens: Array, sizes: Longs) -> bytes:
     """
     step = np.maximum(sizes // _SAMPLED, 1)
     counts = -(-sizes // step)
-    turn = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return tokens[np.repeat(np.cumsum(sizes) - 1, counts) - turn * np.repeat(step, counts)].tobytes()
+    of, turn = numbered(counts)
+    return tokens[np.cumsum(sizes)[of] - 1 - turn * step[of]].tobytes()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, Bytes, GatheredLengths, Longs, MemberReport
 from meshfeed.exchange.membership import Membership
+from meshfeed.intervals import numbered
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.types import chunk_runs, cuts_packs
 from meshfeed.sequence.runs import Runs
@@ -134,9 +135,8 @@ NO_PIECES = Shipment(
 
 def takers(plan: StepPlan, membership: Membership, rows: Longs) -> tuple[Longs, Longs]:
     """(row, member) for every member that receives some of these rows, by member, microbatch and row."""
-    size = plan.cp_size[rows].astype(np.int64)
-    row = np.repeat(rows, size)
-    index = np.arange(row.size) - np.repeat(np.cumsum(size) - size, size)
+    of, index = numbered(plan.cp_size[rows])
+    row = rows[of]
     member = membership.member_of_dp_cp[plan.first_rank[row] + index]
     order = np.lexsort((row, plan.microbatch[row], member))
     row, member = row[order], member[order]

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import numbered, numbers_in
 from meshfeed.parts.types import Longs, Parts
 
 
@@ -77,7 +77,7 @@ class Expansion:
         before = ends[np.cumsum(self.text) - self.text]
         positions = (ends[:-1] - before.repeat(self.text)).repeat(self.repeats)[:, None].repeat(3, axis=1)
         of_part = np.flatnonzero(self.outputs(np.arange(len(self.parts))) >= 0)
-        number = numbers_in(np.zeros_like(self.tokens), self.tokens)
+        _, number = numbered(self.tokens)
         wide = columns.repeat(self.tokens)
         positions[of_part, 1] += number // wide
         positions[of_part, 2] += number % wide

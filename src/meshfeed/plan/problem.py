@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from meshfeed.errors import PlanError
+from meshfeed.intervals import numbered
 from meshfeed.plan.packing import CostModel, Oversize, Packing, sizes_of
 from meshfeed.plan.types import Align, CpSplit, FloatArray, IntArray, LongArray, check_split
 
@@ -61,8 +62,7 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
     num_pieces = np.ones(lengths.size, np.int64)
     if policy == "split":
         num_pieces = np.maximum(-(-lengths // longest), 1)
-    sequence = np.repeat(np.arange(lengths.size), num_pieces)
-    piece = np.arange(sequence.size) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    sequence, piece = numbered(num_pieces)
     share, longer = np.divmod(lengths, num_pieces)
     # 25 in 3: shares 8 8 8, the first one longer by a token
     start = piece * share[sequence] + np.minimum(piece, longer[sequence])

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.intervals import numbered
+
 I64 = npt.NDArray[np.int64]
 SHARED = "+"
 """Ends the name of a block that two shards read."""
@@ -64,9 +66,3 @@ def cut_at(joints: tuple[I64, I64], size_bytes: int, block_bytes: int, unit_byte
     of, number = numbered(after - first)
     shared = frozenset((first[of] + number).tolist())
     return Cut(size_bytes, block_bytes, (*begins[1:].tolist(), size_bytes), shared)
-
-
-def numbered(counts: I64) -> tuple[I64, I64]:
-    """Of each piece, what it is of, and its number there: 2 1 3 -> 0 0 1 2 2 2 and 0 1 0 0 1 2."""
-    of = np.arange(counts.size).repeat(counts)
-    return of, np.arange(of.size) - (counts.cumsum() - counts)[of]
