@@ -32,19 +32,14 @@ def native_size(
     long as wide, which its processor refuses too.
     """
     _refuse_elongated(parts)
-    height, width = parts.height, parts.width
-    new_height, new_width = (np.rint(side / factor).astype(np.int64) * factor for side in (height, width))
-    area, resized = (height * width).astype(np.float64), new_height * new_width
-    too_large, too_small = resized > max_pixels, resized < min_pixels
-    shrink, grow = np.sqrt(area / max_pixels), np.sqrt(min_pixels / area)
-
-    def scaled(side: Longs, rounded: Longs) -> Longs:
-        shrunk = np.maximum(np.floor(side / shrink / factor), 1)
-        grown = np.ceil(side * grow / factor)
-        some = np.where(too_large, shrunk, np.where(too_small, grown, rounded // factor))
-        return some.astype(np.int64) * factor
-
-    return scaled(height, new_height), scaled(width, new_width)
+    sides = np.stack((parts.height, parts.width))
+    rounded = np.rint(sides / factor).astype(np.int64) * factor
+    area, resized = sides.prod(axis=0).astype(np.float64), rounded.prod(axis=0)
+    shrunk = np.maximum(np.floor(sides / np.sqrt(area / max_pixels) / factor), 1)
+    grown = np.ceil(sides * np.sqrt(min_pixels / area) / factor)
+    multiples = np.where(resized < min_pixels, grown, rounded // factor)
+    height, width = np.where(resized > max_pixels, shrunk, multiples).astype(np.int64) * factor
+    return height, width
 
 
 def _refuse_elongated(parts: Parts) -> None:
