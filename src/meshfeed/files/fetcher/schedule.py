@@ -48,12 +48,14 @@ class _Need:
 
     Attributes:
         blocks: all that it needs.
+        files: of these blocks.
         missing: those that have not arrived.
         error: why one of them cannot be fetched.
         is_short: the disk has no space for the missing ones until those that have arrived are read.
     """
 
     blocks: set[Block]
+    files: set[Path]
     missing: set[Block]
     error: MeshfeedError | None = None
     is_short: bool = False
@@ -117,7 +119,8 @@ class Scheduler:
         missing = [(one, block) for block in blocks if not one.blocks.touch(block)]
         if not missing:
             return [*blocks]
-        need = _Need({(one, block) for block in blocks}, set(missing))
+        files = {one.blocks.path(block) for block in blocks}
+        need = _Need({(one, block) for block in blocks}, files, set(missing))
         with self._changed:
             self._needs.append(need)
             self._urgent.extend(missing)
@@ -387,7 +390,7 @@ class Scheduler:
     def _kept(self) -> set[Path]:
         """The files of all blocks of needs: their readers wait for the missing ones among them."""
         with self._changed:
-            return {one.blocks.path(block) for need in self._needs for one, block in need.blocks}
+            return set[Path]().union(*(need.files for need in self._needs))
 
     def _note(
         self, run: Sequence[Block], present: set[Block], error: MeshfeedError | None, *, has_room: bool
