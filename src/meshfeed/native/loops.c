@@ -125,7 +125,7 @@ int64_t mf_widen_pixels(int64_t num_rows, int64_t size, int64_t copies, const ui
 #define INLINE static inline __attribute__((always_inline))
 
 enum { WEIGHT_BITS = 22, HALF = 1 << (WEIGHT_BITS - 1), TOGETHER = 32 };
-typedef int32_t pixel __attribute__((vector_size(16), may_alias)); /* red, green, blue, and nothing */
+typedef int32_t pixel __attribute__((vector_size(16), aligned(4), may_alias)); /* red, green, blue, none */
 
 /* A table has a row for each new pixel of a line: the first of the old ones that it is made of, and the weight
    of each, in units of 2^-WEIGHT_BITS. */
