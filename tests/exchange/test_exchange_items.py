@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from giving import ITEM_KEYS, item_of, plain
+from giving import ITEM_KEYS, item_of, plain, plain_plan
 
 import meshfeed as mf
 import world
@@ -336,6 +336,28 @@ def broadcast_to_stages(rank: int, layout: mf.Layout, further: list[str]) -> lis
             have_uid = all("uid" in m for m in step.microbatches)
             got.append((step.stats.collectives, have_uid))
     return got
+
+
+def served_plans(rank: int, delivery: Any) -> list[Any]:
+    """The plan of each step; one item is longer than a pack, one is empty."""
+    items = [[item_of(0, number, length) for number, length in enumerate((9, 70, 5, 0))]] * 2
+    with mf.Exchange(
+        items if rank == 0 else None,
+        mf.Layout(tp=2),
+        packing=mf.Packing(capacity=32, oversize="split", microbatches=5, align=mf.Align(pack=4)),
+        keys=ITEM_KEYS,
+        readers=[0],
+        delivery=delivery,
+        timeout_s=600,
+    ) as exchange:
+        return [(step.plan.oversize.tolist(), plain_plan(step.plan)) for step in exchange]
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_a_served_rank_has_the_plan_of_its_reader(delivery: Any) -> None:
+    reader, served = world.run(served_plans, 2, delivery)
+    assert reader == served
+    assert [oversize for oversize, _ in reader] == [[1], [1]]
 
 
 def test_virtual_stages_share_one_exchange() -> None:
