@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ import pytest
 import meshfeed as mf
 from meshfeed.errors import ChangedError, ChecksumError
 from meshfeed.files import Cache
-from meshfeed.files.local.job import job_here, since_boot_s
 from meshfeed.store import IndexedWriter, node_index
 
 LAYOUT, NUM_RANKS = "pp4", 4
@@ -105,73 +101,6 @@ def test_a_process_looks_once_at_each_file_of_a_pair(
     with store:
         assert store.read(6, 0, 7).tolist() == [6] * 7
     assert looked[3:] == [".idx"], "was it written since it was opened?"
-
-
-def begun() -> None:
-    """Return once this process has begun, which the system counts in hundredths of a second."""
-    job = job_here()
-    while job is not None and since_boot_s() < job[1]:
-        pass
-
-
-def test_processes_of_a_job_look_once_at_each_file_of_a_pair(corpus: str, cache: Cache) -> None:
-    """And once more at the .idx, when they enter it: was it written since it was opened?"""
-    meet = multiprocessing.get_context("fork").Barrier(NUM_RANKS)
-
-    def rank(number: int) -> list[str]:
-        begun()
-        meet.wait()
-        looked, whole = list[str](), os.stat
-
-        def noted(path: Any, *more: Any, **options: Any) -> os.stat_result:
-            if str(path).startswith(corpus):
-                looked.append(Path(path).suffix)
-            return whole(path, *more, **options)
-
-        with mock.patch.object(os, "stat", noted):
-            store = mf.open(corpus, cache=cache)
-            meet.wait()
-            with store:
-                assert store.read(6, 0, 7).tolist() == [6] * 7
-        return looked
-
-    in_children(1, lambda number: mf.open(corpus, cache=cache).num_tokens)  # makes the copy
-    looked: Any = in_children(NUM_RANKS, rank)
-    assert sorted(suffix for each in looked for suffix in each) == [".bin", ".idx", ".idx", ".sums"]
-
-
-def test_what_was_written_after_another_process_looked_is_no_part_of_its_job(
-    corpus: str, cache: Cache
-) -> None:
-    """A process that was there when another one opened the pair is told so, and sees it when it opens it again."""
-    steps = multiprocessing.get_context("fork").Barrier(3)
-
-    def rank(number: int) -> object:
-        begun()
-        steps.wait()
-        if number == 0:
-            mf.open(corpus, cache=cache)
-        steps.wait()  # the first one has opened it
-        steps.wait()  # it has been written
-        if number == 0:
-            return 0
-        with pytest.raises(ChangedError, match="open the store again"), mf.open(corpus, cache=cache) as store:
-            store.read(0, 0, 1)
-        with mf.open(corpus, cache=cache) as store:
-            return store.read(0, 0, 3).tolist()
-
-    def write() -> None:
-        steps.wait()
-        steps.wait()
-        with IndexedWriter(corpus, "u2", overwrite=True) as writer:
-            writer.add_document([1, 2, 3])
-        steps.wait()
-
-    writing = threading.Thread(target=write)
-    writing.start()
-    assert in_children(2, rank) == [0, [1, 2, 3]]
-    writing.join()
-    assert in_children(1, lambda number: mf.open(corpus, cache=cache).num_tokens) == [3]
 
 
 def test_a_rank_without_stored_bytes_opens_no_file(corpus: str, cache: Cache) -> None:

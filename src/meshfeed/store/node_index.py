@@ -21,7 +21,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,7 @@ import numpy as np
 from meshfeed.errors import CacheError, ChangedError, MissingError, StoreError
 from meshfeed.files import Cache, LocalFile, Vector
 from meshfeed.files.byte_file import Bytes
-from meshfeed.files.cache.answers import RECENT_S, shared
 from meshfeed.files.cache.once import once_per_node
-from meshfeed.files.local.job import job_here, since_boot_s
 from meshfeed.files.local.mapping import mapped
 from meshfeed.files.local.version import Version, version_of, wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
@@ -49,8 +47,6 @@ _SWEEP_EVERY_S = 600.0
 _UNUSED_S = 86_400.0
 _NAME_SIZE = 32
 _log = logging.getLogger("meshfeed")
-
-_opened_before = set[str]()  # paths of stores that this process has opened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +93,6 @@ class NodeIndex(LocalFile):
         self.prefix = prefix
         self._cache = cache or Cache()
         self._versions: Versions | None = None
-        self._opened_s = 0.0  # when these were known; see `since_boot_s`
         self._held: _Copy | None = None
         self._has_asked = False
 
@@ -121,14 +116,9 @@ class NodeIndex(LocalFile):
 
     @property
     def versions(self) -> Versions:
-        """Versions of the files when the store was opened, from one look at each. Raises StoreError."""
+        """Versions of the files: one look at each. Raises StoreError."""
         if self._versions is None:
-            where = os.path.abspath(self.prefix)  # noqa: PTH100 - 100,000 Paths take longer
-            since_s = since_boot_s() if where in _opened_before else 0.0
-            _opened_before.add(where)
-            found = _looked("pair", where, self._cache, since_s, lambda: _versions_of(self.prefix))
-            self._versions = Versions(*(each and tuple(each) for each in found))
-            self._opened_s = since_boot_s()
+            self._versions = _versions_of(self.prefix)
         return self._versions
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -141,9 +131,7 @@ class NodeIndex(LocalFile):
         """The entries, mapped in the copy. If entered, raises ChangedError if the file was written since."""
         copy = self._copy()
         if self._depth:
-            where = os.path.abspath(self.prefix)  # noqa: PTH100
-            found = _looked("idx", where, self._cache, self._opened_s, lambda: version_of(self.url))
-            self._refuse_other(tuple(found))
+            self._refuse_other(version_of(self.url))
         if copy is None:
             return super().arrays(*parts)
         return [np.frombuffer(copy.pages, dtype, count, begin) for dtype, begin, count in parts]
@@ -179,31 +167,6 @@ class NodeIndex(LocalFile):
                 f"{self.size_bytes} when it was opened); open the store again",
                 path=self.url,
             )
-
-
-def _looked(kind: str, where: str, cache: Cache, since_s: float, look: Callable[[], Any]) -> Any:
-    """What `look` says of the files of a path, JSON-able; one process of a job looks for all of a node.
-
-    Only a look that came after `since_s` and after this process began counts, and for half a minute. So
-    whoever opens a store again sees what was written in the meantime. Raises the errors of `look`.
-    """
-    job = job_here()
-    if job is None:
-        return look()
-    name, began_s = job
-
-    def ask() -> list[Any]:
-        return [name, since_boot_s(), look()]
-
-    def is_good(said: list[Any]) -> bool:
-        return said[0] == name and said[1] >= max(since_s, began_s, since_boot_s() - RECENT_S)
-
-    try:
-        return shared(cache.make() / "answers", kind, where, ask, is_good)[2]
-    except OSError as error:
-        if isinstance(error, StoreError) and not isinstance(error, CacheError):
-            raise
-        return look()
 
 
 def _versions_of(prefix: str) -> Versions:
