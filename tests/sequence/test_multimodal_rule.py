@@ -218,8 +218,8 @@ def test_all_deliveries_give_the_bytes_of_simulate_and_go_on_under_another_layou
     results = world.run(every_case, 4, str(folder), str(broken))
     assert [wrong for wrong, _ in results] == [[]] * 4
     for case, who in (("tp2-pp2 share", [0]), ("tp4 auto", [0, 2]), ("tp4 tree", [0])):
-        counts = [decoded[case] for _, decoded in results]
-        assert counts == [max(counts) * (rank in who) for rank in range(4)] and counts[0], case
+        decodes = [decoded[case] > 0 for _, decoded in results]  # how many ahead of the loop, time decides
+        assert decodes == [rank in who for rank in range(4)], case
 
 
 # -- what cannot be decoded ------------------------------------------------------------------------
