@@ -297,7 +297,7 @@ def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
     idx, data = f"{stem}.idx", f"{stem}.bin"
     sums = stem + SUFFIX
     if not folder.is_remote:
-        index = NodeIndex(join(folder.url, stem), folder.cache)
+        index = NodeIndex(join(folder.url, idx).removesuffix(".idx"), folder.cache)  # a stem may be "."
         return IndexedStore(path, index, GuardedFile(index))
     if not _holds(folder, sums):
         return IndexedStore(path, folder.file(idx), folder.file(data))
