@@ -219,6 +219,7 @@ def run_children(count: int, *args: Any) -> None:
     for child in children:
         child.join(600)
     assert [child.exitcode for child in children] == [0] * count
+    wait_for_fetchers(Path(args[1]))
 
 
 def test_processes_fetch_each_block_once(server: Nginx, tmp_path: Path) -> None:
