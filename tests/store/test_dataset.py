@@ -72,9 +72,11 @@ def test_here_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path / "c")
     for path in (".", "dataset.json", "./"):
         assert_holds(open_store(path), whole)
-    (tmp_path / "c" / "below").mkdir()
-    monkeypatch.chdir(tmp_path / "c" / "below")
-    assert_holds(open_store(".."), whole)
+    below = tmp_path / "c" / "below"
+    below.mkdir()
+    with monkeypatch.context() as there:
+        there.chdir(below)
+        assert_holds(open_store(".."), whole)
     assert np.array_equal(len(whole["tokens"]), open_store("tokens").num_tokens), (
         "tokens alone, by their own path"
     )
