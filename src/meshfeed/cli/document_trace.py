@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import numbers_in
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
@@ -58,8 +59,7 @@ def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Lon
     starts, stops, of = _ranges_in(recipe, source, draws.take(places))
     first = _documents_at(store, starts)
     counts = _documents_at(store, stops - 1) + 1 - first
-    # first [4 9], counts [3 1] -> documents [4 5 6 9]
-    documents = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    documents = numbers_in(first, counts)
     at = store.offsets(documents)
     begins = np.maximum(np.repeat(starts, counts) - at, 0)
     ends = np.minimum(np.repeat(stops, counts) - at, store.lengths(documents))

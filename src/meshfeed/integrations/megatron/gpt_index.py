@@ -21,6 +21,7 @@ from meshfeed.integrations.megatron.gpt_order import (
     sizes_of_blend,
 )
 from meshfeed.integrations.megatron.stored_sequences import sequences_of
+from meshfeed.intervals import numbers_in
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
@@ -125,8 +126,7 @@ class Dataset:
         counts = last - first + 1
         stops = np.cumsum(counts)
         row = np.arange(indices.size).repeat(counts)
-        documents = arrays["document"][np.arange(row.size) + (first - stops + counts).repeat(counts)]
-        documents = documents.astype(np.int64)
+        documents = arrays["document"][numbers_in(first, counts)].astype(np.int64)
         skip, size = np.zeros(row.size, np.int64), self.sequences.lengths(documents)
         skip[stops - counts] = begin
         size[stops - 1] = end + self.passes.extra
