@@ -97,9 +97,13 @@ def check_folder(cache: Path) -> int:
     return found
 
 
-def wait_for_fetchers(cache: Path) -> None:
-    """Until those of a cache have ended; one goes on with what it fetches when its reader is killed."""
-    for job in cache.glob(f"u{os.getuid()}/jobs/*"):
+def jobs_of(cache: Path) -> set[Path]:
+    return set(cache.glob(f"u{os.getuid()}/jobs/*"))
+
+
+def wait_for_fetchers(jobs: set[Path]) -> None:
+    """Until these have ended; one goes on with what it fetches when its reader is killed."""
+    for job in jobs:
         with contextlib.suppress(FileNotFoundError), job.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # held by the process that uses the cache
 
@@ -211,6 +215,8 @@ def read_in_child(url: str, cache: str, seed: int, rounds: int, limit: int, ahea
 
 
 def run_children(count: int, *args: Any) -> None:
+    cache = Path(args[1])
+    ours = jobs_of(cache)  # this process's fetcher stays while any of its files is open
     children = [
         _context.Process(target=read_in_child, args=(*args[:2], seed, *args[2:])) for seed in range(count)
     ]
@@ -219,7 +225,7 @@ def run_children(count: int, *args: Any) -> None:
     for child in children:
         child.join(600)
     assert [child.exitcode for child in children] == [0] * count
-    wait_for_fetchers(Path(args[1]))
+    wait_for_fetchers(jobs_of(cache) - ours)
 
 
 def test_processes_fetch_each_block_once(server: Nginx, tmp_path: Path) -> None:
@@ -446,7 +452,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
         for child, _ in readers:
             child.kill()
             child.join(600)
-    wait_for_fetchers(tmp_path)
+    wait_for_fetchers(jobs_of(tmp_path))
     assert check_folder(tmp_path) > 0
     run_children(1, server.url, str(tmp_path), 1, limit, False)
     assert not list(tmp_path.rglob("*.part"))
