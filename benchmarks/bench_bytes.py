@@ -5,9 +5,9 @@ index and headers included. Real ranks on gloo read it whole at tp * cp * pp = 1
 by itself (delivery auto, which is share here), by direct reads through the node's cache, and the usual way,
 every rank for itself.
 
-Then a corpus of 100 MB, with and without checksums, and a cache that holds a part of it: jobs of one process
-that shuffle by blocks read an epoch. Two jobs share the cache and read the same order, the second ten steps
-behind the first.
+Then a corpus of 100 MB and a cache that holds a part of it, without checksums, with those that a writer makes
+(64 KiB), and with larger ones (1 MiB), which have no aim: jobs of one process that shuffle by blocks read an
+epoch. Two jobs share the cache and read the same order, the second ten steps behind the first.
 
 Needs nginx.
 """
@@ -44,6 +44,7 @@ CACHES = (
     ("1 MB", "4 shards a lane", "no .sums", 1),
     ("8 MB", FIFTH, "no .sums", 1),
     ("8 MB", FIFTH, "no .sums", 2),
+    ("8 MB", FIFTH, ".sums of 64 KiB", 1),
     ("8 MB", FIFTH, ".sums of 1 MiB", 1),
 )
 BEHIND = 10
@@ -108,7 +109,7 @@ def of_small_caches(short: bool) -> Iterator[Row]:
                 name=f"bytes fetched for each byte, a cache of {held}, shards of {size}, {sums}{together}",
                 value=fetched / corpus_bytes,
                 unit="",
-                aim=1.02,
+                aim=None if SUMS[sums] == 1 << 20 else 1.02,
             )
 
 

@@ -188,6 +188,13 @@ def test_files_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(read) == 4
 
 
+@pytest.mark.parametrize("checksum_bytes", [None, 1 << 12, 1 << 16, 1 << 20])
+def test_a_digest_is_the_same_with_any_checksums(tmp_path: Path, checksum_bytes: int | None) -> None:
+    """States have it; so it must not change."""
+    write_corpus(tmp_path / "c", num_tokens=1_200_000, checksum_bytes=checksum_bytes)
+    assert mf.open(tmp_path / "c").content_digest() == "98e17a681f91b34c42dbb1c8543ea443"
+
+
 def test_checksums_of_another_pair_do_not_stand_in(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, seed=seed)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import meshfeed.files.cache.blocks
-from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder
+from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder, Summed
 from meshfeed.files.cache.cut import Cut
 
 SIZE = 1000
@@ -36,13 +36,17 @@ def put(blocks: CachedBlocks, block: int, *, over_pins: bool = True, keep: Colle
     if not blocks.cache.reserve([claim], keep, over_pins=over_pins):
         blocks.cache.give_up([claim])
         return False
-    claim.publish(memoryview(bytes([block]) * blocks.num_bytes(block)))
+    claim.publish(Summed.of(memoryview(bytes([block]) * blocks.num_bytes(block))))
     blocks.published(block)
     os.utime(blocks.path(block), ns=(0, next(_clock)))  # a tick of its own
     return True
 
 
 _clock = iter(range(1, 1 << 30))
+
+
+def zeros() -> Summed:
+    return Summed.of(memoryview(bytes(SIZE)))
 
 
 def held(blocks: CachedBlocks) -> list[int]:
@@ -111,10 +115,10 @@ def test_a_block_published_during_a_count_is_counted(
 
     def looking(part: Path) -> bool:
         if when == "before":
-            claim.publish(memoryview(bytes(SIZE)))
+            claim.publish(zeros())
         is_gone = look(part)
         if when == "after":
-            claim.publish(memoryview(bytes(SIZE)))
+            claim.publish(zeros())
         return is_gone
 
     monkeypatch.setattr("meshfeed.files.cache.blocks._removed_if_free", looking)
@@ -130,7 +134,7 @@ def test_one_process_at_a_time_may_fetch_a_block(blocks: CachedBlocks, tmp_path:
     again = other.claim(3, wait=True)
     assert again is not None
     other.cache.reserve([again], (), over_pins=False)
-    again.publish(memoryview(bytes(SIZE)))
+    again.publish(zeros())
     assert blocks.claim(3, wait=True) is None and blocks.read(3) == bytes(SIZE)
 
 
@@ -154,9 +158,9 @@ def test_a_folder_cleared_during_a_fetch_publishes_nobody_elses_part(
     theirs = other.claim(3, wait=False)
     assert theirs is not None and other.cache.reserve([theirs], (), over_pins=False)
     with pytest.raises(FileNotFoundError):
-        claim.publish(memoryview(bytes(SIZE)))
+        claim.publish(zeros())
     blocks.cache.give_up([claim])
-    theirs.publish(memoryview(b"x" * SIZE))
+    theirs.publish(Summed.of(memoryview(b"x" * SIZE)))
     assert blocks.read(3) == b"x" * SIZE
 
 

@@ -62,6 +62,16 @@ def test_just_the_blocks_that_changed_are_wrong(size: int, data: st.DataObject) 
 
 
 @LAWS
+@given(size=sizes, data=st.data())
+def test_checksums_of_larger_pieces_follow(size: int, data: st.DataObject) -> None:
+    found = bytes_of(size)
+    inner = data.draw(st.sets(st.sampled_from(range(0, size or 1, BLOCK))))
+    edges = sorted(inner | {size})
+    right = [zlib.crc32(found[begin:end]) for begin, end in itertools.pairwise(edges)]
+    assert summed(found).between(np.array(edges)).tolist() == right
+
+
+@LAWS
 @given(data=sizes, idx=sizes)
 def test_what_is_kept_is_read_again(data: int, idx: int) -> None:
     before = made(data, idx)
@@ -115,4 +125,4 @@ def test_a_made_up_file_is_refused_or_fits(
 
 
 def test_the_terabyte_in_the_docs() -> None:
-    assert 4 * (1 << 40) // sums.BLOCK_BYTES == 4 << 20
+    assert 4 * (1 << 40) // sums.BLOCK_BYTES == 64 << 20

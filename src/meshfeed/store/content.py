@@ -1,7 +1,8 @@
 """Digests of every byte of a store's files, for `Recipe(verify_data="full")`.
 
-A digest covers the sizes and the CRC-32 of each MiB, as in a .sums. So a pair with a .sums need not be read,
-and has the same digest without it. A node keeps computed digests for the current version of the files.
+A digest covers the sizes and the CRC-32 of each MiB, which follows from a .sums. So a pair with a .sums need
+not be read, and has the same digest without it. A node keeps computed digests for the current version of the
+files.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache
+from meshfeed.files.cache.cut import Cut
 from meshfeed.files.local.version import Version, version_of, wait_for_tick
-from meshfeed.files.sums import BLOCK_BYTES, Sums
+from meshfeed.files.sums import Sums
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 _VERSION = 1
-_PIECE_BYTES = 16 * BLOCK_BYTES
+_BLOCK_BYTES = 1 << 20
+_PIECE_BYTES = 16 * _BLOCK_BYTES
 _PART_PIECES = 64  # 1 GiB: what a killed process repeats at most
 _THREADS = 8
 
@@ -69,17 +72,17 @@ def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
     def whole(_: Sequence[list[_Piece]], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
         if _versions(files) != versions:
             raise ChangedError(f"{path}: was written while it was read for verify_data='full'; open it again")
-        made = _digest(BLOCK_BYTES, [file.size_bytes for file in files], joined(arrays, "sums", np.uint32))
+        made = _digest(_BLOCK_BYTES, [file.size_bytes for file in files], joined(arrays, "sums", np.uint32))
         return {"digest": np.frombuffer(bytes.fromhex(made), np.uint8)}
 
     return built_in_parts(cache.kept(), key, parts, sums_of, whole)["digest"].tobytes().hex()
 
 
 def digest_of_sums(sums: Sums) -> str:
-    """The digest of a .bin and an .idx, as `digest_of_files` would compute it, from their .sums."""
-    data, idx = sums.files
-    crcs = np.concatenate((data.sums, idx.sums))
-    return _digest(data.block_bytes, [data.size_bytes, idx.size_bytes], crcs)
+    """The digest of a .bin and an .idx from their .sums; of blocks up to a MiB, that of `digest_of_files`."""
+    block_bytes = max(sums.files[0].block_bytes, _BLOCK_BYTES)
+    crcs = [file.between(Cut(file.size_bytes, block_bytes).edges) for file in sums.files]
+    return _digest(block_bytes, [file.size_bytes for file in sums.files], np.concatenate(crcs))
 
 
 def digest_of_texts(texts: Iterator[str]) -> str:
@@ -110,7 +113,7 @@ def _sums(file: ByteFile, piece: _Piece) -> Array:
     """CRC-32 of each block of a piece; uint32 [num_blocks]."""
     out = np.empty(piece.end - piece.begin, np.uint8)
     file.look_up(out, np.array([piece.begin]), np.array([out.size]))
-    blocks = (out[at : at + BLOCK_BYTES].data for at in range(0, out.size, BLOCK_BYTES))
+    blocks = (out[at : at + _BLOCK_BYTES].data for at in range(0, out.size, _BLOCK_BYTES))
     return np.array([zlib.crc32(block) for block in blocks], np.uint32)
 
 

@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from meshfeed.files.cache.cut import SHARED, Cut
 from meshfeed.files.local.lock import locked
@@ -238,6 +239,18 @@ class CacheFolder:
                         Path(each.path).rmdir()
 
 
+class Summed(NamedTuple):
+    """Bytes and their crc32, which is computed once for all who need it."""
+
+    data: memoryview
+    crc: int
+
+    @classmethod
+    def of(cls, data: memoryview) -> Self:
+        """These bytes."""
+        return cls(data, zlib.crc32(data))
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The right to fetch a block: its locked part.
@@ -252,9 +265,9 @@ class Claim:
     fd: int
     num_bytes: int
 
-    def publish(self, data: memoryview) -> None:
+    def publish(self, block: Summed) -> None:
         """Write the block and make it visible. Raises OSError; then the part is still claimed, and empty."""
-        at, pieces = 0, [data, memoryview(zlib.crc32(data).to_bytes(SUM_BYTES, "little"))]
+        at, pieces = 0, [block.data, memoryview(block.crc.to_bytes(SUM_BYTES, "little"))]
         try:
             while pieces:
                 at += (written := os.pwritev(self.fd, pieces, at))
@@ -278,18 +291,19 @@ class CachedBlocks:
     Attributes:
         folder: their folder.
         cut: where each begins and ends.
+        edges: of the cut.
     """
 
     def __init__(self, cache: CacheFolder, folder: Path, cut: Cut) -> None:
         self.cache, self.folder, self.cut = cache, folder, cut
-        self._edges = cut.edges
-        self._is_checked = bytearray(self._edges.size - 1)
+        self.edges = cut.edges
+        self._is_checked = bytearray(self.edges.size - 1)
 
     def bounds(self, block: Piece) -> tuple[int, int]:
         """The bytes begin..end of the object in a block or peek."""
         if isinstance(block, tuple):
             return block
-        return int(self._edges[block]), int(self._edges[block + 1])
+        return int(self.edges[block]), int(self.edges[block + 1])
 
     def num_bytes(self, block: Piece) -> int:
         """Bytes of a block or peek."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder
+from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder, Summed
 from meshfeed.files.cache.cut import I64, Cut, cut_at
 from meshfeed.files.codec import check_hashes, decompress
 from meshfeed.files.remote.client import Reader
@@ -153,22 +154,26 @@ class StoredObject:
         """Stored bytes [begin, end). Raises StoreError."""
         return memoryview(self.reader.read(self.address.path, begin, end, self.stat.tag)).cast("B")
 
-    def part(self, begin: int, end: int) -> tuple[memoryview, int]:
-        """Bytes [begin, end), which are whole blocks of its checksums, and the number of bytes fetched.
+    def part(self, first: int, count: int) -> tuple[list[Summed], int]:
+        """Adjacent blocks, verified, and the number of bytes fetched.
 
         Raises StoreError; ChecksumError if they stay wrong after retries.
         """
+        edges = self.blocks.edges[first : first + count + 1]
+        begin, *_, end = places = edges.tolist()
+        expected = None if self.sums is None else self.sums.between(edges).tolist()
 
-        def read() -> memoryview:
+        def read() -> list[Summed]:
             data = self.read(begin, end)
-            if self.sums is not None:
-                self.sums.check(data, begin, self.address.url)
-            return data
+            found = [Summed.of(data[low - begin : high - begin]) for low, high in itertools.pairwise(places)]
+            if self.sums is not None and [each.crc for each in found] != expected:
+                self.sums.check(data, begin, self.address.url)  # names the wrong bytes
+            return found
 
-        data, attempts = _retried(read)
-        return data, attempts * (end - begin)
+        found, attempts = _retried(read)
+        return found, attempts * (end - begin)
 
-    def whole(self, content: Content) -> tuple[memoryview, int]:
+    def whole(self, content: Content) -> tuple[Summed, int]:
         """All its bytes, verified and uncompressed, and the number of bytes fetched.
 
         Raises StoreError; ChecksumError if they stay wrong after retries.
@@ -184,7 +189,7 @@ class StoredObject:
             return memoryview(data)
 
         data, attempts = _retried(read)
-        return data, attempts * self.stat.size_bytes
+        return Summed.of(data), attempts * self.stat.size_bytes
 
 
 def sums_at(reader: Reader, address: Address, stat: Stat) -> bytes:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.blocks import CacheFolder, Claim, Piece
+from meshfeed.files.cache.blocks import CacheFolder, Claim, Piece, Summed
 from meshfeed.files.cache.cache import FULL, cache_error
 from meshfeed.files.fetcher.objects import RANGE_BYTES, StoredObject
 from meshfeed.files.fetcher.pace import Pace
@@ -278,13 +278,10 @@ class Scheduler:
                 return True
             if not one.blocks.cache.reserve(claims, self._kept(), over_pins=urgent):
                 return False
-            data, at = self._fetch(one, first, len(claims)), 0
-            for block in run[: len(claims)]:
-                size = claims[0].num_bytes
-                self._publish(block, claims[0], data[at : at + size], urgent)
+            for block, summed in zip(run, self._fetch(one, first, len(claims))):
+                self._publish(block, claims[0], summed, urgent)
                 present.add(block)
                 claims.pop(0)
-                at += size
             one.blocks.cache.trim(self._kept())
             return True
         except _NoRoomError:
@@ -297,23 +294,23 @@ class Scheduler:
             if claims:
                 one.blocks.cache.give_up(claims)
 
-    def _fetch(self, one: StoredObject, first: Piece, count: int) -> memoryview:
-        """The bytes of `count` adjacent blocks, or of a peek, which is neither checked nor counted."""
+    def _fetch(self, one: StoredObject, first: Piece, count: int) -> list[Summed]:
+        """`count` adjacent blocks, or a peek, which is neither checked nor counted."""
         if isinstance(first, tuple):
-            return one.read(*first)
+            return [Summed.of(one.read(*first))]
         began = time.monotonic()
         if one.content is not None:
-            data, fetched = self._fetch_whole(one, one.content)
+            whole, fetched = self._fetch_whole(one, one.content)
+            found = [whole]
         else:
-            begin, end = one.blocks.bounds(first)[0], one.blocks.bounds(first + count - 1)[1]
-            data, fetched = one.part(begin, end)
+            found, fetched = one.part(first, count)
         with self._changed:
             one.bytes_fetched += fetched
             if one.content is None:
                 self._pace.learn(fetched, time.monotonic() - began)
-        return data
+        return found
 
-    def _fetch_whole(self, one: StoredObject, content: Content) -> tuple[memoryview, int]:
+    def _fetch_whole(self, one: StoredObject, content: Content) -> tuple[Summed, int]:
         """As `StoredObject.whole`, once the limit of memory allows it; a single object may exceed that."""
         size = one.stat.size_bytes + one.blocks.cut.size_bytes
         with self._changed:
@@ -340,7 +337,7 @@ class Scheduler:
                 return None
             raise
 
-    def _publish(self, block: Block, claim: Claim, data: memoryview, urgent: bool) -> None:
+    def _publish(self, block: Block, claim: Claim, data: Summed, urgent: bool) -> None:
         one, number = block
         self._with_room(block, urgent, lambda: claim.publish(data))
         is_again = isinstance(number, int) and one.blocks.is_checked(number)
