@@ -50,7 +50,7 @@ class BlockShuffle:
     def indices(self, places: Longs, source: npt.NDArray[np.integer], keys: _Keys) -> Longs:
         """The index at each position; int64 [n].
 
-        source: of each; int [n]. keys: of its epoch; uint64 [n], or [] for one epoch of a single source.
+        source: of each; int [n]. keys: of its epoch; uint64 [n], or [] for one epoch of one source.
         """
         return self._by_shards(places, source, keys, _indices)
 
@@ -60,7 +60,7 @@ class BlockShuffle:
 
     def _by_shards(self, values: Longs, source: npt.NDArray[np.integer], keys: _Keys, turn: _Turn) -> Longs:
         if not keys.ndim:
-            return turn(values, keys, self._epoch(0, int(keys)), self._blocks)
+            return turn(values, keys, self._epoch(int(source[0]), int(keys)), self._blocks)
         turned = np.empty_like(values)
         even = ~np.isin(source, list(self._ends))
         if even.any():

@@ -286,16 +286,21 @@ class Stream:
         """The same of a rule whose sequences are pieces of those of an epoch, all of one stage."""
         spans = [segment for segment, first, last in _spans(self.segments, start, stop) if first < last]
         spans = spans or [_at(self.segments, start)]
-        stage, pieces = spans[0].stage, spans[0].pieces
+        stage = spans[0].stage
         if spans[-1].stage != stage:
             raise RecipeError(
                 f"positions {start}..{stop} have sequences of several lengths; ask for each alone"
             )
-        source, count = self.drawn(start, stop)
-        whole, piece = np.divmod(count, pieces)
+        return self.numbered(*self.drawn(start, stop), stage)
+
+    def numbered(self, source: npt.NDArray[np.int32], count: Longs, stage: int) -> Draws:
+        """Draws of sources by their number, counted in sequences of a stage; int32, int64 [n]."""
+        of_stages = self._of().sequence.pieces
+        whole, piece = np.divmod(count, of_stages[stage][1])
         size = self._sizes_of(source)
         epoch, place = whole // size, whole % size
-        return Draws(source, epoch, self.indices(source, epoch, place) * pieces + piece, stage=stage)
+        index = self.indices(source, epoch, place) * of_stages[stage][1] + piece
+        return Draws(source, epoch, index, stage=stage if self._is_cut else None)
 
     def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
         """The sequence at each position of an epoch; int64 [n]."""
@@ -316,6 +321,12 @@ class Stream:
         if self._blocks is not None:
             return self._blocks.places(index, source, keys)
         return unpermute(index, size=self._sizes_of(source), key=keys)
+
+    def places_in_epoch(self, draws: Draws) -> Longs:
+        """The place of each sequence among those of its epoch and stage, as they are drawn; int64 [n]."""
+        pieces = self._of().sequence.pieces[draws.stage or 0][1]
+        whole, piece = np.divmod(draws.index, pieces)
+        return self.unshuffled(draws.source, draws.epoch, whole) * pieces + piece
 
     def counts(self, position: int) -> Longs:
         """Draws of each source before a position; int64 [num_sources]."""
@@ -350,10 +361,8 @@ class Stream:
 
     def cut_positions(self, draws: Draws, stage: int, stop: int | None) -> Longs:
         """The position of each draw of a stage; -1 if it does not occur, or not before `stop`; int64 [n]."""
-        pieces = self._of().sequence.pieces[stage][1]
-        whole, piece = np.divmod(draws.index, pieces)
-        place = self.unshuffled(draws.source, draws.epoch, whole)
-        count = (draws.epoch * self.sizes[draws.source] + place) * pieces + piece
+        size = self.sizes[draws.source] * self._of().sequence.pieces[stage][1]
+        count = draws.epoch * size + self.places_in_epoch(draws)
         found = self.positions(draws.source, count, stage)
         return found if stop is None else np.where(found < stop, found, -1)
 
@@ -431,8 +440,9 @@ class Stream:
 
     def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
-        if self.sizes.size == 1 and source.size and (epoch == epoch[0]).all():
-            return np.array(key_of(self._seed, self._numbers[0], int(epoch[0])), np.uint64)
+        of_one = source.size and (self.sizes.size == 1 or (source == source[0]).all())
+        if of_one and (epoch == epoch[0]).all():
+            return np.array(self._key(int(source[0]), int(epoch[0])), np.uint64)
         few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
         return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
 
@@ -616,19 +626,40 @@ def _draws(recipe: Recipe, stream: Stream, start: int, stop: int, before: int | 
     return stream.draws(start, stop, None if before is None else stream.segments_before(before))
 
 
-def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws:
+def draws_of_source(recipe: Recipe, source: int, start: int, stop: int, stage: int = 0) -> Draws:
     """Draws start..stop of one source, counted by its own draws from 0, wherever they come in the stream.
 
-    Raises RecipeError for a rule with its own order, or with sequences of several lengths.
+    stage: of the rule; as if all draws had been of its length, see `Rule.pieces`.
+    Raises RecipeError for a rule with its own order.
     """
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for draws by step")
-    if len(recipe.sequence.pieces) > 1:
-        raise RecipeError(f"{recipe.sequence.summary()}: its lengths change; look for draws by step")
-    stream = stream_of(recipe)
-    epoch, place = np.divmod(np.arange(start, stop), stream.sizes[source])
-    of = np.full(place.size, source, np.int32)
-    return Draws(of, epoch, stream.indices(of, epoch, place))
+    count = np.arange(start, stop)
+    return stream_of(recipe).numbered(np.full(count.size, source, np.int32), count, stage)
+
+
+def places_in_epoch(recipe: Recipe, draws: Draws) -> Longs:
+    """The place of each sequence in its epoch, in the order in which they are drawn, from 0; int64 [n].
+
+    Not for a rule with its own order, nor for draws with replacement.
+    """
+    return stream_of(recipe).places_in_epoch(draws)
+
+
+def drawn_between(recipe: Recipe, first_step: int, stop_step: int) -> dict[int, tuple[Longs, Longs]] | None:
+    """What the steps first_step..stop_step draw: stage of the rule -> draws of each source before, and after.
+
+    They are numbers of `draws_of_source`; int64 [num_sources] each. None for a rule with its own order.
+    """
+    if isinstance(recipe.sequence, OwnOrder):
+        return None
+    stream, found = stream_of(recipe), dict[int, tuple[Longs, Longs]]()
+    start, stop = (stream.bounds(step)[0] for step in (first_step, stop_step))
+    for segment, first, last in _spans(stream.segments_before(stop_step), start, stop):
+        if first < last:
+            before, _ = found.get(segment.stage, (segment.counts(first), None))
+            found[segment.stage] = before, segment.counts(last)
+    return found
 
 
 def lanes_of_step(recipe: Recipe, step: int) -> Longs | None:
@@ -689,8 +720,7 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
             f"{recipe.sequence.summary()}: its lengths change, so a sequence is known by its stage alone; "
             f"see meshfeed exposure"
         )
-    place = stream.unshuffled(draws.source, draws.epoch, draws.index)
-    count = draws.epoch * stream.sizes[draws.source] + place
+    count = draws.epoch * stream.sizes[draws.source] + stream.places_in_epoch(draws)
     if stop is None:
         return stream.positions(draws.source, count)
     found = np.full(len(draws), -1, np.int64)

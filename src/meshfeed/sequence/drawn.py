@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import cast
 
 import numpy as np
 
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import together
-from meshfeed.order import Draws, drawn_until, draws_between, draws_of_source, start_of_step
+from meshfeed.order import (
+    Draws,
+    OwnOrder,
+    drawn_between,
+    drawn_until,
+    draws_between,
+    draws_of_source,
+    places_in_epoch,
+    start_of_step,
+)
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.exposure import exposures
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule, epoch_in_order, of_draws
 from meshfeed.sequence.runs import Longs
+from meshfeed.sequence.windows import Windows
 
-_TOGETHER = 1 << 20  # draws that are looked up together
+_TOGETHER = 1 << 20  # draws, or documents, that are looked up together
+_MANY = 8  # draws are many from this part of an epoch on
 
-_Measure = Callable[[int, Draws], Longs]
-"""A source and some of its draws -> amounts that add up; int64 [k]."""
+
+@dataclass(frozen=True, slots=True)
+class _Amounts:
+    """What is added up: some numbers for each source.
+
+    Attributes:
+        num: how many numbers.
+        sources: to look at.
+        of_draws: those of some draws of a source; int64 [num].
+        of_epochs: those of whole epochs of a source, in sequences of a rule; int64 [num]. It raises
+            RecipeError if they are not known without a look at each.
+    """
+
+    num: int
+    sources: Collection[int]
+    of_draws: Callable[[int, Draws], Longs]
+    of_epochs: Callable[[int, SequenceRule, range], Longs]
 
 
 def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
@@ -36,19 +62,21 @@ def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
     unfinished one; or all, for draws with replacement, a rule with its own order, and where epochs differ.
     Raises RecipeError for excluded documents that cannot be found; see `exposures`.
     """
-    rule, drawn = cast(SequenceRule, recipe.sequence), drawn_until(recipe, until)
+    rule = cast(SequenceRule, recipe.sequence)
 
-    def measure(source: int, draws: Draws) -> Longs:
+    def of_some(source: int, draws: Draws) -> Longs:
         return np.array([len(draws), rule.lengths(recipe, draws).sum()])
 
-    def of_epoch(source: int) -> Longs:
-        return np.array([rule.num_sequences(recipe.sources[source]), rule.epoch_tokens(recipe, source).total])
+    def of_epochs(source: int, each: SequenceRule, epochs: range) -> Longs:
+        of_one = each.num_sequences(recipe.sources[source]), each.epoch_tokens(recipe, source).total
+        return len(epochs) * np.array(of_one)
 
-    if drawn is not None and rule.row_lengths:
+    amounts = _Amounts(2, range(len(recipe.sources)), of_some, of_epochs)
+    if rule.row_lengths and not isinstance(rule, OwnOrder):
         sums = _rows(recipe, until)
     else:
-        sums = _summed(recipe, until, measure, of_epoch, 2)
-    sums -= _skipped(recipe, until, measure, 2)
+        sums = _summed(recipe, 0, until, amounts)
+    sums -= _skipped(recipe, until, amounts)
     for sign, source, _, tokens in _excluded(recipe, until):
         np.add.at(sums[:, 1], source, -sign * tokens)
     return sums[:, 0], sums[:, 1]
@@ -61,26 +89,42 @@ def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_
     Returns int64 [num_sources, num_values]; 0 for other sources. A row counts its inputs, not its last label,
     and no padding: see `drawn_of_sources`, which says what counts, and what it raises.
 
-    Of documents, one epoch is looked up, and the last; of rows that span documents, every one.
+    All documents are looked up for whole epochs, and the sequences of the last, unfinished epoch of a source,
+    some at a time; or all sequences, where `drawn_of_sources` looks them up.
     """
     rule = cast(SequenceRule, recipe.sequence)
 
-    def measure(source: int, draws: Draws) -> Longs:
-        if source not in values:
-            return np.zeros(num_values, np.int64)
-        documents, tokens = _documents_of(recipe, source, draws)
+    def counted(source: int, documents: Longs, tokens: Longs) -> Longs:
         # as floats, exact: fewer than 2**53 tokens are looked up together
         return np.bincount(values[source][documents], tokens, num_values).astype(np.int64)
 
-    def of_epoch(source: int) -> Longs:
-        if rule.spans_documents:
-            raise RecipeError("rows begin at other tokens in each epoch")
-        rule.epoch_tokens(recipe, source)  # the same in every epoch, or it raises
-        measured = (measure(source, each) for each in epoch_in_order(rule, recipe, source))
-        return sum(measured, np.zeros(num_values, np.int64))
+    def of_some(source: int, draws: Draws) -> Longs:
+        return counted(source, *_documents_of(recipe, source, draws))
 
-    sums = _summed(recipe, until, measure, of_epoch, num_values)
-    sums -= _skipped(recipe, until, measure, num_values)
+    @cache
+    def of_store(source: int) -> Longs:
+        sums, store = np.zeros(num_values, np.int64), recipe.sources[source]
+        for start in range(0, store.num_documents, _TOGETHER):
+            documents = np.arange(start, min(start + _TOGETHER, store.num_documents))
+            sums += counted(source, documents, store.lengths(documents))
+        return sums
+
+    @cache
+    def of_epoch(source: int) -> Longs:
+        rule.epoch_tokens(recipe, source)  # the same in every epoch, or it raises
+        found = (of_some(source, draws) for draws in epoch_in_order(rule, recipe, source))
+        return sum(found, np.zeros(num_values, np.int64))
+
+    def of_epochs(source: int, each: SequenceRule, epochs: range) -> Longs:
+        if type(each) is Windows:
+            left = recipe.sources[source].documents.pieces(*each.left_over(recipe, source, epochs))
+            return len(epochs) * of_store(source) - counted(source, left.documents, left.lengths)
+        if each.spans_documents:
+            raise RecipeError(f"{each.summary()}: which tokens an epoch leaves out is not known")
+        return len(epochs) * of_epoch(source)
+
+    amounts = _Amounts(num_values, values.keys(), of_some, of_epochs)
+    sums = _summed(recipe, 0, until, amounts) - _skipped(recipe, until, amounts)
     for sign, source, document, tokens in _excluded(recipe, until):
         for each in set(source.tolist()) & values.keys():
             mine = source == each
@@ -110,47 +154,69 @@ def _documents_of(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Lon
     return pieces.documents, pieces.lengths
 
 
-def _summed(
-    recipe: Recipe, until: int, measure: _Measure, of_epoch: Callable[[int], Longs], num: int
-) -> Longs:
-    """Amounts of each source, as if no amendment left anything out; int64 [num_sources, num].
-
-    of_epoch: those of an epoch; it raises RecipeError where epochs differ.
-    """
-    drawn = drawn_until(recipe, until)
-    if drawn is None or len(recipe.sequence.pieces) > 1:
-        return _scanned(recipe, 0, until, measure, num)
-    rule, sums = cast(SequenceRule, recipe.sequence), np.zeros((len(recipe.sources), num), np.int64)
-    for source, count in enumerate(drawn[0].tolist()):
-        size = rule.num_sequences(recipe.sources[source])
-        whole = 0 if recipe.shuffle == "replacement" else count // size
-        try:
-            sums[source] = whole * of_epoch(source) if whole else 0
-        except RecipeError:  # not known, or not the same in every epoch
-            whole = 0
-        for start in range(whole * size, count, _TOGETHER):
-            draws = draws_of_source(recipe, source, start, min(start + _TOGETHER, count))
-            sums[source] += measure(source, draws)
-    return sums
-
-
-def _scanned(recipe: Recipe, first_step: int, stop_step: int, measure: _Measure, num: int) -> Longs:
-    sums = np.zeros((len(recipe.sources), num), np.int64)
-    edges = [step for step, _ in recipe.sequence.pieces if first_step < step < stop_step]
-    for steps in pairwise((first_step, *edges, stop_step)):
-        start, stop = (start_of_step(recipe, step) for step in steps)
+def _summed(recipe: Recipe, first_step: int, stop_step: int, amounts: _Amounts) -> Longs:
+    """Amounts of some steps, as if no amendment left anything out; int64 [num_sources, num]."""
+    sums = np.zeros((len(recipe.sources), amounts.num), np.int64)
+    drawn = drawn_between(recipe, first_step, stop_step)
+    if drawn is None:
+        start, stop = (start_of_step(recipe, step) for step in (first_step, stop_step))
         for at in range(start, stop, _TOGETHER):
             for source, _, draws in draws_between(recipe, at, min(at + _TOGETHER, stop)).by_source():
-                sums[source] += measure(source, draws)
+                if source in amounts.sources:
+                    sums[source] += amounts.of_draws(source, draws)
+        return sums
+    for stage, (before, after) in drawn.items():
+        for source in amounts.sources:
+            span = int(before[source]), int(after[source])
+            sums[source] += _of_source(recipe, source, stage, *span, amounts)
     return sums
 
 
-def _skipped(recipe: Recipe, until: int, measure: _Measure, num: int) -> Longs:
+def _of_source(recipe: Recipe, source: int, stage: int, start: int, stop: int, amounts: _Amounts) -> Longs:
+    """Amounts of the draws start..stop of a source, in sequences of a stage; int64 [num]."""
+    rule, sums = cast(SequenceRule, recipe.sequence).of_stages[stage], np.zeros(amounts.num, np.int64)
+    size = rule.num_sequences(recipe.sources[source])
+    first = min(-(-start // size) * size, stop)  # whole epochs begin here
+    last = max(stop // size * size, first)  # and end here
+    looked_up = [(start, first), (last, stop)]
+    try:
+        if first < last:
+            if recipe.shuffle == "replacement":
+                raise RecipeError("drawn with replacement, epochs differ")
+            sums += amounts.of_epochs(source, rule, range(first // size, last // size))
+    except RecipeError:
+        looked_up.append((first, last))
+    for span in looked_up:
+        for draws in _draws(recipe, source, stage, *span):
+            sums += amounts.of_draws(source, draws)
+    return sums
+
+
+def _draws(recipe: Recipe, source: int, stage: int, start: int, stop: int) -> Iterator[Draws]:
+    """The draws start..stop of a source, in sequences of a stage, some at a time.
+
+    Many draws of one epoch come in the order of the store, where they are looked up far faster.
+    """
+    rule = cast(SequenceRule, recipe.sequence).of_stages[stage]
+    size = rule.num_sequences(recipe.sources[source])
+    epoch = start // size
+    are_many = (stop - start) * _MANY >= size and stop <= (epoch + 1) * size
+    if not are_many or recipe.shuffle in ("none", "replacement"):
+        for at in range(start, stop, _TOGETHER):
+            yield draws_of_source(recipe, source, at, min(at + _TOGETHER, stop), stage)
+        return
+    for draws in epoch_in_order(rule, recipe, source, epoch):
+        staged = draws if len(recipe.sequence.pieces) == 1 else replace(draws, stage=stage)
+        number = epoch * size + places_in_epoch(recipe, staged)
+        yield staged.take(np.flatnonzero((start <= number) & (number < stop)))
+
+
+def _skipped(recipe: Recipe, until: int, amounts: _Amounts) -> Longs:
     """Amounts of the steps that amendments skip; int64 [num_sources, num]."""
-    sums = np.zeros((len(recipe.sources), num), np.int64)
+    sums = np.zeros((len(recipe.sources), amounts.num), np.int64)
     skipped = [(first, min(stop, until)) for first, stop in recipe.amendments.skipped if first < until]
     for first, stop in zip(*together(*np.array(skipped, np.int64).reshape(-1, 2).T)):
-        sums += _scanned(recipe, int(first), int(stop), measure, num)
+        sums += _summed(recipe, int(first), int(stop), amounts)
     return sums
 
 
