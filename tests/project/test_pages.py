@@ -209,7 +209,7 @@ def trained_alone() -> dict[str, Any]:
 
 def test_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("seen.md", 11)
+    run_page("seen.md", 13)
 
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

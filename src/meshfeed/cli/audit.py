@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,18 @@ from meshfeed.cli.command import OK, Console, Table, print_json, say
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.errors import MeshfeedError
+from meshfeed.files import Folder
+from meshfeed.files.url import join, parent
+from meshfeed.formats.parquet import RawStream
+from meshfeed.formats.prepared import values_name
 from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
-from meshfeed.store import StreamStore
+from meshfeed.store import DatasetStore, StreamStore
 from meshfeed.summary import digest_of
 
 _SHOWN = 50  # rows of the table by value
+
+_Values = tuple[list[str], npt.NDArray[np.int64]]
+"""Values, each once, and the number of that of each document; [num_documents]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +38,14 @@ class Audit(Command, RecipeOptions):
 
     Work out from recipe and index alone what the steps before --until drew. Two people who get the same
     digest have the same data, the same recipe up to that step, and the same figures. --by adds the tokens by
-    a value of each document, such as its licence or its year.
+    a value of each document, such as its licence or its year; of a mixture, for each source that has it.
     """
 
     examples = """
         meshfeed audit recipe.py --until 120000
         meshfeed audit recipe.py --until 120000 --json
         meshfeed audit corpus --until 500 --sequences 512 --window 4096
+        meshfeed audit recipe.py --until 120000 --by license
         meshfeed audit recipe.py --until 120000 --by code=licences.txt --by web=years.npy
     """
     keys = {
@@ -52,9 +62,9 @@ class Audit(Command, RecipeOptions):
     recipe: str = argument("RECIPE", recipes.HELP)
     until: int | None = option("only steps before this one (all)")
     by: list[str] | None = option(
-        "a file with a value of each document: a line of text for each, or .npy; for a source of a mixture "
-        "NAME=FILE, and may be repeated",
-        metavar="FILE",
+        "a column that `meshfeed prepare --keep` has kept, or a file with a value of each document: a line "
+        "of text for each, or .npy; for one source of a mixture NAME=COLUMN or NAME=FILE; may be repeated",
+        metavar="COLUMN",
     )
 
     def run(self) -> int:
@@ -94,42 +104,86 @@ class Audit(Command, RecipeOptions):
 
 def _by_value(recipe: mf.Recipe, until: int, given: list[str]) -> list[dict[str, Any]]:
     """Tokens drawn by source and by a value of its documents. given: as --by gives them."""
-    names, values = recipe.source_names, dict[int, npt.NDArray[Any]]()
+    names, found = recipe.source_names, dict[int, _Values]()
     for text in given:
-        is_alone = names == ("",)
-        if is_alone and "=" in text and not Path(text).exists():
-            raise MeshfeedError(f"--by {text}: no such file; a store alone takes FILE, without NAME=")
-        name, path = ("", text) if is_alone else text.partition("=")[::2]
-        if name not in names or not path:
-            raise MeshfeedError(f"--by {text}: write NAME=FILE, where NAME is one of {', '.join(names[:8])}")
-        source = names.index(name)
-        values[source] = _values_in(path, recipe.sources[source])
-    known, numbers = np.unique(np.concatenate([*values.values()]), return_inverse=True)
-    ends = np.cumsum([each.size for each in values.values()])
-    drawn = drawn_by_value(recipe, until, dict(zip(values, np.split(numbers, ends[:-1]))), known.size)
+        for source, path in _files_of(recipe, text):
+            if source in found:
+                name = repr(names[source]) if names[source] else "the store"
+                raise MeshfeedError(f"--by {text}: {name} has values already; ask for each column alone")
+            found[source] = _values_in(text, path, recipe.sources[source])
+    known = sorted(set().union(*(values for values, _ in found.values())))
+    at = {value: number for number, value in enumerate(known)}
+    of_source = {
+        source: np.array([at[value] for value in values], np.int64)[numbers]
+        for source, (values, numbers) in found.items()
+    }
+    drawn = drawn_by_value(recipe, until, of_source, len(known))
     return [
-        {"source": names[source], "value": str(known[value]), "tokens": int(drawn[source, value])}
-        for source in sorted(values)
+        {"source": names[source], "value": known[value], "tokens": int(drawn[source, value])}
+        for source in sorted(found)
         for value in np.argsort(-drawn[source], kind="stable").tolist()
         if drawn[source, value]
     ]
 
 
-def _values_in(path: str, store: StreamStore) -> npt.NDArray[Any]:
-    """The value of each document of a store, as text. Raises MeshfeedError unless there is one of each."""
+def _files_of(recipe: mf.Recipe, text: str) -> list[tuple[int, str]]:
+    """(source, its file of values) of what an option --by gives: COLUMN, FILE, NAME=COLUMN or NAME=FILE."""
+    names, sources = recipe.source_names, [*enumerate(recipe.sources)]
+    kept = [(source, path) for source, store in sources if (path := _kept_in(store, text)) is not None]
+    if kept:
+        return kept
+    if names == ("",):
+        if not Path(text).exists():
+            raise MeshfeedError(
+                f"--by {text}: no such file; a store alone takes FILE, without NAME=, or a column that "
+                f"`meshfeed prepare --keep` has kept"
+            )
+        return [(0, text)]
+    name, _, path = text.partition("=")
+    if name not in names or not path:
+        raise MeshfeedError(
+            f"--by {text}: no store has kept such a column by `meshfeed prepare --keep`; or write NAME=FILE, "
+            f"where NAME is one of {', '.join(names[:8])}"
+        )
+    source = names.index(name)
+    return [(source, _kept_in(recipe.sources[source], path) or path)]
+
+
+def _kept_in(store: StreamStore, column: str) -> str | None:
+    """The file that has the values of a column, if `meshfeed prepare` kept it beside the store."""
+    if not isinstance(store, DatasetStore) or not column:
+        return None
+    folder, name = Folder(store.path), values_name(column)
+    return join(store.path, name) if folder.holds(name) else None
+
+
+def _values_in(given: str, path: str, store: StreamStore) -> _Values:
+    """The value of each document of a store. Raises MeshfeedError unless there is one of each."""
     try:
         if path.endswith(".npy"):
-            found = np.load(path, allow_pickle=False).astype(str)
+            array = np.load(path, allow_pickle=False)
+            each_once, numbers = np.unique(array, return_inverse=True)
+            values, shape = each_once.astype(str).tolist(), array.shape
         else:
-            found = np.array(Path(path).read_text(encoding="utf-8").splitlines(), str)
+            known = dict[str, int]()
+            numbers = np.fromiter((known.setdefault(line, len(known)) for line in _lines(path)), np.int64)
+            values, shape = [*known], numbers.shape
     except (OSError, ValueError) as bad:
-        raise MeshfeedError(f"--by {path}: {bad}; give a text file, or .npy of numbers or text") from bad
-    if found.shape != (store.num_documents,):
-        has = f"{found.size} values" if found.ndim == 1 else f"an array of shape {found.shape}"
+        raise MeshfeedError(f"--by {given}: {bad}; give a text file, or .npy of numbers or text") from bad
+    if shape != (store.num_documents,):
+        has = f"{numbers.size} values" if len(shape) == 1 else f"an array of shape {shape}"
         raise MeshfeedError(
-            f"--by {path}: {has}; {store!r} has {store.num_documents} documents, one for each"
+            f"--by {given}: {has}; {store!r} has {store.num_documents} documents, one for each"
         )
-    return found
+    return values, numbers
+
+
+def _lines(path: str) -> Iterator[str]:
+    """The lines of a file of text, here or in storage."""
+    folder, name = parent(path)
+    with Folder(folder).file(name) as file, io.BufferedReader(RawStream(file), 1 << 20) as stream:
+        for line in io.TextIOWrapper(stream, "utf-8"):
+            yield line.removesuffix("\n")
 
 
 def _print(told: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
         parts.*, part_sizes.*    images and audio, if any; see `store.part_files`
         origins.npy     the record that each document was, beside dataset.json; see `formats.prepared`
+        COLUMN.values   a column of the records that is kept: a value of each document, on a line
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
         manifest.json   the request and the results
@@ -28,13 +29,13 @@ from typing import Any
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
-from meshfeed.formats.prepared import FORMAT, MANIFEST
+from meshfeed.formats.prepared import FORMAT, MANIFEST, values_name
 from meshfeed.prepare.encoding.encodings import Encoding
 from meshfeed.prepare.encoding.multimodal import Multimodal
 from meshfeed.prepare.encoding.text import TRAINED
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
-from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
+from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, Input, cut, find_inputs
 from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
@@ -95,6 +96,7 @@ def prepare(
     url_timeout_s: float = URL_TIMEOUT_S,
     allow_private: bool = False,
     text_encoding: str = "utf-8",
+    keep: str | Sequence[str] = (),
     engine: Engine | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -122,6 +124,9 @@ def prepare(
             `Multimodal.folder`, always may be. Say so only for records that you trust.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
+    keep: columns of the records, such as "license". COLUMN.values beside the store has a line of text for
+    each document, as `meshfeed audit --by` reads it: numbers, lists and objects as JSON, line breaks as
+    spaces, nothing for a record that lacks the column or has null.
     engine: runs the encoding; None for a process per core of this machine.
     resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is. A run
     of another job is an error, or dropped with `overwrite`.
@@ -152,7 +157,7 @@ def prepare(
     if passed_over:
         on_passed_over(passed_over)
     encodings = encodings_of(text_encoding, files)
-    request = Request(files, encoding.request(), dedup, validation, encodings)
+    request = Request(files, encoding.request(), dedup, validation, encodings, _kept(keep, files))
     with held(output):
         output.refuse_existing(request, resume=resume, overwrite=overwrite)
         if (output.work / JOB).exists() and not (resume or overwrite):
@@ -169,6 +174,23 @@ def prepare(
         with typed_errors(output.work):
             (output.work / JOB).unlink(missing_ok=True)  # done: the folder goes, too
     return Prepared(output.url, manifest)
+
+
+def _kept(keep: str | Sequence[str], files: Sequence[Input]) -> tuple[str, ...]:
+    """The columns to keep, each once. Raises PrepareError."""
+    columns = tuple(dict.fromkeys((keep,) if isinstance(keep, str) else keep))
+    given = f"--keep {','.join(columns)}"
+    if not all(columns):
+        raise PrepareError(f"{given}: the name of a column is empty")
+    names = [values_name(each) for each in columns]
+    for name in names:
+        if names.count(name) > 1:
+            raise PrepareError(
+                f"{given}: two of these columns would be written to {name}; rename one of them"
+            )
+    if columns and all(each.kind == "text" for each in files):
+        raise PrepareError(f"{given}: text files have no columns; leave it out")
+    return columns
 
 
 def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Output:
@@ -261,11 +283,11 @@ def _earlier(work: Path, request: Request, *, overwrite: bool) -> Job | None:
 
 
 def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    name = next((name for name in new if old.get(name) != new[name]), None)
+    name = next((name for name in {**new, **old} if old.get(name) != new.get(name)), None)
     if name is None:
         return
     was: Any = old.get(name)
-    now: Any = new[name]
+    now: Any = new.get(name)
     if name == "inputs":
         was, now = next((a, b) for a, b in zip_longest(was, now) if a != b)
     raise PrepareError(

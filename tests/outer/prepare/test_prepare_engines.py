@@ -36,7 +36,7 @@ on_slurm._LAG_S = 1.0
 def run(told, resume="resume" in more):
     try:
         prepare([corpus], out, Text(tokenizer="bytes"), engine=engines[engine],
-                part_bytes=20_000, on_progress=told, resume=resume)
+                part_bytes=20_000, on_progress=told, resume=resume, keep="id")
     except MeshfeedError as error:
         return f"{type(error).__name__}: {error}"
 def show(progress):
@@ -84,7 +84,8 @@ sys.exit(error)
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(7)
     path = tmp_path_factory.mktemp("engines") / "corpus.jsonl"
-    lines = [json.dumps({"text": "".join(rng.choices("abc \n", k=rng.randint(0, 4000)))}) for _ in range(100)]
+    texts = ["".join(rng.choices("abc \n", k=rng.randint(0, 4000))) for _ in range(100)]
+    lines = [json.dumps({"id": at, "text": text}) for at, text in enumerate(texts)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -92,7 +93,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(corpus: Path) -> Path:
     out = corpus.with_name("local")
-    prepare([corpus], out, Text(tokenizer="bytes"), engine=Local(2), part_bytes=PART_BYTES)
+    prepare([corpus], out, Text(tokenizer="bytes"), engine=Local(2), part_bytes=PART_BYTES, keep="id")
     return out
 
 

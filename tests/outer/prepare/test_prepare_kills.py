@@ -46,7 +46,13 @@ def test_killed_before_any_step_it_goes_on_to_the_same_bytes(tmp_path):
     jsonl(tmp_path / "old.jsonl", some[:2])
 
     def run(out, **options):
-        options = {"dedup": True, "validation": 0.5, "part_bytes": 900, "engine": Here()} | options
+        options = {
+            "dedup": True,
+            "validation": 0.5,
+            "part_bytes": 900,
+            "engine": Here(),
+            "keep": "id",
+        } | options
         return prepare([tmp_path / "a.jsonl"], out, Text(tokenizer="bytes"), **options)
 
     run(tmp_path / "whole")

@@ -273,6 +273,7 @@ def test_what_opens_a_store_goes_last_and_the_manifest_at_the_end():
     inside = [f"train/{name}" for name in names[:4]]
     assert [step_of(name) for name in inside] == [step_of(name) for name in names[:4]]
     assert step_of("loss_mask.bin") == step_of("origins.npy") == step_of("tokens.bin")
+    assert step_of("train/license.values") == step_of("tokens.bin")
     foreign = {
         step_of(name) for name in ("train", "train/manifest.json", "a/tokens.bin", "x.bin", "tokens.bin2")
     }

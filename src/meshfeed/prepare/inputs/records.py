@@ -6,6 +6,7 @@ import codecs
 import gzip
 import importlib
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from meshfeed.prepare.inputs.arrow import batches_in, rows_of
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
-from meshfeed.prepare.inputs.webdataset import grouped, sample_of
+from meshfeed.prepare.inputs.webdataset import grouped, sample_of, told_of
 
 HERE = "here"
 """Stands for a record in errors until its line is known."""
@@ -47,6 +48,7 @@ class Record:
         value: of its column, as in its file.
         num_bytes: its size there.
         reason: why it is not a document; None if it may be one.
+        kept: see `Reading.kept`.
     """
 
     number: int
@@ -54,6 +56,7 @@ class Record:
     value: Any
     num_bytes: int
     reason: str | None = None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Reading:
         most_bytes: of a record, uncompressed; of a sample, with its parts.
         url_timeout_s: of all attempts at the URL of a part.
         allow_private: whether any host and storage may be named; see `fetch_from`.
+        keep: columns whose values are kept beside the documents.
     """
 
     columns: Columns | SampleColumns
@@ -122,6 +126,7 @@ class Reading:
     most_bytes: int
     url_timeout_s: float
     allow_private: bool = False
+    keep: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any], url: str) -> Any:
         """The value of a record of a file. Raises StoreError."""
@@ -136,6 +141,17 @@ class Reading:
             allow_private=self.allow_private,
         )
         return self.columns.sample(record, fetch)
+
+    def kept(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """The value of each column of `keep` in a record, on one line; "" if it has none."""
+        return tuple(_on_one_line(record.get(name)) for name in self.keep)
+
+
+def _on_one_line(value: Any) -> str:
+    """Text as it is, but for line breaks; numbers, truth values, lists and objects as JSON; None as ""."""
+    if isinstance(value, bool | int | float | list | dict):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    return "" if value is None else " ".join(str(value).splitlines())
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
@@ -163,7 +179,7 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
                     )
                 yield _of_line(number, byte, line, how, each.url) if line.strip() else None
         elif each.kind == "webdataset" and isinstance(how.columns, SampleColumns):
-            yield from _of_tar(file, how.columns, how.most_bytes)
+            yield from _of_tar(file, how, how.columns)
         elif each.kind == "mds" and isinstance(how.columns, SampleColumns):
             yield from _of_mds(each.url, range(begin, end), how, how.columns)
         else:
@@ -200,29 +216,29 @@ def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Rec
     try:
         record = record_of(_decoded(line, how.encodings, " of the line"), lambda: HERE)
         value = how.value(record, url)
-        return Record(
-            number, byte, value, len(line) + 1 + (value.size_bytes if isinstance(value, Sample) else 0)
-        )
+        num_bytes = len(line) + 1 + (value.size_bytes if isinstance(value, Sample) else 0)
+        return Record(number, byte, value, num_bytes, kept=how.kept(record))
     except StoreError as error:
         hint = "; one list of records is read by --format json" if line.lstrip()[:1] == b"[" else ""
         return Record(number, byte, None, len(line) + 1, f"{reason_of(error)}{hint}")
 
 
-def _of_tar(file: ByteFile, columns: SampleColumns, most_bytes: int) -> Iterator[Record]:
-    for number, (key, files) in enumerate(grouped(file, most_bytes)):
+def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Record]:
+    for number, (key, files) in enumerate(grouped(file, how.most_bytes)):
         size = 0 if isinstance(files, str) else sum(map(len, files.values()))
-        reason, value = None, None
+        reason, value, told = None, None, dict[str, Any]()
         try:
             if isinstance(files, str):
                 raise StoreError(files)
-            value = sample_of(key, files, columns)
+            told = told_of(files, columns)
+            value = sample_of(key, files, told, columns)
         except StoreError as error:
             reason = f"{key}: {error}"
-        yield Record(number, -1, value, size, reason)
+        yield Record(number, -1, value, size, reason, how.kept(told))
 
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
-    names = {*columns.names, *columns.beside}
+    names = {*columns.names, *columns.beside, *how.keep}
     with mds_of(url) as store:
         for number, i in enumerate(samples):
             record, value, reason = store.sample(i, names, images=False), None, None
@@ -232,7 +248,7 @@ def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> I
                     raise StoreError(too_large(how.most_bytes))
             except StoreError as error:
                 value, reason = None, str(error)
-            yield Record(number, -1, value, value.size_bytes if value else 0, reason)
+            yield Record(number, -1, value, value.size_bytes if value else 0, reason, how.kept(record))
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
@@ -246,7 +262,7 @@ def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
         if len(raw) > how.most_bytes:
             raise _too_long(file.url, how)
     try:
-        return Record(0, -1, _decoded(raw, how.encodings), len(raw))
+        return Record(0, -1, _decoded(raw, how.encodings), len(raw), kept=how.kept({}))
     except StoreError as error:
         return Record(0, -1, None, len(raw), reason_of(error))
 
@@ -327,7 +343,8 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
     first = name_in(schema, columns.names, url)
     named = columns.names if isinstance(columns, SampleColumns) else (first,)
     masks = columns.masks if isinstance(columns, Columns) else ()
-    return [each for each in (*named, *columns.beside, *masks) if each in schema.names]
+    wanted = dict.fromkeys((*named, *columns.beside, *masks, *how.keep))
+    return [each for each in wanted if each in schema.names]
 
 
 def _of_row(
@@ -340,10 +357,10 @@ def _of_row(
             return Record(number, -1, None, num_bytes, reason_of(error))
         if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
             raise _too_long(where, how)
-        return Record(number, -1, value, num_bytes)
+        return Record(number, -1, value, num_bytes, kept=how.kept(record))
     try:
         value = how.value(record, url)
-        return Record(number, -1, value, max(num_bytes, value.size_bytes))
+        return Record(number, -1, value, max(num_bytes, value.size_bytes), kept=how.kept(record))
     except StoreError as error:
         return Record(number, -1, None, num_bytes, reason_of(error))
 

@@ -66,19 +66,23 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
         yield key, reason or files
 
 
-def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sample:
-    """The sample of a key. Raises StoreError that names what is wrong with it."""
-    told: dict[str, Any] = {}
-    if "json" in files:
-        try:
-            found: Any = json.loads(files["json"])
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f".json: not valid JSON: {error}") from error
-        if isinstance(found, list) and how.chat:  # Energon's conversations
-            found = {how.names[0]: found}
-        if not isinstance(found, dict):
-            raise StoreError(f".json: {type(found).__name__} where an object belongs")
-        told = cast(dict[str, Any], found)
+def told_of(files: Mapping[str, bytes], how: SampleColumns) -> dict[str, Any]:
+    """The object in the .json of a sample; {} without. Raises StoreError."""
+    if "json" not in files:
+        return {}
+    try:
+        found: Any = json.loads(files["json"])
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f".json: not valid JSON: {error}") from error
+    if isinstance(found, list) and how.chat:  # Energon's conversations
+        found = {how.names[0]: found}
+    if not isinstance(found, dict):
+        raise StoreError(f".json: {type(found).__name__} where an object belongs")
+    return cast(dict[str, Any], found)
+
+
+def sample_of(key: str, files: Mapping[str, bytes], told: Mapping[str, Any], how: SampleColumns) -> Sample:
+    """The sample of a key. told: see `told_of`. Raises StoreError that names what is wrong with it."""
     text = next((suffix for suffix in _TEXT if suffix in files), None)
     record = {name: value for name, value in told.items() if name != "caption" or text is None}
     if text is not None and not how.chat and not how.holds_text(record):

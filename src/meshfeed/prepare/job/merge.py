@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.files.local.durable import durable_file
-from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of
+from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of, values_name
 from meshfeed.prepare.encoding.multimodal import PART_DTYPES
 from meshfeed.prepare.job.job import Job
 from meshfeed.prepare.job.part_file import (
@@ -47,7 +48,8 @@ def merge(
 
     def blocks() -> Iterator[tuple[int, Block]]:
         for part, summary in enumerate(summaries):
-            for block in blocks_of_part(part_path(job.folder, part), summary.num_blocks, names):
+            path = part_path(job.folder, part)
+            for block in blocks_of_part(path, summary.num_blocks, names, len(job.request.keep)):
                 yield part, block
 
     keep = np.ones(sum(summary.num_documents for summary in summaries), np.bool_)
@@ -65,6 +67,13 @@ def merge(
             name: stack.enter_context(DatasetWriter(out / name, columns, parts=bool(encoder.beside)))
             for name in folders
         }
+        values = {
+            name: [
+                _Values(stack.enter_context(durable_file(out / name / values_name(column))))
+                for column in job.request.keep
+            ]
+            for name in folders
+        }
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
@@ -72,6 +81,8 @@ def merge(
             for name, store in stores.items():
                 chosen = keep[mine] & (apart[mine] == (name == VALIDATION))
                 _add(store, block, chosen)
+                for each, lines in zip(values[name], block.kept):
+                    each.add(lines, chosen)
                 origins[name].add(job.spans[span[chosen], 1], bases[span[chosen]] + number[chosen])
             first = mine.stop
             on_part(part)
@@ -84,8 +95,31 @@ def merge(
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
         "num_malformed_inputs": len({int(job.spans[each.span, 1]) for each in malformed}),
-        "stores": {name: _counted(out / name) for name in folders},
+        "stores": {name: _counted(out / name) | _kept(job.request.keep, values[name]) for name in folders},
     }
+
+
+class _Values:
+    """Writes the values that documents have in a column of their records, one in a line.
+
+    Attributes:
+        num_values: documents that have one.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.num_values = stream, 0
+
+    def add(self, lines: npt.NDArray[Any], chosen: Mask) -> None:
+        """Those of the chosen documents of a block. lines: see `Block.kept`."""
+        some = list(compress(lines.tobytes().splitlines(keepends=True), chosen))
+        self.num_values += sum(line != b"\n" for line in some)
+        self._stream.writelines(some)
+
+
+def _kept(columns: Sequence[str], values: Sequence[_Values]) -> dict[str, Any]:
+    """How many documents have a value in each column that is kept; {} if none is."""
+    counts = {name: each.num_values for name, each in zip(columns, values)}
+    return {"kept": counts} if counts else {}
 
 
 def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:

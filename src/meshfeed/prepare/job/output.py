@@ -14,7 +14,7 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import sync
 from meshfeed.files.url import is_remote
-from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
+from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST, VALUES
 from meshfeed.prepare.job.job import JOB, Request
 
 OnBytes = Callable[[int, int], None]
@@ -24,7 +24,7 @@ _SHOWN = 3
 _FOLDER, _COLUMN = r"((train|validation)/)?", r"(tokens|loss_mask|parts|part_sizes)"
 _STEPS = (
     rf"{_FOLDER}{_COLUMN}\.sums",
-    rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy)",
+    rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy|[^/]+{re.escape(VALUES)})",
     rf"{_FOLDER}{_COLUMN}\.idx",
     rf"{_FOLDER}dataset\.json",
     rf"{re.escape(ERRORS)}|tokenizer\.json",
