@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -240,3 +241,10 @@ def test_every_place_is_served_once_in_every_exchange(text: str, delivery: Any, 
     assert sorted(rank for ranks in membership for rank in ranks) == [
         role.rank for role in roles if role.reads
     ]
+
+
+def test_items_are_digested_where_several_ranks_may_give_the_same() -> None:
+    alone = Membership.all_of(range(4))
+    assert not alone.has_copies
+    assert Membership.all_of(range(4), cp=2).has_copies, "two cp ranks of a data-parallel rank"
+    assert replace(alone, speakers=(0, 4)).has_copies, "two stages"

@@ -55,11 +55,13 @@ class ItemSource:
         """Whether there is an iterator."""
         return self._source is not None
 
-    def pull(self, step: int, rank: int, wanted: frozenset[str], handed_out: int) -> Given:
+    def pull(
+        self, step: int, rank: int, wanted: frozenset[str], handed_out: int, *, digested: bool = True
+    ) -> Given:
         """The items that this rank gives to a step. If the iterator fails, the report carries its error.
 
-        wanted: see `encode`. handed_out: the first step not handed to the loop; steps before `handed_out` - 1
-        are discarded.
+        wanted, digested: see `encode`. handed_out: the first step not handed to the loop; steps before
+        `handed_out` - 1 are discarded.
         """
         for old in [old for old in self._pulled if old < min(handed_out, step) - 1]:
             del self._pulled[old]
@@ -67,7 +69,7 @@ class ItemSource:
             if step - 1 not in self._pulled:  # keep the state before a run's first step
                 self._pulled[step - 1] = self._now()
             try:
-                self._last = self._pulled[step] = self._next(rank, wanted)
+                self._last = self._pulled[step] = self._next(rank, wanted, digested)
             except Exception as error:
                 return _failed(error, rank, step, self._last.taken + _items_in(self._waiting))
             self._waiting = []
@@ -174,7 +176,7 @@ class ItemSource:
         """The iterator's state after the last step that was kept."""
         return replace(self._last, given=nothing(), state=_state_of(self._source))
 
-    def _next(self, rank: int, wanted: frozenset[str]) -> _Pulled:
+    def _next(self, rank: int, wanted: frozenset[str], digested: bool) -> _Pulled:
         """The next step of the iterator."""
         taken, pulled, ended = self._last.taken, self._last.pulled, self._last.ended
         if self._source is None:
@@ -190,7 +192,9 @@ class ItemSource:
                 may_change = self._pulls > 1 and not isinstance(self._source, (list, tuple))
                 self._waiting.append(_own(element) if may_change else element)
         items = [item for element in self._waiting for item in elements_of(element)]
-        given = encode(items, self._keys, first=taken, ended=ended, wanted=wanted, rank=rank)
+        given = encode(
+            items, self._keys, first=taken, ended=ended, wanted=wanted, rank=rank, digested=digested
+        )
         taken, pulled = taken + len(items), pulled + len(self._waiting)
         return _Pulled(given, _state_of(self._source), taken, pulled, ended)
 

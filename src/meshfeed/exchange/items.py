@@ -67,11 +67,13 @@ def encode(
     ended: bool = False,
     wanted: frozenset[str] | None = None,
     rank: int = 0,
+    digested: bool = True,
 ) -> Given:
     """Measure items and encode them as bytes.
 
     first: number of the first item. ended: whether these are the last. wanted: the declared keys that any
-    receiver needs; None for all. rank: the rank that gives them, for error messages.
+    receiver needs; None for all. rank: the rank that gives them, for error messages. digested: whether to
+    digest their content, because another rank may give the same items.
     Raises StoreError naming rank, item and key if the length key is missing, keys differ in their number of
     tokens, a type is not the declared one or that of the other items, or a value cannot be sent.
     """
@@ -97,7 +99,7 @@ def encode(
         rows=rows,
         schemas=schemas,
         ended=ended,
-        content=zlib.crc32(_some_of_each(tokens.values, tokens.sizes)),
+        content=zlib.crc32(_some_of_each(tokens.values, tokens.sizes)) if digested else 0,
     )
     return Given(report, (rest, *(_bytes_of(column.values) for column in split.values())))
 

@@ -76,7 +76,7 @@ class MemberReport:
         schemas: those that the last column refers to.
         owns: whether it has an iterator.
         ended: whether the iterator is exhausted.
-        content: a digest of the items, from some of the numbers of their length key.
+        content: a digest of the items, from some of the numbers of their length key; 0 if nobody compares it.
     """
 
     first: int = 0

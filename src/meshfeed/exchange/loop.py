@@ -359,8 +359,9 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         """The items that this rank gives to a step."""
         if not self.role.reads:
             return nothing()
-        run = self._run
-        return self._puller.pull(step, self.rank, self._wanted, step if run is None else run.step)
+        run, digested = self._run, self._membership.has_copies
+        handed_out = step if run is None else run.step
+        return self._puller.pull(step, self.rank, self._wanted, handed_out, digested=digested)
 
     def _received(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
         """The same on a rank that another one serves, from the message that was delivered."""

@@ -83,6 +83,11 @@ class Membership:
             next_index += len(ranks)
         return found
 
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether several ranks may give the same items: members of one data-parallel rank, or exchanges."""
+        return len(self.speakers) > 1 or len(set(map(self.dp_rank, range(len(self.ranks))))) < len(self.ranks)
+
     def dp_rank(self, member: int) -> int:
         """The data-parallel rank of a member."""
         return self.served[member][0] // self.cp

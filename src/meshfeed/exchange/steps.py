@@ -36,7 +36,9 @@ from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.runs import Runs
 from meshfeed.sequence.table import fields_of_packs, places_of, runs_at
 
-_PLAN = ("lengths", "microbatch", "first_rank", "cp_size", "sequence", "start", "oversize")
+_ROWS = {"lengths": np.int64, "start": np.int64} | dict.fromkeys(
+    ("microbatch", "first_rank", "cp_size", "sequence"), np.int32
+)
 _OTHERS = "(keys that are not declared)"
 _TOGETHER = 1 << 19  # bytes of a field that are built in one pass
 
@@ -131,17 +133,18 @@ def plan(
 
 
 def columns_of_plan(made: StepPlan) -> dict[str, Any]:
-    """A plan as columns, for a message to ranks that then need not plan."""
-    arrays = {f"plan.{name}": getattr(made, name) for name in _PLAN}
-    return {**arrays, "plan.num_microbatches": np.array([made.num_microbatches])}
+    """A plan as columns, for a message to ranks that then need not plan: few, as each has a fixed cost."""
+    rows = np.stack([getattr(made, name) for name in _ROWS], dtype=np.int64)
+    return {"plan": rows, "oversize": made.oversize, "num_microbatches": np.array([made.num_microbatches])}
 
 
 def plan_of(columns: Mapping[str, Any], packing: Packing, layout: Layout, split: CpSplit) -> StepPlan:
     """The plan of a message, in memory of its own."""
     room = room_of(packing, dp=layout.dp, cp=layout.cp, split=split)
     return StepPlan(
-        **{name: np.array(columns[f"plan.{name}"]) for name in _PLAN},
-        num_microbatches=int(columns["plan.num_microbatches"][0]),
+        **{name: row.astype(dtype) for (name, dtype), row in zip(_ROWS.items(), columns["plan"])},
+        oversize=np.array(columns["oversize"]),
+        num_microbatches=int(columns["num_microbatches"][0]),
         num_ranks=room.num_ranks,
         idle_cp_size=room.sizes[0],
         align=room.align,
@@ -174,16 +177,14 @@ class Received:
     @cached_property
     def begins(self) -> dict[str, Longs]:
         """Offset in `data` of each split key in each piece, -1 if absent; int64 [n] each."""
-        its, gathered = self.shipment, self.gathered
-        before = {name: np.full(len(gathered.schemas), -1) for name in gathered.split_keys}
+        its, gathered, names = self.shipment, self.gathered, list(self.gathered.split_keys)
+        before = np.full((len(names), len(gathered.schemas)), -1)  # bytes of a token of the keys before it
         for at, schema in enumerate(gathered.schemas):
             for key, (name, _, _) in enumerate(schema.split):
-                before[name][at] = sum(schema.entry_bytes[:key])
-        schema_of, start = gathered.schema[its.item], self.offsets + gathered.rest_bytes[its.item]
-        return {
-            name: np.where(bytes_of[schema_of] < 0, -1, start + its.num_tokens * bytes_of[schema_of])
-            for name, bytes_of in before.items()
-        }
+                before[names.index(name), at] = sum(schema.entry_bytes[:key])
+        before = before[:, gathered.schema[its.item]]
+        start = self.offsets + gathered.rest_bytes[its.item]
+        return dict(zip(names, np.where(before < 0, -1, start + its.num_tokens * before)))
 
     def rest(self, piece: int) -> list[tuple[str, str, Any]]:
         """(name, type, value) of every unsplit key of a piece: an array, bytes or a nested value; copies."""
@@ -371,6 +372,7 @@ def _split(
     piece = np.concatenate([held[tokens.sequence] for held, (tokens, _) in zip(rows, own)])
     runs = runs_at(places, [Runs(at, tokens.start, tokens.sizes) for tokens, at in own])
     start = received.shipment.tokens_at(piece, runs.start)
+    of_runs, needed = np.stack((runs.at, start, runs.size)), sum(portion.num_tokens for portion in portions)
     for key in wanted:
         dtype, shape = received.gathered.split_keys.get(key.name, (key.dtype, ()))
         if dtype == ANY:  # no item of the step has it and its type is unknown
@@ -378,8 +380,8 @@ def _split(
         out, entry = allocate((num_tokens, *shape), carrier(dtype)), entry_bytes(dtype, shape)
         begin = received.begins[key.name][piece] if key.name in received.begins else np.full(piece.size, -1)
         has = begin >= 0  # a sequence without the key is padding
-        at, first, size = runs.at[has] * entry, start[has] * entry, runs.size[has] * entry
-        if size.sum() < sum(portion.num_tokens for portion in portions) * entry:
+        at, first, size = entry * (of_runs if has.all() else of_runs[:, has])
+        if size.sum() < needed * entry:
             out[:] = bits_of(key.pad, dtype)
         Runs(at, begin[has] + first, size).copy(received.data, out.reshape(-1).view(np.uint8))
         for arrays, portion, place in zip(made, portions, places):

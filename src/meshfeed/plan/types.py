@@ -219,8 +219,8 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
         raise PlanError(
             f"dp_cp_rank={dp_cp_rank}: the plan is for ranks 0 to {plan.num_ranks - 1}, counted in dp and cp"
         )
-    mine = np.flatnonzero((plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size))
-    mine = mine[plan.microbatch[mine] >= 0]
+    has_rank = (plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size)
+    mine = np.flatnonzero(has_rank & (plan.microbatch >= 0))
     mine = mine[np.argsort(plan.microbatch[mine], kind="stable")].astype(np.int32)
     edges = np.arange(0, plan.num_microbatches + together, together)
     microbatch, lengths, cp_size = plan.microbatch[mine], plan.lengths[mine], plan.cp_size[mine]
@@ -328,7 +328,9 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     bounds = pack.cu_seqlens_padded.astype(np.int64)
     if pack.tail:
         bounds = np.append(bounds, pack.num_tokens)
-    lengths = bounds[-1:] if whole else np.diff(bounds)
+    lengths = bounds[-1:] if whole else bounds[1:] - bounds[:-1]
+    if num_chunks == 1 and not whole:
+        return Slices(np.arange(lengths.size, dtype=np.int32), np.zeros_like(lengths), lengths)
     if (lengths % num_chunks).any():
         bad = lengths[lengths % num_chunks > 0][:3]
         raise PlanError(f"padded lengths {bad} do not split in {num_chunks}; pad with Align.padded")
@@ -344,9 +346,9 @@ def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[i
 
     Ranks 0 and 1 of cp 4, zigzag: chunks 0 1 6 7 of 8 -> first [0 6], last [2 8].
     """
-    ranks = np.sort(np.asarray(cp_ranks, np.int64))
-    if ranks.size == cp_size:
+    if len(cp_ranks) == cp_size:
         return 1, np.array([0]), np.array([1])
+    ranks = np.sort(np.asarray(cp_ranks, np.int64))
     num_chunks, chunks = cp_size, ranks
     if split in ("zigzag", "pack_zigzag"):
         num_chunks, chunks = 2 * cp_size, np.concatenate((ranks, 2 * cp_size - 1 - ranks[::-1]))
