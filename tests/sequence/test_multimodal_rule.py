@@ -693,13 +693,15 @@ def test_workers_give_the_same_arrays_whatever_their_byte_order_and_memory(
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.parametrize(("least", "name"), [(1 << 16, "read_parts"), (64, "read_parts_into")])
 def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, least: int, name: str
 ) -> None:
-    def fails(self: Any, documents: Any, places: Any) -> Any:
+    def fails(*_: Any) -> Any:
         raise MeshfeedError("no such disk")
 
-    monkeypatch.setattr(mf.store.MultimodalStore, "read_parts", fails)
+    monkeypatch.setattr(decoding, "_SHARED_BYTES", least)
+    monkeypatch.setattr(mf.store.MultimodalStore, name, fails)
     with (
         mf.Feed(multimodal(folder), machine=mf.Machine(workers=1), **PACKING) as feed,
         pytest.raises(MeshfeedError, match="no such disk"),

@@ -14,9 +14,9 @@ import struct
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -38,18 +38,39 @@ AHEAD_BYTES = 256 << 20
 """Workers begin no further part while so much is decoded and not asked for yet."""
 
 _ARENA_BYTES = 1 << 36  # of addresses, far above AHEAD_BYTES and what a step has; memory as it is written
-_SHARED_BYTES = 1 << 16  # smaller arrays go through the worker's pipe
+_SHARED_BYTES = 1 << 16  # less goes through the worker's pipe
 _ALIGNED = 64
+
+
+class Promise(NamedTuple):
+    """What is known of a part before its bytes are read.
+
+    Attributes:
+        num_bytes: as stored.
+        rows: of each column, by the processor.
+        tokens: by the rule.
+    """
+
+    kind: Kind
+    size: PartSize
+    num_bytes: int
+    rows: Mapping[str, int]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """Which part of which draw."""
+    """Which part of which draw.
+
+    Attributes:
+        promise: of one that is announced, looked up together with those announced beside it.
+    """
 
     source: int
     epoch: int
     index: int
     part: int
+    promise: Promise | None = field(default=None, compare=False, repr=False)
 
     def told(self, recipe: Recipe) -> str:
         """What messages call the part."""
@@ -73,21 +94,19 @@ class Task:
     """All that decoding a part needs.
 
     Attributes:
+        data: as stored; empty where they begin the room.
         seeds: of its generator; see `order.rng`.
-        rows: of each column, by the processor.
-        tokens: by the rule.
         read_s: seconds that reading the bytes took.
-        room: for the arrays from _SHARED_BYTES; None where they go through the pipe.
+        room: for the stored bytes and large arrays; None where all go through the pipe.
+        slots: where the arrays from _SHARED_BYTES begin in the room.
     """
 
-    kind: Kind
+    promise: Promise
     data: bytes
-    size: PartSize
     seeds: tuple[int, ...]
-    rows: Mapping[str, int]
-    tokens: int
     read_s: float
     room: ArenaRange | None = None
+    slots: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +184,12 @@ class Decoder:
     def announce(self, places: Sequence[PartPlace]) -> None:
         """These will be decoded, in this order."""
         if self._workers is not None:
-            self._workers.announce(places)
+            self._workers.announce(self._announced(places))
 
     def decode(self, places: Sequence[PartPlace]) -> list[Made | Bad]:
         """Each part, decoded and checked. Raises StoreError if it cannot be read, or a worker dies."""
         if self._workers is None:
-            tasks = self._tasks(dict.fromkeys(places))
+            tasks = self._tasks(self._promises(places))
             decoded = {at: _decoded_here(self._processors, task) for at, task in tasks.items()}
             self.costs.wait_s += self._count(decoded.values())[0]
             return [decoded[at].made for at in places]
@@ -197,43 +216,49 @@ class Decoder:
         self.costs.busy_s += busy_s
         return busy_s, read_s
 
-    def _tasks(self, places: Collection[PartPlace]) -> dict[PartPlace, Task]:
-        """All that decoding some parts needs. What one source has of them is read together."""
-        tasks: dict[PartPlace, Task] = {}
+    def _announced(self, places: Sequence[PartPlace]) -> Sequence[PartPlace]:
+        """The places with their promises. Without, if one has none: it fails where it is decoded."""
+        try:
+            promises = self._promises(places)
+        except MeshfeedError:
+            return places
+        return [replace(at, promise=promises[at]) for at in places]
+
+    def _promises(self, places: Iterable[PartPlace]) -> dict[PartPlace, Promise]:
+        """The promise of each part. Those of one source are looked up together."""
+        promises: dict[PartPlace, Promise] = {}
         ordered = sorted(dict.fromkeys(places), key=lambda at: (at.source, at.index, at.part))
         for source, some in itertools.groupby(ordered, key=lambda at: at.source):
-            tasks |= self._tasks_of(source, list(some))
-        return {at: tasks[at] for at in places}
+            promises |= self._promises_of(source, list(some))
+        return promises
 
-    def _tasks_of(self, source: int, places: Sequence[PartPlace]) -> dict[PartPlace, Task]:
+    def _promises_of(self, source: int, places: Sequence[PartPlace]) -> dict[PartPlace, Promise]:
         """places: of one source, ascending by document and part."""
-        store, promised = self._recipe.sources[source], list[tuple[Kind, int, dict[str, int], int]]()
-        documents, numbers = (np.array(each) for each in zip(*((at.index, at.part) for at in places)))
+        promises: dict[PartPlace, Promise] = {}
+        documents, numbers = _numbers_of(places)
         unique, of = np.unique(documents, return_inverse=True)
-        parts = store.parts(unique)
+        parts = self._recipe.sources[source].parts(unique)
         parts = parts.take(parts.starts[of] + numbers)
+        stored = parts.num_bytes.tolist()
         for kind in KINDS:
             if mine := parts.of_kind(kind).tolist():
                 rows, tokens = self._promised(kind, parts.take(np.array(mine)), [places[i] for i in mine])
-                for k, i in enumerate(mine):
-                    promised.append(
-                        (kind, i, {name: int(each[k]) for name, each in rows.items()}, int(tokens[k]))
-                    )
-        begin = time.monotonic()
-        data = store.read_parts(documents, numbers)
-        read_s = (time.monotonic() - begin) / len(places)
-        return {
-            (at := places[i]): Task(
-                kind=kind,
-                data=data[i],
-                size=PartSize.of(parts, i),
-                seeds=(self._recipe.seed, at.epoch, at.index, at.part, source),
-                rows=rows,
-                tokens=tokens,
-                read_s=read_s,
-            )
-            for kind, i, rows, tokens in promised
-        }
+                counts = {name: each.tolist() for name, each in rows.items()}
+                for k, (i, num_tokens) in enumerate(zip(mine, tokens.tolist())):
+                    of_part = {name: each[k] for name, each in counts.items()}
+                    promises[places[i]] = Promise(kind, PartSize.of(parts, i), stored[i], of_part, num_tokens)
+        return promises
+
+    def _tasks(self, promises: Mapping[PartPlace, Promise]) -> dict[PartPlace, Task]:
+        """All that decoding some parts needs. promises: by source. What is of one is read together."""
+        tasks: dict[PartPlace, Task] = {}
+        for source, some in itertools.groupby(promises, key=lambda at: at.source):
+            places, begin = list(some), time.monotonic()
+            data = self._recipe.sources[source].read_parts(*_numbers_of(places))
+            read_s = (time.monotonic() - begin) / len(places)
+            for at, stored in zip(places, data):
+                tasks[at] = Task(promises[at], stored, self._seeds(at), read_s)
+        return tasks
 
     def _promised(
         self, kind: Kind, parts: Parts, places: Sequence[PartPlace]
@@ -250,12 +275,26 @@ class Decoder:
             raise named(error, processor, f"{self.told(places[0])} and {len(places) - 1} more") from error
 
     def _task_with_room(self, at: PartPlace) -> Task:
-        (task,), arena = self._tasks([at]).values(), self._arena
-        columns = self._processors[task.kind].columns
-        sizes = [task.rows[each.name] * each.row_bytes for each in columns]
-        if needed := sum(_aligned(size) for size in sizes if size >= _SHARED_BYTES):
-            return task if arena is None else replace(task, room=arena.take(needed))
-        return task
+        """What a worker needs, in a room where some of it is large."""
+        promise, arena, slots = at.promise or self._promises([at])[at], self._arena, dict[str, int]()
+        end = _aligned(promise.num_bytes)
+        for each in self._columns[promise.kind]:
+            if (size := promise.rows[each.name] * each.row_bytes) >= _SHARED_BYTES:
+                slots[each.name], end = end, end + _aligned(size)
+        room = None if arena is None or end < _SHARED_BYTES else arena.take(end)
+        if room is None or room.memory is None:
+            return self._tasks({at: promise})[at]
+        begin = time.monotonic()
+        stored = room.memory[: promise.num_bytes]
+        self._recipe.sources[at.source].read_parts_into(stored, *_numbers_of([at]))
+        return Task(promise, b"", self._seeds(at), time.monotonic() - begin, room, slots)
+
+    @functools.cached_property
+    def _columns(self) -> dict[Kind, tuple[PartField, ...]]:
+        return {kind: processor.columns for kind, processor in self._processors.items()}
+
+    def _seeds(self, at: PartPlace) -> tuple[int, ...]:
+        return self._recipe.seed, at.epoch, at.index, at.part, at.source
 
     def told(self, at: PartPlace) -> str:
         """What messages call a part."""
@@ -275,15 +314,15 @@ _OF_BYTES = (SyntaxError, ValueError, IndexError, OverflowError, struct.error, z
 
 def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
-    processor = processors[task.kind]
+    processor = processors[task.promise.kind]
     try:
-        given: Any = processor.decoded(task.data, task.size, rng(*task.seeds))
+        given: Any = processor.decoded(task.data, task.promise.size, rng(*task.seeds))
     except Exception as error:
         return _failed(processor, error)
     if not isinstance(given, Mapping):
         return Bad(f"{processor!r} gives {type(given).__name__}; give each field's array", is_broken=False)
     made = dict(cast(Mapping[str, Array], given))
-    if wrong := _difference(processor, task, made):
+    if wrong := _difference(processor, task.promise, made):
         return Bad(wrong, is_broken=False)
     return made
 
@@ -341,17 +380,17 @@ def _other_arrays(promises: Sequence[PartField], rows: Mapping[str, int], made: 
     return f"makes {given}, and its fields and rows say {promised}; make them equal"
 
 
-def _difference(processor: Processor, task: Task, made: Made) -> str | None:
+def _difference(processor: Processor, promise: Promise, made: Made) -> str | None:
     """How what was made differs from what was promised."""
-    if wrong := _other_arrays(processor.columns, task.rows, made):
+    if wrong := _other_arrays(processor.columns, promise.rows, made):
         return f"{processor!r} {wrong}"
     try:
         tokens = processor.num_tokens(made)
     except Exception as error:
         return f"num_tokens of {processor!r} raises {type(error).__name__}: {error}"
-    if tokens != task.tokens:
+    if tokens != promise.tokens:
         return (
-            f"{processor.rule!r} counts {task.tokens} tokens for {task.size}, and {processor!r} makes "
+            f"{processor.rule!r} counts {promise.tokens} tokens for {promise.size}, and {processor!r} makes "
             f"{tokens}; correct the one that is wrong"
         )
     return None
@@ -374,16 +413,17 @@ def _decoded_here(processors: Mapping[Kind, Processor], task: Task) -> Decoded:
 
 def _decoded_in_worker(processors: Mapping[Kind, Processor], arena: Arena | None, task: Task) -> Decoded:
     """What travels of a part: large arrays lie in the task's room."""
+    if arena is None or task.room is None:
+        return _decoded(processors, task, time.process_time)
+    begin = task.room.offset
+    task = replace(task, data=arena.written(begin, task.promise.num_bytes).tobytes())
     decoded = _decoded(processors, task, time.process_time)
-    if isinstance(decoded.made, Bad) or arena is None or task.room is None:
-        return decoded
-    begin = 0
-    for name, array in decoded.made.items():
-        if array.nbytes >= _SHARED_BYTES:
-            memory = arena.written(task.room.offset + begin, array.nbytes)
+    if not isinstance(decoded.made, Bad):
+        for name, slot in task.slots.items():
+            array = decoded.made[name]
+            memory = arena.written(begin + slot, array.nbytes)
             memory.view(array.dtype.name).reshape(array.shape)[...] = array  # in this machine's byte order
-            decoded.made[name] = Placed(begin, array.dtype.name, array.shape)
-            begin += _aligned(array.nbytes)
+            decoded.made[name] = Placed(slot, array.dtype.name, array.shape)
     return decoded
 
 
@@ -398,6 +438,12 @@ def _arrays_of(task: Task, decoded: Any) -> Any:
             array = memory[each.begin : each.begin + num_bytes].view(each.dtype)
             decoded.made[name] = array.reshape(each.shape)
     return decoded
+
+
+def _numbers_of(places: Iterable[PartPlace]) -> tuple[Longs, Longs]:
+    """Document and number of each part; int64 [n] twice."""
+    documents, numbers = np.array([(at.index, at.part) for at in places], np.int64).T
+    return documents, numbers
 
 
 def _aligned(num_bytes: int) -> int:

@@ -134,6 +134,10 @@ class StreamStore(Store):
         """
         raise StoreError(f"{self.path}: its documents have no parts")
 
+    def read_parts_into(self, out: npt.NDArray[np.uint8], documents: I64, places: I64) -> None:
+        """The same bytes, part after part. out: of exactly their size, contiguous."""
+        raise StoreError(f"{self.path}: its documents have no parts")
+
     def will_need_parts(self, documents: I64, places: I64) -> None:
         """Announce parts that will be read, each once; returns at once. See `read_parts`."""
 
