@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
-from meshfeed.errors import ChangedError, ChecksumError
+from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
-from meshfeed.store import IndexedWriter, node_index
+from meshfeed.store import IndexedStore, IndexedWriter, indexed, node_index
+from meshfeed.store.index import Index
 
 LAYOUT, NUM_RANKS = "pp4", 4
 
@@ -101,6 +102,31 @@ def test_a_process_looks_once_at_each_file_of_a_pair(
     with store:
         assert store.read(6, 0, 7).tolist() == [6] * 7
     assert looked[3:] == [".idx"], "was it written since it was opened?"
+
+
+def test_what_the_maker_of_a_copy_has_checked_others_do_not(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = mf.open(corpus, cache=cache)
+    monkeypatch.setattr(Index, "check", None)
+    monkeypatch.setattr(indexed, "read_header", None)
+    store: Any = mf.open(corpus, cache=cache)
+    assert isinstance(first, IndexedStore) and store.header == first.header
+
+
+def test_a_fault_is_told_to_all(corpus: str, cache: Cache) -> None:
+    with open(f"{corpus}.idx", "r+b") as stream:
+        stream.seek(34 + 4 * 5)
+        stream.write(struct.pack("<i", -1))
+    Path(f"{corpus}.sums").unlink(missing_ok=True)
+
+    def rank(number: int) -> object:
+        with pytest.raises(StoreError, match=r"c\.idx: byte 54: sequence 5 has -1 tokens"):
+            mf.open(corpus, cache=cache)
+        return len(list((cache.own_path / "index").iterdir()))
+
+    assert len(in_children(2, rank)) == 2
+    assert in_children(1, rank) == [3]  # the copy, a lock and the time of the last sweep
 
 
 def test_a_rank_without_stored_bytes_opens_no_file(corpus: str, cache: Cache) -> None:

@@ -60,7 +60,12 @@ class IndexedStore(StreamStore):
     @cached_property
     def header(self) -> Header:
         """The header of the index and the sizes of both files, checked; see `Header`."""
-        return read_header(self.path, self._idx, self._data)
+        idx, data = self._idx, self._data
+        known = idx.header(self.path) if isinstance(idx, NodeIndex) else None
+        if known is None:
+            return read_header(self.path, idx, data)
+        _ = idx.size_bytes, data.size_bytes  # from now on, also in a pickled copy, other sizes are refused
+        return known
 
     @property
     def stats(self) -> FileStats:
@@ -151,8 +156,9 @@ class IndexedStore(StreamStore):
 
         Other entries are checked when they are read; `verify` checks all.
         """
-        for _ in self.index().check(whole=False):
-            pass
+        if not (isinstance(self._idx, NodeIndex) and self._idx.is_checked):
+            for _ in self.index().check(whole=False):
+                pass
         return self
 
     def verify(self) -> Iterator[float]:

@@ -9,6 +9,7 @@ more than 4 GiB, and all if the cache folder cannot be written, are read in plac
 was not opened for a day is removed.
 
     <key>        the .idx | u32 crc32 of each block of the .bin, if there is a .sums | facts | u32 their size
+                 facts: what its maker found, as JSON, so that the others need not parse and check it again
     <key>.seen   a byte per block of the .bin: whether a process of this node has compared it
 """
 
@@ -23,54 +24,57 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshfeed.errors import CacheError, ChangedError, MissingError, StoreError
+from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files import Cache, LocalFile, Vector
 from meshfeed.files.byte_file import Bytes
 from meshfeed.files.cache.once import once_per_node
 from meshfeed.files.local.mapping import mapped
-from meshfeed.files.local.version import Version, version_of, wait_for_tick
+from meshfeed.files.local.version import Version, version_if_there, version_of, wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
 from meshfeed.store.checksums import checksums_of
-from meshfeed.store.index import fingerprint_of, read_header
+from meshfeed.store.index import Header, fingerprint_of, look_up, read_header
 
 _FACTS = struct.Struct("<I")
-_FORMAT = 1  # of a copy; part of its name
+_FOLDER = "index"  # of copies, in the cache
+_FORMAT = 2  # of a copy; part of its name
 _MOST_BYTES = 4 << 30
+_PAGE_BYTES = 1 << 12  # a map takes as much, and longer
 _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
 _SWEEP_EVERY_S = 600.0
-_UNUSED_S = 86_400.0
+_UNUSED_S, _MARKED_S = 86_400.0, 3_600.0
 _NAME_SIZE = 32
 _log = logging.getLogger("meshfeed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A mapped copy.
+    """A copy, mapped unless it fits into a page.
 
     Attributes:
         pages: its bytes, the .idx first.
-        facts: about the store; "guard" is "good", "none", or "refused" for a .sums that is damaged or of
-            other files.
+        facts: about the store. "header": the fields of a `Header`. "is_checked": `Index.check` found no fault
+            in it. "guard": "good", "none", or "refused" for a .sums that is damaged or of other files.
         entry: its path.
     """
 
     pages: Bytes
     facts: Mapping[str, Any]
-    entry: Path
+    entry: str | Path
 
     @property
     def sums(self) -> FileSums | None:
         """Checksums of the .bin."""
         if self.facts["guard"] != "good":
             return None
-        block_bytes, size = self.facts["block_bytes"], self.facts["bin_size_bytes"]
-        sums = np.frombuffer(self.pages, "<u4", -(-size // block_bytes), self.facts["idx_size_bytes"])
+        block_bytes, header = self.facts["block_bytes"], self.facts["header"]
+        size = header["bin_size_bytes"]
+        sums = np.frombuffer(self.pages, "<u4", -(-size // block_bytes), header["idx_size_bytes"])
         return FileSums(block_bytes, size, sums)
 
 
@@ -108,6 +112,20 @@ class NodeIndex(LocalFile):
         """The store's fingerprint. Raises StoreError."""
         copy = self._copy()
         return _fingerprint_of(self.prefix) if copy is None else copy.facts["fingerprint"]
+
+    def header(self, prefix: str) -> Header | None:
+        """The header that the copy holds; None without a copy. prefix: for messages. Raises StoreError."""
+        copy = self._copy()
+        if copy is None:
+            return None
+        named = copy.facts["header"]
+        return Header(prefix=prefix, **named | {"dtype": np.dtype(named["dtype"])})
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether `Index.check` found no fault when the copy was made. Raises StoreError."""
+        copy = self._copy()
+        return copy is not None and copy.facts["is_checked"]
 
     @property
     def cache(self) -> Cache:
@@ -171,10 +189,8 @@ class NodeIndex(LocalFile):
 
 def _versions_of(prefix: str) -> Versions:
     """Versions of the files of a store. Raises StoreError."""
-    idx, data, sums = version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin"), None
-    with suppress(MissingError):
-        sums = version_of(f"{prefix}{SUFFIX}")
-    return Versions(idx, data, sums)
+    idx, data = version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin")
+    return Versions(idx, data, version_if_there(f"{prefix}{SUFFIX}"))
 
 
 # -- making a copy ------------------------------------------------------------------------------------------
@@ -189,7 +205,11 @@ def _copy_of(prefix: str, versions: Versions, cache: Cache) -> _Copy | None:
     """The node's copy, made by the first process to ask; None if it cannot be written."""
     key = hashlib.blake2b(f"{_FORMAT} {_boot()} {[*versions]}".encode(), digest_size=16).hexdigest()
     try:
-        folder = cache.make() / "index"
+        own = cache.make()
+        with suppress(FileNotFoundError):  # most often it is there
+            if (found := _opened(f"{own}/{_FOLDER}/{key}")) is not None:
+                return found
+        folder = own / _FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
         entry = folder / key
 
@@ -214,7 +234,7 @@ def _write(part: Path, entry: Path, prefix: str, versions: Versions) -> None:
     with open(part, "wb", opener=_private) as stream:
         for piece in _pieces(prefix, versions):
             stream.write(piece)
-    sums = _mapped(part).sums
+    sums = _read(part).sums
     if sums is not None:
         with open(_seen_path(entry), "wb", opener=_private) as stream:
             stream.write(bytes(sums.sums.size))  # no hole: a full disk fails here, not by a signal
@@ -227,7 +247,9 @@ def _private(path: str, flags: int) -> int:
 def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
     """The bytes of a copy, made from the files. Raises StoreError."""
     wait_for_tick(max(each[4] for each in versions if each is not None))
-    idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)
+    idx, data = LocalFile(f"{prefix}.idx"), LocalFile(f"{prefix}.bin")
+    header = read_header(prefix, idx, data)
+    fingerprint = fingerprint_of(header, idx, data)
     try:
         sums = checksums_of(prefix, fingerprint)
         guard = "none" if sums is None else "good"
@@ -238,9 +260,15 @@ def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
         if sums is not None:
             sums.files[IDX].check(memoryview(piece), begin, idx.url)
         yield piece
-    facts: dict[str, Any] = {"idx_size_bytes": idx.size_bytes, "fingerprint": fingerprint, "guard": guard}
+    named = {each.name: getattr(header, each.name) for each in fields(header) if each.name != "prefix"}
+    facts: dict[str, Any] = {
+        "header": named | {"dtype": header.dtype.str},
+        "is_checked": _is_valid(header, idx),
+        "fingerprint": fingerprint,
+        "guard": guard,
+    }
     if sums is not None:
-        facts |= {"block_bytes": sums.files[BIN].block_bytes, "bin_size_bytes": sums.files[BIN].size_bytes}
+        facts["block_bytes"] = sums.files[BIN].block_bytes
         yield sums.files[BIN].sums.astype("<u4").tobytes()
     text = json.dumps(facts).encode()
     yield text + _FACTS.pack(len(text))
@@ -249,6 +277,14 @@ def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
             f"{prefix}: .idx or .bin were written or replaced while they were opened; open the store again "
             f"once they are whole"
         )
+
+
+def _is_valid(header: Header, idx: LocalFile) -> bool:
+    with suppress(StoreError):
+        for _ in look_up(header, idx).check(whole=False):
+            pass
+        return True
+    return False
 
 
 def _sweep(folder: Path) -> None:
@@ -276,29 +312,34 @@ def _boot() -> str:
 # -- reading one ------------------------------------------------------------------------------------------
 
 
-def _opened(entry: Path) -> _Copy | None:
+def _opened(entry: str | Path) -> _Copy | None:
     """A copy; None if it is damaged and to be replaced. Raises OSError if it is missing."""
     try:
-        copy = _mapped(entry)
+        return _read(entry)
     except (ValueError, struct.error):
         return None
-    os.utime(entry)  # it is used
-    return copy
 
 
-def _mapped(entry: Path) -> _Copy:
-    """A copy. Raises OSError; ValueError or struct.error for a damaged one."""
-    with entry.open("rb") as stream:
-        pages = mapped(stream.fileno())
+def _read(entry: str | Path) -> _Copy:
+    """A copy, marked as used. Raises OSError; ValueError or struct.error for a damaged one."""
+    fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        is_small = status.st_size <= _PAGE_BYTES
+        pages = np.frombuffer(os.read(fd, _PAGE_BYTES), np.uint8) if is_small else mapped(fd)
+        if time.time() - status.st_mtime > _MARKED_S:
+            os.utime(fd)
+    finally:
+        os.close(fd)
     (size,) = _FACTS.unpack(pages[-_FACTS.size :].tobytes())
     return _Copy(pages, json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes()), entry)
 
 
-def _seen_path(entry: Path) -> Path:
-    return entry.with_name(f"{entry.name}.seen")
+def _seen_path(entry: str | Path) -> Path:
+    return Path(f"{entry}.seen")
 
 
-def _seen(entry: Path, num_blocks: int) -> Bytes:
+def _seen(entry: str | Path, num_blocks: int) -> Bytes:
     """Which blocks were compared, uint8 [num_blocks]; by this process alone if it cannot be shared."""
     if num_blocks:
         with suppress(OSError), _seen_path(entry).open("r+b") as stream:

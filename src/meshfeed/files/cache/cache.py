@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import tempfile
@@ -57,18 +58,18 @@ class Cache:
     @property
     def path(self) -> Path:
         """The folder, absolute."""
-        given = self.folder or os.environ.get("MESHFEED_CACHE")
-        if given and "://" in os.fspath(given):
+        given = os.fspath(self.folder or os.environ.get("MESHFEED_CACHE", ""))
+        if "://" in given:
             raise CacheError(
-                f"{without_secrets(os.fspath(given))}: a cache is a folder on a disk of the node, not a URL"
+                f"{without_secrets(given)}: a cache is a folder on a disk of the node, not a URL"
             )
-        default = Path(tempfile.gettempdir()) / f"meshfeed-cache-{os.getuid()}"
-        return Path(given or default).expanduser().absolute()
+        given = given or f"{tempfile.gettempdir()}/meshfeed-cache-{os.getuid()}"
+        return _path(given) if given.startswith("/") else Path(given).expanduser().absolute()
 
     @property
     def own_path(self) -> Path:
         """This user's part of it."""
-        return self.path / f"u{os.getuid()}"
+        return _below(self.path, f"u{os.getuid()}")
 
     def kept(self) -> Path:
         """`kept_path`, created if missing. Raises CacheError."""
@@ -136,6 +137,11 @@ def cache_error(where: Path, error: OSError) -> CacheError:
         case _:
             cure = "check the disk of the cache folder, or give a folder on another"
     return CacheError(f"{said}; {cure}")
+
+
+# each of 10,000 sources asks for these, and a Path costs more than a look at the file system
+_path = functools.lru_cache(Path)
+_below = functools.lru_cache(Path.joinpath)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

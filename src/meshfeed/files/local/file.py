@@ -155,8 +155,10 @@ class LocalFile(ByteFile):
 
 def status_of(path: str) -> os.stat_result:
     """What the system knows of a file. Raises StoreError; MissingError if the file is missing."""
-    with typed_errors(path):
+    try:
         found = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
+    except (OSError, ValueError) as error:
+        raise typed(path, error) from error
     if stat.S_ISDIR(found.st_mode):
         raise StoreError(f"{path}: is a directory, not a file")
     return found
@@ -169,14 +171,22 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         yield
     except StoreError:
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        cure = "check the path and that it exists on this node"
-        raise MissingError(f"{path}: missing; {cure}", path=str(path)) from error
-    except PermissionError as error:
-        cure = "check the permissions of this user"
-        raise AccessError(f"{path}: {error.strerror}; {cure}", path=str(path)) from error
     except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path)) from error
+        raise typed(path, error) from error
+
+
+def typed(path: str | os.PathLike[str], error: OSError | ValueError) -> StoreError:
+    """The StoreError that names the file."""
+    match error:
+        case FileNotFoundError() | NotADirectoryError():
+            return MissingError(
+                f"{path}: missing; check the path and that it exists on this node", path=str(path)
+            )
+        case PermissionError():
+            cure = "check the permissions of this user"
+            return AccessError(f"{path}: {error.strerror}; {cure}", path=str(path))
+        case _:
+            return StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path))
 
 
 def fill(fds: int | I64, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> bool:
