@@ -36,6 +36,8 @@ def test_blobs_are_read_listed_and_versioned(azure: Azure) -> None:
     stat = client.stat("raw/data.bin")
     assert stat.size_bytes == len(data)
     assert bytes(client.read("raw/data.bin", 50, 70_000, stat.tag)) == data[50:70_000]
+    found, first = client.glance("raw/data.bin", 1_000)
+    assert (found, bytes(first)) == (stat, data[:1_000])
     assert client.list("raw") == [("raw/data.bin", len(data))]
     azure.put("corpora", "raw/data.bin", data[::-1])
     with pytest.raises(ChangedError, match=r"az://corpora/raw/data\.bin: bytes 0\.\.10: it was replaced"):

@@ -308,6 +308,36 @@ def test_peeks_are_fetched_once_for_all_processes(server: Nginx, tmp_path: Path)
         assert file.peek([(11, 45)]) == [DATA_BYTES[11:45].tobytes()] and time.monotonic() < until
 
 
+def test_a_glance_takes_few_requests_and_the_node_keeps_nothing(server: Nginx, tmp_path: Path) -> None:
+    file, before = file_of(server.url, tmp_path), len(server.requests())
+    file.glance(100)
+    spans = [(0, 50), (50, 100), (90, 110), (SIZE - 5, SIZE + 5), (SIZE + 5, SIZE + 9)]
+    assert file.size_bytes == SIZE
+    assert file.peek(spans) == [DATA_BYTES[begin:end].tobytes() for begin, end in spans]
+    asked = [(each.method, each.range) for each in server.requests()[before:] if each.status != 404]
+    ranges = ("bytes=0-99", "bytes=90-109", f"bytes={SIZE - 5}-{SIZE - 1}")
+    assert sorted(asked) == sorted(("GET", each) for each in ranges)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    out = np.empty(100, np.uint8)
+    with file:
+        file.read_into(out, np.array([40 * BLOCK]), np.array([100]))
+    assert np.array_equal(out, DATA_BYTES[40 * BLOCK : 40 * BLOCK + 100])
+
+
+def test_an_object_that_is_replaced_after_a_glance(tmp_path: Path) -> None:
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served/data.bin").write_bytes(DATA_BYTES.tobytes())
+    with Nginx(tmp_path / "served") as own, file_of(own.url, tmp_path / "cache") as file:
+        file.glance(100)
+        (tmp_path / "served/data.bin").write_bytes(DATA_BYTES[::-1].tobytes())
+        os.utime(tmp_path / "served/data.bin", (1, 1))
+        with pytest.raises(ChangedError, match="was replaced"):
+            file.peek([(200, 300)])
+        with pytest.raises(ChangedError, match=r"was .* when this run opened it"):
+            file.read_into(np.empty(9, np.uint8), np.array([0]), np.array([9]))
+
+
 # -- restarts and deaths --------------------------------------------------------------------------------------
 
 

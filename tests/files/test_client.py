@@ -65,6 +65,30 @@ def test_ranges_come_exactly(server: Nginx) -> None:
     assert server.fetched_bytes() - before == SIZE, "not a byte more than was asked for"
 
 
+@pytest.mark.parametrize("num_bytes", [1, 100, SIZE, SIZE + 5])
+def test_a_glance_tells_size_version_and_first_bytes_in_one_request(server: Nginx, num_bytes: int) -> None:
+    client = Client(server.url, {}, SHORT)
+
+    def asked() -> int:
+        return sum(each.uri == "/data.bin" for each in server.requests())
+
+    before = asked()
+    stat, first = client.glance("data.bin", num_bytes)
+    assert asked() == before + 1
+    assert (stat, bytes(first)) == (client.stat("data.bin"), DATA[:num_bytes])
+
+
+def test_a_glance_at_nothing(tmp_path: Path) -> None:
+    needs("nginx")
+    (tmp_path / "empty.bin").touch()
+    with Nginx(tmp_path) as own:
+        client = Client(own.url, {}, SHORT)
+        stat, first = client.glance("empty.bin", 10)
+        assert (stat, stat.size_bytes, bytes(first)) == (client.stat("empty.bin"), 0, b"")
+        with pytest.raises(MissingError, match=r"nothing\.bin: no such object"):
+            client.glance("nothing.bin", 10)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -81,6 +105,7 @@ def test_what_fails_in_passing_is_tried_again(faults: Faults, fault: Fault) -> N
     client = Client(faults.url, {}, Patience(attempts=20))
     faults.plan = seeded(0.3, fault)
     assert read_all(client) == DATA
+    assert all(bytes(client.glance("data.bin", 2_000)[1]) == DATA[:2_000] for _ in range(10))
     assert sum(faults.done.values()) >= 3
     assert client.counts.retries >= sum(faults.done.values()) - client.counts.hedges
 
@@ -133,6 +158,7 @@ def test_what_a_server_does_not_name_is_not_taken_for_replaced(
     faults.hidden = frozenset(hidden)
     client = Client(faults.url, {}, SHORT)
     assert read_all(client) == DATA and client.stat("data.bin").size_bytes == len(DATA)
+    assert client.glance("data.bin", 9)[0] == client.stat("data.bin")
     told = [record.getMessage() for record in caplog.records]
     if hidden == NAMES:
         (line,) = told

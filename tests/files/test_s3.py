@@ -35,6 +35,8 @@ def test_objects_are_read_listed_and_versioned(s3: S3) -> None:
     stat = client.stat("raw/data.bin")
     assert stat.size_bytes == len(data)
     assert bytes(client.read("raw/data.bin", 50, 70_000, stat.tag)) == data[50:70_000]
+    found, first = client.glance("raw/data.bin", 1_000)
+    assert (found, bytes(first)) == (stat, data[:1_000])
     assert client.list("raw") == [("raw/data.bin", len(data))]
     s3.put("corpora", "raw/data.bin", data[::-1])
     with pytest.raises(ChangedError, match=r"s3://corpora/raw/data\.bin: bytes 0\.\.10: it was replaced"):

@@ -23,6 +23,7 @@ from meshfeed.files.cache.cache import Cache, cache_error
 from meshfeed.files.fetcher.objects import Address, Opened
 from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
 from meshfeed.files.local.file import Descriptor, acquire, fill, release
+from meshfeed.files.remote.retries import Stat
 from meshfeed.files.url import is_hub, without_secrets
 from meshfeed.intervals import numbered
 
@@ -55,6 +56,7 @@ class CachedFile(ByteFile):
         self._sums = sums
         self._joints: tuple[I64, I64] | None = None
         self._known: Opened | None = None
+        self._glanced: tuple[Stat, bytes] | None = None
         self._kept_open: set[int] = set()
 
     def forget_parent(self) -> None:
@@ -65,7 +67,7 @@ class CachedFile(ByteFile):
 
     @property
     def size_bytes(self) -> int:
-        return self._opened.cut.size_bytes
+        return self._opened.cut.size_bytes if self._glanced is None else self._glanced[0].size_bytes
 
     @property
     def guarded_by(self) -> str | None:
@@ -75,13 +77,24 @@ class CachedFile(ByteFile):
     def content_id(self) -> str | None:
         return self._opened.tag if is_hub(self._given) else None
 
+    def glance(self, first_bytes: int) -> None:
+        if self._content is None:
+            self._glanced = self._of_storage("glance", first_bytes)
+
     def look_again(self) -> None:
+        self._glanced = None
         self._tell("look_again")
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         if self._content is not None:
             return [self._whole(begin, max(min(end, self.size_bytes), begin)) for begin, end in ranges]
-        return self._ask("peek", [*ranges])
+        if self._glanced is None:
+            return self._ask("peek", [*ranges])
+        stat, first = self._glanced
+        spans = [(begin, min(end, stat.size_bytes)) for begin, end in ranges]
+        beyond = [span for span in spans if span[0] < span[1] > len(first)]
+        more = dict(zip(beyond, self._of_storage("read", beyond, stat.tag))) if beyond else {}
+        return [more[span] if span in more else first[slice(*span)] for span in spans]
 
     def within(self, cache: Cache) -> CachedFile:
         """The same object in its current version, read through another cache."""
@@ -130,7 +143,7 @@ class CachedFile(ByteFile):
             for by_block in ("_edges", "_used"):
                 vars(self).pop(by_block, None)
         if known is not None and known.tag != self._opened.tag:
-            raise self._changed(known, self._opened)
+            raise self._changed(known.tag, known.cut.size_bytes, self._opened)
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ranges are fetched in the order of announcement."""
@@ -282,20 +295,27 @@ class CachedFile(ByteFile):
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
         address = Address.of(self._given, self._options)
         number, opened = one.ask("open", address, cache, self._content, sums, self._joints, what=self.url)
+        if self._glanced is not None and self._glanced[0].tag != opened.tag:
+            raise self._changed(self._glanced[0].tag, self._glanced[0].size_bytes, opened)
         with self._lock:  # not held during the request, since leaving the file takes it, too
             if self._at is not None and self._at[0] is one:
                 return self._at
-            if self._known not in (None, opened):
-                raise self._changed(self._known, opened)
+            if self._known is not None and self._known != opened:
+                raise self._changed(self._known.tag, self._known.cut.size_bytes, opened)
             self._known = opened
             self._at = one, number, opened
             return self._at
 
-    def _changed(self, was: Opened, now: Opened) -> ChangedError:
+    def _changed(self, was: str, was_bytes: int, now: Opened) -> ChangedError:
         return ChangedError(
-            f"{self.url}: version {now.tag}, {now.cut.size_bytes} bytes, was {was.tag} of "
-            f"{was.cut.size_bytes} when this run opened it; restore the old one, or start a new run"
+            f"{self.url}: version {now.tag}, {now.cut.size_bytes} bytes, was {was} of {was_bytes} when this "
+            f"run opened it; restore the old one, or start a new run"
         )
+
+    def _of_storage(self, request: str, *arguments: Any) -> Any:
+        """The answer to a request that goes straight to storage, past the cache."""
+        address, cache = Address.of(self._given, self._options), self._cache.make()
+        return retried(lambda: fetcher().ask(request, address, cache, *arguments, what=self.url))
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         def ask() -> Any:

@@ -20,6 +20,7 @@ from meshfeed.files import ByteFile, Vector
 from meshfeed.store.base import I64
 
 _SLICE_BYTES = 1 << 25
+_GAP_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ class ItemsFile:
 
     def __exit__(self, *exc: object) -> None:
         self.file.__exit__(*exc)
+
+    @staticmethod
+    def glanced_bytes(count: int) -> int:
+        """How many bytes of a file to take at once: its table, most often with the first item's head."""
+        return 4 * (count + 2) + _GAP_BYTES
 
     def places(self) -> tuple[I64, I64]:
         """(byte where its tokens begin, tokens) of every item; int64 [count] each.

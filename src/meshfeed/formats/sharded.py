@@ -328,7 +328,8 @@ class ShardedStore(ForeignColumns):
         return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths)}
 
     def _looked_into(self, number: int) -> tuple[I64, I64, FileStats]:
-        file = self._checked_file(number)
+        first_bytes = ItemsFile.glanced_bytes(self.shards[number].num_documents)
+        file = self._checked_file(number, first_bytes=first_bytes)
         return *self._places(number, file), file.stats
 
     # -- for formats --------------------------------------------------------------------------------------
@@ -344,15 +345,17 @@ class ShardedStore(ForeignColumns):
         with ItemsFile(self._checked_file(number, whole=True), shard.num_documents, self._items) as items:
             items.verify()
 
-    def _checked_file(self, number: int, *, whole: bool = False) -> ByteFile:
+    def _checked_file(self, number: int, *, whole: bool = False, first_bytes: int = 0) -> ByteFile:
         """A shard's file, whose size matches the index.
 
-        Hashes of local files are checked only with `whole`.
+        Hashes of local files are checked only with `whole`. first_bytes: to glance at, if any.
         """
         content = self._content(number)
         if content is not None and content.codec is None and not self._folder.is_remote and not whole:
             content = None  # read in place
         file = self._folder.file(self.shards[number].name, content)
+        if first_bytes:
+            file.glance(first_bytes)
         self._refuse_size(number, file)
         return file
 

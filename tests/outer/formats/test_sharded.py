@@ -94,6 +94,34 @@ def test_opening_a_far_dataset_fetches_tables_alone(
         assert np.array_equal(tokens, np.concatenate([made[i] for i in some]))
 
 
+@pytest.mark.parametrize(("size_limit", "most"), [(1 << 11, 1), (1 << 16, 2)])
+def test_the_lengths_of_a_far_shard_take_few_requests(size_limit: int, most: int, tmp_path: Path) -> None:
+    """One of a small shard; of a large one, another for the array at its end."""
+    needs("nginx")
+    made = documents(100, 300)
+    samples = [{"tokens": one} for one in made]
+    mosaic.written(tmp_path / "mds", {"tokens": "ndarray:uint16"}, samples, size_limit=size_limit)
+    with unhedged(), Nginx(tmp_path) as nginx:
+        store: Any = mf.open(f"{nginx.url}/mds", cache=tmp_path / "cache")
+        _ = store.fingerprint  # samples some shards
+        before = len(nginx.requests())
+        assert store.num_tokens == sum(one.size for one in made)
+        asked = [each for each in nginx.requests()[before:] if each.uri.endswith(".mds")]
+        assert max(Counter(each.uri for each in asked).values()) == most
+        assert len({each.uri for each in asked}) == store.shard_ends.size > 2
+
+
+@pytest.mark.parametrize("left", [0, 100, 10_000])
+def test_a_far_shard_of_another_size_is_named(left: int, tmp_path: Path) -> None:
+    needs("nginx")
+    os.truncate(write(tmp_path / "mds", documents()) / "shard.00001.mds", left)
+    with (
+        Nginx(tmp_path) as nginx,
+        pytest.raises(StoreError, match=rf"00001\.mds: {left} bytes, its index says"),
+    ):
+        _ = mf.open(f"{nginx.url}/mds", cache=tmp_path / "cache").num_tokens
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_arrays_of_several_dimensions_are_read_by_their_heads(tmp_path: Path, far: bool) -> None:
     needs("nginx")

@@ -148,6 +148,16 @@ class FetcherServer:
                 found |= {span: one.blocks.read(span) for span in missing}  # None if it was just evicted
         return [bytes(found.get(span) or b"") for span in spans]
 
+    def glance(self, address: Address, cache: Path, num_bytes: int) -> tuple[Stat, bytes]:
+        """Size and version of an object, and its first bytes. Nothing is kept, on the node or here."""
+        stat, data = self._client(address, cache).glance(address.path, num_bytes)
+        return stat, bytes(data)
+
+    def read(self, address: Address, cache: Path, ranges: Sequence[tuple[int, int]], tag: str) -> list[bytes]:
+        """Ranges of a version of an object, of which nothing is kept."""
+        client = self._client(address, cache)
+        return [bytes(client.read(address.path, begin, end, tag)) for begin, end in ranges]
+
     # -- messages without an answer -----------------------------------------------------------------------
 
     def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:

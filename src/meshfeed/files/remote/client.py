@@ -14,7 +14,7 @@ from typing import Any
 from meshfeed.errors import ChangedError, StoreError
 from meshfeed.extras import install
 from meshfeed.files.local.file import typed_errors
-from meshfeed.files.remote.errors import REPLACED, reason, refuses_method
+from meshfeed.files.remote.errors import REPLACED, reason, refuses_method, refuses_range
 from meshfeed.files.remote.hub import HubClient
 from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
@@ -41,23 +41,45 @@ class Client(Retries):
 
     def stat(self, path: str) -> Stat:
         """Size and version. Raises MissingError, or another StoreError."""
+        return self._retry(lambda: self._stat(path), path, self._name(path))
+
+    def glance(self, path: str, num_bytes: int) -> tuple[Stat, Any]:
+        """Size and version, with the first bytes as a buffer, in one request.
+
+        num_bytes: at least 1; a shorter object gives all of its bytes. Raises what `stat` raises.
+        """
+        import obstore
+
+        def get() -> tuple[Stat, Any]:
+            try:
+                answer = obstore.get(self._store, path, options={"range": (0, num_bytes)})
+            except Exception as error:
+                if not refuses_range(error) or (stat := self._stat(path)).size_bytes:
+                    raise
+                return stat, b""  # no range fits an empty object
+            data, meta = answer.bytes(), answer.meta
+            if len(data) != (expected := min(num_bytes, meta["size"])):
+                raise ConnectionError(f"received {len(data)} of {expected} bytes")
+            tag = _tag_of(meta)  # without one, as `stat` finds it
+            return self._stat(path) if tag is None else Stat(meta["size"], tag), data
+
+        return self._retry(get, path, self._name(path))
+
+    def _stat(self, path: str) -> Stat:
         import obstore
 
         def get() -> Any:
             return obstore.get(self._store, path, options={"range": (0, 1)}).meta
 
-        def head() -> Stat:
-            try:
-                found: Any = obstore.head(self._store, path)
-            except Exception as error:
-                if not refuses_method(error):
-                    raise
-                found = get()
-            if _tag_of(found) is None and found["size"]:
-                found = get()  # some servers send it only with the bytes
-            return Stat(found["size"], _tag_of(found) or self._unnamed(path, found["size"]))
-
-        return self._retry(head, path, self._name(path))
+        try:
+            found: Any = obstore.head(self._store, path)
+        except Exception as error:
+            if not refuses_method(error):
+                raise
+            found = get()
+        if _tag_of(found) is None and found["size"]:
+            found = get()  # some servers send it only with the bytes
+        return Stat(found["size"], _tag_of(found) or self._unnamed(path, found["size"]))
 
     def _unnamed(self, path: str, size_bytes: int) -> str:
         """A version for an object whose server sends none; logged once."""

@@ -38,6 +38,7 @@ _PERMANENT = re.compile(
 _DETAIL = re.compile(r'(?:message|error): "([^"]+)"')
 _RIGHT_REGION = re.compile(r"<Region>([^<]+)</Region>|expecting '([^']+)'")
 _MISSING_BUCKET = re.compile(r"NoSuchBucket|NoSuchKey|ContainerNotFound|BlobNotFound")
+_NO_RANGE = "Range request not supported"
 _LONGEST = 300
 
 
@@ -77,8 +78,17 @@ def _shown(url: re.Match[str]) -> str:
 
 def refuses_method(error: Exception) -> bool:
     """Whether a server refuses the request's method, such as HEAD."""
+    return _status_of(error) in ("405", "501")
+
+
+def refuses_range(error: Exception) -> bool:
+    """Whether a server answers a range with 416, or with the whole object."""
+    return _status_of(error) == "416" or _NO_RANGE in str(error)
+
+
+def _status_of(error: Exception) -> str | None:
     status = _STATUS.search(str(error))
-    return status is not None and status[1] in ("405", "501")
+    return None if status is None else status[1]
 
 
 def reason(error: BaseException, path: str = "") -> str:
@@ -112,8 +122,7 @@ _HINTS: Mapping[str, str] = {
     "InvalidContentType": "the server does not speak TLS; is the URL http://?",
     "TooManyRedirects": "the server redirects endlessly",
     "MissingContentLength": "the server does not send the length of objects",
-    "Range request not supported": "the server ignores Range; use one that supports it, such as nginx or an "
-    "object store",
+    _NO_RANGE: "the server ignores Range; use one that supports it, such as nginx or an object store",
 }
 
 

@@ -102,6 +102,11 @@ class HubClient(Retries):
             raise MissingError(f"{self._name(path)}: no such object; check the URL")
         return Stat(found[0], found[1])
 
+    def glance(self, path: str, num_bytes: int) -> tuple[Stat, Any]:
+        """Size and hash of a file, with its first bytes as a buffer. Raises MissingError."""
+        stat = self.stat(path)
+        return stat, self.read(path, 0, min(num_bytes, stat.size_bytes), stat.tag)
+
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """(path, size) of all files below a folder, sorted."""
         below = f"{prefix.rstrip('/')}/" if prefix else ""
