@@ -154,7 +154,9 @@ class Failures:
         if look:
             with contextlib.suppress(DeliveryError):
                 meeting.rendezvous.read_notices(self._patience_s)
-        texts = list(meeting.rendezvous.notices.values())
+        if not (notices := meeting.rendezvous.notices):
+            return math.inf, None
+        texts = list(notices.values())
         own = [(step, error) for run, step, error in map(json.loads, texts) if run == self._prefix]
         if not own:
             return math.inf, None

@@ -287,16 +287,19 @@ def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
     """Type, sizes and values, joined by torch; None unless all are tensors of one kind in host memory."""
     if set(map(type, values)) != {torch.Tensor}:
         return None
-    if len({(value.dtype, value.ndim) for value in values}) > 1:  # torch.cat would convert or leave out some
+    if len({value.dtype for value in values}) > 1:  # torch.cat would convert some
         return None
     try:
         joined = torch.cat(values)
     except RuntimeError:  # single numbers, entries of several shapes, several devices
         return None
+    is_flat = joined.ndim == 1  # then all are: torch.cat leaves out flat empty tensors beside others alone
+    if not is_flat and len({value.ndim for value in values}) > 1:
+        return None
     if joined.layout != torch.strided or not joined.is_cpu or joined.dtype not in NAME_OF_TYPE:
         return None
     name, array = value_of("", joined)
-    return name, np.array([value.shape[0] for value in values]), array
+    return name, np.array([value.numel() if is_flat else value.shape[0] for value in values]), array
 
 
 def _schemas_of(split: Mapping[str, _TokenValues], rest: Sequence[_Rest]) -> tuple[Longs, tuple[Schema, ...]]:

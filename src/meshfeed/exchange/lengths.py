@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from meshfeed.errors import PeerError, StoreError
 from meshfeed.exchange.dtypes import entry_bytes
 from meshfeed.exchange.membership import Membership
+from meshfeed.intervals import numbered
 from meshfeed.order import Draws
 
 Bytes = npt.NDArray[np.uint8]
@@ -197,20 +199,18 @@ class GatheredLengths:
         for members in filter(None, holders):
             _refuse_different(reports, members, membership)
         schemas: dict[Schema, int] = {}
-        schema, index = list[Longs](), list[Longs]()
-        for report in given.values():
-            number_of = [schemas.setdefault(each, len(schemas)) for each in report.schemas]
-            schema.append(np.array(number_of, np.int64)[report.rows[:, SCHEMA]])
-            index.append(np.arange(report.first, report.first + len(report.rows)))
-        rows = np.concatenate([report.rows for report in given.values()])
-        source = np.repeat(np.array(list(given), np.int32), list(map(len, index)))
+        numbers = [[schemas.setdefault(each, len(schemas)) for each in one.schemas] for one in given.values()]
+        columns = np.concatenate([report.rows for report in given.values()]).T.copy()
+        of, turn = numbered(np.array([len(report.rows) for report in given.values()]))
+        first = np.array([report.first for report in given.values()])
+        before = np.cumsum([0, *map(len, numbers)])
         gathered = cls(
-            lengths=rows[:, LENGTH].copy(),
-            valid=rows[:, VALID].copy(),
-            rest_bytes=rows[:, REST].copy(),
-            schema=np.concatenate(schema),
+            lengths=columns[LENGTH],
+            valid=columns[VALID],
+            rest_bytes=columns[REST],
+            schema=np.array(list(chain(*numbers)), np.int64)[before[of] + columns[SCHEMA]],
             schemas=tuple(schemas),
-            draws=Draws(source, np.zeros(len(rows), np.int64), np.concatenate(index)),
+            draws=Draws(np.array(list(given), np.int32)[of], np.zeros_like(of), first[of] + turn),
             holders=holders,
             short=tuple(dp_rank for dp_rank, report in given.items() if report.ended),
             num_owners=len(given),

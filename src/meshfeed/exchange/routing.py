@@ -93,7 +93,8 @@ class Shipment:
         return self._only(self.member == member)
 
     def _only(self, some: npt.NDArray[np.bool_]) -> Self:
-        return type(self)(**{each.name: getattr(self, each.name)[some] for each in fields(self)})
+        kept = np.flatnonzero(some)
+        return type(self)(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
 
     def sizes(self, members: Longs, num_members: int) -> list[int]:
         """Total bytes for each value of `members`: of `source` or `member`."""

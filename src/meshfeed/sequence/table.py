@@ -185,7 +185,7 @@ def fields_of_packs(portions: Sequence[Portion], names: Sequence[str], allocate:
     for same in zip(*(runs_of_plan(portion, names) for portion in portions)):
         field = same[0].field
         out = allocate((num_tokens,), field.dtype)
-        replace(same[0], runs=runs_at(places, [each.runs for each in same])).write(out)
+        RunField(field, runs_at(places, [each.runs for each in same]), same[0].step).write(out)
         for arrays, portion, place in zip(made, portions, places):
             arrays[field.name] = out[place : place + portion.num_tokens].reshape(1, portion.num_tokens)
     return made
