@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch.distributed import distributed_c10d
 
 import meshfeed as mf
 import world
@@ -59,7 +60,9 @@ class Case:
 
 @contextlib.contextmanager
 def initialized(case: Case) -> Iterator[None]:
-    """Megatron's process groups, over gloo."""
+    """Megatron's process groups, over gloo. They end with it: each has a thread that wakes up a hundred times a second."""
+    groups = distributed_c10d._world.pg_map
+    others = {*groups}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallel_state.initialize_model_parallel(
@@ -73,8 +76,11 @@ def initialized(case: Case) -> Iterator[None]:
         )
     try:
         yield
+        dist.barrier()  # no rank uses them any more
     finally:
         parallel_state.destroy_model_parallel()
+        for group in groups.keys() - others:
+            dist.destroy_process_group(group)
 
 
 def write_documents(path: Path, *, seed: int = 0, count: int = 120, vocab: int = 30_000) -> Path:
