@@ -149,9 +149,9 @@ def packed(codec: str, data: bytes) -> bytes:
         case "zstd":
             return import_module("zstandard").compress(data)
         case "gz":
-            return gzip.compress(data)
+            return gzip.compress(data, 1)
         case "bz2":
-            return bz2.compress(data)
+            return bz2.compress(data, 1)
         case "br":
             return import_module("brotli").compress(data, quality=1)
         case _:
