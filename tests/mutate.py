@@ -123,7 +123,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ),
     ),
     "recipe": (
-        ["recipe.py", "mixture.py", "summary.py", "state.py"],
+        ["recipe.py", "mixture.py", "batch.py", "summary.py", "state.py"],
         [
             *_in("", "goldens recipe_state code_in_fingerprints arguments first_mistakes text amendments"),
             *_in("", "verify_data"),

@@ -825,6 +825,9 @@ def test_numbers_may_be_of_numpy_and_torch(folder: Path, tmp_path: Path) -> None
     kept = mf.Ledger.read(path)
     assert [repr(change) for _, change in kept] == [repr(change) for change in wanted]
     assert [change.digest for _, change in kept] == [change.digest for change in wanted]
+    recipe, sizes = recipe_of(folder), (mf.BatchSize(4), mf.BatchSize(2))
+    amended = recipe.amended(zip((np.int64(5), torch.tensor(9)), sizes))  # type: ignore[arg-type]
+    assert amended.fingerprint == recipe.amended(zip((5, 9), sizes)).fingerprint
 
 
 def test_a_source_may_grow_before_a_growth_that_was_agreed_earlier(folder: Path, tmp_path: Path) -> None:

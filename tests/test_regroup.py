@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -140,8 +141,9 @@ def test_a_step_whose_microbatches_were_taken_is_not_committed(recipe: mf.Recipe
         for step in wrong:
             with pytest.raises(mf.OptionError, match="commit"):
                 feed.commit(step)
-        feed.commit(3)
-        assert feed.regroup(mf.Layout(), 0, generation=7, rendezvous=store) == 4
+        feed.commit(np.int64(3))  # type: ignore[arg-type]
+        seat: Any = {"rank": np.int64(0), "generation": np.int64(7)}
+        assert feed.regroup(mf.Layout(), **seat, rendezvous=store) == 4
 
 
 def test_a_layout_that_its_rows_do_not_fill_is_refused(recipe: mf.Recipe) -> None:
@@ -332,7 +334,8 @@ def test_a_step_that_an_amendment_leaves_out_is_empty(recipe: mf.Recipe, tmp_pat
         state = feed.state_dict()
         assert state["step"] == 14
         feed.load_state_dict(state)
-        assert feed.at(14, mf.Layout(), 0).index == 14
+        given: Any = (np.int64(14), mf.Layout(), np.int64(0))
+        assert feed.at(*given).index == 14
 
 
 def test_steps_may_be_left_out_up_to_the_end(recipe: mf.Recipe, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ with mf.Feed(recipe, layout) as feed:
 import importlib
 import typing
 
+from meshfeed.batch import Batch
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -57,7 +58,7 @@ from meshfeed.plan import (
     plan_step,
     slices_of,
 )
-from meshfeed.recipe import Amendment, Batch, Blocks, Recipe
+from meshfeed.recipe import Amendment, Blocks, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.state import State
 

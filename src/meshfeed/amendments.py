@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import operator
 import os
 import uuid
 import zlib
@@ -31,7 +30,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.files.local.lock import locked
 from meshfeed.mixture import Mixture, Unit
-from meshfeed.recipe import Amendment, Change, Recipe
+from meshfeed.recipe import Amendment, Change, Recipe, whole
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
 
@@ -81,11 +80,10 @@ class Reweigh(_Told):
     by: Unit | Mapping[str, Unit] | None = None
 
     def __post_init__(self) -> None:
-        for name, given in (("amounts", self.amounts), ("by", self.by)):
-            if isinstance(cast(object, given), Mapping):
-                object.__setattr__(self, name, {**cast(Any, given)})  # the caller may change it
-            elif name == "amounts":
-                raise RecipeError(f"Reweigh({given!r}): give a mapping, such as {{'code': 2, 'web': 1}}")
+        if not isinstance(cast(object, self.amounts), Mapping):
+            raise RecipeError(f"Reweigh({self.amounts!r}): give a mapping, such as {{'code': 2, 'web': 1}}")
+        if isinstance(self.by, Mapping):
+            object.__setattr__(self, "by", {**self.by})  # the caller may change it
         amounts = {name: _real(amount, f"Reweigh: {name!r}") for name, amount in self.amounts.items()}
         object.__setattr__(self, "amounts", amounts)
 
@@ -516,14 +514,6 @@ def _json_of(line: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StateError(f"{where}: not an amendment; restore the file")
     return cast("dict[str, Any]", found)
-
-
-def whole(given: Any) -> Any:
-    """An integer of any library as an int; anything else as it is, truth values too."""
-    try:
-        return given if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        return given
 
 
 def _real(given: Any, where: str) -> float:

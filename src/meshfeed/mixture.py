@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Literal, NamedTuple, Self, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.batch import check_next, is_past, tokens_given
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
@@ -120,6 +120,12 @@ class Part:
         return self.amounts[0].by in _SHARES
 
 
+def split_at(parts: Sequence[Part], steps: set[int]) -> list[Part]:
+    """The parts of a mixture, in order, split at some steps."""
+    steps = steps | {part.step for part in parts}
+    return [replace([part for part in parts if part.step <= step][-1], step=step) for step in sorted(steps)]
+
+
 class Threshold(NamedTuple):
     """Amounts from the first step that begins at or after so many tokens; see `Mixture.then`."""
 
@@ -198,17 +204,16 @@ class Mixture:
         if tokens is None:
             check_next(cast(int, step), self.parts[-1].step, "Mixture.then")
             return self.amended(cast(int, step), sources, by=by)
-        changed, after = copy(self), itertools.count(self.parts[-1].step + 1)
+        changed, made = copy(self), self.without_thresholds()
         changed.thresholds = (*self.thresholds, Threshold(tokens, sources, by))
-        changed.settled(lambda _: next(after))  # what is wrong with the amounts is said here
+        for some_step, each in enumerate(changed.thresholds, self.parts[-1].step + 1):
+            made = made.then(some_step, each.sources, by=each.by)  # or the amounts are refused now
         return changed
 
-    def settled(self, first_step_at: Callable[[int], int]) -> Mixture:
-        """The same mixture with steps for its thresholds. first_step_at: tokens -> the step."""
+    def without_thresholds(self) -> Mixture:
+        """The same mixture before its thresholds."""
         made = copy(self)
         made.thresholds = ()
-        for tokens, sources, by in self.thresholds:
-            made = made.then(first_step_at(tokens), sources, by=by)
         return made
 
     def amended(
@@ -225,10 +230,8 @@ class Mixture:
 
     def unit_at(self, step: int) -> Unit:
         """What amounts that are given without a unit mean from a step on."""
-        return "tokens" if self._part_at(step).amounts[0].by == "tokens" else "proportion"
-
-    def _part_at(self, step: int) -> Part:
-        return [part for part in self.parts if part.step <= step][-1]
+        amounts = [part.amounts for part in self.parts if part.step <= step][-1]
+        return "tokens" if amounts[0].by == "tokens" else "proportion"
 
     def grown(
         self, step: int, name: str, store: Store, *, beside: Sequence[str], share: Callable[[str], float]
@@ -240,13 +243,10 @@ class Mixture:
         """
         grown, sources = copy(self), {self.names.index(each) for each in beside}
         grown.names, grown.stores = (*self.names, name), (*self.stores, store)
-        parts = [part for part in self.parts if part.step < step]
-        for part in (
-            replace(self._part_at(step), step=step),
-            *(part for part in self.parts if part.step > step),
-        ):
-            mine = [each for each in part.amounts if each.source in sources]
-            others = [each for each in part.amounts if each.source not in sources]
+        parts = list[Part]()
+        for part in split_at(self.parts, {step}):
+            mine = [each for each in part.amounts if part.step >= step and each.source in sources]
+            others = [each for each in part.amounts if each not in mine]
             if mine and not part.is_endless:
                 raise RecipeError(f"source {beside[0]!r} has amounts that end, by {mine[0].by}: give shares")
             if mine and mine[0].by == "size":  # which weighs each by its own size
@@ -319,34 +319,6 @@ class Mixture:
     def __repr__(self) -> str:
         later = "".join(f"; other amounts at {each.tokens} tokens" for each in self.thresholds)
         return f"Mixture({self.summary()}{later})"
-
-
-def is_past(first: int, until: int | None) -> bool:
-    """Whether a change at step `first` affects any step before `until` (None: all steps)."""
-    return first == 0 or until is None or first < until
-
-
-def check_next(step: int, before: int, where: str) -> None:
-    """Raise RecipeError unless `step` comes after `before`, the step of the last change."""
-    if type(step) is not int or step <= before:
-        raise RecipeError(f"{where}(step={step!r}): give a step after {before}, the step of the last change")
-
-
-def tokens_given(step: int | None, at_tokens: float | None, before: Sequence[int], where: str) -> int | None:
-    """The threshold of a change; None if it is at a step. before: those of earlier changes.
-
-    Raises RecipeError for both or neither, and for a threshold that is not whole or not after these.
-    """
-    if (step is None) == (at_tokens is None):
-        raise RecipeError(f"{where}(step={step!r}, at_tokens={at_tokens!r}): give one of them")
-    if at_tokens is None:
-        if before:
-            raise RecipeError(f"{where}({step}): after a change at {before[-1]} tokens give at_tokens=, too")
-        return None
-    least = before[-1] if before else 0
-    if type(at_tokens) not in (int, float) or not least < at_tokens < 2**62 or at_tokens != int(at_tokens):
-        raise RecipeError(f"{where}(at_tokens={at_tokens!r}): a whole number of tokens above {least}")
-    return int(at_tokens)
 
 
 def _store_and_amount(given: float | Store | tuple[Store, float]) -> tuple[Store | None, float | None]:

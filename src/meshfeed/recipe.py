@@ -6,11 +6,13 @@ A change of any part changes the fingerprint, so that a saved state refuses to l
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from os import PathLike
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
@@ -18,12 +20,13 @@ from typing import Any, Literal, NamedTuple, Self, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.batch import Batch
 from meshfeed.errors import RecipeError
-from meshfeed.mixture import Mixture, Store, check_next, is_past, tokens_given
+from meshfeed.machine import Machine
+from meshfeed.mixture import Mixture, Store
 from meshfeed.summary import brief, code_of, digest_of
 
 Order = Literal["global", "blocks", "none", "replacement"]
-Last = Literal["keep", "drop", "pad"]
 VerifyData = Literal["sampled", "full"]
 
 _MAX = 2**62
@@ -120,170 +123,6 @@ class Rule(ABC):
 def identity_of(rule: Rule, until: int | None = None) -> str:
     """A rule's options, as far as they determine the steps before `until`, and the code of a user's rule."""
     return " ".join(filter(None, (rule.summary_until(until), code_of(type(rule)))))
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Batch:
-    """How much makes a global batch: `Batch(256)`, or `Batch(sequences=256)`; or `Batch(tokens=4_000_000)`.
-
-    With tokens, a step has whole sequences of about so many tokens. Step k begins with the first sequence
-    whose middle is at token k x tokens of the stream or after it, so its tokens differ from this number by at
-    most half a sequence at either end. They are counted as the rule counts them, before a packing splits,
-    truncates or drops a sequence. Rows of one length need a whole number of rows, and the batch becomes one
-    of sequences.
-
-    Attributes:
-        sequences: sequences in each step; None for a batch of tokens.
-        tokens: tokens in each step; None for a batch of sequences.
-        last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
-            the stream before it, "pad" fills it with what would come next if the stream continued.
-        stages: (first step, sequences or tokens) of each stage of a ramp, which `then` adds to.
-        thresholds: (tokens of the stream, sequences) of further stages; a recipe turns them into steps.
-
-    Raises RecipeError for other values, and for both sequences and tokens, or neither.
-    """
-
-    sequences: int | None = None
-    _: KW_ONLY
-    tokens: int | None = None
-    last: Last = "keep"
-    stages: tuple[tuple[int, int], ...] = ()
-    thresholds: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        unit, size = self._unit, self.sequences if self.tokens is None else self.tokens
-        if type(size) is not int or size < 1:
-            raise RecipeError(f"Batch({unit}={size!r}): a whole number from 1")
-        if self.sequences is not None and self.tokens is not None:
-            raise RecipeError(f"{self!r}: give sequences or tokens, not both")
-        if self.last not in get_args(Last):
-            raise RecipeError(f"Batch(last={self.last!r}): choose one of {', '.join(get_args(Last))}")
-        if not self.stages:
-            object.__setattr__(self, "stages", ((0, size),))
-
-    @property
-    def _unit(self) -> str:
-        return "sequences" if self.tokens is None else "tokens"
-
-    def __repr__(self) -> str:
-        given = [f"{name}={size}" for name in ("sequences", "tokens") if (size := getattr(self, name))]
-        given += [] if self.last == "keep" else [f"last={self.last!r}"]
-        named = "" if self.tokens is None else "tokens="
-        ramp = "".join(f".then({step}, {named}{size})" for step, size in self.stages[1:])
-        ramp += "".join(f".then(at_tokens={at}, sequences={size})" for at, size in self.thresholds)
-        return f"Batch({', '.join(given)}){ramp}"
-
-    def then(
-        self,
-        step: int | None = None,
-        sequences: int | None = None,
-        *,
-        tokens: int | None = None,
-        at_tokens: float | None = None,
-    ) -> Batch:
-        """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`.
-
-        A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`.
-        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, as
-        `Batch(64).then(at_tokens=10e9, sequences=128)`. For a batch of sequences the recipe finds the step;
-        of documents, from the index. Later stages are then given by tokens, too.
-        """
-        at = tokens_given(step, at_tokens, [tokens for tokens, _ in self.thresholds], "Batch.then")
-        if at is not None and self.tokens is None:
-            self.amended(0, sequences, tokens=tokens)  # or it is refused now
-            return replace(self, thresholds=(*self.thresholds, (at, cast(int, sequences))))
-        step = cast(int, step) if at is None else self.first_step_at(at)
-        check_next(step, self.stages[-1][0], "Batch.then")
-        return self.amended(step, sequences, tokens=tokens)
-
-    def first_step_at(self, amount: int) -> int:
-        """The first step that begins at or after so many sequences, or tokens of a batch of tokens."""
-        return self.step(amount - 1) + 1 if amount else 0
-
-    def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
-        """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
-        size, other = (sequences, tokens) if self.tokens is None else (tokens, sequences)
-        if type(size) is not int or size < 1 or other is not None:
-            given = f"{sequences!r}" if tokens is None else f"tokens={tokens!r}"
-            raise RecipeError(f"Batch.then({step}, {given}): a whole number of {self._unit} from 1")
-        others = [stage for stage in self.stages if stage[0] != step]
-        stages = tuple(sorted((*others, (step, size))))
-        if self.tokens is None:
-            return replace(self, sequences=stages[0][1], stages=stages)
-        return replace(self, tokens=stages[0][1], stages=stages)
-
-    def position(self, step: int) -> int:
-        """Sequences in all steps before one, so its first position; or for a batch of tokens, their tokens.
-
-        `order.start_of_step` is the first position for both.
-        """
-        position = 0
-        for (first, size), (end, _) in zip(self.stages, (*self.stages[1:], (step, 0))):
-            position += max(min(end, step) - first, 0) * size
-        return position
-
-    def size(self, step: int) -> int:
-        """Sequences of a step, or tokens."""
-        return [size for first, size in self.stages if first <= step][-1]
-
-    def step(self, position: int) -> int:
-        """The step that a position falls in, or for a batch of tokens, a token."""
-        step = 0
-        for first, size in self.stages:
-            if position < self.position(first):
-                break
-            step = first + (position - self.position(first)) // size
-        return step
-
-    def steps(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The step that each position falls in, and which of its sequences it is; int64 [n] each.
-
-        For a batch of sequences; see `order.steps_of`.
-        """
-        step, place = np.zeros((2, positions.size), np.int64)
-        for first, sequences in self.stages:
-            since = positions - self.position(first)
-            here = since >= 0
-            step[here], place[here] = first + since[here] // sequences, since[here] % sequences
-        return step, place
-
-    def in_tokens(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The same steps as a batch of tokens, undoing `of_rows`. rows: see `Rule.row_lengths`."""
-        lengths, stages = {step for step, _ in rows}, list[tuple[int, int]]()
-        for step, length in self._with_steps(rows):
-            tokens = self.size(step) * length
-            if not stages or step not in lengths or tokens != stages[-1][1]:  # else only the length changes
-                stages.append((step, tokens))
-        return Batch(tokens=stages[0][1], last=self.last, stages=tuple(stages))
-
-    def of_rows(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The same batch of tokens, of rows: see `Rule.row_lengths`.
-
-        Raises RecipeError unless rows fill its steps.
-        """
-        stages: list[tuple[int, int]] = []
-        for step, length in self._with_steps(rows):
-            tokens = self.size(step)
-            if tokens % length:
-                least = tokens // length * length
-                near = f"{least} or {least + length}" if least else f"{length}"
-                raise RecipeError(
-                    f"{self!r}: {tokens} tokens are no whole number of rows of {length}; give {near}"
-                )
-            stages.append((step, tokens // length))
-        return Batch(sequences=stages[0][1], last=self.last, stages=tuple(stages))
-
-    def _with_steps(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(step, length) of each step where the batch or the length changes."""
-        steps = sorted({step for step, _ in (*self.stages, *rows)})
-        return [(step, [length for first, length in rows if first <= step][-1]) for step in steps]
-
-    def summary(self, until: int | None = None) -> str:
-        """One line with everything that determines the steps before `until`."""
-        (_, first_size), *later = ((first, size) for first, size in self.stages if is_past(first, until))
-        ramp = "".join(f", {size} from step {first}" for first, size in later)
-        last = f"; last={self.last}" if self.last != "keep" else ""
-        return brief(f"{self._unit}={first_size}{ramp}{last}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,9 +321,10 @@ class Recipe:
         waiting += [(tokens, "rule", length) for tokens, length in rule.thresholds]
         if isinstance(data, Mixture):
             waiting += [(each.tokens, "data", each) for each in data.thresholds]
+            data = data.without_thresholds()
         if not waiting:
             return
-        batch, rule, data = replace(batch, thresholds=()), rule.without_thresholds(), _settled(data)
+        batch, rule = replace(batch, thresholds=()), rule.without_thresholds()
         for tokens, of, change in sorted(waiting, key=itemgetter(0)):
             step = replace(self, data=data, sequence=rule, batch=batch).first_step_at(tokens)
             if of == "batch":
@@ -531,13 +371,11 @@ class Recipe:
         """Refuse what does not go with a rule that cuts rows of several lengths."""
         if len(self.sequence.pieces) == 1:
             return
-        ends = isinstance(self.data, Mixture) and not all(part.is_endless for part in self.data.parts)
-        for wrong, what in (
-            (self.shuffle == "blocks" or isinstance(self.shuffle, Blocks), "shuffle='blocks'"),
-            (ends, "amounts that end, by repeat or count"),
-        ):
-            if wrong:
-                raise RecipeError(f"{what}: not with {self.sequence.summary()}, whose lengths change")
+        what = "shuffle='blocks'" if isinstance(self.shuffle, Blocks) else ""
+        if isinstance(self.data, Mixture) and not all(part.is_endless for part in self.data.parts):
+            what = what or "amounts that end, by repeat or count"
+        if what:
+            raise RecipeError(f"{what}: not with {self.sequence.summary()}, whose lengths change")
 
     def source_names_at(self, step: int) -> tuple[str, ...]:
         """The same without those that an amendment adds after a step: equal on all ranks that plan it."""
@@ -562,6 +400,7 @@ class Recipe:
         this recipe cannot have.
         """
         made, given = self, [each if isinstance(each, Amendment) else Amendment(*each) for each in amendments]
+        given = [replace(each, step=whole(each.step)) for each in given]
         for each in given:
             if type(each.step) is not int or each.step < 0:
                 raise RecipeError(f"an amendment at step {each.step!r}: give a whole number from 0")
@@ -624,16 +463,16 @@ class Recipe:
             return []
         drawn = self.data.drawn(until) if isinstance(self.data, Mixture) else [0]
         size = -(-len(drawn) // _MOST_DIGESTS)
-        groups = [drawn[at : at + size] for at in range(0, len(drawn), size)]
-        return [(self._named(group), _digest_of_all([digests[i] for i in group])) for group in groups]
-
-    def _named(self, sources: Sequence[int]) -> str:
-        names = self.source_names
-        if len(sources) > 1:
-            return f"one of {len(sources)} sources, {names[sources[0]]!r} to {names[sources[-1]]!r}"
-        store = self.sources[sources[0]]
-        path = str(getattr(store, "path", store))
-        return f"source {names[sources[0]]!r} ({path})" if names[sources[0]] else path
+        named = list[tuple[str, str]]()
+        for at in range(0, len(drawn), size):
+            first, *others = drawn[at : at + size]
+            name, path = self.source_names[first], getattr(self.sources[first], "path", self.sources[first])
+            where, digest = f"source {name!r} ({path})" if name else f"{path}", digests[first]
+            if others:
+                where = f"one of {1 + len(others)} sources, {name!r} to {self.source_names[others[-1]]!r}"
+                digest = digest_of({"digests": [digest, *(digests[i] for i in others)]})
+            named.append((where, digest))
+        return named
 
     @property
     def fingerprint(self) -> str:
@@ -641,17 +480,21 @@ class Recipe:
         return digest_of(self.summary())
 
 
-def _settled(data: Store | Mixture) -> Store | Mixture:
-    """Data without its thresholds."""
-    if not isinstance(data, Mixture):
-        return data
-    made = copy(data)
-    made.thresholds = ()
-    return made
+@contextlib.contextmanager
+def entered(recipe: Recipe, machine: Machine | None = None) -> Generator[None]:
+    """All stores of a recipe, open for a `with`; as a feed on a machine reads them, if one is given."""
+    with contextlib.ExitStack() as stack:
+        for store in recipe.sources:
+            stack.enter_context(store if machine is None else store.opened(machine))
+        yield
 
 
-def _digest_of_all(digests: Sequence[str]) -> str:
-    return digests[0] if len(digests) == 1 else digest_of({"digests": [*digests]})
+def whole(given: Any) -> Any:
+    """An integer of any library as an int; anything else as it is, truth values too."""
+    try:
+        return given if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return given
 
 
 def _hint(data: object) -> str:

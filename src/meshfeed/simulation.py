@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from meshfeed.layout import Coord, Layout
 from meshfeed.machine import Machine
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import Recipe, entered
 from meshfeed.roles import StageMap
 from meshfeed.sequence import run_by
 
@@ -66,9 +65,7 @@ def simulate(
     rule, host = stepping.rule, OnHost()
     chosen = layout.ranks().tolist() if ranks is None else list(ranks)
     coords = [Coord(*row) for row in layout.coords(chosen).tolist()]
-    with contextlib.ExitStack() as stack:
-        for store in recipe.sources:
-            stack.enter_context(store.opened(machine))
+    with entered(recipe, machine):
         for step in range(steps) if isinstance(steps, int) else steps:
             if recipe.skips(step):
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from meshfeed.files import Folder
 from meshfeed.files.url import join, parent
 from meshfeed.formats.parquet import RawStream
 from meshfeed.formats.prepared import values_name
+from meshfeed.recipe import entered
 from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
 from meshfeed.store import DatasetStore, StreamStore
 from meshfeed.summary import digest_of
@@ -70,9 +70,7 @@ class Audit(Command, RecipeOptions):
     def run(self) -> int:
         recipe = self.recipe_of(self.recipe)
         until = until_of(recipe, self.until, "does not count")
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
+        with entered(recipe):
             sequences, tokens = drawn_of_sources(recipe, until)
             sizes = [recipe.sequence.num_sequences(store) for store in recipe.sources]
             by = None if self.by is None else _by_value(recipe, until, self.by)

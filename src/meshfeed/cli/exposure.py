@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
+from meshfeed.recipe import entered
 from meshfeed.report.words import counted
 from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.exposure import Exposures, exposures
@@ -68,9 +68,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
         recipe = self.recipe_of(self.recipe)
         self._refuse_ignored(cast(SequenceRule, recipe.sequence))
         until = until_of(recipe, self.until, "was not trained")
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
+        with entered(recipe):
             sources, documents = documents_in(self.documents, recipe)
             found = exposures(recipe, sources, documents, until)
             ranks = self._ranks(recipe, found) if self.ranks else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.plan import Account, EncoderPlan, StepPlan, account_of, plan_step
+from meshfeed.recipe import entered
 from meshfeed.report.loads import Load, loads_of
 from meshfeed.report.plan import page
 from meshfeed.report.words import counted
@@ -113,9 +113,7 @@ class Plan(Command, JobOptions, RecipeOptions):
                 f"meshfeed trace shows where they go"
             )
         stepping, steps = self.stepping_of(recipe), self.steps or range(1)
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
+        with entered(recipe):
             for step in steps:
                 if recipe.skips(step):
                     raise MeshfeedError(

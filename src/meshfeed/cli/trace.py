@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +18,7 @@ from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.order import position_of, steps_of
+from meshfeed.recipe import entered
 from meshfeed.sequence import Multimodal, SequenceRule
 
 
@@ -61,9 +61,7 @@ class Trace(Command, JobOptions, RecipeOptions):
             raise MeshfeedError("give one of --step, --document")
         recipe = self.recipe_of(self.recipe)
         self._refuse_ignored(cast(SequenceRule, recipe.sequence))
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
+        with entered(recipe):
             if self.step is not None:
                 lines = self._of_step(recipe, self.step)
             else:

@@ -110,11 +110,12 @@ class Ahead:
         if batch is None:
             self._next = None
             return
+        rule, recipe = self._stepping.rule, self._stepping.recipe
         if self._reads:
             # Announcing is only advice: `load` meets the same error again and sends it to the peers.
             with self._clock.stage("read"), contextlib.suppress(StoreError):
-                self._stepping.rule.announce(self._stepping.recipe, portions)
-        sizes = [self._num_bytes(each) if self._is_remote else 0 for each in portions]
+                rule.announce(recipe, portions)
+        sizes = [rule.num_bytes(recipe, each) if self._is_remote else 0 for each in portions]
         self._unread.extend(sizes)
         self._unread_bytes += sum(sizes)
         self._next += 1
@@ -130,9 +131,6 @@ class Ahead:
             if given == step and step not in self._left_out:
                 return step
             step = max(given, step + 1)
-
-    def _num_bytes(self, portion: Portion) -> int:
-        return self._stepping.rule.num_bytes(self._stepping.recipe, portion)
 
 
 class _Taking(threading.local):

@@ -14,7 +14,7 @@ from typing import cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store as Rendezvous
 
-from meshfeed.amendments import Ledger, whole
+from meshfeed.amendments import Ledger
 from meshfeed.deliver import Delivery
 from meshfeed.errors import DeliveryError, OptionError, StateError
 from meshfeed.feed.amending import Amending, Recipes
@@ -27,7 +27,7 @@ from meshfeed.feed.stepping import Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Store
 from meshfeed.order import has_step, num_positions
-from meshfeed.recipe import Change, Recipe
+from meshfeed.recipe import Change, Recipe, whole
 
 
 class ChangingSource(StepSource[Delivery, FeedOptions]):
@@ -136,6 +136,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         step counts once the loop asks for the next one.
         """
         last = self._next_step - 1 if self._run is None else self._run.step_in_loop
+        step = whole(step)
         if type(step) is not int or not 0 <= step <= last:
             raise OptionError(f"commit({step!r}): give a step that the loop has had, 0 to {last}")
         self._where.committed = step + 1
@@ -155,6 +156,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         with each change of the layout. Raises OptionError for other arguments, StateError past the end of the
         stream.
         """
+        step, rank, generation = whole(step), whole(rank), whole(generation)
         if type(step) is not int or step < 0 or type(rank) is not int:
             raise OptionError(
                 f"at({step!r}, rank={rank!r}): give the number of the step, and this process's rank in the "
@@ -199,12 +201,16 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         and new each time. rendezvous: a torch.distributed Store that all of them reach; None takes that of
         the default process group. Raises PeerError if a rank does not come within `timeout_s`.
         """
+        rank, generation = whole(rank), whole(generation)
         self._where.check_later(generation)
         options = replace(self._options, rendezvous=rendezvous, readers=readers)
-        first = self._where.first_uncommitted(
+        known = (
+            self._where.committed,
             None if self._run is None else self._run.step_in_loop,
-            self._next_step if self._next_step or self._loaded else None,
+            self._where.left,
+            self._next_step if self._next_step or self._loaded else None,  # else it has just started
         )
+        first = next((step for step in known if step is not None), None)
         apart = rendezvous is not None and rank is not None
         self._take(Seat(given_layout(layout), rank, generation), options, apart=apart)
         step, ledger = self._agreed_on(first)
@@ -253,11 +259,13 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             self._begins_as = self.recipe
 
     def _go_on_at(self, step: int) -> None:
-        """The next loop begins at a step."""
+        """The next loop begins at a step that all have agreed on, or that was loaded."""
+        where = self._where
         with self._changing:
             self._stop()
             self._next_step, self._loaded = step, True
-            self._where.goes_on_at(step)
+            where.committed = None if where.committed is None else step
+            where.left = where.asked = None
 
     @property
     def _run_name(self) -> str:

@@ -44,7 +44,7 @@ from meshfeed.mixture import Store
 from meshfeed.order import edges_of, has_step, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import Recipe, entered
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
@@ -365,9 +365,7 @@ class Feed(ChangingSource):
     def _decoded_is_larger(self) -> bool:
         if not self._stepping.rule.takes_parts:
             return False
-        with contextlib.ExitStack() as stack:
-            for store in self.recipe.sources:
-                stack.enter_context(store)  # the sizes are in their indices
+        with entered(self.recipe):  # the sizes are in their indices
             return self._stepping.rule.decoded_is_larger(self.recipe)
 
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:

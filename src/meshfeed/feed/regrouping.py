@@ -7,7 +7,7 @@ that are told: torchft's manager knows when a step begins who takes part in it, 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,19 +54,6 @@ class Whereabouts:
         if type(generation) is not int or generation <= before:
             raise OptionError(f"generation={generation!r}: give a whole number above {before}")
 
-    def first_uncommitted(self, in_loop: int | None, begins: int | None) -> int | None:
-        """The first step that the model has not taken; None for a rank that has just started.
-
-        in_loop: the step that the loop is in. begins: the one at which the next loop would begin.
-        """
-        known = (self.committed, in_loop, self.left, begins)
-        return next((step for step in known if step is not None), None)
-
-    def goes_on_at(self, step: int) -> None:
-        """The next loop begins at a step that all have agreed on, or that was loaded."""
-        self.committed = None if self.committed is None else step
-        self.left = self.asked = None
-
 
 @dataclass(slots=True)
 class Asked:
@@ -93,10 +80,6 @@ class Asked:
 
 def left_out(step: int, sources: tuple[str, ...], layout: Layout) -> Step:
     """A step without sequences, which has cost nothing."""
-
-    def nothing() -> Generator[Microbatch]:
-        yield from ()
-
     return Step(
         index=step,
         num_microbatches=0,
@@ -105,7 +88,7 @@ def left_out(step: int, sources: tuple[str, ...], layout: Layout) -> Step:
         sum_sq=0,
         sources=sources,
         plan=plan_fixed(np.zeros(0, np.int64), dp=layout.dp, cp=layout.cp, micro_batch_size=1),
-        microbatches=Microbatches(nothing()),
+        microbatches=Microbatches(each for each in list[Microbatch]()),
         _costs=StepCosts(StepStats),
     )
 

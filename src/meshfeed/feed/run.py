@@ -60,10 +60,6 @@ class StepEnd:
 Item = StepStart | Made | StepEnd
 
 
-def _is_read(item: Item) -> bool:
-    return isinstance(item, Made)
-
-
 @dataclass(slots=True)
 class _View:
     """A consumer's position: fields it does not need, items queued for it, its next step.
@@ -134,7 +130,9 @@ class Run:
         self._clock, self._origin, self._timeout_s = clock, origin, options.timeout_s
         self._recorder, self._ended, self._num_ready = recorder, ended, 0
         self._views = [_View(hidden, start, start, start) for hidden in views]
-        self._prefetcher = Prefetcher(self._reporting(items, start), clock, options.prefetch, _is_read)
+        self._prefetcher = Prefetcher(
+            self._reporting(items, start), clock, options.prefetch, lambda item: isinstance(item, Made)
+        )
         self._failures = Failures(peers.meeting, peers.role.rank, self._wake)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that were not handed out

@@ -15,10 +15,11 @@ from typing import cast
 
 import numpy as np
 
+from meshfeed.batch import check_next, is_past, tokens_given
 from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.intervals import numbers_in
-from meshfeed.mixture import Store, check_next, is_past, tokens_given
+from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import EpochTokens, Recipe
@@ -72,6 +73,12 @@ class Windows(Rows, TokenRule):
         Raises RecipeError unless each length divides the longest.
         """
         return StagedWindows(self, ((0, self.length),)).then(step, length, at_tokens=at_tokens)
+
+    def pieces_of(self, unit: int, length: int) -> Windows:
+        """Windows of a length, as pieces of those of `unit` tokens that an epoch is shuffled in."""
+        made = replace(self, length=length)
+        object.__setattr__(made, "unit", unit)
+        return made
 
     def num_sequences(self, store: Store) -> int:
         """Windows per epoch.
@@ -251,10 +258,7 @@ class StagedWindows(TokenRule):
 
     @cached_property
     def _windows(self) -> Sequence[Windows]:
-        made = [replace(self.first, length=length) for _, length in self.stages]
-        for each in made:
-            object.__setattr__(each, "unit", self.unit)
-        return made
+        return [self.first.pieces_of(self.unit, length) for _, length in self.stages]
 
     def _of(self, draws: Draws) -> Windows:
         """The windows of some draws of a step."""

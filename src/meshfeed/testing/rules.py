@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from typing import Any, cast
 
 import numpy as np
 
+from meshfeed.batch import Batch
 from meshfeed.columns import Arrays, Columns
 from meshfeed.feed.device import OnHost, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
 from meshfeed.plan import Packing
-from meshfeed.recipe import Batch, Recipe
+from meshfeed.recipe import Recipe, entered
 from meshfeed.sequence import Portion, SequenceRule
 from meshfeed.testing.difference import difference, require
 
@@ -38,9 +38,7 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     for cp in range(1, max_cp + 1):
         recipe = Recipe(data=data, sequence=rule, batch=Batch(sequences=8))
         layout = Layout(dp=2, cp=cp)
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
+        with entered(recipe):
             stepping = _stepping(recipe, layout)
             for step in range(steps):
                 batch = stepping.global_batch(step)

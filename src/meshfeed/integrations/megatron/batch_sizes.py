@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshfeed.batch import Batch
 from meshfeed.errors import RecipeError
-from meshfeed.recipe import Batch
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 

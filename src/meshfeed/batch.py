@@ -1,0 +1,207 @@
+"""How much makes a global batch, in sequences or in tokens, and how that changes at a step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.summary import brief
+
+Last = Literal["keep", "drop", "pad"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Batch:
+    """How much makes a global batch: `Batch(256)`, or `Batch(sequences=256)`; or `Batch(tokens=4_000_000)`.
+
+    With tokens, a step has whole sequences of about so many tokens. Step k begins with the first sequence
+    whose middle is at token k x tokens of the stream or after it, so its tokens differ from this number by at
+    most half a sequence at either end. They are counted as the rule counts them, before a packing splits,
+    truncates or drops a sequence. Rows of one length need a whole number of rows, and the batch becomes one
+    of sequences.
+
+    Attributes:
+        sequences: sequences in each step; None for a batch of tokens.
+        tokens: tokens in each step; None for a batch of sequences.
+        last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
+            the stream before it, "pad" fills it with what would come next if the stream continued.
+        stages: (first step, sequences or tokens) of each stage of a ramp, which `then` adds to.
+        thresholds: (tokens of the stream, sequences) of further stages; a recipe turns them into steps.
+
+    Raises RecipeError for other values, and for both sequences and tokens, or neither.
+    """
+
+    sequences: int | None = None
+    _: KW_ONLY
+    tokens: int | None = None
+    last: Last = "keep"
+    stages: tuple[tuple[int, int], ...] = ()
+    thresholds: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        unit, size = self._unit, self.sequences if self.tokens is None else self.tokens
+        if type(size) is not int or size < 1:
+            raise RecipeError(f"Batch({unit}={size!r}): a whole number from 1")
+        if self.sequences is not None and self.tokens is not None:
+            raise RecipeError(f"{self!r}: give sequences or tokens, not both")
+        if self.last not in get_args(Last):
+            raise RecipeError(f"Batch(last={self.last!r}): choose one of {', '.join(get_args(Last))}")
+        if not self.stages:
+            object.__setattr__(self, "stages", ((0, size),))
+
+    @property
+    def _unit(self) -> str:
+        return "sequences" if self.tokens is None else "tokens"
+
+    def __repr__(self) -> str:
+        given = [f"{name}={size}" for name in ("sequences", "tokens") if (size := getattr(self, name))]
+        given += [] if self.last == "keep" else [f"last={self.last!r}"]
+        named = "" if self.tokens is None else "tokens="
+        ramp = "".join(f".then({step}, {named}{size})" for step, size in self.stages[1:])
+        ramp += "".join(f".then(at_tokens={at}, sequences={size})" for at, size in self.thresholds)
+        return f"Batch({', '.join(given)}){ramp}"
+
+    def then(
+        self,
+        step: int | None = None,
+        sequences: int | None = None,
+        *,
+        tokens: int | None = None,
+        at_tokens: float | None = None,
+    ) -> Batch:
+        """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`.
+
+        A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`.
+        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, as
+        `Batch(64).then(at_tokens=10e9, sequences=128)`. For a batch of sequences the recipe finds the step;
+        of documents, from the index. Later stages are then given by tokens, too.
+        """
+        at = tokens_given(step, at_tokens, [tokens for tokens, _ in self.thresholds], "Batch.then")
+        if at is not None and self.tokens is None:
+            self.amended(0, sequences, tokens=tokens)  # or it is refused now
+            return replace(self, thresholds=(*self.thresholds, (at, cast(int, sequences))))
+        step = cast(int, step) if at is None else self.first_step_at(at)
+        check_next(step, self.stages[-1][0], "Batch.then")
+        return self.amended(step, sequences, tokens=tokens)
+
+    def first_step_at(self, amount: int) -> int:
+        """The first step that begins at or after so many sequences, or tokens of a batch of tokens."""
+        return self.step(amount - 1) + 1 if amount else 0
+
+    def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
+        """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
+        size, other = (sequences, tokens) if self.tokens is None else (tokens, sequences)
+        if type(size) is not int or size < 1 or other is not None:
+            given = f"{sequences!r}" if tokens is None else f"tokens={tokens!r}"
+            raise RecipeError(f"Batch.then({step}, {given}): a whole number of {self._unit} from 1")
+        others = [stage for stage in self.stages if stage[0] != step]
+        stages = tuple(sorted((*others, (step, size))))
+        if self.tokens is None:
+            return replace(self, sequences=stages[0][1], stages=stages)
+        return replace(self, tokens=stages[0][1], stages=stages)
+
+    def position(self, step: int) -> int:
+        """Sequences in all steps before one, so its first position; or for a batch of tokens, their tokens.
+
+        `order.start_of_step` is the first position for both.
+        """
+        position = 0
+        for (first, size), (end, _) in zip(self.stages, (*self.stages[1:], (step, 0))):
+            position += max(min(end, step) - first, 0) * size
+        return position
+
+    def size(self, step: int) -> int:
+        """Sequences of a step, or tokens."""
+        return [size for first, size in self.stages if first <= step][-1]
+
+    def step(self, position: int) -> int:
+        """The step that a position falls in, or for a batch of tokens, a token."""
+        step = 0
+        for first, size in self.stages:
+            if position < self.position(first):
+                break
+            step = first + (position - self.position(first)) // size
+        return step
+
+    def steps(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The step that each position falls in, and which of its sequences it is; int64 [n] each.
+
+        For a batch of sequences; see `order.steps_of`.
+        """
+        step, place = np.zeros((2, positions.size), np.int64)
+        for first, sequences in self.stages:
+            since = positions - self.position(first)
+            here = since >= 0
+            step[here], place[here] = first + since[here] // sequences, since[here] % sequences
+        return step, place
+
+    def in_tokens(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """The same steps as a batch of tokens, undoing `of_rows`. rows: see `Rule.row_lengths`."""
+        lengths, stages = {step for step, _ in rows}, list[tuple[int, int]]()
+        for step, length in self._with_steps(rows):
+            tokens = self.size(step) * length
+            if not stages or step not in lengths or tokens != stages[-1][1]:  # else only the length changes
+                stages.append((step, tokens))
+        return Batch(tokens=stages[0][1], last=self.last, stages=tuple(stages))
+
+    def of_rows(self, rows: Sequence[tuple[int, int]]) -> Batch:
+        """The same batch of tokens, of rows: see `Rule.row_lengths`.
+
+        Raises RecipeError unless rows fill its steps.
+        """
+        stages: list[tuple[int, int]] = []
+        for step, length in self._with_steps(rows):
+            tokens = self.size(step)
+            if tokens % length:
+                least = tokens // length * length
+                near = f"{least} or {least + length}" if least else f"{length}"
+                raise RecipeError(
+                    f"{self!r}: {tokens} tokens are no whole number of rows of {length}; give {near}"
+                )
+            stages.append((step, tokens // length))
+        return Batch(sequences=stages[0][1], last=self.last, stages=tuple(stages))
+
+    def _with_steps(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(step, length) of each step where the batch or the length changes."""
+        steps = sorted({step for step, _ in (*self.stages, *rows)})
+        return [(step, [length for first, length in rows if first <= step][-1]) for step in steps]
+
+    def summary(self, until: int | None = None) -> str:
+        """One line with everything that determines the steps before `until`."""
+        (_, first_size), *later = ((first, size) for first, size in self.stages if is_past(first, until))
+        ramp = "".join(f", {size} from step {first}" for first, size in later)
+        last = f"; last={self.last}" if self.last != "keep" else ""
+        return brief(f"{self._unit}={first_size}{ramp}{last}")
+
+
+def is_past(first: int, until: int | None) -> bool:
+    """Whether a change at step `first` affects any step before `until` (None: all steps)."""
+    return first == 0 or until is None or first < until
+
+
+def check_next(step: int, before: int, where: str) -> None:
+    """Raise RecipeError unless `step` comes after `before`, the step of the last change."""
+    if type(step) is not int or step <= before:
+        raise RecipeError(f"{where}(step={step!r}): give a step after {before}, the step of the last change")
+
+
+def tokens_given(step: int | None, at_tokens: float | None, before: Sequence[int], where: str) -> int | None:
+    """The threshold of a change; None if it is at a step. before: those of earlier changes.
+
+    Raises RecipeError for both or neither, and for a threshold that is not whole or not after these.
+    """
+    if (step is None) == (at_tokens is None):
+        raise RecipeError(f"{where}(step={step!r}, at_tokens={at_tokens!r}): give one of them")
+    if at_tokens is None:
+        if before:
+            raise RecipeError(f"{where}({step}): after a change at {before[-1]} tokens give at_tokens=, too")
+        return None
+    least = before[-1] if before else 0
+    if type(at_tokens) not in (int, float) or not least < at_tokens < 2**62 or at_tokens != int(at_tokens):
+        raise RecipeError(f"{where}(at_tokens={at_tokens!r}): a whole number of tokens above {least}")
+    return int(at_tokens)
