@@ -11,7 +11,7 @@ from meshfeed.plan.account import Account, account_of, flops
 from meshfeed.plan.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
 from meshfeed.plan.packing import CostModel, ModelShape, Packing, cp_groups
 from meshfeed.plan.step import plan_fixed, plan_step
-from meshfeed.plan.types import Align, CpSplit, Pack, PackShape, Slices, StepPlan, packs_of, slices_of
+from meshfeed.plan.types import Align, CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 
 __all__ = [
     "Account",
@@ -22,7 +22,6 @@ __all__ = [
     "EncoderRoute",
     "ModelShape",
     "Pack",
-    "PackShape",
     "Packing",
     "Slices",
     "StepPlan",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfeed.intervals import numbers_in
-from meshfeed.plan.packing import CostModel, ModelShape, Packing, attended_pairs, step_time
+from meshfeed.plan.packing import ModelShape, Packing, attended_pairs, step_time
 from meshfeed.plan.types import FloatArray, LongArray, StepPlan, exact_sum
 
 
@@ -91,14 +91,7 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         loads=loads,
         rank_tokens=rank_tokens,
         objective=step_time(loads, packing, share),
-        bound=objective_bound(
-            lengths,
-            cost,
-            num_ranks=plan.num_ranks,
-            widest=widest_group(plan, packing),
-            num_microbatches=plan.num_microbatches,
-            bubble_share=share,
-        ),
+        bound=_bound(plan, packing, share),
         efficiency=even / float(tops.sum()) if tops.any() else 1.0,
     )
 
@@ -122,32 +115,25 @@ def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
     return forward * (3 if backward else 1)
 
 
-def objective_bound(
-    lengths: LongArray,
-    cost: CostModel,
-    *,
-    num_ranks: int,
-    widest: int,
-    num_microbatches: int,
-    bubble_share: float,
-) -> float:
-    """The least objective of any plan, in units of load; both objectives obey it.
+def _bound(plan: StepPlan, packing: Packing, bubble_share: float) -> float:
+    """The least objective of any plan of these rows and as many microbatches; both objectives obey it.
 
-    lengths: real tokens, int64 [n]. widest: ranks of the widest cp group. The bubble costs bubble_share times
-    the largest microbatch.
+    In units of load. The bubble costs bubble_share times the largest microbatch.
     The largest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
     widest group.
     *Count*, which matters if sequences are few or alike: the largest of ranks / widest piles, since the
     microbatches of a block of ranks follow each other.
     """
+    lengths, cost, count = plan.lengths[plan.kept], packing.cost, plan.num_microbatches
     if not lengths.size:
-        return num_microbatches * cost.microbatch_overhead
+        return count * cost.microbatch_overhead
+    widest = widest_group(plan, packing)
     loads = np.sort(cost.load(lengths, widest) if not cost.ring_tokens else cost.work(lengths) / widest)[::-1]
-    even = float(cost.work(lengths).sum()) / num_ranks
-    blocks = num_ranks // widest
+    even = float(cost.work(lengths).sum()) / plan.num_ranks
+    blocks = plan.num_ranks // widest
     total_load = max(even, least_pile(loads, blocks))
-    top = max(total_load / num_microbatches, least_pile(loads, blocks * num_microbatches))
-    return total_load + bubble_share * top + num_microbatches * cost.microbatch_overhead
+    top = max(total_load / count, least_pile(loads, blocks * count))
+    return total_load + bubble_share * top + count * cost.microbatch_overhead
 
 
 def least_pile(loads: FloatArray, piles: int) -> float:

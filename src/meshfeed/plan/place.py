@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.intervals import numbers_in
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.packing import Packing, asked_microbatches
 from meshfeed.plan.problem import Microbatch, Room, Sequences, narrowest_holding, narrowest_sizes
@@ -75,7 +76,8 @@ def _filled(sequences: Sequences, num_microbatches: int, tolerance: float, widen
             made.append(microbatch)
     if not left.size:
         return Filled(made, left)
-    most = sequences.room.most_sequences
+    room = sequences.room
+    most = room.max_sequences * (room.num_ranks // room.sizes[0])  # places, on the narrowest groups
     # one of many microbatches may be uneven by more, since the step's time is their sum: for 0.1 % of it the
     # mean cp is a fifth to a third lower
     last, over = place_evenly(sequences, left[:most], tolerance * min(len(made) + 1, 3))
@@ -378,8 +380,7 @@ def placement_of(
 def loads_by_rank(one: Microbatch, first_rank: LongArray, num_ranks: int) -> FloatArray:
     """Work of each rank in a microbatch; float64 [num_ranks]."""
     loads = np.zeros(num_ranks)
-    for first, size, load in zip(first_rank.tolist(), one.group_sizes.tolist(), one.loads.tolist()):
-        loads[first : first + size] = load
+    loads[numbers_in(first_rank, one.group_sizes)] = one.loads.repeat(one.group_sizes)
     return loads
 
 

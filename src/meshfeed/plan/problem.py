@@ -112,11 +112,6 @@ class Room:
         """Padded tokens that a microbatch can hold, on the widest groups."""
         return self.limits[-1] * (self.num_ranks // self.sizes[-1])
 
-    @property
-    def most_sequences(self) -> int:
-        """Sequences that a microbatch can hold, on the narrowest groups."""
-        return self.max_sequences * (self.num_ranks // self.sizes[0])
-
 
 def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
     """The room of dp x cp ranks under a packing and a split.

@@ -270,8 +270,9 @@ class Forecast:
         self._full = int(sequences.padded[0].sum()) / room.most_tokens
         # equal sequences are as easy to balance on full ranks as on others
         self._unlike = min(1.0, int(sequences.lengths[0]) / int(sequences.lengths[-1]) - 1)
-        self._work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
-        self._even = float(self._work_before[-1]) / room.num_ranks
+        self._longest_load = _view(sequences.load[-1])
+        self._work_before = _view(np.concatenate(([0.0], np.cumsum(sequences.work))))
+        self._even = self._work_before[-1] / room.num_ranks
 
     def bounds(self, least: int, quantum: int) -> dict[int, float]:
         """Numbers of microbatches that may be worth filling, from `least` on, ascending.
@@ -347,25 +348,17 @@ class Forecast:
         """Work of the first tokens; a sequence on the edge counts in part."""
         at = min(bisect_right(self._tokens_before, tokens), len(self._longest_load)) - 1
         part = (tokens - self._tokens_before[at]) / self._sequences.lengths.item(at)
-        return self._work_before.item(at) + part * self._sequences.work.item(at)
+        return self._work_before[at] + part * self._sequences.work.item(at)
 
     def _tokens_of(self, work: float) -> float:
         """How many of the first tokens make this much work."""
-        at = min(bisect_right(self._work_view, work), len(self._longest_load)) - 1
-        part = (work - self._work_view[at]) / self._sequences.work.item(at)
+        at = min(bisect_right(self._work_before, work), len(self._longest_load)) - 1
+        part = (work - self._work_before[at]) / self._sequences.work.item(at)
         return self._tokens_before[at] + part * self._sequences.lengths.item(at)
-
-    @cached_property
-    def _work_view(self) -> Sequence[float]:
-        return _view(self._work_before)
 
     @cached_property
     def _tokens_before(self) -> Sequence[float]:
         return _view(np.concatenate(([0.0], np.cumsum(self._sequences.lengths))))
-
-    @cached_property
-    def _longest_load(self) -> Sequence[float]:
-        return _view(self._sequences.load[-1])
 
     @cached_property
     def _least_loads(self) -> FloatArray:

@@ -70,11 +70,6 @@ class Align:
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
-    @property
-    def pads_packs(self) -> bool:
-        """Whether a pack of padded sequences may need padding of its own."""
-        return self.pack > 1 or self.in_runs
-
     def limit(self, capacity: int, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
         """The most tokens of a pack on a cp group, capacity tokens on each rank; int64, 0 if none fit."""
         multiple = self.pack_multiple(cp_size)
@@ -226,7 +221,7 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     microbatch, lengths, cp_size = plan.microbatch[mine], plan.lengths[mine], plan.cp_size[mine]
     bounds = np.searchsorted(microbatch, edges).tolist()
     padded, shape = plan.align.padded(lengths, cp_size), plan.shape
-    if shape is None and plan.align.pads_packs:
+    if shape is None and (plan.align.pack > 1 or plan.align.in_runs):  # packs need padding of their own
         last = np.flatnonzero(np.diff(microbatch, append=-1))  # these carry their microbatch's own padding
         totals = np.diff(_ends(padded)[last + 1], prepend=0)
         padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
