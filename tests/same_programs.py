@@ -31,6 +31,8 @@ _LISTED: dict[str, list[tuple[str, str, str]]] = {
             "if not len(segments) == 1 and self.sizes.size == 1:",
             "one source has one order, in one segment or in several",
         ),
+    ],
+    "order/positions.py": [
         (
             "here = (local[source] >= 0) & (count >= segment.drawn[source])",
             "here = (local[source] >= 0) * (count >= segment.drawn[source])",

@@ -2,12 +2,14 @@
 
 Read it in this order: `permutation` (the shuffle of an epoch), `blocks` (the same by shards), `interleave`
 (which source is next), `schedule` (when sources and batch sizes change), `tokens` (where steps of so many
-tokens begin), `stream` (all of it: step -> draws), `edges` (what begins anew every so many steps).
+tokens begin), `stream` (all of it: step -> draws), `positions` (its inverse), `edges` (what begins anew
+every so many steps).
 """
 
 from meshfeed.order.edges import edges_of
 from meshfeed.order.interleave import Interleaving
 from meshfeed.order.permutation import key_of, permute, philox, rng, unpermute
+from meshfeed.order.positions import places_in_epoch, position_of, positions_of
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
@@ -26,9 +28,6 @@ from meshfeed.order.stream import (
     lanes_of_step,
     num_positions,
     num_steps,
-    places_in_epoch,
-    position_of,
-    positions_of,
     start_of_step,
     steps_of,
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -78,45 +78,16 @@ class BlockShuffle:
         return Even.of(self._sizes[source], self._blocks.sequences, np.array(key, np.uint64))
 
 
-class Shards(Protocol):
-    """The shards of an epoch, and their keyed order on the line: a *slot* is a position in that order.
-
-    For one epoch, or for a different epoch of each index: arguments and results are int64 [] or [n].
-    """
-
-    @property
-    def size(self) -> Longs:
-        """Number of indices."""
-        ...
-
-    @property
-    def num_shards(self) -> Longs:
-        """Number of shards."""
-        ...
-
-    def slot(self, at: Longs) -> Longs:
-        """The slot of an offset on the line."""
-        ...
-
-    def before(self, slot: Longs) -> Longs:
-        """The offset on the line at which a slot begins."""
-        ...
-
-    def shard(self, index: Longs) -> Longs:
-        """The shard of an index."""
-        ...
-
-    def first(self, shard: Longs) -> Longs:
-        """The first index of a shard."""
-        ...
-
-
-_Turn = Callable[[Longs, _Keys, Shards, Blocks], Longs]
-
-
 @dataclass(frozen=True, slots=True)
 class Even:
-    """Shards of `run` indices; the last one has `lack` fewer and is at slot `short`."""
+    """Shards of `run` indices; the last one has `lack` fewer and is at slot `short`.
+
+    A *slot* is a position in the keyed order of the shards of an epoch on the line. For one epoch, or for a
+    different epoch of each index: attributes, arguments and results are int64 [] or [n].
+
+    Attributes:
+        size, num_shards: number of indices, and of shards.
+    """
 
     size: Longs
     num_shards: Longs
@@ -133,10 +104,12 @@ class Even:
         return cls(size, num_shards, run, num_shards * run - size, short)
 
     def slot(self, at: Longs) -> Longs:
+        """The slot of an offset on the line."""
         behind = at >= (self.short + 1) * self.run - self.lack
         return (at + self.lack * behind) // self.run
 
     def before(self, slot: Longs) -> Longs:
+        """The offset on the line at which a slot begins."""
         return slot * self.run - self.lack * (slot > self.short)
 
     def shard(self, index: Longs) -> Longs:
@@ -148,7 +121,10 @@ class Even:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """Shards with indices between `starts`, at offsets between `edges`; int64 [num_shards + 1] each."""
+    """The same of shards with indices between `starts`, at offsets between `edges`; of one epoch.
+
+    starts, edges: int64 [num_shards + 1] each.
+    """
 
     starts: Longs
     edges: Longs
@@ -169,7 +145,7 @@ class Uneven:
         return np.array(self.starts.size - 1)
 
     def slot(self, at: Longs) -> Longs:
-        """See Shards; never an empty shard."""
+        """Never that of an empty shard."""
         return np.searchsorted(self.edges, at, side="right") - 1
 
     def before(self, slot: Longs) -> Longs:
@@ -180,6 +156,10 @@ class Uneven:
 
     def first(self, shard: Longs) -> Longs:
         return self.starts[shard]
+
+
+Shards = Even | Uneven
+_Turn = Callable[[Longs, _Keys, Shards, Blocks], Longs]
 
 
 def _indices(places: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.mixture import Amount, Mixture, Part
+from meshfeed.mixture import Amount, Mixture, Part, split_at
 from meshfeed.order.interleave import Interleaving, WholeBatches
 from meshfeed.recipe import Recipe
 
@@ -84,7 +84,7 @@ def parts_of(recipe: Recipe) -> list[tuple[Part, int]]:
     firsts, per_source = {step for step, _ in recipe.sequence.pieces}, _per_source(recipe)
     if per_source:
         firsts |= {step for step, _ in recipe.batch.stages}
-    parts = _parts_from(firsts, _parts(recipe))
+    parts = split_at(_parts(recipe), firsts)
     return [(part, recipe.batch.size(part.step) if per_source else 0) for part in parts]
 
 
@@ -127,34 +127,12 @@ def _end_of_passes(pieces: Sequence[tuple[int, int]], whole: int, start: Callabl
     return start(first) + whole * count - drawn
 
 
-def whole_end(
-    recipe: Recipe, end: int | None, start: Callable[[int], int], step_at: Callable[[int], int]
-) -> int | None:
-    """The end of the stream, rounded to whole steps if the batch requires it.
-
-    start: step -> its first position; step_at: its inverse.
-    """
-    if end is not None and recipe.batch.last != "keep":
-        step = step_at(end)
-        whole = start(step)
-        end = whole if recipe.batch.last == "drop" or end == whole else start(step + 1)
-    if recipe.steps is None:
-        return end
-    return start(recipe.steps) if end is None else min(end, start(recipe.steps))
-
-
 def _parts(recipe: Recipe) -> Sequence[Part]:
     return recipe.data.parts if isinstance(recipe.data, Mixture) else (_ALONE,)
 
 
 def _per_source(recipe: Recipe) -> bool:
     return isinstance(recipe.data, Mixture) and recipe.data.batches == "per_source"
-
-
-def _parts_from(steps: set[int], parts: Sequence[Part]) -> list[Part]:
-    """The parts of a mixture, split at some steps."""
-    steps = steps | {part.step for part in parts}
-    return [replace([part for part in parts if part.step <= step][-1], step=step) for step in sorted(steps)]
 
 
 def _weights(recipe: Recipe, sizes: Longs, part: Part) -> dict[int, Fraction]:

@@ -7,14 +7,13 @@ No list is built and no state is kept: position 10**12 costs the same as positio
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +21,14 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
-from meshfeed.order.schedule import Segment, end_of, parts_of, sizes_of, turns_of, whole_end
-from meshfeed.order.tokens import EpochSums, Reached, cut_at
-from meshfeed.recipe import Blocks, EpochTokens, Recipe, identity_of
+from meshfeed.order.schedule import Segment, end_of, parts_of, sizes_of, turns_of
+from meshfeed.order.tokens import Reached, Tokens, cut_at
+from meshfeed.recipe import Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
 Places = npt.NDArray[np.integer] | slice
 """Indices of some entries of arrays, or a range of them."""
 
-_SUMS_VERSION = 1  # of sums that nodes keep: another one where a rule's lengths change
 _TOGETHER = 1 << 12  # places of blocks that are computed at a time: a few hundred take NumPy as long
 
 
@@ -118,12 +116,6 @@ class OwnOrder(ABC):
         """Positions [start, stop) of the stream."""
 
 
-class _Lengths(Protocol):
-    """What a rule has whose `counts_tokens` is true."""
-
-    def lengths(self, recipe: Recipe, draws: Draws) -> Longs: ...
-
-
 class Stream:
     """position <-> (source, epoch, index), and step <-> position, for one recipe.
 
@@ -190,7 +182,14 @@ class Stream:
     @cached_property
     def end(self) -> int | None:
         """The number of positions in all steps; None if the stream is endless."""
-        return whole_end(self._of(), self.all_drawn, self.start, self.step_at)
+        last, steps, end = self._batch.last, self._of().steps, self.all_drawn
+        if end is not None and last != "keep":  # rounded to whole steps
+            step = self.step_at(end)
+            whole = self.start(step)
+            end = whole if last == "drop" or end == whole else self.start(step + 1)
+        if steps is None:
+            return end
+        return self.start(steps) if end is None else min(end, self.start(steps))
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Positions [start, stop), cut off at the end."""
@@ -322,12 +321,6 @@ class Stream:
             return self._blocks.places(index, source, keys)
         return unpermute(index, size=self._sizes_of(source), key=keys)
 
-    def places_in_epoch(self, draws: Draws) -> Longs:
-        """The place of each sequence among those of its epoch and stage, as they are drawn; int64 [n]."""
-        pieces = self._of().sequence.pieces[draws.stage or 0][1]
-        whole, piece = np.divmod(draws.index, pieces)
-        return self.unshuffled(draws.source, draws.epoch, whole) * pieces + piece
-
     def counts(self, position: int) -> Longs:
         """Draws of each source before a position; int64 [num_sources]."""
         return _at(self.segments, position).counts(position)
@@ -339,98 +332,43 @@ class Stream:
         shares[turns.sources] = turns.turns.weights
         return shares
 
-    def positions(self, source: npt.NDArray[np.integer], count: Longs, stage: int | None = None) -> Longs:
-        """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs.
-
-        stage: of the rule; None without stages.
-        """
-        found = np.full(count.size, -1, np.int64)
-        for segment, after in zip(self.segments, [*self.segments[1:], None]):
-            if stage not in (None, segment.stage):
-                continue
-            local = np.full(self.sizes.size, -1)
-            local[segment.sources] = np.arange(segment.sources.size)
-            here = (local[source] >= 0) & (count >= segment.drawn[source])
-            if after is not None:
-                here &= count < segment.counts(after.start)[source]
-            some = np.flatnonzero(here)
-            own = source[some]
-            at = segment.turns.positions(local[own], count[some] - segment.drawn[own])
-            found[some] = np.where(at < 0, -1, segment.start + at)
-        return found
-
-    def cut_positions(self, draws: Draws, stage: int, stop: int | None) -> Longs:
-        """The position of each draw of a stage; -1 if it does not occur, or not before `stop`; int64 [n]."""
-        size = self.sizes[draws.source] * self._of().sequence.pieces[stage][1]
-        count = draws.epoch * size + self.places_in_epoch(draws)
-        found = self.positions(draws.source, count, stage)
-        return found if stop is None else np.where(found < stop, found, -1)
-
     # -- tokens -----------------------------------------------------------------------------------------
 
     @cached_property
-    def _epochs(self) -> list[EpochTokens]:
-        recipe = self._of()
-        return [recipe.sequence.epoch_tokens(recipe, source) for source in range(self.sizes.size)]
-
-    @cached_property
-    def _sums(self) -> EpochSums:
-        totals = [total for total, _ in self._epochs]
-        return EpochSums(self.sizes, totals, self._lengths_in_epoch, self._sums_once, self._edges)
+    def _tokens(self) -> Tokens:
+        return Tokens(self._of, self.sizes, self._draws_in_epoch, self._key, self._edges)
 
     def check_tokens(self) -> None:
         """Raises RecipeError if no source that is drawn from some step on has a token."""
         for turns in self._turns:
-            if not any(self._epochs[source].total for source in turns.sources.tolist()):
+            if not any(self._tokens.of_epochs[source].total for source in turns.sources.tolist()):
                 raise RecipeError(f"from step {turns.step} on, no source that is drawn has a token")
 
     def tokens_before(self, position: int, segments: Sequence[Segment]) -> int:
         """Tokens of all sequences before a position. segments: those that begin before it."""
-        counts = _at(segments, position).counts(position)
-        return sum(self._sums.before(source, drawn) for source, drawn in enumerate(counts.tolist()))
+        return self._tokens.before(_at(segments, position).counts(position))
 
     def cut(self, target: int, segments: Sequence[Segment], near: Reached) -> tuple[int, Reached]:
         """See `cut_at`. segments: those that begin before token `target`."""
         source, weights = segments[-1].sources, segments[-1].turns.weights
-        means = np.array([total for total, _ in self._epochs])[source] / self.sizes[source]
+        means = np.array([total for total, _ in self._tokens.of_epochs])[source] / self.sizes[source]
         return cut_at(
             target,
             near,
             lambda position: self.tokens_before(position, segments),
-            lambda start, stop: self._lengths(self.draws(start, stop, segments)),
+            lambda start, stop: self._tokens.lengths(self.draws(start, stop, segments)),
             mean=float(weights @ means),
             first=segments[-1].start,
         )
 
-    def _sums_once(self, source: int, epoch: int, first: int, make: Callable[[], Longs]) -> Longs:
-        """Sums of an epoch from a block on, made by one process of a node."""
-        recipe, shuffle = self._of(), self._shuffle
-        return recipe.sources[source].once_per_node(
-            make,
-            kind="sums of tokens",
-            version=_SUMS_VERSION,
-            rule=identity_of(recipe.sequence),
-            shuffle=shuffle.summary() if isinstance(shuffle, Blocks) else shuffle,
-            key=self._key(source, epoch),
-            first=first,
-        )
-
-    def _lengths_in_epoch(self, source: int, epoch: int, start: int, stop: int) -> Longs:
-        """Tokens of the sequences at some places of an epoch; int64 [stop - start]."""
+    def _draws_in_epoch(self, source: int, epoch: int, start: int, stop: int) -> Draws:
+        """The sequences at some places of an epoch of a source."""
         place = np.arange(start, stop)
         sources, epochs = np.full(place.size, source, np.int32), np.full_like(place, epoch)
         if self._shuffle == "global":  # with one size and key for all
             key = np.array(self._key(source, epoch), np.uint64)
-            return self._lengths(Draws(sources, epochs, permute(place, size=self.sizes[source], key=key)))
-        return self._lengths(Draws(sources, epochs, self.indices(sources, epochs, place)))
-
-    def _lengths(self, draws: Draws) -> Longs:
-        """Tokens of some draws; int64 [n]."""
-        recipe = self._of()
-        with contextlib.ExitStack() as stack:
-            for store in recipe.sources:
-                stack.enter_context(store)
-            return np.asarray(cast(_Lengths, recipe.sequence).lengths(recipe, draws), np.int64)
+            return Draws(sources, epochs, permute(place, size=self.sizes[source], key=key))
+        return Draws(sources, epochs, self.indices(sources, epochs, place))
 
     # -- keys -------------------------------------------------------------------------------------------
 
@@ -471,7 +409,7 @@ class TokenStream(Stream):
             raise RecipeError(f"{recipe.sequence.summary()} has its own order; give Batch(sequences=)")
         self.check_tokens()
         for turns in self._turns:
-            drawn = [(source, *self._epochs[source]) for source in turns.sources.tolist()]
+            drawn = [(source, *self._tokens.of_epochs[source]) for source in turns.sources.tolist()]
             for source, _, longest in drawn:
                 if longest > least:
                     raise RecipeError(
@@ -638,14 +576,6 @@ def draws_of_source(recipe: Recipe, source: int, start: int, stop: int, stage: i
     return stream_of(recipe).numbered(np.full(count.size, source, np.int32), count, stage)
 
 
-def places_in_epoch(recipe: Recipe, draws: Draws) -> Longs:
-    """The place of each sequence in its epoch, in the order in which they are drawn, from 0; int64 [n].
-
-    Not for a rule with its own order, nor for draws with replacement.
-    """
-    return stream_of(recipe).places_in_epoch(draws)
-
-
 def drawn_between(recipe: Recipe, first_step: int, stop_step: int) -> dict[int, tuple[Longs, Longs]] | None:
     """What the steps first_step..stop_step draw: stage of the rule -> draws of each source before, and after.
 
@@ -689,41 +619,3 @@ def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
     None for a rule with its own order.
     """
     return None if isinstance(recipe.sequence, OwnOrder) else stream_of(recipe).shares(step)
-
-
-def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
-    """The position of a sequence in the stream; None if it does not occur. See `positions_of`."""
-    draw = Draws(np.array([source], np.int32), np.array([epoch]), np.array([index]))
-    position = int(positions_of(recipe, draw)[0])
-    return None if position < 0 else position
-
-
-def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs:
-    """The position of each draw in the stream, the inverse of `draws_between`; int64 [n].
-
-    -1 for a draw that does not occur, or not before position `stop`. Draws of a mixture whose positions
-    are far apart cost a block of the interleaving each.
-    Raises RecipeError for a rule with its own order, or draws with replacement.
-    """
-    if recipe.shuffle == "replacement":
-        raise RecipeError(
-            "drawn with replacement, a sequence comes at any number of positions; look for it by step"
-        )
-    if isinstance(recipe.sequence, OwnOrder):
-        raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
-    stream = stream_of(recipe)
-    stop = stream.end if stop is None else stream.within(stop, stop)[0]
-    if draws.stage is not None:
-        return stream.cut_positions(draws, draws.stage, stop)
-    if len(recipe.sequence.pieces) > 1:
-        raise RecipeError(
-            f"{recipe.sequence.summary()}: its lengths change, so a sequence is known by its stage alone; "
-            f"see meshfeed exposure"
-        )
-    count = draws.epoch * stream.sizes[draws.source] + stream.places_in_epoch(draws)
-    if stop is None:
-        return stream.positions(draws.source, count)
-    found = np.full(len(draws), -1, np.int64)
-    some = np.flatnonzero(count < stream.counts(stop)[draws.source])
-    found[some] = stream.positions(draws.source[some], count[some])
-    return found

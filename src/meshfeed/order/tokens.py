@@ -12,11 +12,13 @@ the current epochs are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from meshfeed.recipe import Blocks, Recipe, entered, identity_of
 
 Longs = npt.NDArray[np.int64]
 
@@ -26,6 +28,7 @@ BLOCK = 4096
 _TOGETHER = 64
 """Sums that are made at a time. An epoch of no more is summed sooner than its sums are shared."""
 
+_SUMS_VERSION = 1  # of sums that nodes keep: another one where a rule's lengths change
 _KEPT_TOGETHER = 256  # sums: some 0.1 s of a processor, and 954 entries of 10**9 sequences
 _STEADY = 8  # turns of a search after which it halves what is left
 
@@ -37,36 +40,56 @@ class Reached(NamedTuple):
     tokens: int
 
 
-class EpochSums:
-    """Tokens before the draws of each source.
+class _Rule(Protocol):
+    """What a rule has whose `counts_tokens` is true."""
+
+    def lengths(self, recipe: Recipe, draws: Any) -> Longs: ...
+
+
+class Tokens:
+    """Tokens of the sequences of each source, from the index.
 
     Args:
+        recipe: -> whose sources they are.
         sizes: sequences in an epoch of each source; int64 [num_sources].
-        totals: tokens in an epoch of each.
-        lengths: (source, epoch, start, stop) -> tokens of the sequences at places of an epoch; int64 [n].
-        once: (source, epoch, first block, make) -> the sums that `make` gives, or that another process has
-            made of the same blocks.
-        edges: the sums that are known, by source and epoch; further ones are added.
+        draws: (source, epoch, start, stop) -> the sequences at places of an epoch.
+        key: (source, epoch) -> the key of its shuffle.
+        sums: tokens of an epoch before each block, by source and epoch, as far as known; more are added.
+
+    Attributes:
+        of_epochs: those of an epoch of each source.
     """
 
     def __init__(
         self,
+        recipe: Callable[[], Recipe],
         sizes: Longs,
-        totals: Sequence[int],
-        lengths: Callable[[int, int, int, int], Longs],
-        once: Callable[[int, int, int, Callable[[], Longs]], Longs],
-        edges: dict[tuple[int, int], Longs],
+        draws: Callable[[int, int, int, int], Any],
+        key: Callable[[int, int], int],
+        sums: dict[tuple[int, int], Longs],
     ) -> None:
-        self._sizes, self._totals, self._lengths = sizes.tolist(), totals, lengths
-        self._once, self._edges = once, edges
+        self._recipe, self._sizes = recipe, sizes.tolist()
+        self._draws, self._key, self._edges = draws, key, sums
+        rule = recipe().sequence
+        self.of_epochs = [rule.epoch_tokens(recipe(), source) for source in range(sizes.size)]
 
-    def before(self, source: int, draws: int) -> int:
-        """Tokens of the first `draws` draws of a source."""
+    def lengths(self, draws: Any) -> Longs:
+        """Tokens of each of some draws; int64 [n]."""
+        recipe = self._recipe()
+        with entered(recipe):
+            return np.asarray(cast(_Rule, recipe.sequence).lengths(recipe, draws), np.int64)
+
+    def before(self, counts: Longs) -> int:
+        """Tokens of the first so many draws of each source. counts: int64 [num_sources]."""
+        return sum(self._of_first(source, draws) for source, draws in enumerate(counts.tolist()))
+
+    def _of_first(self, source: int, draws: int) -> int:
         epoch, place = divmod(draws, self._sizes[source])
+        tokens = epoch * self.of_epochs[source].total
         if not place:
-            return epoch * self._totals[source]
+            return tokens
         block, rest = divmod(place, BLOCK)
-        tokens = epoch * self._totals[source] + int(self._until(source, epoch, block)[block])
+        tokens += int(self._until(source, epoch, block)[block])
         return tokens + (int(self._lengths(source, epoch, place - rest, place).sum()) if rest else 0)
 
     def _until(self, source: int, epoch: int, block: int) -> Longs:
@@ -80,7 +103,7 @@ class EpochSums:
         return edges
 
     def _sums(self, source: int, epoch: int, first: int) -> Longs:
-        """Tokens of each block of an epoch from `first` on, of some; int64."""
+        """Tokens of each block of an epoch from `first` on, of some; int64. Many are made once per node."""
         blocks = -(-self._sizes[source] // BLOCK)
         stop = min(first + _KEPT_TOGETHER, blocks)
 
@@ -90,12 +113,26 @@ class EpochSums:
                 [self._summed(source, epoch, at, min(at + _TOGETHER, stop)) for at in starts]
             )
 
-        return made() if blocks <= _TOGETHER else self._once(source, epoch, first, made)
+        if blocks <= _TOGETHER:
+            return made()
+        recipe, shuffle = self._recipe(), self._recipe().shuffle
+        return recipe.sources[source].once_per_node(
+            made,
+            kind="sums of tokens",
+            version=_SUMS_VERSION,
+            rule=identity_of(recipe.sequence),
+            shuffle=shuffle.summary() if isinstance(shuffle, Blocks) else shuffle,
+            key=self._key(source, epoch),
+            first=first,
+        )
 
     def _summed(self, source: int, epoch: int, first: int, stop: int) -> Longs:
         """Tokens of each of some blocks; int64 [stop - first]."""
         lengths = self._lengths(source, epoch, first * BLOCK, min(stop * BLOCK, self._sizes[source]))
         return np.add.reduceat(lengths, np.arange(0, lengths.size, BLOCK))
+
+    def _lengths(self, source: int, epoch: int, start: int, stop: int) -> Longs:
+        return self.lengths(self._draws(source, epoch, start, stop))
 
 
 def cut_at(

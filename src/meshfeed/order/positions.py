@@ -1,0 +1,80 @@
+"""Sequence -> position: the inverse of the stream, for traces and exposure. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.order.stream import Draws, OwnOrder, Stream, stream_of
+from meshfeed.recipe import Recipe
+
+Longs = npt.NDArray[np.int64]
+
+
+def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
+    """The position of a sequence in the stream; None if it does not occur. See `positions_of`."""
+    draw = Draws(np.array([source], np.int32), np.array([epoch]), np.array([index]))
+    position = int(positions_of(recipe, draw)[0])
+    return None if position < 0 else position
+
+
+def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs:
+    """The position of each draw in the stream, the inverse of `draws_between`; int64 [n].
+
+    -1 for a draw that does not occur, or not before position `stop`. Draws of a mixture whose positions
+    are far apart cost a block of the interleaving each.
+    Raises RecipeError for a rule with its own order, or draws with replacement.
+    """
+    if recipe.shuffle == "replacement":
+        raise RecipeError(
+            "drawn with replacement, a sequence comes at any number of positions; look for it by step"
+        )
+    if isinstance(recipe.sequence, OwnOrder):
+        raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
+    if draws.stage is None and len(recipe.sequence.pieces) > 1:
+        raise RecipeError(
+            f"{recipe.sequence.summary()}: its lengths change, so a sequence is known by its stage alone; "
+            f"see meshfeed exposure"
+        )
+    stream = stream_of(recipe)
+    stop = stream.end if stop is None else stream.within(stop, stop)[0]
+    size = stream.sizes[draws.source] * recipe.sequence.pieces[draws.stage or 0][1]
+    count = draws.epoch * size + places_in_epoch(recipe, draws)
+    some = np.arange(count.size)
+    if stop is not None and draws.stage is None:  # the rest may be blocks away
+        some = np.flatnonzero(count < stream.counts(stop)[draws.source])
+    found = np.full(count.size, -1, np.int64)
+    found[some] = _positions(stream, draws.source[some], count[some], draws.stage)
+    return found if stop is None else np.where(found < stop, found, -1)
+
+
+def places_in_epoch(recipe: Recipe, draws: Draws) -> Longs:
+    """The place of each sequence among those of its epoch and stage, as they are drawn, from 0; int64 [n].
+
+    Not for a rule with its own order, nor for draws with replacement.
+    """
+    pieces = recipe.sequence.pieces[draws.stage or 0][1]
+    whole, piece = np.divmod(draws.index, pieces)
+    return stream_of(recipe).unshuffled(draws.source, draws.epoch, whole) * pieces + piece
+
+
+def _positions(stream: Stream, source: npt.NDArray[np.integer], count: Longs, stage: int | None) -> Longs:
+    """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs.
+
+    stage: of the rule; None without stages.
+    """
+    found = np.full(count.size, -1, np.int64)
+    for segment, after in zip(stream.segments, [*stream.segments[1:], None]):
+        if stage not in (None, segment.stage):
+            continue
+        local = np.full(stream.sizes.size, -1)
+        local[segment.sources] = np.arange(segment.sources.size)
+        here = (local[source] >= 0) & (count >= segment.drawn[source])
+        if after is not None:
+            here &= count < segment.counts(after.start)[source]
+        some = np.flatnonzero(here)
+        own = source[some]
+        at = segment.turns.positions(local[own], count[some] - segment.drawn[own])
+        found[some] = np.where(at < 0, -1, segment.start + at)
+    return found
