@@ -10,6 +10,7 @@ bench_*.py measure. Each workload takes some steps first, so that nothing counts
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import subprocess
@@ -91,6 +92,7 @@ def instructions(src: Path, corpus: Path) -> dict[str, int]:
 
 def count(corpus: Path) -> None:
     """The steps of each workload; tells valgrind when to count."""
+    gc.disable()  # a collection of everything would fall into the steps of one tree alone
     for name, steps in workloads(corpus):
         try:
             for _ in range(WARM):
