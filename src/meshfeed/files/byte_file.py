@@ -174,13 +174,6 @@ class ByteFile(ABC):
     def will_need(self, begins: I64, ends: I64) -> None:
         """Announce byte ranges that will be read, each once; int64 [m] each. Returns at once."""
 
-    def glance(self, first_bytes: int) -> None:  # noqa: B027 - a local file is at hand
-        """Take the size and the first bytes in one request, and then each peek beyond them in one.
-
-        For a file of which one process of a node needs little, once: the node keeps none of it.
-        first_bytes: at least 1.
-        """
-
     def look_again(self) -> None:  # noqa: B027 - a local file has nothing to drop
         """Drop cached peeks and ask storage again; peeks before may have seen another version."""
 

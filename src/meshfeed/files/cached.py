@@ -77,10 +77,6 @@ class CachedFile(ByteFile):
     def content_id(self) -> str | None:
         return self._opened.tag if is_hub(self._given) else None
 
-    def glance(self, first_bytes: int) -> None:
-        if self._content is None:
-            self._glanced = self._of_storage("glance", first_bytes)
-
     def look_again(self) -> None:
         self._glanced = None
         self._tell("look_again")
@@ -93,8 +89,12 @@ class CachedFile(ByteFile):
         stat, first = self._glanced
         spans = [(begin, min(end, stat.size_bytes)) for begin, end in ranges]
         beyond = [span for span in spans if span[0] < span[1] > len(first)]
-        more = dict(zip(beyond, self._of_storage("read", beyond, stat.tag))) if beyond else {}
-        return [more[span] if span in more else first[slice(*span)] for span in spans]
+        found: dict[tuple[int, int], bytes] = {}
+        if beyond:
+            address, cache = self._address, self._cache.make()
+            read = retried(lambda: fetcher().ask("read", address, cache, beyond, stat.tag, what=self.url))
+            found = dict(zip(beyond, read))
+        return [found[span] if span in found else first[slice(*span)] for span in spans]
 
     def within(self, cache: Cache) -> CachedFile:
         """The same object in its current version, read through another cache."""
@@ -293,8 +293,9 @@ class CachedFile(ByteFile):
             return at
         cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
-        address = Address.of(self._given, self._options)
-        number, opened = one.ask("open", address, cache, self._content, sums, self._joints, what=self.url)
+        number, opened = one.ask(
+            "open", self._address, cache, self._content, sums, self._joints, what=self.url
+        )
         if self._glanced is not None and self._glanced[0].tag != opened.tag:
             raise self._changed(self._glanced[0].tag, self._glanced[0].size_bytes, opened)
         with self._lock:  # not held during the request, since leaving the file takes it, too
@@ -312,10 +313,9 @@ class CachedFile(ByteFile):
             f"run opened it; restore the old one, or start a new run"
         )
 
-    def _of_storage(self, request: str, *arguments: Any) -> Any:
-        """The answer to a request that goes straight to storage, past the cache."""
-        address, cache = Address.of(self._given, self._options), self._cache.make()
-        return retried(lambda: fetcher().ask(request, address, cache, *arguments, what=self.url))
+    @property
+    def _address(self) -> Address:
+        return Address.of(self._given, self._options)
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         def ask() -> Any:
@@ -330,3 +330,21 @@ class CachedFile(ByteFile):
             at = self._open() if request == "wish" else self._at
             if at is not None:
                 at[0].tell(request, at[1], *arguments)
+
+
+def glance(files: Sequence[ByteFile], first_bytes: Sequence[int]) -> None:
+    """Take the size and the first bytes of each file in one request, and then each peek beyond them in one.
+
+    For files of one folder of which one process of a node needs little, once: the node keeps none of it. Does
+    nothing for files on this machine, and for those that are fetched as a whole.
+
+    first_bytes: of each file, at least 1. Raises StoreError.
+    """
+    far = [(file, count) for file, count in zip(files, first_bytes) if isinstance(file, CachedFile)]
+    far = [(file, count) for file, count in far if file._content is None]
+    if far:
+        (first, _), cache = far[0], far[0][0].cache.make()
+        wanted = [(file._address, count) for file, count in far]
+        found = retried(lambda: fetcher().ask("glance", cache, wanted, what=first.url))
+        for (file, _), seen in zip(far, found, strict=True):
+            file._glanced = seen

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
+from meshfeed.files.cached import glance
 from meshfeed.files.url import join, without_secrets
 from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.items import Column, Items, ItemsFile
@@ -29,6 +30,7 @@ from meshfeed.store.content import digest_of_files, digest_of_texts, remote_refu
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _SHARDS_OF_PART = 64
@@ -322,14 +324,16 @@ class ShardedStore(ForeignColumns):
 
     def _part(self, numbers: Sequence[int]) -> Mapping[str, Array]:
         """begins and lengths of all documents of some shards."""
-        found = _at_once(self._looked_into, numbers)
+        files = _at_once(self._file, numbers)
+        glance(files, [ItemsFile.glanced_bytes(self.shards[number].num_documents) for number in numbers])
+        found = _at_once(self._looked_into, [*zip(numbers, files)])
         self._looked = sum((stats for _, _, stats in found), self._looked)
         begins, lengths, _ = zip(*found)
         return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths)}
 
-    def _looked_into(self, number: int) -> tuple[I64, I64, FileStats]:
-        first_bytes = ItemsFile.glanced_bytes(self.shards[number].num_documents)
-        file = self._checked_file(number, first_bytes=first_bytes)
+    def _looked_into(self, shard: tuple[int, ByteFile]) -> tuple[I64, I64, FileStats]:
+        number, file = shard
+        self._refuse_size(number, file)
         return *self._places(number, file), file.stats
 
     # -- for formats --------------------------------------------------------------------------------------
@@ -345,19 +349,18 @@ class ShardedStore(ForeignColumns):
         with ItemsFile(self._checked_file(number, whole=True), shard.num_documents, self._items) as items:
             items.verify()
 
-    def _checked_file(self, number: int, *, whole: bool = False, first_bytes: int = 0) -> ByteFile:
-        """A shard's file, whose size matches the index.
+    def _checked_file(self, number: int, *, whole: bool = False) -> ByteFile:
+        """A shard's file, whose size matches the index."""
+        file = self._file(number, whole=whole)
+        self._refuse_size(number, file)
+        return file
 
-        Hashes of local files are checked only with `whole`. first_bytes: to glance at, if any.
-        """
+    def _file(self, number: int, *, whole: bool = False) -> ByteFile:
+        """A shard's file. Hashes of local files are checked only with `whole`."""
         content = self._content(number)
         if content is not None and content.codec is None and not self._folder.is_remote and not whole:
             content = None  # read in place
-        file = self._folder.file(self.shards[number].name, content)
-        if first_bytes:
-            file.glance(first_bytes)
-        self._refuse_size(number, file)
-        return file
+        return self._folder.file(self.shards[number].name, content)
 
     def _column_of_tokens(self, fit: Sequence[str]) -> int:
         """The given column, "tokens", "input_ids", or the only column that fits."""
@@ -381,11 +384,11 @@ class ShardedStore(ForeignColumns):
         return b""
 
 
-def _at_once(ask: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+def _at_once(ask: Callable[[S], T], shards: Sequence[S]) -> list[T]:
     """Results of `ask` for some shards, in order, several at a time. Raises the first error in that order."""
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
-        return list(pool.map(ask, numbers))
+        return list(pool.map(ask, shards))
     finally:
         pool.shutdown(cancel_futures=True)
 

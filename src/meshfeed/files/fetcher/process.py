@@ -48,6 +48,8 @@ class FetcherServer:
         self._of_files = LocalReader()
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
+        # of its own: an answerer waits for what these do
+        self._glancers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-glance")
 
     def serve(self) -> None:
         """Handle messages until the reader is gone."""
@@ -148,10 +150,14 @@ class FetcherServer:
                 found |= {span: one.blocks.read(span) for span in missing}  # None if it was just evicted
         return [bytes(found.get(span) or b"") for span in spans]
 
-    def glance(self, address: Address, cache: Path, num_bytes: int) -> tuple[Stat, bytes]:
-        """Size and version of an object, and its first bytes. Nothing is kept, on the node or here."""
-        stat, data = self._client(address, cache).glance(address.path, num_bytes)
-        return stat, bytes(data)
+    def glance(self, cache: Path, wanted: Sequence[tuple[Address, int]]) -> list[tuple[Stat, bytes]]:
+        """Size and version of objects, and so many of their first bytes. Nothing of it is kept."""
+
+        def at(address: Address, num_bytes: int) -> tuple[Stat, bytes]:
+            stat, data = self._client(address, cache).glance(address.path, num_bytes)
+            return stat, bytes(data)
+
+        return list(self._glancers.map(at, *zip(*wanted)))
 
     def read(self, address: Address, cache: Path, ranges: Sequence[tuple[int, int]], tag: str) -> list[bytes]:
         """Ranges of a version of an object, of which nothing is kept."""
