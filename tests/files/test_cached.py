@@ -28,7 +28,7 @@ from meshfeed.errors import CacheError, ChangedError, MissingError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.byte_file import Content
 from meshfeed.files.cache.blocks import SUM_BYTES
-from meshfeed.files.cached import CachedFile, glance
+from meshfeed.files.cached import CachedFile
 from meshfeed.files.fetcher.protocol import fetcher, retried
 from services.faults import Fault, Faults
 from services.needs import needs, needs_root, small_disk
@@ -310,7 +310,7 @@ def test_peeks_are_fetched_once_for_all_processes(server: Nginx, tmp_path: Path)
 
 def test_a_glance_takes_few_requests_and_the_node_keeps_nothing(server: Nginx, tmp_path: Path) -> None:
     file, before = file_of(server.url, tmp_path), len(server.requests())
-    glance([file], [100])
+    CachedFile.glance([file], [100])
     spans = [(0, 50), (50, 100), (90, 110), (SIZE - 5, SIZE + 5), (SIZE + 5, SIZE + 9)]
     assert file.size_bytes == SIZE
     assert file.peek(spans) == [DATA_BYTES[begin:end].tobytes() for begin, end in spans]
@@ -329,7 +329,7 @@ def test_an_object_that_is_replaced_after_a_glance(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     (tmp_path / "served/data.bin").write_bytes(DATA_BYTES.tobytes())
     with Nginx(tmp_path / "served") as own, file_of(own.url, tmp_path / "cache") as file:
-        glance([file], [100])
+        CachedFile.glance([file], [100])
         (tmp_path / "served/data.bin").write_bytes(DATA_BYTES[::-1].tobytes())
         os.utime(tmp_path / "served/data.bin", (1, 1))
         with pytest.raises(ChangedError, match="was replaced"):

@@ -77,6 +77,28 @@ class CachedFile(ByteFile):
     def content_id(self) -> str | None:
         return self._opened.tag if is_hub(self._given) else None
 
+    @staticmethod
+    def glance(files: Sequence[ByteFile], first_bytes: Sequence[int]) -> None:
+        """Take size and first bytes of each file in one request, and then each peek beyond them in one.
+
+        For files of one folder of which one process of a node needs little, once: the node keeps none of it.
+        Does nothing for files on this machine, and for those that are fetched as a whole.
+
+        first_bytes: of each file, at least 1. Raises StoreError.
+        """
+        far = [
+            (file, count)
+            for file, count in zip(files, first_bytes, strict=True)
+            if isinstance(file, CachedFile) and file._content is None
+        ]
+        if not far:
+            return
+        cache, what = far[0][0]._cache.make(), far[0][0].url
+        wanted = [(file._address, count) for file, count in far]
+        found = retried(lambda: fetcher().ask("glance", cache, wanted, what=what))
+        for (file, _), seen in zip(far, found, strict=True):
+            file._glanced = seen
+
     def look_again(self) -> None:
         self._glanced = None
         self._tell("look_again")
@@ -293,9 +315,8 @@ class CachedFile(ByteFile):
             return at
         cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
-        number, opened = one.ask(
-            "open", self._address, cache, self._content, sums, self._joints, what=self.url
-        )
+        wanted = self._address, cache, self._content, sums, self._joints
+        number, opened = one.ask("open", *wanted, what=self.url)
         if self._glanced is not None and self._glanced[0].tag != opened.tag:
             raise self._changed(self._glanced[0].tag, self._glanced[0].size_bytes, opened)
         with self._lock:  # not held during the request, since leaving the file takes it, too
@@ -330,21 +351,3 @@ class CachedFile(ByteFile):
             at = self._open() if request == "wish" else self._at
             if at is not None:
                 at[0].tell(request, at[1], *arguments)
-
-
-def glance(files: Sequence[ByteFile], first_bytes: Sequence[int]) -> None:
-    """Take the size and the first bytes of each file in one request, and then each peek beyond them in one.
-
-    For files of one folder of which one process of a node needs little, once: the node keeps none of it. Does
-    nothing for files on this machine, and for those that are fetched as a whole.
-
-    first_bytes: of each file, at least 1. Raises StoreError.
-    """
-    far = [(file, count) for file, count in zip(files, first_bytes) if isinstance(file, CachedFile)]
-    far = [(file, count) for file, count in far if file._content is None]
-    if far:
-        (first, _), cache = far[0], far[0][0].cache.make()
-        wanted = [(file._address, count) for file, count in far]
-        found = retried(lambda: fetcher().ask("glance", cache, wanted, what=first.url))
-        for (file, _), seen in zip(far, found, strict=True):
-            file._glanced = seen

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
-from meshfeed.files.cached import glance
+from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import join, without_secrets
 from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.items import Column, Items, ItemsFile
@@ -325,7 +325,8 @@ class ShardedStore(ForeignColumns):
     def _part(self, numbers: Sequence[int]) -> Mapping[str, Array]:
         """begins and lengths of all documents of some shards."""
         files = _at_once(self._file, numbers)
-        glance(files, [ItemsFile.glanced_bytes(self.shards[number].num_documents) for number in numbers])
+        counts = [self.shards[number].num_documents for number in numbers]
+        CachedFile.glance(files, [*map(ItemsFile.glanced_bytes, counts)])
         found = _at_once(self._looked_into, [*zip(numbers, files)])
         self._looked = sum((stats for _, _, stats in found), self._looked)
         begins, lengths, _ = zip(*found)
