@@ -380,7 +380,7 @@ class Stream:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
         of_one = source.size and (self.sizes.size == 1 or (source == source[0]).all())
         if of_one and (epoch == epoch[0]).all():
-            return np.array(self._key(int(source[0]), int(epoch[0])), np.uint64)
+            return np.array(key_of(self._seed, self._numbers[source[0]], int(epoch[0])), np.uint64)
         few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
         return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
 

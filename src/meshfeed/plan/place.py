@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.intervals import numbers_in
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.packing import Packing, asked_microbatches
 from meshfeed.plan.problem import Microbatch, Room, Sequences, narrowest_holding, narrowest_sizes
@@ -380,7 +379,8 @@ def placement_of(
 def loads_by_rank(one: Microbatch, first_rank: LongArray, num_ranks: int) -> FloatArray:
     """Work of each rank in a microbatch; float64 [num_ranks]."""
     loads = np.zeros(num_ranks)
-    loads[numbers_in(first_rank, one.group_sizes)] = one.loads.repeat(one.group_sizes)
+    for first, size, load in zip(first_rank.tolist(), one.group_sizes.tolist(), one.loads.tolist()):
+        loads[first : first + size] = load
     return loads
 
 

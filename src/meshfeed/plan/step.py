@@ -270,8 +270,10 @@ class Forecast:
         self._full = int(sequences.padded[0].sum()) / room.most_tokens
         # equal sequences are as easy to balance on full ranks as on others
         self._unlike = min(1.0, int(sequences.lengths[0]) / int(sequences.lengths[-1]) - 1)
-        self._longest_load = _view(sequences.load[-1])
-        self._work_before = _view(np.concatenate(([0.0], np.cumsum(sequences.work))))
+        # as views, whose elements become floats when they are read
+        self._longest_load = cast(Sequence[float], sequences.load[-1].data)
+        work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
+        self._work_before = cast(Sequence[float], work_before.data)
         self._even = self._work_before[-1] / room.num_ranks
 
     def bounds(self, least: int, quantum: int) -> dict[int, float]:
@@ -358,7 +360,7 @@ class Forecast:
 
     @cached_property
     def _tokens_before(self) -> Sequence[float]:
-        return _view(np.concatenate(([0.0], np.cumsum(self._sequences.lengths))))
+        return cast(Sequence[float], np.concatenate(([0.0], np.cumsum(self._sequences.lengths))).data)
 
     @cached_property
     def _least_loads(self) -> FloatArray:
@@ -435,8 +437,3 @@ class Candidates:
         if count not in self._predicted:
             self._promised[count] = self._forecast.predicted(count)
             self._predicted.add(count)
-
-
-def _view(array: FloatArray) -> Sequence[float]:
-    """The elements of an array as Python floats, each converted when it is read."""
-    return cast(Sequence[float], array.data)
