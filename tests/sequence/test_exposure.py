@@ -17,11 +17,13 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import (
     Draws,
     OwnOrder,
+    drawn_between,
     draws_between,
     draws_of_source,
     draws_of_step,
     key_of,
     num_positions,
+    places_in_epoch,
     positions_of,
 )
 from meshfeed.sequence import drawn
@@ -205,6 +207,34 @@ def test_positions_of_draws_in_any_order(recipe: mf.Recipe, random: Any, stop: i
     assert (
         positions_of(recipe, draws.take(order), stop).tolist() == np.where(order < stop, order, -1).tolist()
     )
+
+
+@settings(max_examples=cases(30, 600), deadline=None)
+@given(recipes_of_lengths(), st.integers(1, 12))
+def test_draws_of_one_source_are_those_of_the_stream(recipe: mf.Recipe, until: int) -> None:
+    """Counted by stage, as `drawn_between` says, and back to their places."""
+    stages = Counter[int]()
+    for step in range(until):
+        drawn_there = drawn_between(recipe, step, step + 1) or {}
+        for source, _, draws in draws_of_step(recipe, step).by_source():
+            (stage, (before, after)), size = *drawn_there.items(), recipe.sequence.pieces[draws.stage or 0][1]
+            first, stop = int(before[source]), int(after[source])
+            alone = draws_of_source(recipe, source, first, stop, stage)
+            assert alone.epoch.tolist() == draws.epoch.tolist()
+            assert alone.index.tolist() == draws.index.tolist() and alone.stage == draws.stage
+            size *= recipe.sequence.num_sequences(recipe.sources[source])
+            assert places_in_epoch(recipe, alone).tolist() == (np.arange(first, stop) % size).tolist()
+            stages[stage] += len(draws)
+    every = drawn_between(recipe, 0, until) or {}
+    assert stages == {stage: int((after - before).sum()) for stage, (before, after) in every.items()}
+
+
+def test_blocks_of_a_source_alone_have_its_own_size() -> None:
+    data = mf.Mixture({"a": (mf.Lengths([1] * 7), 1), "b": (mf.Lengths([1] * 40), 1)})
+    shuffle = mf.Blocks(sequences=3, window=2, lanes=2)
+    recipe = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(4), shuffle=shuffle)
+    draws = draws_of_source(recipe, 1, 0, 40)
+    assert sorted(draws.index.tolist()) == list(range(40)) == places_in_epoch(recipe, draws).tolist()
 
 
 def test_far_away_and_past_the_end() -> None:
