@@ -693,7 +693,7 @@ def test_workers_give_the_same_arrays_whatever_their_byte_order_and_memory(
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.parametrize(("least", "name"), [(1 << 16, "read_parts"), (64, "read_parts_into")])
+@pytest.mark.parametrize(("least", "name"), [(1 << 16, "read_parts"), (64, "read_part_ranges")])
 def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch, least: int, name: str
 ) -> None:

@@ -19,6 +19,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.sequence import FieldTable, Portion, RunField, SequenceRule, widened
 
 _MOST_KEPT = 128
+_LARGE_BITS = 22  # from 4 MiB
 _MOST_FIELDS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
 _FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's
@@ -77,8 +78,10 @@ class OnHost:
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """See Placer. Of the free buffers, the one used last: the processor may still have it cached."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        # rounded up, by at most a quarter, to one of four sizes per power of two
-        grain = 1 << max((num_bytes - 1).bit_length() - 3, 6)
+        # rounded up to one of four sizes per power of two, or, if large, to a power of two: a buffer takes
+        # memory as it is written, and fewer sizes need fewer buffers
+        bits = (num_bytes - 1).bit_length()
+        grain = 1 << (bits if bits > _LARGE_BITS else max(bits - 3, 6))
         room = -(-num_bytes // grain) * grain
         made = self._made.setdefault(room, [])
         for at in range(len(made) - 1, -1, -1):

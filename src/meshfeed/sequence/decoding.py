@@ -46,13 +46,14 @@ class Promise(NamedTuple):
     """What is known of a part before its bytes are read.
 
     Attributes:
-        num_bytes: as stored.
+        begin, num_bytes: of the stored bytes, in the file of all parts.
         rows: of each column, by the processor.
         tokens: by the rule.
     """
 
     kind: Kind
     size: PartSize
+    begin: int
     num_bytes: int
     rows: Mapping[str, int]
     tokens: int
@@ -239,14 +240,17 @@ class Decoder:
         unique, of = np.unique(documents, return_inverse=True)
         parts = self._recipe.sources[source].parts(unique)
         parts = parts.take(parts.starts[of] + numbers)
-        stored = parts.num_bytes.tolist()
+        begins, _ = self._recipe.sources[source].part_ranges(documents, numbers)
+        stored = list(zip(begins.tolist(), parts.num_bytes.tolist()))
         for kind in KINDS:
             if mine := parts.of_kind(kind).tolist():
                 rows, tokens = self._promised(kind, parts.take(np.array(mine)), [places[i] for i in mine])
                 counts = {name: each.tolist() for name, each in rows.items()}
                 for k, (i, num_tokens) in enumerate(zip(mine, tokens.tolist())):
                     of_part = {name: each[k] for name, each in counts.items()}
-                    promises[places[i]] = Promise(kind, PartSize.of(parts, i), stored[i], of_part, num_tokens)
+                    promises[places[i]] = Promise(
+                        kind, PartSize.of(parts, i), *stored[i], of_part, num_tokens
+                    )
         return promises
 
     def _tasks(self, promises: Mapping[PartPlace, Promise]) -> dict[PartPlace, Task]:
@@ -285,8 +289,9 @@ class Decoder:
         if room is None or room.memory is None:
             return self._tasks({at: promise})[at]
         begin = time.monotonic()
+        ends = np.array([promise.begin + promise.num_bytes])
         stored = room.memory[: promise.num_bytes]
-        self._recipe.sources[at.source].read_parts_into(stored, *_numbers_of([at]))
+        self._recipe.sources[at.source].read_part_ranges(ends - promise.num_bytes, ends, stored)
         return Task(promise, b"", self._seeds(at), time.monotonic() - begin, room, slots)
 
     @functools.cached_property

@@ -134,8 +134,12 @@ class StreamStore(Store):
         """
         raise StoreError(f"{self.path}: its documents have no parts")
 
-    def read_parts_into(self, out: npt.NDArray[np.uint8], documents: I64, places: I64) -> None:
-        """The same bytes, part after part. out: of exactly their size, contiguous."""
+    def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
+        """Where the bytes of those parts begin and end in the file of all; int64 [n] twice."""
+        raise StoreError(f"{self.path}: its documents have no parts")
+
+    def read_part_ranges(self, begins: I64, ends: I64, out: npt.NDArray[np.uint8]) -> None:
+        """The bytes of such ranges, one after the other. out: of exactly their size, contiguous."""
         raise StoreError(f"{self.path}: its documents have no parts")
 
     def will_need_parts(self, documents: I64, places: I64) -> None:

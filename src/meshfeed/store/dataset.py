@@ -247,14 +247,13 @@ class MultimodalStore(DatasetStore):
         self._refuse_not_entered()
         return self._parts.read(self._existing(documents), np.asarray(places, np.int64))
 
-    def read_parts_into(self, out: npt.NDArray[np.uint8], documents: I64, places: I64) -> None:
-        """The same bytes, part after part. out: of exactly their size, contiguous."""
-        self._refuse_not_entered()
-        self._parts.read_into(out, self._existing(documents), np.asarray(places, np.int64))
-
     def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
         return self._parts.ranges(self._existing(documents), np.asarray(places, np.int64))
+
+    def read_part_ranges(self, begins: I64, ends: I64, out: npt.NDArray[np.uint8]) -> None:
+        """The bytes of such ranges, one after the other. out: of exactly their size, contiguous."""
+        self._parts.data.read_stream(begins, ends, out=out)
 
     def will_need_parts(self, documents: I64, places: I64) -> None:
         """Announce parts that will be read, each once; returns at once. See `read_parts`."""

@@ -124,10 +124,6 @@ class PartFiles:
         stops = (ends - begins).cumsum()
         return [out[stop - size : stop] for stop, size in zip(stops.tolist(), (ends - begins).tolist())]
 
-    def read_into(self, out: npt.NDArray[np.uint8], documents: I64, places: I64) -> None:
-        """The same bytes back to back; see `ranges`."""
-        self.data.read_stream(*self.ranges(documents, places), out=out)
-
     def will_need(self, documents: I64, places: I64) -> None:
         """Announce parts that will be read, each once; see `ranges`."""
         self.data.will_need(*self.ranges(documents, places))

@@ -34,7 +34,7 @@ def part_columns(
     logs none. Raises PartError for a bad part, unless it may become zeros.
     """
     columns: dict[str, list[Array] | Array] = {}
-    places = chosen.listed()
+    places = chosen.listed
     made = decoder.decode(places)
     for at, part in zip(places, made):
         if isinstance(part, Bad):
@@ -65,7 +65,7 @@ def blanks_of(chosen: Chosen, which: Longs) -> dict[int, Mapping[str, Array]]:
             try:
                 blanks[i] = blank_of(processor, PartSize.of(chosen.parts, i), counts)
             except Exception as error:
-                raise named(error, processor, chosen.listed()[i].told(chosen.among.recipe)) from error
+                raise named(error, processor, chosen.listed[i].told(chosen.among.recipe)) from error
     return blanks
 
 

@@ -51,7 +51,8 @@ class Chosen:
         of = parts.sample[places]
         return of, places - parts.starts[of]
 
-    def listed(self) -> list[PartPlace]:
+    @cached_property
+    def listed(self) -> Sequence[PartPlace]:
         """The parts, by source, epoch, document and number."""
         draws = self.among.draws
         of, number = self.in_documents(np.arange(self.places.size))

@@ -312,7 +312,7 @@ class Multimodal(DocumentRule, TokenRule):
         super().announce(recipe, portions)
         places: list[PartPlace] = []
         for portion in portions:
-            places += self._decoded(recipe, portion).listed()
+            places += self._decoded(recipe, portion).listed
         for source in sorted({at.source for at in places}):
             mine = {(at.index, at.part) for at in places if at.source == source}
             documents, numbers = np.array(sorted(mine), np.int64).T
@@ -380,9 +380,12 @@ class Multimodal(DocumentRule, TokenRule):
         """The parts that the ranks of the portion's reader encode: of the pack, or of the step."""
         if portion.step is not None:
             return self._shared(recipe, portion.step).chosen(portion.step, portion.microbatches.start)
-        among = self._whole(recipe, portion)
-        places = parts_of_pack(among, portion)
-        return Chosen(among, places, np.ones(places.size, np.bool_))
+        if ("chosen", id(recipe)) not in portion.made:
+            among = self._whole(recipe, portion)
+            places = parts_of_pack(among, portion)
+            chosen = Chosen(among, places, np.ones(places.size, np.bool_))
+            portion.made["chosen", id(recipe)] = chosen
+        return portion.made["chosen", id(recipe)]
 
     def _shared(self, recipe: Recipe, step: WholeStep) -> Shared:
         """Which rank encodes which parts of a step; made once."""
