@@ -76,7 +76,7 @@ def test_the_command_writes_what_a_disk_would_get(bucket, tmp_path, monkeypatch,
         stream.write("{broken\n")
     url = f"{bucket.root}/by/command"
     words = ["prepare", str(path), "--train-bpe", "300", "--eod", "--validation", "0.3", "--max-errors", "1"]
-    words += ["--workers", "2", "--out"]
+    words += ["--workers", "2", "--keep", "id", "--out"]
     assert main([*words, str(tmp_path / "here")]) == 0
     capsys.readouterr()
     assert main([*words, url, "--json"]) == 0
@@ -90,6 +90,12 @@ def test_the_command_writes_what_a_disk_would_get(bucket, tmp_path, monkeypatch,
         with near, far:
             span = np.array([0]), np.array([near.num_tokens])
             assert np.array_equal(far.read_stream(*span), near.read_stream(*span))
+    audits = []
+    for where in (tmp_path / "here", url):
+        how = "--until", "2", "--sequences", "8", "--window", "64", "--by", "id", "--json"
+        assert main(["audit", f"{where}/train", *how]) == 0
+        audits.append(json.loads(capsys.readouterr().out))
+    assert audits[0] == audits[1] and sum(each["tokens"] for each in audits[1]["by"]) == 2 * 8 * 64
     assert leftovers(tmp_path / "cache" / f"u{os.getuid()}" / "preparing") == []
     assert main([*words, url]) == 2
     assert (
