@@ -202,15 +202,17 @@ class GatheredLengths:
         numbers = [[schemas.setdefault(each, len(schemas)) for each in one.schemas] for one in given.values()]
         columns = np.concatenate([report.rows for report in given.values()]).T.copy()
         of, turn = numbered(np.array([len(report.rows) for report in given.values()]))
-        first = np.array([report.first for report in given.values()])
-        before = np.cumsum([0, *map(len, numbers)])
+        first, schema = np.array([report.first for report in given.values()]), columns[SCHEMA]
+        if len(schemas) > 1:
+            before = np.cumsum([0, *map(len, numbers)])
+            schema = np.array(list(chain(*numbers)))[before[of] + schema]
         gathered = cls(
             lengths=columns[LENGTH],
             valid=columns[VALID],
             rest_bytes=columns[REST],
-            schema=np.array(list(chain(*numbers)), np.int64)[before[of] + columns[SCHEMA]],
+            schema=schema,
             schemas=tuple(schemas),
-            draws=Draws(np.array(list(given), np.int32)[of], np.zeros_like(of), first[of] + turn),
+            draws=Draws(np.array(list(given), np.int32)[of], np.zeros(of.size, np.int64), first[of] + turn),
             holders=holders,
             short=tuple(dp_rank for dp_rank, report in given.items() if report.ended),
             num_owners=len(given),
