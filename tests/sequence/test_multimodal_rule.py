@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import os
 import re
@@ -653,6 +654,24 @@ def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: 
         with mf.Feed(multimodal(folder), machine=mf.Machine(workers=workers), **PACKING) as feed:
             seen.append(take(feed, 3))
     assert seen[0] == seen[1]
+
+
+def test_what_workers_need_of_a_step_is_looked_up_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a reader of one source: not for each part, nor for each pack."""
+    looked_up, ranges = list[int](), mf.store.MultimodalStore.part_ranges
+
+    def counted(self: Any, documents: Any, places: Any) -> Any:
+        looked_up.append(len(documents))
+        return ranges(self, documents, places)
+
+    monkeypatch.setattr(mf.store.MultimodalStore, "part_ranges", counted)
+    monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
+    packs, parts, recipe = 0, 0, multimodal(folder, sequences=40)
+    with mf.Feed(recipe, machine=mf.Machine(workers=1), **PACKING) as feed:
+        for step in itertools.islice(feed, 2):
+            for microbatch in step.microbatches:
+                packs, parts = packs + 1, parts + len(microbatch["image_grid"])
+    assert 2 <= len(looked_up) < packs / 2 and sum(looked_up) >= parts
 
 
 def test_no_more_is_decoded_ahead_than_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

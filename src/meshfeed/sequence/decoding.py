@@ -240,8 +240,8 @@ class Decoder:
         unique, of = np.unique(documents, return_inverse=True)
         parts = self._recipe.sources[source].parts(unique)
         parts = parts.take(parts.starts[of] + numbers)
-        begins, _ = self._recipe.sources[source].part_ranges(documents, numbers)
-        stored = list(zip(begins.tolist(), parts.num_bytes.tolist()))
+        begins = self._recipe.sources[source].part_ranges(documents, numbers)[0].tolist()
+        sizes = parts.num_bytes.tolist()
         for kind in KINDS:
             if mine := parts.of_kind(kind).tolist():
                 rows, tokens = self._promised(kind, parts.take(np.array(mine)), [places[i] for i in mine])
@@ -249,7 +249,7 @@ class Decoder:
                 for k, (i, num_tokens) in enumerate(zip(mine, tokens.tolist())):
                     of_part = {name: each[k] for name, each in counts.items()}
                     promises[places[i]] = Promise(
-                        kind, PartSize.of(parts, i), *stored[i], of_part, num_tokens
+                        kind, PartSize.of(parts, i), begins[i], sizes[i], of_part, num_tokens
                     )
         return promises
 
