@@ -101,9 +101,7 @@ class Batch:
             raise RecipeError(f"Batch.then({step}, {given}): a whole number of {self._unit} from 1")
         others = [stage for stage in self.stages if stage[0] != step]
         stages = tuple(sorted((*others, (step, size))))
-        if self.tokens is None:
-            return replace(self, sequences=stages[0][1], stages=stages)
-        return replace(self, tokens=stages[0][1], stages=stages)
+        return replace(self, **{self._unit: stages[0][1]}, stages=stages)
 
     def position(self, step: int) -> int:
         """Sequences in all steps before one, so its first position; or for a batch of tokens, their tokens.

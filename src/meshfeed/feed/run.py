@@ -373,7 +373,9 @@ class Run:
                     stack.enter_context(self._verifier)
                 self._recorder.start(self._due, self._peers.meeting)
             except Exception as error:
-                self._failures.fail(self._closed_while_joining() if self._stopped else error, self._due)
+                rank = self._peers.role.rank
+                closed = f"rank {rank} has closed its feed, or loaded a state, while it joined its peers"
+                self._failures.fail(PeerError(closed, [rank]) if self._stopped else error, self._due)
             stack.callback(self._placer.synchronize)
             self._resources = stack.pop_all()
         self._starting = self._clock.take()
@@ -386,12 +388,6 @@ class Run:
             self._started = True
             if self._stopped:  # by a signal handler, in between
                 raise self._why_stopped()
-
-    def _closed_while_joining(self) -> PeerError:
-        rank = self._peers.role.rank
-        return PeerError(
-            f"rank {rank} has closed its feed, or loaded a state, while it joined its peers", [rank]
-        )
 
     def _source_closed(self, end: EndOfStream) -> PeerError:
         ended = end.args or (self._peers.role.source,)

@@ -142,7 +142,11 @@ def _weights(recipe: Recipe, sizes: Longs, part: Part) -> dict[int, Fraction]:
         size = int(sizes[each.source])
         weight = Fraction(each.amount) * (size if each.by in ("repeat", "size") else 1)
         if each.by == "tokens" and weight:
-            weight *= _sequences_per_token(recipe, size, each.source)
+            tokens = recipe.sequence.epoch_tokens(recipe, each.source).total
+            if not tokens:
+                name = recipe.source_names[each.source]
+                raise RecipeError(f"source {name!r} has no tokens to take a share of")
+            weight *= Fraction(size, tokens)
         if not part.is_endless:
             weight = Fraction(_whole_count(recipe, size, each, round(weight)))
         if weight:
@@ -150,14 +154,6 @@ def _weights(recipe: Recipe, sizes: Longs, part: Part) -> dict[int, Fraction]:
     if not weights:
         raise RecipeError("no source of the mixture fills a batch; take smaller batches or last='pad'")
     return weights
-
-
-def _sequences_per_token(recipe: Recipe, size: int, source: int) -> Fraction:
-    """The inverse of the mean length of a source's sequences."""
-    tokens = recipe.sequence.epoch_tokens(recipe, source).total
-    if not tokens:
-        raise RecipeError(f"source {recipe.source_names[source]!r} has no tokens to take a share of")
-    return Fraction(size, tokens)
 
 
 def _whole_count(recipe: Recipe, size: int, each: Amount, count: int) -> int:

@@ -46,7 +46,9 @@ def assert_deterministic(
     another process; where it draws from or changes the global random state of Python, NumPy, torch or CUDA;
     or where it calls a global seed function. What a dataset read of $RANK when it was made is not noticed.
     """
-    asked = _some_of(dataset) if indices is None else list(indices)
+    if indices is None:
+        indices = (EpochIndex(epoch, index) for epoch in (0, 1) for index in _few_of(dataset))
+    asked = list(indices)
     if not asked:
         raise AssertionError("no index to ask for: the dataset is empty, or `indices` is")
     items = [_item(dataset, at) for at in asked]
@@ -85,10 +87,6 @@ def assert_epochs_differ(
                 f"item {index} is the same in epochs {epochs[0]} and {epochs[1]}; "
                 f"draw from a generator keyed by (seed, epoch, index), as mf.rng makes"
             )
-
-
-def _some_of(dataset: Any) -> list[EpochIndex]:
-    return [EpochIndex(epoch, index) for epoch in (0, 1) for index in _few_of(dataset)]
 
 
 def _few_of(dataset: Any) -> list[int]:

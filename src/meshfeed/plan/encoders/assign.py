@@ -250,16 +250,9 @@ def encoder_routes(
                 encodes=encodes,
                 takes=takes,
                 send_rows=numbers_in(begins[sent], rows[encodes][sent]),
-                send_counts=_counts(receiver, rows[encodes][sent], num_ranks),
-                receive_counts=_counts(sender, rows[takes], num_ranks),
+                send_counts=np.bincount(receiver, rows[encodes][sent], num_ranks).astype(np.int64),
+                receive_counts=np.bincount(sender, rows[takes], num_ranks).astype(np.int64),
                 receive_rows=numbers_in(first, rows[takes]),
             )
         )
     return routes
-
-
-def _counts(rank: LongArray, rows: LongArray, num_ranks: int) -> LongArray:
-    """The rows of each rank; int64 [num_ranks]."""
-    counts = np.zeros(num_ranks, np.int64)
-    np.add.at(counts, rank, rows)
-    return counts
