@@ -31,6 +31,8 @@ T = TypeVar("T")
 _LOG_EVERY_S = 10.0
 _MOST_FETCHERS = 20
 _SCRIPT = Path(__file__).with_name("start.py")
+_FRUGAL = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+"""A fetcher multiplies no matrices, and with one heap its threads reuse each other's memory."""
 _log = logging.getLogger("meshfeed")
 
 
@@ -178,8 +180,7 @@ def _started() -> FetcherClient:
             [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            # it multiplies no matrices, so NumPy need not start threads for it
-            env=without_credentials(os.environ) | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env=without_credentials(os.environ) | {"PYTHONPATH": path} | _FRUGAL,
             pass_fds=(theirs.fileno(),),
             check=True,
         )
