@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -59,13 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if quick.SHARED in os.environ:
         multiprocessing.set_executable(quick.python())  # of processes that are not forked
         world.share()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """The processes that share the files begin with what most of them import."""
-    for spec in specs:
-        spec.python = quick.python()
 
 
 def pytest_collection_finish() -> None:

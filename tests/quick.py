@@ -5,7 +5,7 @@
 For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, inherits every
 descriptor that it is given, and is in the network of whoever asks. Who asks for what a fork cannot have, another option
 of Python or another hash seed, gets a Python that starts anew. Where several processes run the tests, all share one
-server (see conftest.py), and they are forks of it, too, as are the processes that tests spawn.
+server (see conftest.py), and so do the processes that tests spawn.
 """
 
 import atexit
@@ -50,7 +50,7 @@ _IMPORTED = (
     "pyarrow.parquet",
     "torchmetrics.functional",
 )
-"""By commands, by ranks, or by files of tests: it is the process that all these are forked from."""
+"""By commands, by ranks, or by files of tests: in a new environment they need not compile it again."""
 _ASK = Path(__file__).with_name("quick_ask.py")
 _SPACES = ("mnt", "net", "uts")
 _PR_SET_PDEATHSIG = 1

@@ -171,7 +171,7 @@ def test_a_sound_dataset_passes() -> None:
 def test_every_way_of_breaking_determinism_is_caught(
     broken: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if broken is DependsOnHashes:  # others may be forked from what this process was forked from
+    if broken is DependsOnHashes:  # others are forks of one process, with its hash seed
         monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(sys.executable))
     with pytest.raises(AssertionError, match=message):
         assert_deterministic(broken())
