@@ -7,9 +7,10 @@ cu_seqlens) are computed by each rank and never read or sent.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -271,22 +272,24 @@ class Rows(SequenceRule):
         """cu_seqlens and max_seqlen of each microbatch, where they are named."""
         if not (self.reset_attention_mask and "cu_seqlens" in names):
             return [{} for _ in portion.microbatches]
-        return [
-            {"cu_seqlens": each, "max_seqlen": np.array(np.diff(each).max(initial=0), np.int32)}
-            for each in self._cu_seqlens(starts, portion)
-        ]
+        ends, longest = self._documents(starts, portion)
+        return [{"cu_seqlens": each, "max_seqlen": longest[m, ...]} for m, each in enumerate(ends)]
 
-    def _cu_seqlens(self, starts: Starts, portion: Portion) -> Iterator[Array]:
-        """For each microbatch, document starts over its concatenated rows, then their end; int32."""
+    def _documents(self, starts: Starts, portion: Portion) -> tuple[list[Array], Array]:
+        """For each microbatch, document starts over its rows, then their end; the longest of each; int32."""
         num_microbatches, rows = len(portion.microbatches), portion.rows
         width = self._shape(portion)[1] * portion.pack.cp_size
         row, offset = starts
         inside = offset < self.length
-        places = np.arange(num_microbatches * rows) * width
-        places = np.sort(np.concatenate((places, row[inside] * width + offset[inside])))
-        ends = np.arange(num_microbatches + 1) * rows * width
-        for end, mine in zip(ends[1:], np.split(places, np.searchsorted(places, ends[1:-1]))):
-            yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
+        every_row, ends = np.arange(num_microbatches * rows), np.arange(1, num_microbatches + 1) * rows
+        # sorted, the end of a microbatch stands before the start of the next one, the same number
+        places = np.concatenate((every_row * width, row[inside] * width + offset[inside], ends * width))
+        places.sort()
+        first = np.append(0, np.searchsorted(places, ends[:-1] * width) + 1)
+        longest = np.maximum.reduceat(places[1:] - places[:-1], first).astype(np.int32)
+        places -= ((ends - rows) * width).repeat(np.diff(first, append=places.size))
+        made, bounds = places.astype(np.int32), pairwise([*first.tolist(), places.size])
+        return [made[start:stop] for start, stop in bounds], longest
 
 
 def _extents(store: Store, documents: Longs) -> tuple[Longs, Longs]:
