@@ -43,7 +43,6 @@ class Audit(Command, RecipeOptions):
 
     examples = """
         meshfeed audit recipe.py --until 120000
-        meshfeed audit recipe.py --until 120000 --json
         meshfeed audit corpus --until 500 --sequences 512 --window 4096
         meshfeed audit recipe.py --until 120000 --by license
         meshfeed audit recipe.py --until 120000 --by code=licences.txt --by web=years.npy
