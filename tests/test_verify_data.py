@@ -189,8 +189,11 @@ def test_files_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("checksum_bytes", [None, 1 << 12, 1 << 16, 1 << 20])
-def test_a_digest_is_the_same_with_any_checksums(tmp_path: Path, checksum_bytes: int | None) -> None:
+def test_a_digest_is_the_same_with_any_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksum_bytes: int | None
+) -> None:
     """States have it; so it must not change."""
+    monkeypatch.setattr(meshfeed.store.content, "_AT_ONCE", 2)
     write_corpus(tmp_path / "c", num_tokens=1_200_000, checksum_bytes=checksum_bytes)
     assert mf.open(tmp_path / "c").content_digest() == "98e17a681f91b34c42dbb1c8543ea443"
 
