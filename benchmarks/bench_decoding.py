@@ -65,6 +65,11 @@ COUNTED, DTYPE, BY = "BENCH_DECODING_COUNTED", "BENCH_DECODING_DTYPE", "BENCH_DE
 CHEAPEST, QUICK = "torch DataLoader", " with NativePatches"
 ALONE = {"the decoder alone, 1 process": 1, f"the decoder alone, {WORKERS} processes": WORKERS}
 
+IMPORTED = (  # by the first use, otherwise
+    *("PIL.JpegImagePlugin", "PIL.TiffImagePlugin", "PIL.WebPImagePlugin", "numpy.ma"),
+    *("meshfeed.feed.feed", "meshfeed.store.dataset"),
+)
+
 Batch = Mapping[str, Any]
 
 
@@ -203,8 +208,8 @@ def rank_main(
     os.environ |= {COUNTED: counted, DTYPE: dtype, BY: by}
     name = name.removesuffix(QUICK)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    for module in ("PIL.JpegImagePlugin", "meshfeed.feed.feed", "meshfeed.store.dataset"):
-        importlib.import_module(module)  # which the first use would import
+    for module in IMPORTED:
+        importlib.import_module(module)
     if name == OURS:
         batches = meshfeed(layout, **{"store": str(folder / "store")} | ours)
     elif name in ALONE:
