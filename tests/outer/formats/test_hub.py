@@ -186,6 +186,8 @@ def test_an_expired_link_is_asked_again(hub: Hub, tmp_path: Path) -> None:
     hub.signed_s = 3600
     assert bytes(one.read(path, 10, 19, tag)) == FILES[path][10:19]
     assert bytes(one.read(path, 20, 29, tag)) == FILES[path][20:29]
+    stat, first = one.glance(path, 9)
+    assert (stat, bytes(first)) == (one.stat(path), FILES[path][:9])
     assert hub.asked["resolve"] == 3, "twice in vain"
     link = next(
         each for each in (tmp_path / "node").iterdir() if each.name.startswith("url-") and not each.suffix
