@@ -6,7 +6,8 @@ by itself (delivery auto, which is share here), by direct reads through the node
 every rank for itself.
 
 Then a corpus of 100 MB and a cache that holds a part of it, without checksums, with those that a writer makes
-(64 KiB), and with larger ones (1 MiB): jobs of one process that shuffle by blocks read an epoch. Two jobs share the cache and read the same order, the second ten steps behind the first.
+(64 KiB), and with larger ones (1 MiB): jobs of one process that shuffle by blocks read an epoch. Two jobs
+share the cache and read the same order, the second ten steps behind the first.
 
 Needs nginx.
 """
