@@ -618,3 +618,13 @@ def to_the_end(rank: int, path: str) -> list[Any]:
 
 def test_epochs_end_by_themselves_on_every_rank(corpus: str) -> None:
     assert world.run(to_the_end, 3, corpus) == [[True] * 3 * len(SOME_WAYS)] * 3
+
+
+def without_some(rank: int, path: str) -> list[int]:
+    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), timeout_s=600) as feed:
+        feed.leave_out([np.arange(1, 3), (1, 2)][rank])
+        return [step.index for step in itertools.islice(feed, 3)]
+
+
+def test_steps_that_every_rank_leaves_out_are_not_given(corpus: str) -> None:
+    assert world.run(without_some, 2, corpus) == [[0, 3, 4]] * 2

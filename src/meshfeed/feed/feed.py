@@ -44,7 +44,7 @@ from meshfeed.mixture import Store
 from meshfeed.order import edges_of, has_step, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Recipe, entered
+from meshfeed.recipe import Recipe, entered, whole
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
@@ -197,7 +197,7 @@ class Feed(ChangingSource):
 
         Equal on every rank. States count them like all others.
         """
-        self._left_out = frozenset(steps)
+        self._left_out = frozenset(map(whole, steps))
 
     @cached_property
     def encoder_ranks(self) -> tuple[int, ...]:
