@@ -62,7 +62,7 @@ def exchanges(draw: Any) -> tuple[Membership, mf.Layout, list[Given], mf.Packing
     return membership, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
 
 
-@settings(max_examples=cases(40, 800), deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(exchanges())
 def test_what_is_sent_is_what_is_expected(case: Any) -> None:
     membership, layout, batches, packing, split = case

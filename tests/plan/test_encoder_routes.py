@@ -15,7 +15,7 @@ from meshfeed.plan import Packing, encoder_routes, plan_encoder, plan_step
 from soak import cases
 
 
-@settings(max_examples=cases(30, 600), deadline=None, derandomize=True)
+@settings(max_examples=cases(150, 600), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["with sample", "balanced"]), st.sampled_from([1, 2, 4, 6]))
 def test_every_pack_receives_its_parts_in_order(seed: int, encoder: Any, ranks: int) -> None:
     """Any cp, cut sequences, ranks and microbatches without a part, process groups in another order."""
