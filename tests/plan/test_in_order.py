@@ -35,7 +35,7 @@ def dp_balanced(lengths, limit, multiple, most):
 
 @settings(max_examples=cases(75, 1_500), deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 1024), min_size=1, max_size=120),
+    lengths=st.lists(st.integers(1, 1024) | st.sampled_from((256, 512)), min_size=1, max_size=120),
     dp=st.integers(1, 9),
     cp=st.sampled_from((1, 2, 4)),
     quantum=st.integers(1, 4),

@@ -47,11 +47,13 @@ def test_gathered_shards_without_padding_are_the_original(lengths, cp, tp, share
     for i, (start, length) in enumerate(zip(pack.cu_seqlens_padded, lengths)):
         padded[start : start + length] = i * 1000 + np.arange(length)
     gathered = np.full_like(padded, -2)
-    for rank in range(cp):
-        mine = indices(pack, slices_of(pack, [rank], split))
+    of_ranks = [indices(pack, slices_of(pack, [rank], split)) for rank in range(cp)]
+    for mine in of_ranks:
         assert mine.size * cp == padded.size
         gathered[mine] = padded[mine]
     np.testing.assert_array_equal(gathered, padded)
+    every_second = indices(pack, slices_of(pack, range(0, cp, 2), split))
+    assert every_second.tolist() == sorted(np.concatenate(of_ranks[::2]).tolist())
     real = gathered[gathered >= 0]
     expected = [i * 1000 + t for i, length in enumerate(lengths) for t in range(length)]
     assert real.tolist() == expected
