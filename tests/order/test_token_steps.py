@@ -142,6 +142,11 @@ def test_where_a_stream_ends(own: list[int], epochs: int, last: Any, steps: int 
     assert not len(draws_of_step(recipe, len(whole))) and not len(draws_of_step(recipe, 10**9))
 
 
+def test_an_empty_sequence_where_a_step_ends_is_of_the_next() -> None:
+    recipe = recipe_of(mf.Lengths([5, 5, 0, 5, 5]), mf.Batch(tokens=10), shuffle="none")
+    assert [start_of_step(recipe, step) for step in range(3)] == [0, 2, 5]
+
+
 def test_steps_are_within_half_a_sequence_of_their_tokens() -> None:
     lengths = np.random.default_rng(3).integers(0, 2_001, 30_000)
     recipe = recipe_of(mf.Lengths(lengths), mf.Batch(tokens=50_000))
