@@ -10,7 +10,9 @@ bench_*.py measure. Each workload takes some steps first, so that nothing counts
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import os
 import re
 import subprocess
@@ -47,9 +49,10 @@ def main() -> None:
             before, now = (instructions(tree / "src", corpus) for tree in (other, ROOT))
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], check=True)
-    print(f"{'million instructions a step':46} {args.commit:>10} {'here':>10} {'ratio':>7}")
+    title = f"million instructions of {COUNTED} steps"
+    print(f"{title:46} {args.commit[:10]:>10} {'here':>10} {'ratio':>7}")
     for workload in (each for each in before if each in now):
-        old, new = before[workload] / COUNTED / 1e6, now[workload] / COUNTED / 1e6
+        old, new = before[workload] / 1e6, now[workload] / 1e6
         print(f"{workload:46} {old:10.3f} {new:10.3f} {new / old:7.3f}")
     for workload in before.keys() ^ now.keys():
         print(f"{workload:46} in one tree only")
@@ -70,6 +73,7 @@ def write(corpus: Path) -> None:
 
 def instructions(src: Path, corpus: Path) -> dict[str, int]:
     """Those of each workload by the package in src."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(src)], check=True)
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "out"
         callgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={found}"]
@@ -91,8 +95,14 @@ def instructions(src: Path, corpus: Path) -> dict[str, int]:
 
 
 def count(corpus: Path) -> None:
-    """The steps of each workload; tells valgrind when to count."""
+    """The start, then the steps of each workload; tells valgrind when to count."""
+    import torch  # its own start is the same in both trees
+
+    torch.set_num_threads(1)
     gc.disable()  # a collection of everything would fall into the steps of one tree alone
+    with counted("import, opening, first step"):
+        first = fed("windows", corpus, "dp1", micro_batch_size=1)
+        next(first)
     for name, steps in workloads(corpus):
         try:
             for _ in range(WARM):
@@ -100,12 +110,19 @@ def count(corpus: Path) -> None:
         except TypeError as unknown:  # an option that this tree lacks
             print(f"{name}: {unknown}", file=sys.stderr)
             continue
-        tell("--instr=on")
-        tell("--zero")
-        for _ in range(COUNTED):
-            next(steps)
-        tell(f"--dump={name}")
-        tell("--instr=off")
+        with counted(name):
+            for _ in range(COUNTED):
+                next(steps)
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[None]:
+    """Have the instructions of a block counted under a name by the valgrind in which this process runs."""
+    tell("--instr=on")
+    tell("--zero")
+    yield
+    tell(f"--dump={name}")
+    tell("--instr=off")
 
 
 def tell(what: str) -> None:
@@ -115,45 +132,42 @@ def tell(what: str) -> None:
 
 def workloads(corpus: Path) -> Iterator[tuple[str, Iterator[None]]]:
     """A name and its steps."""
-    import torch
-
     import meshfeed as mf
-    from meshfeed.order import draws_of_step
-
-    torch.set_num_threads(1)
-
-    def recipe_of(rule: object) -> mf.Recipe:
-        return mf.Recipe(data=mf.open(corpus), sequence=rule, batch=mf.Batch(sequences=BATCH), seed=1)
-
-    def fed(rule: object, layout: str, **options: object) -> Iterator[None]:
-        each = {"layout": mf.Layout.parse(layout), "rank": 0, "delivery": "direct", "prefetch": 0}
-        with mf.Feed(recipe_of(rule), **each, **options) as feed:
-            for step in feed:
-                for microbatch in step.microbatches:
-                    microbatch["tokens"]
-                yield
-
-    def drawn() -> Iterator[None]:
-        sources = {str(k): (mf.Lengths([1] * (1000 + k)), k + 1.0) for k in range(10)}
-        recipe = mf.Recipe(data=mf.Mixture(sources), sequence=mf.Documents(), batch=mf.Batch(sequences=BATCH))
-        step = 10**6
-        while True:
-            draws_of_step(recipe, step)
-            step += 1
-            yield
 
     for layout in ("dp1", "tp2-dp4-pp2"):
         for size in (1, 32):
-            yield (
-                f"windows, {layout}, batches of {size}",
-                fed(mf.Windows(4096), layout, micro_batch_size=size),
-            )
+            steps = fed("windows", corpus, layout, micro_batch_size=size)
+            yield f"windows, {layout}, batches of {size}", steps
     for layout in ("dp1", "dp8", "cp2-dp4"):
-        yield (
-            f"packed documents, {layout}",
-            fed(mf.Documents(), layout, packing=mf.Packing(capacity=16_384)),
-        )
+        steps = fed("documents", corpus, layout, packing=mf.Packing(capacity=16_384))
+        yield f"packed documents, {layout}", steps
     yield "draws of a mixture of 10", drawn()
+
+
+def fed(rule: str, corpus: Path, layout: str, **options: object) -> Iterator[None]:
+    """Steps of a feed of rank 0."""
+    import meshfeed as mf
+
+    sequence = mf.Windows(4096) if rule == "windows" else mf.Documents()
+    recipe = mf.Recipe(data=mf.open(corpus), sequence=sequence, batch=mf.Batch(sequences=BATCH), seed=1)
+    each = {"layout": mf.Layout.parse(layout), "rank": 0, "delivery": "direct", "prefetch": 0}
+    with mf.Feed(recipe, **each, **options) as feed:
+        for step in feed:
+            for microbatch in step.microbatches:
+                microbatch["tokens"]
+            yield
+
+
+def drawn() -> Iterator[None]:
+    """Draws of steps, far from the start."""
+    import meshfeed as mf
+    from meshfeed.order import draws_of_step
+
+    sources = {str(k): (mf.Lengths([1] * (1000 + k)), k + 1.0) for k in range(10)}
+    recipe = mf.Recipe(data=mf.Mixture(sources), sequence=mf.Documents(), batch=mf.Batch(sequences=BATCH))
+    for step in itertools.count(10**6):
+        draws_of_step(recipe, step)
+        yield
 
 
 if __name__ == "__main__":
