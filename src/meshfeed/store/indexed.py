@@ -19,7 +19,7 @@ from meshfeed.files.local.file import Descriptor, fill
 from meshfeed.files.local.version import wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
 from meshfeed.files.url import join
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import numbers_in, together
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
 from meshfeed.store.checksums import checksums_of, compare, is_guarded, refuse_others
 from meshfeed.store.content import digest_of_files, digest_of_sums
@@ -29,6 +29,7 @@ from meshfeed.store.node_index import NodeIndex
 
 _SUFFIXES = (".bin", ".idx")
 _LOOKS = 3  # at a .bin that somebody is writing
+_COMPARED_BYTES = 1 << 20  # at once
 
 
 class IndexedStore(StreamStore):
@@ -355,8 +356,7 @@ class GuardedFile(LocalFile):
         if not out.size:
             return
         for _ in range(_LOOKS):
-            for block in self._unseen(begins, begins + sizes):
-                self._compare(block)
+            self._compare(self._unseen(begins, begins + sizes))
             guard = self._guard
             super().read_into(out, begins, sizes, places)
             if guard is self._guard:
@@ -367,13 +367,11 @@ class GuardedFile(LocalFile):
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """See LocalFile. Blocks that are still to be compared are announced whole."""
-        unseen = np.array(self._unseen(begins, ends), np.int64)
+        unseen = self._unseen(begins, ends)
         if unseen.size and self._guard is not None:
             self._waits = True  # whatever the last read found
-            size = self._guard[0].block_bytes
-            firsts = unseen * size
-            begins = np.append(begins, firsts)
-            ends = np.append(ends, np.minimum(firsts + size, self.size_bytes))
+            more = _bytes_of(self._guard[0], unseen)
+            begins, ends = np.append(begins, more[0]), np.append(ends, more[1])
         super().will_need(begins, ends)
 
     def _open(self) -> Descriptor:
@@ -393,7 +391,7 @@ class GuardedFile(LocalFile):
             sums, _ = self._guard
             self._guard = sums, np.zeros(sums.sums.size, np.uint8)
 
-    def _unseen(self, begins: I64, ends: I64) -> list[int]:
+    def _unseen(self, begins: I64, ends: I64) -> I64:
         """Blocks in some ranges that no process of this node has compared, ascending."""
         if not self._is_asked:
             self._refuse_not_entered()
@@ -401,28 +399,36 @@ class GuardedFile(LocalFile):
             with self._lock:  # the first of several threads: a second answer would read as a change
                 if not self._is_asked:
                     self._guard, self._is_asked = guard, True
-        guard = self._guard
-        if guard is None:
-            return []
-        sums, seen = guard
+        none = np.zeros(0, np.int64)
+        if self._guard is None:
+            return none
+        sums, seen = self._guard
         some = ends > begins
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
-            return []
+            return none
         touched = np.unique(numbers_in(first, last - first + 1))
-        return touched[seen[touched] == 0].tolist()
+        return touched[seen[touched] == 0]
 
-    def _compare(self, block: int) -> None:
+    def _compare(self, blocks: I64) -> None:
         guard = self._guard
-        if guard is None:
+        if guard is None or not blocks.size:
             return
         sums, seen = guard
-        begin = block * sums.block_bytes
-        data = np.empty(min(sums.block_bytes, sums.size_bytes - begin), np.uint8)
-        file = self._opened()
-        fill(file.fd, data, np.array([begin]), np.array([data.size]), None, self.url)
-        sums.check(data.data, begin, self.url)
-        seen[block] = 1
+        most = max(sums.block_bytes, _COMPARED_BYTES)
+        buffer, fd = np.empty(most, np.uint8), self._opened().fd
+        for low, high in zip(*(each.tolist() for each in _bytes_of(sums, blocks))):
+            for begin in range(low, high, most):
+                data = buffer[: min(high - begin, most)]
+                fill(fd, data, np.array([begin]), np.array([data.size]), None, self.url)
+                sums.check(data.data, begin, self.url)
+        seen[blocks] = 1
+
+
+def _bytes_of(sums: FileSums, blocks: I64) -> tuple[I64, I64]:
+    """Begin and end of each stretch of adjacent blocks; int64 [n] -> [m]."""
+    firsts = blocks * sums.block_bytes
+    return together(firsts, np.minimum(firsts + sums.block_bytes, sums.size_bytes))
 
 
 class IndexedFormat(StoreFormat):
