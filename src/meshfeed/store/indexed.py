@@ -17,7 +17,7 @@ from meshfeed.files.byte_file import Bytes
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.local.file import Descriptor, fill
 from meshfeed.files.local.version import wait_for_tick
-from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
+from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse, wrong_block
 from meshfeed.files.url import join
 from meshfeed.intervals import numbers_in, together
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
@@ -29,7 +29,7 @@ from meshfeed.store.node_index import NodeIndex
 
 _SUFFIXES = (".bin", ".idx")
 _LOOKS = 3  # at a .bin that somebody is writing
-_COMPARED_BYTES = 1 << 20  # at once
+_COMPARED_BYTES, _MOST_COMPARED = 1 << 20, 16  # bytes, blocks that are compared together
 
 
 class IndexedStore(StreamStore):
@@ -356,7 +356,7 @@ class GuardedFile(LocalFile):
         if not out.size:
             return
         for _ in range(_LOOKS):
-            self._compare(self._unseen(begins, begins + sizes))
+            self._compare(self._unseen(begins, begins + sizes), begins, begins + sizes)
             guard = self._guard
             super().read_into(out, begins, sizes, places)
             if guard is self._guard:
@@ -392,7 +392,7 @@ class GuardedFile(LocalFile):
             self._guard = sums, np.zeros(sums.sums.size, np.uint8)
 
     def _unseen(self, begins: I64, ends: I64) -> I64:
-        """Blocks in some ranges that no process of this node has compared, ascending."""
+        """Blocks in and around some ranges that no process of this node has compared, ascending."""
         if not self._is_asked:
             self._refuse_not_entered()
             guard = self._index.guard()
@@ -407,22 +407,30 @@ class GuardedFile(LocalFile):
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
             return none
+        # those around them, too: few large reads cost less than many small ones, and an epoch needs all
+        group = min(max(_COMPARED_BYTES // sums.block_bytes, 1), _MOST_COMPARED)
+        first, last = first // group * group, np.minimum((last // group + 1) * group, seen.size) - 1
         touched = np.unique(numbers_in(first, last - first + 1))
         return touched[seen[touched] == 0]
 
-    def _compare(self, blocks: I64) -> None:
+    def _compare(self, blocks: I64, begins: I64, ends: I64) -> None:
+        """Mark the blocks that are right. Raises ChecksumError for a wrong one in the ranges."""
         guard = self._guard
         if guard is None or not blocks.size:
             return
         sums, seen = guard
         most = max(sums.block_bytes, _COMPARED_BYTES)
         buffer, fd = np.empty(most, np.uint8), self._opened().fd
+        is_wrong = np.zeros(blocks.size, np.bool_)
         for low, high in zip(*(each.tolist() for each in _bytes_of(sums, blocks))):
             for begin in range(low, high, most):
                 data = buffer[: min(high - begin, most)]
                 fill(fd, data, np.array([begin]), np.array([data.size]), None, self.url)
-                sums.check(data.data, begin, self.url)
-        seen[blocks] = 1
+                for first, end in sums.wrong(data.data, begin):
+                    if ((begins < end) & (ends > first)).any():
+                        raise wrong_block(self.url, first, end)
+                    is_wrong |= blocks == first // sums.block_bytes
+        seen[blocks[~is_wrong]] = 1
 
 
 def _bytes_of(sums: FileSums, blocks: I64) -> tuple[I64, I64]:

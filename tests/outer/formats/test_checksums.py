@@ -30,10 +30,12 @@ BLOCK = 1 << 12
 SUFFIXES = (".bin", ".idx", ".sums")
 
 
-def write(prefix: Path, seed: int = 0, checksum_bytes: int | None = BLOCK, **options: Any) -> Path:
+def write(
+    prefix: Path, seed: int = 0, checksum_bytes: int | None = BLOCK, documents: int = 60, **options: Any
+) -> Path:
     rng = np.random.default_rng(seed)
     with IndexedWriter(prefix, np.uint16, checksum_bytes=checksum_bytes, **options) as writer:
-        for _ in range(60):
+        for _ in range(documents):
             writer.add_document(rng.integers(0, 60_000, 500))
     return prefix
 
@@ -247,13 +249,13 @@ def test_a_local_file_that_was_overwritten_in_place_is_noticed_where_it_is_read(
             store.read_stream(np.array([100]), np.array([29_000]))
 
 
-def test_a_block_is_compared_once_per_node(tmp_path: Path) -> None:
-    prefix, readers = write(tmp_path / "c"), list[int]()
+def test_a_block_is_compared_once_per_node_with_those_around_it(tmp_path: Path) -> None:
+    prefix, readers = write(tmp_path / "c", documents=300), list[int]()
     index = mf.open(prefix).files[1]
     assert isinstance(index, NodeIndex)
     found = index.guard()
     assert found is not None
-    for start in (0, 15_000):
+    for start in (0, 40_000):
         child = os.fork()
         if child == 0:
             code = 1
@@ -265,7 +267,7 @@ def test_a_block_is_compared_once_per_node(tmp_path: Path) -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         readers.append(int(found[1].sum()))
-    assert readers == [1, 2]  # seen from here, and so by every process
+    assert readers == [16, 32]  # seen from here, and so by every process
 
 
 def test_a_local_file_that_is_written_during_a_run_is_noticed(tmp_path: Path) -> None:
