@@ -4,7 +4,7 @@
     python benchmarks/run.py --only read,order    measure these again, and keep the others' rows
     python benchmarks/run.py --tables             measure nothing: make the tables again out of results.json
 
-Rows go to results.json, the table to docs/figures.md, the row of each benchmark that does worst to README.md.
+Rows go to results.json, the table to docs/figures.md, those that miss their target to README.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from measure import NOT_MEASURED, Row
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS, UNFINISHED = HERE / "results.json", ROOT / "bench-out"
-PAGES = {"README.md": True, "docs/figures.md": False}  # whether a page shows the hardest row of each alone
+PAGES = {"README.md": True, "docs/figures.md": False}  # whether a page shows the hardest rows alone
 BEGIN, END = "<!-- figures: made by benchmarks/run.py -->\n", "<!-- end of figures -->"
 NAMES = tuple(path.stem.removeprefix("bench_") for path in sorted(HERE.glob("bench_*.py")))
 
@@ -130,7 +130,7 @@ def table(results: dict[str, Any], *, only_hardest: bool) -> str:
 
 
 def hardest(rows: Iterable[Row]) -> list[Row]:
-    """Of a benchmark's rows with a target, the one that is furthest from it, or closest to missing it."""
+    """A benchmark's rows that miss their target, or else the one that is closest to missing it."""
 
     def reached(row: Row) -> float:
         """The share of the target that is reached: below 1 where it is missed."""
@@ -141,7 +141,8 @@ def hardest(rows: Iterable[Row]) -> list[Row]:
             return math.inf
         return row.value / row.aim if row.at_least else row.aim / row.value if row.value > 0 else math.inf
 
-    return sorted((row for row in rows if row.aim is not None), key=reached)[:1]
+    by_reach = sorted((row for row in rows if row.aim is not None), key=reached)
+    return [row for row in by_reach if not row.holds] or by_reach[:1]
 
 
 if __name__ == "__main__":
