@@ -56,7 +56,8 @@ def main() -> None:
         print(f"{workload:46} {old:10.3f} {new:10.3f} {new / old:7.3f}")
     for workload in before.keys() ^ now.keys():
         print(f"{workload:46} in one tree only")
-    sys.exit(any(count > WORSE * before.get(each, count) for each, count in now.items()))
+    worse = any(count > WORSE * before.get(each, count) for each, count in now.items())
+    sys.exit(worse or not before or not before.keys() <= now.keys())
 
 
 def write(corpus: Path) -> None:

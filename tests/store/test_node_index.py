@@ -104,14 +104,43 @@ def test_a_process_looks_once_at_each_file_of_a_pair(
     assert looked[3:] == [".idx"], "was it written since it was opened?"
 
 
-def test_what_the_maker_of_a_copy_has_checked_others_do_not(
-    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    with IndexedWriter(tmp_path / "small", np.uint16) as writer:
+        for i in range(9):
+            writer.add_document([i] * (1 + i))
+    return str(tmp_path / "small")
+
+
+def test_what_the_maker_of_a_small_copy_has_checked_others_do_not(
+    small: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = mf.open(corpus, cache=cache)
+    first = mf.open(small, cache=cache)
     monkeypatch.setattr(Index, "check", None)
     monkeypatch.setattr(indexed, "read_header", None)
-    store: Any = mf.open(corpus, cache=cache)
+    store: Any = mf.open(small, cache=cache)
     assert isinstance(first, IndexedStore) and store.header == first.header
+
+
+def test_a_damaged_copy_is_not_trusted(small: str, corpus: str, cache: Cache) -> None:
+    mf.open(small, cache=cache)
+    (copy,) = [path for path in (cache.own_path / "index").iterdir() if len(path.name) == 32]
+    with copy.open("r+b") as stream:
+        stream.seek(34 + 4 * 5)
+        stream.write(struct.pack("<i", 4))  # in place of 6
+    with mf.open(small, cache=cache) as store:
+        assert store.lengths(np.arange(9)).tolist() == [*range(1, 10)]
+    mf.open(corpus, cache=cache)
+    (copy,) = [
+        path
+        for path in (cache.own_path / "index").iterdir()
+        if len(path.name) == 32 and path.stat().st_size > 4096
+    ]
+    with copy.open("r+b") as stream:
+        stream.seek(34 + 4 * 5)
+        stream.write(struct.pack("<i", 4))
+    with pytest.raises(StoreError, match="damaged"):
+        mf.open(corpus, cache=cache)
 
 
 def test_a_fault_is_told_to_all(corpus: str, cache: Cache) -> None:

@@ -16,9 +16,9 @@ from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json, say
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.cli.recipes import RecipeOptions, until_of
-from meshfeed.errors import MeshfeedError
+from meshfeed.errors import AccessError, MeshfeedError
 from meshfeed.files import Folder
-from meshfeed.files.url import join, parent
+from meshfeed.files.url import is_remote, join, parent
 from meshfeed.formats.parquet import RawStream
 from meshfeed.formats.prepared import values_name
 from meshfeed.recipe import entered
@@ -103,11 +103,11 @@ def _by_value(recipe: mf.Recipe, until: int, given: list[str]) -> list[dict[str,
     """Tokens drawn by source and by a value of its documents. given: as --by gives them."""
     names, found = recipe.source_names, dict[int, _Values]()
     for text in given:
-        for source, path in _files_of(recipe, text):
+        for source, folder, name in _files_of(recipe, text):
             if source in found:
-                name = repr(names[source]) if names[source] else "the store"
-                raise MeshfeedError(f"--by {text}: {name} has values already; ask for each column alone")
-            found[source] = _values_in(text, path, recipe.sources[source])
+                whose = repr(names[source]) if names[source] else "the store"
+                raise MeshfeedError(f"--by {text}: {whose} has values already; ask for each column alone")
+            found[source] = _values_in(text, folder, name, recipe.sources[source])
     known = sorted(set().union(*(values for values, _ in found.values())))
     at = {value: number for number, value in enumerate(known)}
     of_source = {
@@ -123,19 +123,19 @@ def _by_value(recipe: mf.Recipe, until: int, given: list[str]) -> list[dict[str,
     ]
 
 
-def _files_of(recipe: mf.Recipe, text: str) -> list[tuple[int, str]]:
-    """(source, its file of values) of what an option --by gives: COLUMN, FILE, NAME=COLUMN or NAME=FILE."""
+def _files_of(recipe: mf.Recipe, text: str) -> list[tuple[int, Folder, str]]:
+    """(source, folder, file of values there) of an option --by: COLUMN, FILE, NAME=COLUMN or NAME=FILE."""
     names, sources = recipe.source_names, [*enumerate(recipe.sources)]
-    kept = [(source, path) for source, store in sources if (path := _kept_in(store, text)) is not None]
+    kept = [(source, *place) for source, store in sources if (place := _kept_in(store, text)) is not None]
     if kept:
         return kept
     if names == ("",):
-        if not Path(text).exists():
+        if not is_remote(text) and not Path(text).exists():
             raise MeshfeedError(
                 f"--by {text}: no such file; a store alone takes FILE, without NAME=, or a column that "
                 f"`meshfeed prepare --keep` has kept"
             )
-        return [(0, text)]
+        return [(0, *_place_of(text))]
     name, _, path = text.partition("=")
     if name not in names or not path:
         raise MeshfeedError(
@@ -143,27 +143,36 @@ def _files_of(recipe: mf.Recipe, text: str) -> list[tuple[int, str]]:
             f"where NAME is one of {', '.join(names[:8])}"
         )
     source = names.index(name)
-    return [(source, _kept_in(recipe.sources[source], path) or path)]
+    return [(source, *(_kept_in(recipe.sources[source], path) or _place_of(path)))]
 
 
-def _kept_in(store: StreamStore, column: str) -> str | None:
+def _place_of(path: str) -> tuple[Folder, str]:
+    folder, name = parent(path)
+    return Folder(folder), name
+
+
+def _kept_in(store: StreamStore, column: str) -> tuple[Folder, str] | None:
     """The file that has the values of a column, if `meshfeed prepare` kept it beside the store."""
     if not isinstance(store, DatasetStore) or not column:
         return None
-    folder, name = Folder(store.path), values_name(column)
-    return join(store.path, name) if folder.holds(name) else None
+    try:
+        return (store.folder, name) if store.folder.holds(name := values_name(column)) else None
+    except AccessError:  # as S3 answers for what is missing where the bucket may not be listed
+        return None
 
 
-def _values_in(given: str, path: str, store: StreamStore) -> _Values:
+def _values_in(given: str, folder: Folder, name: str, store: StreamStore) -> _Values:
     """The value of each document of a store. Raises MeshfeedError unless there is one of each."""
     try:
-        if path.endswith(".npy"):
-            array = np.load(path, allow_pickle=False)
+        if name.endswith(".npy"):
+            array = np.load(join(folder.url, name), allow_pickle=False)
             each_once, numbers = np.unique(array, return_inverse=True)
             values, shape = each_once.astype(str).tolist(), array.shape
         else:
             known = dict[str, int]()
-            numbers = np.fromiter((known.setdefault(line, len(known)) for line in _lines(path)), np.int64)
+            numbers = np.fromiter(
+                (known.setdefault(line, len(known)) for line in _lines(folder, name)), np.int64
+            )
             values, shape = [*known], numbers.shape
     except (OSError, ValueError) as bad:
         raise MeshfeedError(f"--by {given}: {bad}; give a text file, or .npy of numbers or text") from bad
@@ -175,10 +184,9 @@ def _values_in(given: str, path: str, store: StreamStore) -> _Values:
     return values, numbers
 
 
-def _lines(path: str) -> Iterator[str]:
+def _lines(folder: Folder, name: str) -> Iterator[str]:
     """The lines of a file of text, here or in storage."""
-    folder, name = parent(path)
-    with Folder(folder).file(name) as file, io.BufferedReader(RawStream(file), 1 << 20) as stream:
+    with folder.file(name) as file, io.BufferedReader(RawStream(file), 1 << 20) as stream:
         for line in io.TextIOWrapper(stream, "utf-8"):
             yield line.removesuffix("\n")
 

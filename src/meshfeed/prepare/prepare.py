@@ -48,6 +48,7 @@ from meshfeed.prepare.job.storage_output import InStorage
 from meshfeed.prepare.job.train_bpe import train_bpe
 from meshfeed.prepare.job.writer import PIECE_BYTES
 
+_LONGEST_NAME = 255  # bytes, of a file
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 
 
@@ -184,6 +185,8 @@ def _kept(keep: str | Sequence[str], files: Sequence[Input]) -> tuple[str, ...]:
         raise PrepareError(f"{given}: the name of a column is empty")
     names = [values_name(each) for each in columns]
     for name in names:
+        if len(name.encode()) > _LONGEST_NAME:
+            raise PrepareError(f"{given}: the name of a column is too long for a file; rename it")
         if names.count(name) > 1:
             raise PrepareError(
                 f"{given}: two of these columns would be written to {name}; rename one of them"

@@ -456,6 +456,9 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _is_full(items: Iterable[Any]) -> bool:
-    made = (item.made for item in items if isinstance(item, Decoded))
-    arrays = (array for each in made if not isinstance(each, Bad) for array in each.values())
-    return sum(array.nbytes for array in arrays) >= AHEAD_BYTES
+    held = 0
+    for item in items:
+        if isinstance(item, Decoded) and not isinstance(made := item.made, Bad):
+            # the stored bytes lie in one room with the arrays
+            held += item.num_bytes + sum(array.nbytes for array in made.values())
+    return held >= AHEAD_BYTES

@@ -47,16 +47,22 @@ class DatasetStore(HasColumns):
     also enters its columns. A pickled or copied store is not entered.
 
     Attributes:
-        path: of the folder.
+        folder: the folder, as it was opened.
+        path: of the folder, for messages.
         tokens: the store of the column "tokens".
         columns: name -> store of each other column.
     """
 
     def __init__(
-        self, path: str, tokens: IndexedStore, columns: Mapping[str, IndexedStore], cache: Cache
+        self,
+        folder: Folder,
+        path: str,
+        tokens: IndexedStore,
+        columns: Mapping[str, IndexedStore],
+        cache: Cache,
     ) -> None:
         super().__init__()
-        self.path, self.tokens, self._cache = path, tokens, cache
+        self.folder, self.path, self.tokens, self._cache = folder, path, tokens, cache
         self._columns = dict(columns)
 
     @property
@@ -222,13 +228,14 @@ class MultimodalStore(DatasetStore):
 
     def __init__(
         self,
+        folder: Folder,
         path: str,
         tokens: IndexedStore,
         columns: Mapping[str, IndexedStore],
         cache: Cache,
         parts: PartFiles,
     ) -> None:
-        super().__init__(path, tokens, columns, cache)
+        super().__init__(folder, path, tokens, columns, cache)
         self._parts = parts
 
     def parts(self, documents: I64) -> Parts:
@@ -326,10 +333,10 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
     stores = pairs(_prefixes(content, where, "columns", ("tokens",)))
     tokens = stores.pop("tokens")
     if content["version"] == VERSION:
-        return DatasetStore(shown, tokens, stores, cache).check()
+        return DatasetStore(folder, shown, tokens, stores, cache).check()
     of_parts = pairs(_prefixes(content, where, "parts", tuple(FILES)))
     parts = PartFiles(shown, of_parts["bytes"], of_parts["sizes"])
-    return MultimodalStore(shown, tokens, stores, cache, parts).check()
+    return MultimodalStore(folder, shown, tokens, stores, cache, parts).check()
 
 
 def _parsed(given: Any, where: str) -> dict[str, Any]:

@@ -356,8 +356,9 @@ class GuardedFile(LocalFile):
         if not out.size:
             return
         for _ in range(_LOOKS):
-            self._compare(self._unseen(begins, begins + sizes), begins, begins + sizes)
-            guard = self._guard
+            unseen, guard = self._unseen(begins, begins + sizes), self._guard
+            if guard is not None and unseen.size:
+                self._compare(guard, unseen, begins, begins + sizes)
             super().read_into(out, begins, sizes, places)
             if guard is self._guard:
                 return
@@ -413,14 +414,14 @@ class GuardedFile(LocalFile):
         touched = np.unique(numbers_in(first, last - first + 1))
         return touched[seen[touched] == 0]
 
-    def _compare(self, blocks: I64, begins: I64, ends: I64) -> None:
+    def _compare(self, guard: tuple[FileSums, Bytes], blocks: I64, begins: I64, ends: I64) -> None:
         """Mark the blocks that are right. Raises ChecksumError for a wrong one in the ranges."""
-        guard = self._guard
-        if guard is None or not blocks.size:
+        fd = self._opened().fd
+        if self._guard is not guard:  # the file was written: its marks are others now
             return
         sums, seen = guard
         most = max(sums.block_bytes, _COMPARED_BYTES)
-        buffer, fd = np.empty(most, np.uint8), self._opened().fd
+        buffer = np.empty(most, np.uint8)
         is_wrong = np.zeros(blocks.size, np.bool_)
         for low, high in zip(*(each.tolist() for each in _bytes_of(sums, blocks))):
             for begin in range(low, high, most):

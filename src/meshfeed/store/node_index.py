@@ -1,8 +1,9 @@
 """The .idx of a store on this machine, read once per node.
 
 The first process of a node to ask copies it into the node's cache folder; all others, of this job or a later
-one, map the copy. So no process maps the file itself, and none dies by SIGBUS if the file is truncated or its
-disk fails; memory does not grow with the ranks; a rank that needs no tokens opens neither .idx nor .bin.
+one, map the copy, or read it if it fits into a page. So no process maps the file itself, and none dies by
+SIGBUS if the file is truncated or its disk fails; memory does not grow with the ranks; a rank that needs no
+tokens opens neither .idx nor .bin.
 
 A copy belongs to one version of the files: its name is a digest of their inodes, sizes and times. Indexes of
 more than 4 GiB, and all if the cache folder cannot be written, are read in place, page by page. A copy that
@@ -22,6 +23,7 @@ import logging
 import os
 import struct
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -42,7 +44,7 @@ from meshfeed.store.index import Header, fingerprint_of, look_up, read_header
 
 _FACTS = struct.Struct("<I")
 _FOLDER = "index"  # of copies, in the cache
-_FORMAT = 2  # of a copy; part of its name
+_FORMAT = 3  # of a copy; part of its name
 _MOST_BYTES = 4 << 30
 _PAGE_BYTES = 1 << 12  # a map takes as much, and longer
 _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
@@ -59,7 +61,8 @@ class _Copy:
     Attributes:
         pages: its bytes, the .idx first.
         facts: about the store. "header": the fields of a `Header`. "is_checked": `Index.check` found no fault
-            in it. "guard": "good", "none", or "refused" for a .sums that is damaged or of other files.
+            in it. "crc": crc32 of the .idx. "guard": "good", "none", or "refused" for a .sums that is damaged
+            or of other files.
         entry: its path.
     """
 
@@ -123,9 +126,12 @@ class NodeIndex(LocalFile):
 
     @property
     def is_checked(self) -> bool:
-        """Whether `Index.check` found no fault when the copy was made. Raises StoreError."""
+        """Whether `Index.check` found no fault when the copy was made, and the copy is as it was made.
+
+        A copy of more than a page is not summed. Raises StoreError.
+        """
         copy = self._copy()
-        return copy is not None and copy.facts["is_checked"]
+        return copy is not None and copy.pages.size <= _PAGE_BYTES and copy.facts["is_checked"]
 
     @property
     def cache(self) -> Cache:
@@ -255,10 +261,12 @@ def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
         guard = "none" if sums is None else "good"
     except StoreError:
         sums, guard = None, "refused"
+    crc = 0
     for begin in range(0, idx.size_bytes, _PIECE_BYTES):
         (piece,) = idx.peek([(begin, min(begin + _PIECE_BYTES, idx.size_bytes))])
         if sums is not None:
             sums.files[IDX].check(memoryview(piece), begin, idx.url)
+        crc = zlib.crc32(piece, crc)
         yield piece
     named = {each.name: getattr(header, each.name) for each in fields(header) if each.name != "prefix"}
     facts: dict[str, Any] = {
@@ -266,6 +274,7 @@ def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
         "is_checked": _is_valid(header, idx),
         "fingerprint": fingerprint,
         "guard": guard,
+        "crc": crc,
     }
     if sums is not None:
         facts["block_bytes"] = sums.files[BIN].block_bytes
@@ -332,7 +341,10 @@ def _read(entry: str | Path) -> _Copy:
     finally:
         os.close(fd)
     (size,) = _FACTS.unpack(pages[-_FACTS.size :].tobytes())
-    return _Copy(pages, json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes()), entry)
+    facts = json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes())
+    if is_small and zlib.crc32(pages[: facts["header"]["idx_size_bytes"]].data) != facts["crc"]:
+        raise ValueError("damaged")
+    return _Copy(pages, facts, entry)
 
 
 def _seen_path(entry: str | Path) -> Path:

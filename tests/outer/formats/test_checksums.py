@@ -292,6 +292,28 @@ def test_a_touched_file_is_read_on_and_a_written_one_is_compared_again(tmp_path:
                 each.read_stream(np.array([15_000]), np.array([15_010]))
 
 
+def test_a_file_written_after_others_compared_it_is_compared_in_the_first_read(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", documents=300)
+    with mf.open(prefix) as store:
+        store.read(0, 0, 5)  # marks the first blocks for the node
+    late = mf.open(prefix)
+    flip(f"{prefix}.bin", 3 * BLOCK + 1)
+    os.utime(f"{prefix}.bin")
+    with late, pytest.raises(ChecksumError, match=rf"c\.bin: bytes {3 * BLOCK}\.\."):
+        late.read_stream(np.array([3 * BLOCK // 2]), np.array([40 * BLOCK // 2]))  # blocks with and without
+
+
+def test_a_damaged_block_does_not_fail_a_read_of_those_around_it(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", documents=300)
+    mf.open(prefix)
+    overwrite(f"{prefix}.bin", 3 * BLOCK + 1)
+    with mf.open(prefix) as store:
+        for _ in range(2):
+            assert store.read_stream(np.array([0]), np.array([2 * BLOCK // 2])).size == BLOCK
+            with pytest.raises(ChecksumError, match=rf"c\.bin: bytes {3 * BLOCK}\.\."):
+                store.read_stream(np.array([3 * BLOCK // 2]), np.array([3 * BLOCK // 2 + 9]))
+
+
 def test_a_pair_beside_an_old_sums_is_not_read(tmp_path: Path) -> None:
     """As from afar: nobody can tell whether the files are newer, or damaged."""
     prefix, other = write(tmp_path / "c", 0), write(tmp_path / "d", 1)

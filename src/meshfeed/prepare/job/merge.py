@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from pathlib import Path
 from typing import IO, Any
 
@@ -111,7 +110,8 @@ class _Values:
 
     def add(self, lines: npt.NDArray[Any], chosen: Mask) -> None:
         """Those of the chosen documents of a block. lines: see `Block.kept`."""
-        some = list(compress(lines.tobytes().splitlines(keepends=True), chosen))
+        each = zip(lines.tobytes().splitlines(keepends=True), chosen, strict=True)
+        some = [line for line, is_chosen in each if is_chosen]
         self.num_values += sum(line != b"\n" for line in some)
         self._stream.writelines(some)
 

@@ -14,7 +14,7 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import sync
 from meshfeed.files.url import is_remote
-from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST, VALUES
+from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST, VALUES, values_name
 from meshfeed.prepare.job.job import JOB, Request
 
 OnBytes = Callable[[int, int], None]
@@ -125,7 +125,13 @@ class Output(ABC):
                 f"{self.shown}: was not made by `meshfeed prepare`, so it will not be replaced; choose "
                 f"another --out"
             )
-        foreign = sorted(name for name in names if step_of(name) == FOREIGN)
+        ours = {values_name(column) for column in manifest.get("request", {}).get("keep", ())}
+        foreign = sorted(
+            name
+            for name in names
+            if step_of(name) == FOREIGN
+            or ("request" in manifest and name.endswith(VALUES) and name.rpartition("/")[2] not in ours)
+        )
         if foreign:
             raise PrepareError(
                 f"{self.shown}: holds {some(foreign)}, which prepare did not write and will not replace; "
