@@ -55,7 +55,7 @@ def test_a_users_folder_of_the_jobs_name_is_left_alone(tmp_path, name):
     assert left_behind(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "train/chapter.txt"])
+@pytest.mark.parametrize("name", ["notes.txt", "train/chapter.txt", "mine.values"])
 def test_a_users_file_in_an_output_is_not_removed_with_it(tmp_path, name):
     path, out = jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out"
     prepare([path], out, BYTES, engine=Here())
