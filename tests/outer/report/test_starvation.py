@@ -116,6 +116,12 @@ def test_an_edge_may_keep_several_steps_waiting_and_some_edges_nobody() -> None:
     assert (found.every, found.edges, round(found.wait_s)) == (25, 14, 3)
 
 
+def test_a_hiccup_between_edges_is_not_one_of_them() -> None:
+    hiccups = dict.fromkeys((27, 77, 130, 181, 232, 280, 331), 2.0)
+    found = found_in(run_with(dict.fromkeys(range(16, 400, 32), 1000.0) | hiccups))
+    assert (found.every, found.edges, found.last) == (32, 12, 368)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_waits_without_a_pattern_are_not_starvation(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from meshfeed.report.words import counted, duration
 
 _FEWEST_EDGES, _SHORTEST = 5, 3  # edges, and steps between two of them
 _APART_S, _APART_STEP, _APART_MEDIAN = 0.001, 0.1, 10.0  # an edge: seconds, part of a step, usual waits
+_APART_EDGES = 0.05  # part of the usual edge: less is a hiccup
 _NEAR, _REGULAR = 0.1, 0.75  # how far a distance may be from a multiple of the median one; how many are not
 _MOST_WAITING = 0.5  # part of the rank's own waiting that the edges are
 _KEEPS_UP = 0.9  # part of the time in which a producer may work and still get ahead
@@ -74,6 +75,7 @@ def _of_rank(
     step_s = float(np.median(seconds))
     least = max(_APART_S, _APART_STEP * step_s, _APART_MEDIAN * float(np.median(waited)))
     high = np.flatnonzero(waited > least)
+    high = high[waited[high] > _APART_EDGES * np.median(waited[high])] if high.size else high
     begins = high[np.diff(high, prepend=-2) > 1]  # one edge may keep several steps waiting
     if begins.size < _FEWEST_EDGES:
         return None
