@@ -681,9 +681,10 @@ def test_no_more_is_decoded_ahead_than_a_number_of_bytes(monkeypatch: pytest.Mon
         arrays = {str(i): np.zeros(size, np.uint8) for i, size in enumerate(sizes)}
         return decoding.Decoded(arrays, 9, 0.0, 0.0, 0.0)
 
+    # each has nine stored bytes, too
     bad, failure = decoding.Decoded(decoding.Bad("", True), 9, 0.0, 0.0, 0.0), Failure(0, "")
-    assert not decoding._is_full([]) and not decoding._is_full([made(40, 9), made(50), bad, failure])
-    assert decoding._is_full([made(40, 10), bad, made(50)]) and decoding._is_full([made(7), made(200)])
+    assert not decoding._is_full([]) and not decoding._is_full([made(31, 9), made(41), bad, failure])
+    assert decoding._is_full([made(32, 9), bad, made(41)]) and decoding._is_full([made(7), made(200)])
 
 
 class Swapped(Look):
