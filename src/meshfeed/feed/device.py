@@ -19,7 +19,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.sequence import FieldTable, Portion, RunField, SequenceRule, widened
 
 _MOST_KEPT = 128
-_LARGE_BITS = 22  # from 4 MiB
+_LARGE_BITS = 22  # above 4 MiB
 _MOST_FIELDS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
 _FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's

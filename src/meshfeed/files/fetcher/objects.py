@@ -155,7 +155,7 @@ class StoredObject:
         return memoryview(self.reader.read(self.address.path, begin, end, self.stat.tag)).cast("B")
 
     def part(self, first: int, count: int) -> tuple[list[Summed], int]:
-        """Adjacent blocks, verified, and the number of bytes fetched.
+        """`count` blocks from block `first` on, verified, and the number of bytes fetched.
 
         Raises StoreError; ChecksumError if they stay wrong after retries.
         """
