@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from meshfeed.cli.rule_names import parsed_call
 from meshfeed.errors import (
     AccessError,
     CacheError,
+    ChecksumError,
     MeshfeedError,
     MissingError,
     OptionError,
@@ -37,6 +38,7 @@ from meshfeed.errors import (
     UnavailableError,
 )
 from meshfeed.files import Cache
+from meshfeed.files.sums import BLOCK_BYTES, SUFFIX
 from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
@@ -44,6 +46,7 @@ from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.recipe import Change
 from meshfeed.report.lengths import DocumentLengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
+from meshfeed.report.words import counted
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
 from meshfeed.store.checksums import checksums_beside, is_of, write_checksums
 from meshfeed.store.tokenizer import BYTES, tokenizer_file
@@ -93,6 +96,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         "texts": "with --show: document; text, or tokens without --tokenizer; which of it bears loss",
         "page": "with --html: file, documents, and the parts that are wrong: document, part, why",
         "amendments": "with --amendments: step, and documents and tokens excluded, or the store it grows by",
+        "checksums_file": "with --write-checksums: file, blocks, block_bytes",
         "verified, broken": "with --verify: true, or what is broken and where",
     }
 
@@ -113,7 +117,9 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         default=False,
     )
     write_checksums: bool = option(
-        "write PATH.sums, checksums that remote reads of a .bin/.idx pair are compared with", default=False
+        "write PATH.sums, checksums that reads of a .bin/.idx pair are compared with; refused if there is "
+        "one that the files contradict",
+        default=False,
     )
 
     def run(self) -> int:
@@ -129,8 +135,10 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             raise
         except StoreError as error:
             return self._ended({"path": without_secrets(self.path)}, str(error))
-        if self.write_checksums:
-            show_progress("summing", _written_checksums(store), quiet=self.json)
+        try:
+            written_sums = self._write_checksums(store) if self.write_checksums else {}
+        except ChecksumError as error:
+            return self._ended({"path": without_secrets(self.path)}, str(error))
         if self.html is None:
             refuse_given(self, ("part_rule",), "has no effect without --html")
         if self.amendments is None:
@@ -166,6 +174,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         facts["document_lengths"] = lengths.facts()
         facts |= {} if self.amendments is None else {"amendments": amended}
         facts |= {"page": written} if written else {}
+        facts |= {"checksums_file": written_sums} if written_sums else {}
         if self._prints:
             facts["texts"] = [_text_of(each, cut, "" if decode else " ") for each, cut in texts]
         return self._ended(facts, broken)
@@ -210,6 +219,19 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             for why in part.wrong
         ]
         return {"file": str(file), "documents": len(documents), "wrong": wrong}
+
+    def _write_checksums(self, store: StreamStore) -> dict[str, Any]:
+        """Write the .sums; returns what it has. Raises MeshfeedError; ChecksumError for damaged files."""
+        if not isinstance(store, IndexedStore):
+            raise MeshfeedError(
+                f"{store.path}: only .bin/.idx pairs have such checksums; MDS has hashes, where its writer "
+                f"was told to"
+            )
+        show_progress("summing", write_checksums(store), quiet=self.json)
+        file = f"{store.path}{SUFFIX}"
+        num_blocks = sum(-(-each.size_bytes // BLOCK_BYTES) for each in store.files)
+        say(f"wrote {file}: checksums of {counted(num_blocks, 'block')} of {BLOCK_BYTES:,} bytes", sys.stderr)
+        return {"file": file, "blocks": num_blocks, "block_bytes": BLOCK_BYTES}
 
     def _ended(self, facts: dict[str, Any], broken: str | None) -> int:
         if self.verify and not broken:
@@ -389,15 +411,6 @@ def _decoder(tokenizer: str) -> Decode:
         return made.decode(tokens)
 
     return decode
-
-
-def _written_checksums(store: StreamStore) -> Iterator[float]:
-    if not isinstance(store, IndexedStore):
-        raise MeshfeedError(
-            f"{store.path}: only .bin/.idx pairs have such checksums; MDS has hashes, where its writer was "
-            f"told to"
-        )
-    return write_checksums(store)
 
 
 def _checksums(store: IndexedStore) -> str:

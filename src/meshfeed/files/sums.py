@@ -133,10 +133,12 @@ def parse(url: str, encoded: bytes) -> Sums:
     return Sums(fingerprint.hex(), files)
 
 
-def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
+def wrong_block(
+    url: str, low: int, high: int, more: str = "", do: str = "the file is damaged: copy it again"
+) -> ChecksumError:
     """The error for bytes of a file that differ from its .sums."""
     return ChecksumError(
-        f"{url}: bytes {low}..{high} do not match its .sums{more}; the file is damaged: copy it again",
+        f"{url}: bytes {low}..{high} do not match its .sums{more}; {do}",
         path=url,
         range=(low, high),
     )

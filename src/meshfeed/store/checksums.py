@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 _READ_BYTES = 1 << 26  # whole blocks, whatever their size
 _LOOKS = 3
 _FEW = 3
+_RESTORE = "restore the file from a copy or, if it is right as it is, remove {} and write it again"
+
+Block = tuple[str, int, int]
+"""A block of a file: its URL, first byte and end."""
 
 
 def checksums_beside(prefix: str) -> Sums | None:
     """The content of a local `prefix`.sums; None without one. Raises StoreError."""
-    path = Path(prefix + SUFFIX)
-    with typed_errors(path):
-        if not path.exists():
-            return None
-        return parse(str(path), path.read_bytes())
+    encoded = _encoded_beside(prefix)
+    return None if encoded is None else parse(prefix + SUFFIX, encoded)
 
 
 def checksums_of(prefix: str, fingerprint: str) -> Sums | None:
@@ -67,7 +68,8 @@ def is_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
 def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
     """Write `path`.sums for a store on this machine, or replace it, yielding the fraction done, in (0, 1].
 
-    Raises StoreError; the .sums appears whole or not at all.
+    Raises ChecksumError if there is a .sums already, of these files, that a block of them contradicts;
+    StoreError. The .sums appears whole or not at all.
     """
     refuse_block_bytes(store.path, block_bytes)
     if store.wants_ahead:
@@ -78,14 +80,18 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
 
     files = (LocalFile(each.url) for each in reversed(store.files))
     fresh = type(store)(store.path, *files)  # has read nothing yet, and verifies nothing
-    before = versions()
-    summers = Summer(block_bytes), Summer(block_bytes)
-    for number, _, piece, done in _pieces(fresh):
+    before, old = versions(), _usable_beside(fresh)
+    summers, wrong = (Summer(block_bytes), Summer(block_bytes)), list[Block]()
+    for number, begin, piece, done in _pieces(fresh):
         summers[number].update(piece)
+        if old is not None:
+            wrong += _wrong_in(fresh, old, number, begin, piece)
         yield done
     sums = Sums(fresh.fingerprint, (summers[0].sums(), summers[1].sums()))
     if versions() != before:
         raise ChangedError(f"{store.path}: was written while its checksums were made; make them again")
+    if old is not None and _are_damaged(fresh, old, wrong):
+        raise wrong_block(*wrong[0], _of_all(old, wrong), _RESTORE.format(store.path + SUFFIX))
     with durable_file(Path(store.path + SUFFIX)) as stream:
         stream.write(sums.encode())
 
@@ -110,17 +116,12 @@ def compare(store: IndexedStore) -> Iterator[float]:
         return
     if [each.size_bytes for each in sums.files] != [each.size_bytes for each in store.files]:
         raise _others_sums(store.path, "files of other sizes")
-    wrong: list[tuple[str, int, int]] = []
+    wrong = list[Block]()
     for number, begin, piece, done in _pieces(store):
-        url = store.files[number].url
-        wrong += [(url, low, high) for low, high in sums.files[number].wrong(piece, begin)]
+        wrong += _wrong_in(store, sums, number, begin, piece)
         yield done
-    num_blocks = sum(each.sums.size for each in sums.files)
-    num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
-    # if the one block of a file is wrong, either may be damaged: name the block
-    is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)
-    if wrong and (is_same_pair or sums.fingerprint == store.fingerprint):
-        raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
+    if _are_damaged(store, sums, wrong):
+        raise wrong_block(*wrong[0], _of_all(sums, wrong))
     if sums.fingerprint != store.fingerprint:
         raise _others_sums(store.path, "another store")
 
@@ -229,6 +230,41 @@ def _damage(files: Sequence[ByteFile], read: Callable[[int, int, int], None]) ->
         return False
     found = (error_in(IDX, begin, end) for begin, end in ends_of_idx(files[IDX].size_bytes))
     return next((error for error in found if error is not None), True)
+
+
+def _usable_beside(store: IndexedStore) -> Sums | None:
+    """The .sums of a local store, if it can be read and was made for files of these sizes."""
+    encoded = _encoded_beside(store.path)
+    try:
+        sums = None if encoded is None else parse(store.path + SUFFIX, encoded)
+    except StoreError:
+        return None
+    sizes = [each.size_bytes for each in store.files]
+    return sums if sums is not None and [each.size_bytes for each in sums.files] == sizes else None
+
+
+def _encoded_beside(prefix: str) -> bytes | None:
+    path = Path(prefix + SUFFIX)
+    with typed_errors(path):
+        return path.read_bytes() if path.exists() else None
+
+
+def _wrong_in(store: IndexedStore, sums: Sums, number: int, begin: int, piece: memoryview) -> list[Block]:
+    """The blocks of a piece, whole blocks of a file from byte `begin`, that differ from their checksums."""
+    url = store.files[number].url
+    return [(url, low, high) for low, high in sums.files[number].wrong(piece, begin)]
+
+
+def _are_damaged(store: IndexedStore, sums: Sums, wrong: Sequence[Block]) -> bool:
+    """Whether wrong blocks mean damage, and not that the .sums was made for other files."""
+    num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
+    # if the one block of a file is wrong, either may be damaged: name the block
+    is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)
+    return bool(wrong) and (is_same_pair or sums.fingerprint == store.fingerprint)
+
+
+def _of_all(sums: Sums, wrong: Sequence[Block]) -> str:
+    return f", {len(wrong)} of {sum(each.sums.size for each in sums.files)} blocks in all"
 
 
 def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]:

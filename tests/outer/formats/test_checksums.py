@@ -223,6 +223,29 @@ def test_a_pair_that_others_wrote_anew_is_not_blamed(
     assert run(prefix, "--write-checksums", "--verify") == 0
 
 
+@pytest.mark.parametrize("at", [0, 30_001])  # where the fingerprint looks, and where it does not
+def test_checksums_that_the_files_contradict_are_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    prefix = write(tmp_path / "c")
+    sums, begin = contents(prefix)[2], at // BLOCK * BLOCK
+    flip(f"{prefix}.bin", at)
+    assert run(prefix, "--write-checksums") == 1
+    err = capsys.readouterr().err.replace("\n", "")
+    assert (
+        f"c.bin: bytes {begin}..{begin + BLOCK} do not match its .sums, 1 of 16 blocks in all; restore" in err
+    )
+    assert "c.sums and write it again" in err and "wrote" not in err
+    assert contents(prefix)[2] == sums
+    flip(f"{prefix}.bin", at)  # restored
+    assert run(prefix, "--write-checksums", "--json") == 0
+    told = capsys.readouterr()
+    file = {"file": f"{prefix}.sums", "blocks": 2, "block_bytes": 1 << 16}
+    assert json.loads(told.out)["checksums_file"] == file
+    assert "c.sums: checksums of 2 blocks of 65,536 bytes" in told.err
+    assert contents(prefix)[2] != sums
+
+
 # -- local files, as they are read ---------------------------------------------------------------------
 
 
