@@ -60,6 +60,11 @@ _SHOWN_TOKENS = 256
 _ON_PAGE = 20
 _PART_RULES = ("NativeImages", "NativeVideo", "WhisperAudio")
 
+_UNCOMPARED = (
+    "; tokens were not compared: there are no checksums of all bytes (--write-checksums makes those of a "
+    ".bin/.idx)"
+)
+
 Decode = Callable[[Sequence[int]], str]
 
 _UNASKED = (
@@ -98,6 +103,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         "amendments": "with --amendments: step, and documents and tokens excluded, or the store it grows by",
         "checksums_file": "with --write-checksums: file, blocks, block_bytes",
         "verified, broken": "with --verify: true, or what is broken and where",
+        "compared": "with --verify: whether all bytes were compared with checksums or hashes",
     }
 
     path: str = argument("PATH", "path or URL (s3://, gs://, az://, https://) of the store")
@@ -159,6 +165,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
+                facts["compared"] = store.is_summed
         except (OptionError, AccessError, UnavailableError, CacheError):
             raise
         except StoreError as error:
@@ -244,7 +251,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             sys.stdout.flush()
             say(f"broken: {broken}", sys.stderr)
         elif self.verify:
-            print("verified: every entry is sound")
+            print("verified: every entry is sound" + ("" if facts["compared"] else _UNCOMPARED))
         return WRONG if broken else OK
 
     def _opened(self, cache: Cache | str | None) -> StreamStore:

@@ -105,6 +105,10 @@ class ShardedStore(ForeignColumns):
                 store._verify(number)
                 yield (number + 1) / len(store.shards)
 
+    @property
+    def is_summed(self) -> bool:
+        return all(self._hashes())
+
     # -- what a format defines ----------------------------------------------------------------------------
 
     @property
@@ -219,11 +223,15 @@ class ShardedStore(ForeignColumns):
         files = [self._folder.file(shard.name) for shard in self.shards]
         if not self._folder.is_remote or all(file.content_id is not None for file in files):
             return digest_of_files(self.path, files, self.kept_in)
-        contents = [self._content(number) for number in range(len(files))]
-        hashes = [{} if each is None else {**each.stored_hashes, **each.raw_hashes} for each in contents]
+        hashes = self._hashes()
         if not all(hashes):
             raise remote_refused(self.path)
         return digest_of_texts(str(sorted(each.items())) for each in hashes)
+
+    def _hashes(self) -> list[Mapping[str, str]]:
+        """The hashes of each shard in the index; none of a shard without."""
+        contents = [self._content(number) for number in range(len(self.shards))]
+        return [{} if each is None else {**each.stored_hashes, **each.raw_hashes} for each in contents]
 
     @property
     def kept_in(self) -> Cache:

@@ -110,6 +110,11 @@ class StreamStore(Store):
         yield 1.0
 
     @property
+    def is_summed(self) -> bool:
+        """Whether `verify` compares every byte with a checksum or hash that is stored beside it."""
+        return False
+
+    @property
     def largest_token(self) -> int | None:
         """The largest token, if the index holds it; None if all tokens would have to be read."""
         return None

@@ -96,19 +96,12 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
         stream.write(sums.encode())
 
 
-def is_guarded(store: IndexedStore) -> bool:
-    """Whether a store has checksums, valid or not."""
-    if store.wants_ahead:
-        return store.files[0].guarded_by is not None
-    return Path(store.path + SUFFIX).is_file()
-
-
 def compare(store: IndexedStore) -> Iterator[float]:
     """Read and verify every block of a store that has checksums, yielding the fraction done, in (0, 1].
 
     Raises ChecksumError naming the first block that differs; StoreError for checksums of another store.
     """
-    if not is_guarded(store):
+    if not store.is_summed:
         return
     sums = None if store.wants_ahead else checksums_beside(store.path)
     if sums is None:  # remote bytes were verified when they were fetched

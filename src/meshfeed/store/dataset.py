@@ -102,6 +102,10 @@ class DatasetStore(HasColumns):
             self._compare(name, store)
             yield done / total
 
+    @property
+    def is_summed(self) -> bool:
+        return self.tokens.is_summed and all(store.is_summed for store in self._columns.values())
+
     def _compare(self, name: str, store: IndexedStore) -> None:
         with self.tokens, store:
             for first in range(0, self.num_documents, _BLOCK):
@@ -286,6 +290,10 @@ class MultimodalStore(DatasetStore):
         """Check as DatasetStore does, and all sizes and placeholders, yielding the fraction done."""
         yield from (done / 2 for done in super().verify())
         yield from ((1 + done) / 2 for done in self._parts.verify(self.tokens))
+
+    @property
+    def is_summed(self) -> bool:
+        return super().is_summed and self._parts.is_summed
 
     def facts(self) -> dict[str, Any]:
         facts = super().facts() | {"format": f"meshfeed {NAME}, version {WITH_PARTS}"}

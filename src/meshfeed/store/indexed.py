@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse, wrong_b
 from meshfeed.files.url import join
 from meshfeed.intervals import numbers_in, together
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
-from meshfeed.store.checksums import checksums_of, compare, is_guarded, refuse_others
+from meshfeed.store.checksums import checksums_of, compare, refuse_others
 from meshfeed.store.content import digest_of_files, digest_of_sums
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
@@ -175,8 +176,14 @@ class IndexedStore(StreamStore):
         else:
             yield from type(self)(self.path, LocalFile(idx.url), LocalFile(data.url))._verified()
 
+    @property
+    def is_summed(self) -> bool:
+        if self.wants_ahead:
+            return self._data.guarded_by is not None
+        return Path(self.path + SUFFIX).is_file()
+
     def _verified(self) -> Iterator[float]:
-        share = 0.5 if is_guarded(self) else 1.0
+        share = 0.5 if self.is_summed else 1.0
         for done in self.index().check(whole=True):
             yield done * share
         for done in compare(self):

@@ -165,6 +165,11 @@ class PartFiles:
                 yield (2 + documents[-1] / tokens.num_documents) / 3
         yield 1.0
 
+    @property
+    def is_summed(self) -> bool:
+        """See `StreamStore`."""
+        return self.data.is_summed and self.sizes.is_summed
+
     def _check_places(self, documents: I64, lengths: I64) -> None:
         parts = self.of(documents)
         descends = np.zeros(len(parts), np.bool_)

@@ -32,8 +32,8 @@ FORMATS = {
 }
 
 
-def write(folder: Path, kind: str) -> tuple[str, list[str]]:
-    """A store of TEXTS as bytes: its path, and what `inspect` must be told of it."""
+def write(folder: Path, kind: str, hashes: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+    """A store of TEXTS as bytes: its path, and what `inspect` must be told of it. hashes: of MDS."""
     match kind:
         case "bin":
             with IndexedWriter(folder / "c", np.uint8) as writer:
@@ -47,7 +47,7 @@ def write(folder: Path, kind: str) -> tuple[str, list[str]]:
             return str(folder / "c"), []
         case "mds":
             with mosaic.imported().MDSWriter(
-                out=str(folder / "c"), columns={"tokens": "ndarray:uint8"}
+                out=str(folder / "c"), columns={"tokens": "ndarray:uint8"}, hashes=list(hashes)
             ) as made:
                 for tokens in TOKENS:
                     made.write({"tokens": np.array(tokens, np.uint8)})
@@ -106,6 +106,21 @@ def test_far_away_it_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert status == 0, err
     for key in ("format", "num_documents", "num_tokens", "fingerprint", "document_lengths", "verified"):
         assert facts[key] == near[key]
+
+
+@pytest.mark.parametrize("kind", ["bin", "dataset", "mds", "jsonl", "parquet"])
+@pytest.mark.parametrize("summed", [False, True])
+def test_verify_says_whether_all_bytes_were_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, summed: bool
+) -> None:
+    path, words = write(tmp_path, kind, ("sha1",) if summed else ())
+    for sums in [] if summed else [*tmp_path.rglob("*.sums")][-1:]:
+        sums.unlink()
+    is_summed = summed and kind not in ("jsonl", "parquet")
+    status, facts, _ = told(capsys, path, *words, "--verify")
+    assert status == 0 and facts["verified"] is True and facts["compared"] is is_summed
+    assert main(["inspect", path, *words, "--verify"]) == 0
+    assert ("tokens were not compared" in capsys.readouterr().out) is not is_summed
 
 
 def test_a_broken_store_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
