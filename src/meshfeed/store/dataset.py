@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self, cast
 
@@ -24,20 +24,23 @@ import numpy.typing as npt
 
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats, Folder
+from meshfeed.intervals import numbers_in
 from meshfeed.parts import Parts
 from meshfeed.store.base import LabelsAre, LengthsIndex
 from meshfeed.store.content import digest_of_texts
 from meshfeed.store.format import Place, StoreFormat
+from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.loss_columns import HasColumns
-from meshfeed.store.part_files import FILES, PartFiles
+from meshfeed.store.part_files import FILES, SIZES, are_sizes, parts_of
 
 I64 = npt.NDArray[np.int64]
 
 NAME = "dataset.json"
 FORMAT, VERSION, WITH_PARTS = "meshfeed", 1, 2
 _MOST_BYTES = 1 << 20
-_BLOCK = 1 << 18
+_BLOCK, _PLACED = 1 << 18, 1 << 16  # documents whose lengths, and whose parts, are checked together
+_AGAIN = "copy the dataset again, or prepare it again"
 
 
 class DatasetStore(HasColumns):
@@ -60,10 +63,15 @@ class DatasetStore(HasColumns):
         tokens: IndexedStore,
         columns: Mapping[str, IndexedStore],
         cache: Cache,
+        parts: Sequence[IndexedStore] = (),
     ) -> None:
         super().__init__()
         self.folder, self.path, self.tokens, self._cache = folder, path, tokens, cache
-        self._columns = dict(columns)
+        self._columns, self._parts = dict(columns), tuple(parts)
+
+    @property
+    def _stores(self) -> tuple[IndexedStore, ...]:
+        return (self.tokens, *self._columns.values(), *self._parts)
 
     @property
     def columns(self) -> Mapping[str, IndexedStore]:
@@ -104,7 +112,7 @@ class DatasetStore(HasColumns):
 
     @property
     def is_summed(self) -> bool:
-        return self.tokens.is_summed and all(store.is_summed for store in self._columns.values())
+        return all(store.is_summed for store in self._stores)
 
     def _compare(self, name: str, store: IndexedStore) -> None:
         with self.tokens, store:
@@ -142,12 +150,12 @@ class DatasetStore(HasColumns):
     def _fingerprint_of_columns(self) -> str:
         columns = {name: store.fingerprint for name, store in sorted(self._columns.items())}
         text = json.dumps({"tokens": self.tokens.fingerprint, "columns": columns})
-        return self._as_used(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return self._as_used(_digest(text))
 
     @property
     def stats(self) -> FileStats:
-        """The cost of reading tokens and columns so far."""
-        return sum((store.stats for store in self._columns.values()), self.tokens.stats)
+        """The cost of reading all files so far."""
+        return sum((store.stats for store in self._stores), FileStats())
 
     @property
     def kept_in(self) -> Cache:
@@ -212,12 +220,12 @@ class DatasetStore(HasColumns):
         self.tokens.will_need(starts, stops)
 
     def forget_needs(self) -> None:
-        for store in (self.tokens, *self._columns.values()):
+        for store in self._stores:
             store.forget_needs()
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Enter the tokens and every column."""
-        for store in (self.tokens, *self._columns.values()):
+        """Enter the tokens, every column, and the parts."""
+        for store in self._stores:
             stack.enter_context(store)
 
     def __repr__(self) -> str:
@@ -227,27 +235,64 @@ class DatasetStore(HasColumns):
 class MultimodalStore(DatasetStore):
     """A DatasetStore whose documents have parts: images, audio and video.
 
-    In the text, each part is one token, its placeholder. The inherited members describe that text.
+    In the text, each part is one token, its placeholder. The inherited members describe that text. Its
+    constructor takes the two pairs of `part_files`, too: bytes and sizes of the parts.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        path: str,
-        tokens: IndexedStore,
-        columns: Mapping[str, IndexedStore],
-        cache: Cache,
-        parts: PartFiles,
-    ) -> None:
-        super().__init__(folder, path, tokens, columns, cache)
-        self._parts = parts
+    @property
+    def _bytes(self) -> IndexedStore:
+        """The bytes of all parts, a sequence for each."""
+        return self._parts[0]
+
+    @property
+    def _sizes(self) -> IndexedStore:
+        return self._parts[1]
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of all documents."""
+        return self._bytes.num_sequences
+
+    @property
+    def parts_path(self) -> str:
+        """The file with the bytes of all parts, as messages name it."""
+        return f"{self._bytes.path}.bin"
 
     def parts(self, documents: I64) -> Parts:
         """Kind, sizes, bytes and placeholder of each part of some documents, from the index alone; int64 [n].
 
         In the order of `documents`, and within a document in the order of its text. Raises StoreError.
         """
-        return self._parts.of(self._existing(documents))
+        documents = self._existing(documents)
+        first, counts = self._sequences_of(documents)
+        begins, lengths = self._sizes.extents(documents)
+        for i in np.flatnonzero(lengths != counts * len(SIZES))[:1]:
+            raise StoreError(
+                f"{self.path}: document {documents[i]} has {counts[i]} parts and the sizes of "
+                f"{lengths[i] / len(SIZES):g}; {_AGAIN}"
+            )
+        rows = self._sizes.read_stream(begins, begins + lengths).reshape(-1, len(SIZES))
+        starts = np.append(0, counts.cumsum())
+        for i in np.flatnonzero(~are_sizes(rows))[:1]:
+            sample = int(starts.searchsorted(i, side="right")) - 1
+            raise StoreError(
+                f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
+                f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
+            )
+        return parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
+
+    def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
+        """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
+        documents, places = self._existing(documents), np.asarray(places, np.int64)
+        first, counts = self._sequences_of(documents)
+        for i in np.flatnonzero((places < 0) | (places >= counts))[:1]:
+            raise StoreError(
+                f"{self.path}: part {places[i]} of document {documents[i]} asked for, it has {counts[i]}"
+            )
+        sequences = first + places
+        lengths = self._index.lengths_of(sequences)
+        begins = self._index.pointers_of(sequences, lengths)
+        return begins, begins + lengths
 
     def read_parts(self, documents: I64, places: I64) -> list[bytes]:
         """The stored bytes of one part of each document.
@@ -255,72 +300,88 @@ class MultimodalStore(DatasetStore):
         documents: may repeat; int64 [k]. places: which part of its document, from 0; int64 [k]. Raises
         StoreError.
         """
-        self._refuse_not_entered()
-        return self._parts.read(self._existing(documents), np.asarray(places, np.int64))
-
-    def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
-        """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
-        return self._parts.ranges(self._existing(documents), np.asarray(places, np.int64))
+        begins, ends = self.part_ranges(documents, places)
+        out = self._bytes.read_stream(begins, ends).tobytes()
+        stops = (ends - begins).cumsum()
+        return [out[stop - size : stop] for stop, size in zip(stops.tolist(), (ends - begins).tolist())]
 
     def read_part_ranges(self, begins: I64, ends: I64, out: npt.NDArray[np.uint8]) -> None:
         """The bytes of such ranges, one after the other. out: of exactly their size, contiguous."""
-        self._parts.data.read_stream(begins, ends, out=out)
+        self._bytes.read_stream(begins, ends, out=out)
 
     def will_need_parts(self, documents: I64, places: I64) -> None:
         """Announce parts that will be read, each once; returns at once. See `read_parts`."""
-        self._parts.will_need(self._existing(documents), np.asarray(places, np.int64))
+        self._bytes.will_need(*self.part_ranges(documents, places))
 
     @property
-    def num_parts(self) -> int:
-        """Parts of all documents."""
-        return self._parts.num_parts
+    def _index(self) -> Index:
+        """The entries of the parts, once entered."""
+        return cast(Index, self._bytes.documents.starts)
 
-    @property
-    def parts_path(self) -> str:
-        """The file with the bytes of all parts, as messages name it."""
-        return f"{self._parts.data.path}.bin"
+    def _sequences_of(self, documents: I64) -> tuple[I64, I64]:
+        """The first part of each document and how many it has; int64 [n] twice."""
+        first = self._index.first_sequences_of(documents)
+        return first, self._index.first_sequences_of(documents + 1) - first
 
     def check(self) -> Self:
         """Check as DatasetStore does, and that all files have the same numbers of documents and parts."""
         super().check()
-        self._parts.check(self.num_documents)
+        for name, store, dtype in (("parts", self._bytes, "<u1"), ("sizes of parts", self._sizes, "<f8")):
+            store.check()
+            if store.dtype != np.dtype(dtype) or not store.is_stream:
+                raise StoreError(
+                    f"{store.path}: {store.dtype.name}, where {np.dtype(dtype).name} belongs; {_AGAIN}"
+                )
+            if store.num_documents != self.num_documents:
+                raise StoreError(
+                    f"{self.path}: {store.num_documents} documents with {name}, {self.num_documents} with "
+                    f"tokens; {_AGAIN}"
+                )
+        if (num_sizes := self._sizes.num_tokens / len(SIZES)) != self.num_parts:
+            raise StoreError(f"{self.path}: {self.num_parts} parts, {num_sizes:g} sizes; {_AGAIN}")
         return self
 
     def verify(self) -> Iterator[float]:
         """Check as DatasetStore does, and all sizes and placeholders, yielding the fraction done."""
         yield from (done / 2 for done in super().verify())
-        yield from ((1 + done) / 2 for done in self._parts.verify(self.tokens))
+        for done, store in enumerate(self._parts, start=3):
+            yield from ((done + part) / 6 for part in store.verify())
+        with self:
+            for begin in range(0, self.num_documents, _PLACED):
+                documents = np.arange(begin, min(begin + _PLACED, self.num_documents))
+                self._check_places(documents, self.lengths(documents))
+                yield (5 + documents[-1] / self.num_documents) / 6
+        yield 1.0
 
-    @property
-    def is_summed(self) -> bool:
-        return super().is_summed and self._parts.is_summed
+    def _check_places(self, documents: I64, lengths: I64) -> None:
+        parts = self.parts(documents)
+        descends = np.zeros(len(parts), np.bool_)
+        same = parts.sample[1:] == parts.sample[:-1]
+        descends[1:] = same & (parts.at[1:] <= parts.at[:-1])
+        for i in np.flatnonzero((parts.at >= lengths[parts.sample]) | descends)[:1]:
+            sample = parts.sample[i]
+            raise StoreError(
+                f"{self.path}: document {documents[sample]}, part {i - parts.starts[sample]}: its "
+                f"placeholder is token {parts.at[i]} of {lengths[sample]}, out of order or range; {_AGAIN}"
+            )
 
     def facts(self) -> dict[str, Any]:
         facts = super().facts() | {"format": f"meshfeed {NAME}, version {WITH_PARTS}"}
-        return facts | {"num_parts": self.num_parts, "parts_size_bytes": self._parts.size_bytes}
+        return facts | {"num_parts": self.num_parts, "parts_size_bytes": self._bytes.num_tokens}
 
     @cached_property
     def _fingerprint(self) -> str:
-        text = f"{self._fingerprint_of_columns()} {self._parts.fingerprint}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        of_parts = _digest(" ".join(store.fingerprint for store in self._parts))
+        return _digest(f"{self._fingerprint_of_columns()} {of_parts}")
 
     def content_digest(self) -> str:
         """See `Store`; covers the parts, too."""
-        return digest_of_texts(iter((super().content_digest(), self._parts.content_digest())))
+        of_parts = digest_of_texts(store.content_digest() for store in self._parts)
+        return digest_of_texts(iter((super().content_digest(), of_parts)))
 
-    @property
-    def stats(self) -> FileStats:
-        """The cost of reading tokens, columns and parts so far."""
-        return super().stats + self._parts.stats
 
-    def forget_needs(self) -> None:
-        super().forget_needs()
-        self._parts.forget_needs()
-
-    def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Enter the tokens, every column, and the parts."""
-        super().acquire(stack)
-        self._parts.acquire(stack)
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
@@ -343,7 +404,7 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
     if content["version"] == VERSION:
         return DatasetStore(folder, shown, tokens, stores, cache).check()
     of_parts = pairs(_prefixes(content, where, "parts", tuple(FILES)))
-    parts = PartFiles(shown, of_parts["bytes"], of_parts["sizes"])
+    parts = [of_parts[name] for name in FILES]
     return MultimodalStore(folder, shown, tokens, stores, cache, parts).check()
 
 
