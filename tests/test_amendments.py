@@ -29,7 +29,7 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 import meshfeed as mf
 import world
 from meshfeed.metrics import RunLog, read_run
-from meshfeed.order import draws_between, draws_of_step, stream
+from meshfeed.order import draws_between, draws_of_step, num_steps, stream
 from meshfeed.recipe import Change
 from meshfeed.sequence.exposure import exposures
 from meshfeed.store.base import extents_of
@@ -691,6 +691,38 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
     of_rows = mf.Feed(rows, mf.Layout.parse("dp2"), 0, delivery="direct", ledger=path, micro_batch_size=2)
     with of_rows as feed, pytest.raises(mf.OptionError, match="has 6 sequences"):
         feed.amend(mf.BatchSize(6))
+
+
+def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path) -> None:
+    """They would fill the short last step, which was trained: the next ones would skip sequences."""
+    data = mf.Mixture(
+        {"code": (mf.open(folder / "code"), 22), "web": (mf.open(folder / "web"), 11)}, by="count"
+    )
+    recipe = replace(recipe_of(folder), data=data)  # 33 sequences in steps of 6
+    with mf.Feed(recipe, packing=PACKING, prefetch=0, ledger=tmp_path / "ledger.jsonl") as feed:
+        sizes = list[int]()
+        for step in feed:
+            sizes.append(step.plan.lengths.size)
+            for at in (None, 20) if step.index == 5 else (20,):
+                with pytest.raises(mf.RecipeError, match="all amounts are drawn by step 5"):
+                    feed.amend(mf.Reweigh({"code": 1}), at=at)
+        assert sizes == [6, 6, 6, 6, 6, 3]
+        assert len(feed.ledger) == 0
+    last = recipe.amended([(5, mf.Reweigh({"code": 1}))])
+    for number in range(5):
+        assert draws_of_step(last, number).index.tolist() == draws_of_step(recipe, number).index.tolist()
+    with pytest.raises(mf.RecipeError, match="Reweigh at step 6: all amounts are drawn by step 5"):
+        recipe.amended([(6, mf.Reweigh({"code": 1}))])
+
+
+def test_a_source_that_is_not_drawn_grows_without_drawing_others_again(folder: Path) -> None:
+    code, web = mf.open(folder / "code"), mf.open(folder / "web")
+    data = mf.Mixture({"code": (code, 1), "web": (web, 1)}).then(2, {"code": 30}, by="count")
+    recipe = replace(recipe_of(folder), data=data)
+    grown = recipe.amended([(4, mf.Grow("web", str(folder / "more")))])
+    assert num_steps(grown) == num_steps(recipe) == 7
+    for number in range(7):
+        assert draws_of_step(grown, number).index.tolist() == draws_of_step(recipe, number).index.tolist()
 
 
 def test_a_source_with_columns_grows_by_no_store_without(folder: Path, tmp_path: Path) -> None:

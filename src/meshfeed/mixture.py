@@ -243,12 +243,14 @@ class Mixture:
         """
         grown, sources = copy(self), {self.names.index(each) for each in beside}
         grown.names, grown.stores = (*self.names, name), (*self.stores, store)
-        parts = list[Part]()
+        parts, begun = list[Part](), {part.step for part in self.parts}
         for part in split_at(self.parts, {step}):
             mine = [each for each in part.amounts if part.step >= step and each.source in sources]
             others = [each for each in part.amounts if each not in mine]
             if mine and not part.is_endless:
                 raise RecipeError(f"source {beside[0]!r} has amounts that end, by {mine[0].by}: give shares")
+            if not part.is_endless and part.step not in begun:
+                continue  # amounts that end would be drawn once more
             if mine and mine[0].by == "size":  # which weighs each by its own size
                 mine.append(mine[0]._replace(source=len(self.stores)))
             elif mine:

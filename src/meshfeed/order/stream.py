@@ -535,6 +535,12 @@ def has_step(recipe: Recipe, step: int) -> bool:
     return start < stop
 
 
+def last_change(recipe: Recipe) -> int | None:
+    """The last step at which its amounts can change; None for any: after it, all of them are drawn."""
+    stream = stream_of(recipe)
+    return None if stream.all_drawn is None else stream.step_at(stream.all_drawn)
+
+
 def draws_of_step(recipe: Recipe, step: int) -> Draws:
     """The global batch of one step, in order; empty past the end of the stream.
 
