@@ -26,7 +26,7 @@ from train_gpt import Journal, load, save, train_step
 
 import meshfeed as mf
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence import NativePatches
+from meshfeed.processors import NativePatches
 
 IMAGE = 256  # the placeholder; all other tokens are bytes
 COLORS = ("red", "green", "blue", "orange", "purple", "black")

@@ -1,8 +1,9 @@
-"""Keyword arguments that had another name, or another place, in the last version."""
+"""What had another name, or another place, in the last version: keyword arguments, and names of packages."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -84,6 +85,21 @@ def moved_settings(objects: Iterable[object]) -> dict[str, Any]:
         for name, value in cast(Moved, getattr(each, _MOVED, ())):
             larger = name in found and name in ("workers", "item_timeout_s")
             found[name] = max(found[name], value) if larger else value
+    return found
+
+
+def moved_names(old: str, new: str, names: Iterable[str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that still gives names which another one has now, and warns.
+
+    old, new: the packages. The new one is imported when a name is asked for.
+    """
+
+    def found(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        _warn(f"{old}.{name} is {new}.{name} now; meshfeed 0.5 refuses the old name")
+        return getattr(importlib.import_module(new), name)
+
     return found
 
 

@@ -95,7 +95,7 @@ int64_t mf_copy_runs(int64_t kind, int64_t num_rows,
     return num_rows * num_runs;
 }
 
-/* -- pixels of images: see meshfeed/sequence/pixels.py --------------------------------------------------- */
+/* -- pixels of images: see meshfeed/processors/pixels.py --------------------------------------------------- */
 
 /* Replace bytes by values: of each of `num_rows` rows 3 channels of `size` bytes, each by its own 256 values,
    and write every channel `copies` times, one copy after the other. */
@@ -114,7 +114,7 @@ int64_t mf_widen_pixels(int64_t num_rows, int64_t size, int64_t copies, const ui
     return num_rows;
 }
 
-/* -- resizing of images: see meshfeed/sequence/resizing.py ------------------------------------------------ */
+/* -- resizing of images: see meshfeed/processors/resizing.py ------------------------------------------------ */
 
 /* These loops are compiled twice for x86: whole numbers are the same at any vector width. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -16,9 +16,6 @@ import numpy as np
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.parts.types import Kind, Longs, PartRule, Parts, check_options, in_pixels
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""Formats that Pillow may read from stored bytes: none that runs a program."""
-
 _MOST_ELONGATED = 200
 """The largest ratio of an image's sides that Qwen's processors take."""
 

@@ -40,3 +40,12 @@ def test_reads_reaches_a_feed_through_an_adapter() -> None:
         pytest.raises(mf.LayoutError, match="no process groups"),
     ):
         megatron.feed(RECIPE, reads=[0], no_such_option=1)
+
+
+def test_processors_are_found_where_they_were() -> None:
+    with pytest.warns(DeprecationWarning, match="is meshfeed.processors.NativePatches now") as warned:
+        from meshfeed.sequence import NativePatches  # pyright: ignore[reportAttributeAccessIssue]
+    assert NativePatches is mf.processors.NativePatches
+    assert {each.filename for each in warned} == {__file__}, "the line that has the old name"
+    with pytest.raises(AttributeError, match="has no attribute 'Patches'"):
+        _ = mf.sequence.Patches

@@ -13,10 +13,10 @@ import torch
 from megatron.core import parallel_state
 from megatron_world import Case, initialized, iterators_of, run
 from PIL import Image
+from qwen_vl import IMAGE, PATCHES, Document, expanded, picture, positions, write_documents
 
 import meshfeed as mf
 from meshfeed.integrations import megatron
-from qwen_vl import IMAGE, PATCHES, Document, expanded, picture, positions, write_documents
 
 DOCUMENTS: list[Document] = [
     [7, 8, (60, 90), 9, (150, 40)],

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, picture, write_documents
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.integrations.transformers import FeedTrainer
-from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, picture, write_documents
 
 DOCUMENTS: list[Document] = [
     [7, 8, (60, 90), 9, (150, 40), 3],

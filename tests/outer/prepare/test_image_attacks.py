@@ -12,7 +12,8 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.parts import NativeImages
 from meshfeed.prepare import Multimodal, Text, prepare
-from meshfeed.sequence import NativePatches, PartSize
+from meshfeed.processors import NativePatches
+from meshfeed.sequence import PartSize
 
 PACKING = {"packing": mf.Packing(capacity=2048)}
 

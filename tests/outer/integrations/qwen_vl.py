@@ -17,7 +17,7 @@ from PIL import Image
 
 import meshfeed as mf
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence import NativePatches
+from meshfeed.processors import NativePatches
 from meshfeed.store import DatasetWriter
 
 IMAGE, BEGIN, END = 100, 101, 102

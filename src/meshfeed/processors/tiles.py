@@ -11,9 +11,9 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import AnyResImages, FixedImages, Parts, TiledImages
-from meshfeed.sequence.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image
+from meshfeed.processors.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image
+from meshfeed.processors.resizing import squares_of
 from meshfeed.sequence.processor import PartField, PartSize
-from meshfeed.sequence.resizing import squares_of
 from meshfeed.sequence.runs import Longs
 
 Fit = Literal["crop", "stretch", "pad"]

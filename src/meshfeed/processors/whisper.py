@@ -13,8 +13,8 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import PartError
 from meshfeed.parts import Parts, WhisperAudio
-from meshfeed.parts.sound import Sound, decoded_audio
 from meshfeed.parts.types import check_counts
+from meshfeed.processors.sound import Sound, decoded_audio
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
 

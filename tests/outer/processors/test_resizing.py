@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from meshfeed.sequence import NativePatches, resizing
-from meshfeed.sequence.resizing import Resample, resized, resized_squares, squares_of
+from meshfeed.processors import NativePatches, resizing
+from meshfeed.processors.resizing import Resample, resized, resized_squares, squares_of
 from services.needs import needs_compiled
 from soak import SEED, cases
 

@@ -21,10 +21,11 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.extras import install
 from meshfeed.parts import KINDS, Parts, WhisperAudio
-from meshfeed.parts.sound import decoded_audio
-from meshfeed.sequence import PartSize, WhisperFeatures
+from meshfeed.processors import WhisperFeatures
+from meshfeed.processors.sound import decoded_audio
+from meshfeed.processors.whisper import resampled
+from meshfeed.sequence import PartSize
 from meshfeed.sequence.decoding import Bad, Promise, Task, made_of
-from meshfeed.sequence.whisper import resampled
 from soak import SEED, cases
 
 SHORT = WhisperAudio(seconds=3)

@@ -19,15 +19,15 @@ from PIL import Image
 import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.parts import AnyResImages, FixedImages, NativeImages, NativeVideo, Parts, TiledImages
-from meshfeed.sequence import (
+from meshfeed.processors import (
     AnyResPixels,
     FixedPixels,
     ImageProcessor,
     NativePatches,
-    PartSize,
     TiledPixels,
     rgb_image,
 )
+from meshfeed.sequence import PartSize
 from soak import SEED, cases, some
 
 # mode and format; with "+", one color or the palette's are transparent
@@ -298,7 +298,7 @@ def test_pixels_travel_as_bytes_each_once(
     family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr("meshfeed.sequence.pixels._widen_pixels", None)
+        monkeypatch.setattr("meshfeed.processors.pixels._widen_pixels", None)
     data, size = stored(picture(60, 90)), PartSize(60, 90, 1, 0.0)
     for dtype in ("float32", "uint8"):
         ours = replace(OURS[family], dtype=dtype)

@@ -9,7 +9,9 @@ from functools import cache
 from typing import Any
 
 from meshfeed.extras import install
-from meshfeed.parts.images import FORMATS
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that Pillow may read from stored bytes: none that runs a program."""
 
 _MOST_BRANDS_BYTES = 256
 _NAMES = {"AVIF": "an AVIF", "WEBP": "a WebP"}

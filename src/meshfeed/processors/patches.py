@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence.pixels import PIXELS, BytePixels, rgb_image
+from meshfeed.processors.pixels import PIXELS, BytePixels, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 

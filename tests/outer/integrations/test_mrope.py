@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from qwen_vl import PATCHES, Document, positions, write_documents
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.parts import FixedImages, NativeImages, WhisperAudio
 from meshfeed.testing import assert_rule
 from pictures import Listen, Look
-from qwen_vl import PATCHES, Document, positions, write_documents
 from soak import cases
 
 RULE = mf.Multimodal(image=PATCHES, positions="mrope")
@@ -91,7 +91,7 @@ class Wrong(NativeImages):
         ({"image": Look()}, r"image=...\): Pixels does not tell the rows and columns"),
         ({"audio": Listen()}, r"audio=...\): Seconds does not tell"),
         (
-            {"image": mf.sequence.NativePatches(Wrong())},
+            {"image": mf.processors.NativePatches(Wrong())},
             r"document \d+, part 0: .*grid: \d+ x \d+ for \d+ tokens",
         ),
     ],
