@@ -19,12 +19,14 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import Cache, typed_errors
@@ -36,7 +38,7 @@ from meshfeed.prepare.encoding.text import TRAINED
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, Input, cut, find_inputs
-from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
+from meshfeed.prepare.inputs.records import RECORD_BYTES, columns_of, encodings_of
 from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
@@ -49,6 +51,8 @@ from meshfeed.prepare.job.train_bpe import train_bpe
 from meshfeed.prepare.job.writer import PIECE_BYTES
 
 _LONGEST_NAME = 255  # bytes, of a file
+_TABLES = ("parquet", "arrow", "mds")  # formats that name their columns
+_SHOWN_COLUMNS, _INPUTS_LOOKED_AT = 20, 16
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 
 
@@ -127,7 +131,8 @@ def prepare(
     decodes a text file, or a line of JSON, is used.
     keep: columns of the records, such as "license". COLUMN.values beside the store has a line of text for
     each document, as `meshfeed audit --by` reads it: numbers, lists and objects as JSON, line breaks as
-    spaces, nothing for a record that lacks the column or has null.
+    spaces, nothing for a record that lacks the column or has null. A column that no record has is an error,
+    before anything is encoded if all inputs are Parquet, Arrow or MDS, else before anything is published.
     engine: runs the encoding; None for a process per core of this machine.
     resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is. A run
     of another job is an error, or dropped with `overwrite`.
@@ -196,6 +201,21 @@ def _kept(keep: str | Sequence[str], files: Sequence[Input]) -> tuple[str, ...]:
     return columns
 
 
+def _refuse_unknown(job: Job, columns: Sequence[str], most: int | None, why: str, do: str) -> None:
+    """Raises PrepareError unless some input has each column, or its first record has. most: looked at."""
+    seen = dict[str, None]()
+    _, firsts = np.unique(job.spans[:, 1], return_index=True)
+    for _, i, begin, end in job.spans[firsts[:most]].tolist() if columns else ():
+        seen |= dict.fromkeys(columns_of(job.request.inputs[i], begin, end, job.reading))
+        if seen.keys() >= set(columns):
+            return
+    for column in columns:
+        if column not in seen:
+            there = ", ".join(map(repr, list(seen)[:_SHOWN_COLUMNS])) or "none"
+            more = ", ..." if len(seen) > _SHOWN_COLUMNS else ""
+            raise PrepareError(f"--keep {column}: {why}; columns that are there: {there}{more}; {do}")
+
+
 def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Output:
     """The output that a path or URL names. work: folder to work in. Raises PrepareError, StoreError."""
     shown = without_secrets(out)
@@ -228,17 +248,35 @@ def _published(
         done, total = (-(-each // PIECE_BYTES) for each in (done_bytes, num_bytes))
         on_progress(Progress("uploading", done, total, num_bytes=done_bytes))
 
-    try:
+    with _noted(job):
         output.begin()
         manifest = _merged(job, _encoded(job, engine, on_progress), on_progress)
+    _refuse_empty(job, manifest)
+    with _noted(job):
         output.publish(uploading, overwrite=overwrite)
+    return manifest
+
+
+@contextmanager
+def _noted(job: Job) -> Generator[None]:
+    """Adds to an error what is kept of the job."""
+    try:
+        yield
     except (MeshfeedError, KeyboardInterrupt) as error:
         kept = "finished parts are kept; continue with --resume"
         if forget_unbegun(job.folder):
             kept = "no part was finished, so nothing is kept; run it again"
         error.add_note(f"{job.folder}: {kept}")
         raise
-    return manifest
+
+
+def _refuse_empty(job: Job, manifest: Mapping[str, Any]) -> None:
+    """Raises PrepareError for a column to keep that no document has a value of, unless an input has it."""
+    stores = manifest["stores"].values()
+    if any(store["num_documents"] for store in stores):
+        empty = [name for name in job.request.keep if not any(store["kept"][name] for store in stores)]
+        do = "start over with --overwrite and the right name, or without it"
+        _refuse_unknown(job, empty, _INPUTS_LOOKED_AT, "no document has a value of it", do)
 
 
 def _job(
@@ -269,6 +307,8 @@ def _job(
         if encoding.train_bpe is not None:
             train_bpe(work / TRAINED, encoding.train_bpe, job)
         job.encoder()  # raises its errors now
+        if all(each.kind in _TABLES for each in request.inputs):
+            _refuse_unknown(job, request.keep, None, "no input has such a column", "correct the name")
     job.save()
     return job
 

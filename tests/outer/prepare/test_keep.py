@@ -42,6 +42,11 @@ VALUES: list[tuple[Any, str]] = [
 """What a record has, and the line that is kept of it."""
 
 
+def captions(folder: Path) -> Multimodal:
+    words = tokenizer(folder / "words.json")
+    return Multimodal(text=Text(tokenizer=words), tokens={"image": SPECIAL[0]})
+
+
 def lines(path: Path, column: str = KEEP[0]) -> list[str]:
     text = (path / values_name(column)).read_text(encoding="utf-8")
     assert not text or text.endswith("\n")
@@ -133,9 +138,64 @@ def test_columns_that_cannot_be_kept(inputs: list[Path], tmp_path: Path) -> None
         prepare(inputs[-1:], tmp_path / "out", BYTES, keep="license")
 
 
+@pytest.mark.parametrize("name", ["c.parquet", "e.arrow", "mds"])
+def test_a_column_that_no_table_has_ends_the_run_before_it_begins(
+    inputs: list[Path], tmp_path: Path, name: str
+) -> None:
+    table, encoding = inputs[0].parent / name, BYTES
+    if name == "mds":
+        table, encoding = tmp_path / "mds", captions(tmp_path)
+        with mosaic.imported(keep=()).MDSWriter(
+            out=str(table), columns={"text": "str", "license": "str"}
+        ) as made:
+            made.write({"text": "x", "license": "MIT"})
+    with pytest.raises(
+        PrepareError, match=r"--keep licence: no input has such a column; .*'license'"
+    ) as caught:
+        prepare(
+            [table],
+            tmp_path / "out",
+            encoding,
+            engine=Here(stop_after=0),
+            keep=("license", "licence"),
+            max_errors=1,
+        )
+    assert not hasattr(caught.value, "__notes__")
+    assert not list(tmp_path.glob("out*")), "nothing was kept"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "tar"])
+def test_a_column_that_no_record_has_is_not_published(
+    inputs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    given = [str(inputs[0].parent / name), "--tokenizer", "bytes", "--max-errors", "3"]
+    if name == "tar":
+        told = json.dumps({"text": "<image>x", "license": "CC0"}).encode()
+        tar(tmp_path / "a.tar", [("1.png", picture(2, 3)), ("1.json", told)])
+        words = tokenizer(tmp_path / "words.json")
+        given = [str(tmp_path / "a.tar"), "--tokenizer", words, "--multimodal", "--image-token", SPECIAL[0]]
+    words = ["prepare", *given, "--out", str(tmp_path / "out"), "--keep"]
+    for more in ([], ["--resume"]):
+        assert main([*words, "license,licence", *more]) == 2
+        err = capsys.readouterr().err
+        assert (
+            "--keep licence: no document has a value of it; columns that are there: 'text', 'license'" in err
+        )
+        assert "--overwrite and the right name" in err and "continue with --resume" not in err
+        assert not (tmp_path / "out").exists()
+    assert main([*words, "license", "--overwrite"]) == 0
+
+
+def test_a_column_of_nulls_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "year": null}\n')
+    pq.write_table(pa.table({"text": ["y"], "year": pa.nulls(1)}), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        made = prepare([tmp_path / name], tmp_path / f"out.{name}", BYTES, engine=Here(), keep="year")
+        assert made.manifest["stores"]["."]["kept"] == {"year": 0}
+
+
 def test_samples_of_tars_and_mds(tmp_path: Path) -> None:
-    words, picture_ = tokenizer(tmp_path / "words.json"), picture(2, 3)
-    captions = Multimodal(text=Text(tokenizer=words), tokens={"image": SPECIAL[0]})
+    picture_ = picture(2, 3)
     told = json.dumps({"text": "<image>x", "license": "CC0"}).encode()
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -144,7 +204,7 @@ def test_samples_of_tars_and_mds(tmp_path: Path) -> None:
     with mosaic.imported(keep=()).MDSWriter(out=str(tmp_path / "mds"), columns=columns) as writer:
         writer.write({"text": "<image>", "image": Image.new("RGB", (3, 2)), "license": 7})
     for where, wanted in ((shards, ["CC0", ""]), (tmp_path / "mds", ["7"])):
-        prepare([where], tmp_path / "out", captions, engine=Here(), keep="license", overwrite=True)
+        prepare([where], tmp_path / "out", captions(tmp_path), engine=Here(), keep="license", overwrite=True)
         assert lines(tmp_path / "out") == wanted
 
 

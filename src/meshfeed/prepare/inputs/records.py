@@ -8,7 +8,7 @@ import importlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -184,6 +184,30 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
             yield from _of_mds(each.url, range(begin, end), how, how.columns)
         else:
             yield _of_file(file, each.codec, how)
+
+
+def columns_of(each: Input, begin: int, end: int, how: Reading) -> Sequence[str]:
+    """The names of all columns of an input: of its schema or, without one, of the first record of a span.
+
+    Raises StoreError, PrepareError.
+    """
+    if each.kind == "mds":
+        with mds_of(each.url) as store:
+            return list(store.encodings)
+    if each.kind in ("parquet", "arrow"):
+        with each.file() as file:
+            if each.kind == "parquet":
+                return parquet_of(file).schema_arrow.names
+            return next((batch.schema.names for batch in batches_in(file)), ())
+    found = records(each, begin, end, _Names(**{name.name: getattr(how, name.name) for name in fields(how)}))
+    return next((record.kept for record in found if record is not None and record.reason is None), ())
+
+
+class _Names(Reading):
+    """Keeps the names of all columns of a record, in place of some values."""
+
+    def kept(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(record)
 
 
 def reason_of(error: StoreError) -> str:
