@@ -168,7 +168,7 @@ def test_images_are_opened_in_one_place_by_one_list_of_formats() -> None:
         if re.search(r"(Image|PIL)\b", ast.unparse(node.func.value))
     }
     ((path, call),) = opening
-    assert path == "processors/opened.py" and "formats=[name for name in FORMATS if" in call
+    assert path == "formats/images.py" and "formats=[name for name in FORMATS if" in call
 
 
 def test_every_public_name_exists_and_says_what_it_is() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from meshfeed.errors import StoreError
+from meshfeed.formats.images import opened_image
 from meshfeed.parts.types import in_pixels
-from meshfeed.processors.opened import opened_image
 
 DTYPE_CODES: Mapping[int, str] = {
     8: "uint8",

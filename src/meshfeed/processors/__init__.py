@@ -1,7 +1,7 @@
 """Processors that ship: images and audio as the encoders of published models take them.
 
-The contract is `sequence/processor.py`. `opened` and `sound` open stored images and audio, and refuse what
-runs a program; `pixels` has what all processors of images share, and `resizing` Pillow's bits, faster.
+The contract is `sequence/processor.py`. `pixels` has what all processors of images share, and `resizing`
+Pillow's bits, faster.
 """
 
 from meshfeed.processors.patches import NativePatches

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
+from meshfeed.formats.images import opened_image
 from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.parts.types import check_counts, in_pixels
-from meshfeed.processors.opened import opened_image
 from meshfeed.processors.resizing import Resample, resized, resized_squares
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 

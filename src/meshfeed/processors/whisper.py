@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import PartError
+from meshfeed.formats.sound import Sound, decoded_audio
 from meshfeed.parts import Parts, WhisperAudio
 from meshfeed.parts.types import check_counts
-from meshfeed.processors.sound import Sound, decoded_audio
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
 

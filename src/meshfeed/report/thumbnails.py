@@ -7,8 +7,8 @@ import io
 import warnings
 from typing import Any
 
+from meshfeed.formats.images import opened_image
 from meshfeed.parts.types import in_pixels
-from meshfeed.processors.opened import opened_image
 
 _WIDTH, _HEIGHT = 480, 240  # pixels, at most
 _LOSSLESS_PIXELS = 96 * 96

@@ -13,8 +13,8 @@ from media import bomb, flac, picture, sound, turned, wav
 from PIL import Image, ImageOps, features
 
 from meshfeed.errors import PartError, PrepareError, StoreError
+from meshfeed.formats.sound import decoded_audio
 from meshfeed.prepare.encoding.part_headers import Size, size_of
-from meshfeed.processors.sound import decoded_audio
 from soak import cases
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshfeed.errors import PartError, PrepareError, StoreError
+from meshfeed.formats.images import brands_of, opened_image
+from meshfeed.formats.sound import audio_format, audio_size
 from meshfeed.parts import Kind
 from meshfeed.parts.types import in_pixels
-from meshfeed.processors.opened import brands_of, opened_image
-from meshfeed.processors.sound import audio_format, audio_size
 
 MOST_PIXELS = 89_478_485
 """Default limit of an image: from here on, Pillow warns of a decompression bomb."""
