@@ -35,6 +35,7 @@ class Convert(Command, StorageOptions):
         "source, destination, format": "what was read, and what was written",
         "num_documents, num_tokens, columns": "what both hold",
         "dropped": "columns left out",
+        "copied, not_copied": "files of values and origins beside the source",
         "size_bytes, elapsed_s": "size of the destination; seconds that this run took",
     }
 
@@ -84,4 +85,11 @@ class Convert(Command, StorageOptions):
             f"{facts['destination']}: {counts}, {facts['size_bytes']:,} bytes in {facts['elapsed_s']} s; "
             f"columns {', '.join(facts['columns'])}{dropped}"
         )
+        if facts["copied"]:
+            say(f"copied {', '.join(facts['copied'])}")
+        if facts["not_copied"]:
+            say(
+                f"not copied: {', '.join(facts['not_copied'])}; give `meshfeed audit --by` the path of such "
+                f"values; only of the source does `meshfeed trace` tell the records"
+            )
         return OK

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.url import is_remote
 from meshfeed.formats.foreign_columns import ForeignColumns
+from meshfeed.formats.parquet import RawStream
+from meshfeed.formats.prepared import ORIGINS, VALUES
 from meshfeed.store import (
     DatasetStore,
     DatasetWriter,
@@ -35,6 +39,7 @@ TOKENS = "tokens"
 BATCH_TOKENS = 1 << 20
 _BATCH_DOCUMENTS = 1 << 14
 _BATCHES_AHEAD = 8
+_UNLISTED = f"*{VALUES}, if there are any: its storage lists no files"
 _SUFFIXES = (".bin", ".idx")
 _AT_ENDS = {LABELS: -100, LOSS_MASK: 0}
 """Value of shifted columns at a document's last token, which has no label."""
@@ -48,7 +53,8 @@ class Conversion:
     the tokens, `labels` and a loss mask are read, and the mask becomes `loss_mask`. Labels that are not
     shifted are written shifted, as in dataset.json, and the loss mask with them, so the new store trains the
     same. An attention mask that is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by
-    name. Memory is bounded by some 2**20 tokens (or one document), and by what the source decodes at once.
+    name. Values that `prepare --keep` put beside a dataset.json are copied if the new store is a folder, too.
+    Memory is bounded by some 2**20 tokens (or one document), and by what the source decodes at once.
 
     Args:
         store: as `mf.open` returns it.
@@ -72,6 +78,7 @@ class Conversion:
         self._drop, self._overwrite = tuple(drop), overwrite
         self._moved: frozenset[str] = frozenset()
         self._dtypes: Mapping[str, np.dtype[Any]] = {}
+        self._copied, self._not_copied = list[str](), list[str]()
         self.num_documents = self.num_tokens = 0
 
     def run(self) -> Iterator[float]:
@@ -82,12 +89,18 @@ class Conversion:
         path, stores = self._path(), self._stores()
         self._dtypes = {name: self._dtype_of(name, store) for name, store in stores.items()}
         self.num_documents = self.num_tokens = 0
+        is_folder = len(self._dtypes) > 1
+        beside = _beside(self._store)
+        self._copied = [name for name in beside if is_folder and name.endswith(VALUES)]
+        self._not_copied = [name for name in beside if name not in self._copied]
         with typed_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
+        if is_folder:
+            _refuse_stale(path, self._copied)
         with ExitStack() as stack:
             for store in stores.values():
                 stack.enter_context(store)
-            add = _writing(stack, path, self._dtypes, overwrite=self._overwrite)
+            add = self._writing(stack, path)
             for documents, lengths in _announced(stores):
                 values = {name: _read(store, documents, lengths) for name, store in stores.items()}
                 for name in self._moved:
@@ -110,8 +123,21 @@ class Conversion:
             "num_tokens": self.num_tokens,
             "columns": {name: f"ndarray:{dtype.name}" for name, dtype in self._dtypes.items()},
             "dropped": list(self._drop),
+            "copied": self._copied,
+            "not_copied": self._not_copied,
             "size_bytes": sum(file.stat().st_size for file in files),
         }
+
+    def _writing(self, stack: ExitStack, path: Path) -> Add:
+        """Enter a writer of the columns; in a folder, copy the values, too."""
+        if len(self._dtypes) == 1:
+            pair = stack.enter_context(IndexedWriter(path, self._dtypes[TOKENS], overwrite=self._overwrite))
+            return lambda lengths, values: pair.add_documents(values[TOKENS], lengths)
+        made = stack.enter_context(DatasetWriter(path, self._dtypes, overwrite=self._overwrite))
+        for name in self._copied:
+            with cast(DatasetStore, self._store).folder.file(name) as file:
+                shutil.copyfileobj(io.BufferedReader(RawStream(file)), made.add_file(name))
+        return lambda lengths, values: made.add_documents(lengths, **values)
 
     def _path(self) -> Path:
         """The path to write. Raises StoreError for a path that cannot be used."""
@@ -188,13 +214,27 @@ def _has_several(store: IndexedStore) -> bool:
     return False
 
 
-def _writing(stack: ExitStack, path: Path, dtypes: Mapping[str, np.dtype[Any]], *, overwrite: bool) -> Add:
-    """Enter a writer of these columns."""
-    if len(dtypes) > 1:
-        folder = stack.enter_context(DatasetWriter(path, dtypes, overwrite=overwrite))
-        return lambda lengths, values: folder.add_documents(lengths, **values)
-    pair = stack.enter_context(IndexedWriter(path, dtypes[TOKENS], overwrite=overwrite))
-    return lambda lengths, values: pair.add_documents(values[TOKENS], lengths)
+def _beside(store: StreamStore) -> list[str]:
+    """The files that `prepare` put beside a store: values of its documents, and their origins."""
+    if not isinstance(store, DatasetStore):
+        return []
+    try:
+        names = [name for name, _ in store.folder.names() if "/" not in name]
+    except StoreError:
+        return [_UNLISTED]
+    return [name for name in names if name.endswith(VALUES) or name == ORIGINS]
+
+
+def _refuse_stale(path: Path, values: Collection[str]) -> None:
+    """Raises StoreError for a folder with files beside a store that would be taken for the new one's."""
+    with typed_errors(path):
+        there = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    for name in there:
+        if name == ORIGINS or (name.endswith(VALUES) and name not in values):
+            raise StoreError(
+                f"{path / name}: belongs to another store, and would be taken for the new one's; move it "
+                f"away, or choose another path"
+            )
 
 
 def _announced(stores: Mapping[str, StreamStore]) -> Iterator[tuple[I64, I64]]:

@@ -304,11 +304,11 @@ def _job(
         columns = encoding.columns
         spans = cut(request.inputs, columns.names, part_bytes, whole_rows=isinstance(columns, SampleColumns))
         job = Job(work, request, spans, **limits)
+        if all(each.kind in _TABLES for each in request.inputs):
+            _refuse_unknown(job, request.keep, None, "no input has such a column", "correct the name")
         if encoding.train_bpe is not None:
             train_bpe(work / TRAINED, encoding.train_bpe, job)
         job.encoder()  # raises its errors now
-        if all(each.kind in _TABLES for each in request.inputs):
-            _refuse_unknown(job, request.keep, None, "no input has such a column", "correct the name")
     job.save()
     return job
 

@@ -216,6 +216,51 @@ def test_columns_of_every_token_are_carried(tmp_path: Path) -> None:
     assert tokens_in(tmp_path / "alone") == [each["tokens"].tolist() for each in documents]
 
 
+def test_values_of_documents_are_copied_where_they_stay_true(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, pair = (str(tmp_path / name) for name in ("from", "to", "pair"))
+    with mf.DatasetWriter(source, {"tokens": "uint16", "loss_mask": "uint8"}) as writer:
+        for length in (4, 0, 6):
+            writer.add_document(
+                tokens=np.arange(length, dtype=np.uint16), loss_mask=np.ones(length, np.uint8)
+            )
+    Path(source, "license.values").write_text("MIT\n\nCC0\n")
+    np.save(Path(source, "origins.npy"), np.zeros((3, 1), np.int64))
+    assert main(["convert", source, target]) == 0
+    told = capsys.readouterr().out
+    assert "copied license.values\nnot copied: origins.npy; " in told
+    assert (
+        main(
+            [
+                "audit",
+                target,
+                "--sequences",
+                "1",
+                "--window",
+                "4",
+                "--until",
+                "1",
+                "--by",
+                "license",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    assert {each["value"] for each in json.loads(capsys.readouterr().out)["by"]} <= {"MIT", "", "CC0"}
+    assert main(["convert", source, pair, "--drop", "loss_mask", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["copied"], facts["not_copied"]) == ([], ["license.values", "origins.npy"])
+    assert sorted(os.listdir(tmp_path)) == ["from", "pair.bin", "pair.idx", "pair.sums", "to"]
+    # values of the store that is replaced would be taken for the new one's
+    Path(source, "license.values").unlink()
+    before = sorted(os.listdir(target))
+    assert main(["convert", source, target, "--overwrite"]) == 2
+    assert "to/license.values: belongs to another store" in capsys.readouterr().err
+    assert sorted(os.listdir(target)) == before
+
+
 def test_columns_of_parquet(tmp_path: Path) -> None:
     lists = [[1, 2], [], [3], [2**31]]
     for number, kind in enumerate((pa.list_(pa.int64()), pa.large_list(pa.uint32()), pa.list_(pa.uint64()))):
@@ -440,6 +485,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "num_tokens": 1 + 65 * 90,
         "columns": {"tokens": "ndarray:uint16"},
         "dropped": [],
+        "copied": [],
+        "not_copied": [],
         "size_bytes": sum((tmp_path / f"b.{end}").stat().st_size for end in ("bin", "idx", "sums")),
     }
     assert main(["convert", source, str(tmp_path / "c"), "--dtype", "int32"]) == 0
