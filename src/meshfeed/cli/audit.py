@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,11 @@ from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json, say
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.cli.recipes import RecipeOptions, until_of
-from meshfeed.errors import AccessError, MeshfeedError
-from meshfeed.files import Folder
-from meshfeed.files.url import is_remote, join, parent
+from meshfeed.errors import AccessError, MeshfeedError, StoreError
+from meshfeed.files import Cache, Folder
+from meshfeed.files.url import is_remote, parent
 from meshfeed.formats.parquet import RawStream
-from meshfeed.formats.prepared import values_name
+from meshfeed.formats.prepared import VALUES, values_name
 from meshfeed.recipe import entered
 from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
 from meshfeed.store import DatasetStore, StreamStore
@@ -72,7 +73,7 @@ class Audit(Command, RecipeOptions):
         with entered(recipe):
             sequences, tokens = drawn_of_sources(recipe, until)
             sizes = [recipe.sequence.num_sequences(store) for store in recipe.sources]
-            by = None if self.by is None else _by_value(recipe, until, self.by)
+            by = None if self.by is None else self._by_value(recipe, until, self.by)
         columns = recipe.source_names, recipe.sources, sequences.tolist(), tokens.tolist()
         sources: list[dict[str, Any]] = [
             {"source": name, "data": store.fingerprint, "sequences": count, "tokens": held}
@@ -98,57 +99,55 @@ class Audit(Command, RecipeOptions):
             _print(told)
         return OK
 
+    def _by_value(self, recipe: mf.Recipe, until: int, given: list[str]) -> list[dict[str, Any]]:
+        """Tokens drawn by source and by a value of its documents. given: as --by gives them."""
+        names, found = recipe.source_names, dict[int, _Values]()
+        for text in given:
+            for source, folder, name in self._files_of(recipe, text):
+                if source in found:
+                    whose = repr(names[source]) if names[source] else "the store"
+                    raise MeshfeedError(f"--by {text}: {whose} has values already; ask for each column alone")
+                found[source] = _values_in(text, folder, name, recipe.sources[source])
+        known = sorted(set().union(*(values for values, _ in found.values())))
+        at = {value: number for number, value in enumerate(known)}
+        of_source = {
+            source: np.array([at[value] for value in values], np.int64)[numbers]
+            for source, (values, numbers) in found.items()
+        }
+        drawn = drawn_by_value(recipe, until, of_source, len(known))
+        return [
+            {"source": names[source], "value": known[value], "tokens": int(drawn[source, value])}
+            for source in sorted(found)
+            for value in np.argsort(-drawn[source], kind="stable").tolist()
+            if drawn[source, value]
+        ]
 
-def _by_value(recipe: mf.Recipe, until: int, given: list[str]) -> list[dict[str, Any]]:
-    """Tokens drawn by source and by a value of its documents. given: as --by gives them."""
-    names, found = recipe.source_names, dict[int, _Values]()
-    for text in given:
-        for source, folder, name in _files_of(recipe, text):
-            if source in found:
-                whose = repr(names[source]) if names[source] else "the store"
-                raise MeshfeedError(f"--by {text}: {whose} has values already; ask for each column alone")
-            found[source] = _values_in(text, folder, name, recipe.sources[source])
-    known = sorted(set().union(*(values for values, _ in found.values())))
-    at = {value: number for number, value in enumerate(known)}
-    of_source = {
-        source: np.array([at[value] for value in values], np.int64)[numbers]
-        for source, (values, numbers) in found.items()
-    }
-    drawn = drawn_by_value(recipe, until, of_source, len(known))
-    return [
-        {"source": names[source], "value": known[value], "tokens": int(drawn[source, value])}
-        for source in sorted(found)
-        for value in np.argsort(-drawn[source], kind="stable").tolist()
-        if drawn[source, value]
-    ]
-
-
-def _files_of(recipe: mf.Recipe, text: str) -> list[tuple[int, Folder, str]]:
-    """(source, folder, file of values there) of an option --by: COLUMN, FILE, NAME=COLUMN or NAME=FILE."""
-    names, sources = recipe.source_names, [*enumerate(recipe.sources)]
-    kept = [(source, *place) for source, store in sources if (place := _kept_in(store, text)) is not None]
-    if kept:
-        return kept
-    if names == ("",):
-        if not is_remote(text) and not Path(text).exists():
+    def _files_of(self, recipe: mf.Recipe, text: str) -> list[tuple[int, Folder, str]]:
+        """(source, folder, file of values there) of --by COLUMN, FILE, NAME=COLUMN or NAME=FILE."""
+        names, sources = recipe.source_names, [*enumerate(recipe.sources)]
+        kept = [(source, *place) for source, store in sources if (place := _kept_in(store, text)) is not None]
+        if kept:
+            return kept
+        if names == ("",):
+            if not is_remote(text) and not Path(text).exists():
+                raise MeshfeedError(
+                    f"--by {text}: no such file; a store alone takes FILE, without NAME=, or a column that "
+                    f"`meshfeed prepare --keep` has kept{_columns_kept(recipe.sources)}"
+                )
+            return [(0, *self._place_of(text))]
+        name, _, path = text.partition("=")
+        if name not in names or not path:
             raise MeshfeedError(
-                f"--by {text}: no such file; a store alone takes FILE, without NAME=, or a column that "
-                f"`meshfeed prepare --keep` has kept"
+                f"--by {text}: no store has kept such a column by `meshfeed prepare --keep`"
+                f"{_columns_kept(recipe.sources)}; or write NAME=FILE, where NAME is one of "
+                f"{', '.join(names[:8])}"
             )
-        return [(0, *_place_of(text))]
-    name, _, path = text.partition("=")
-    if name not in names or not path:
-        raise MeshfeedError(
-            f"--by {text}: no store has kept such a column by `meshfeed prepare --keep`; or write NAME=FILE, "
-            f"where NAME is one of {', '.join(names[:8])}"
-        )
-    source = names.index(name)
-    return [(source, *(_kept_in(recipe.sources[source], path) or _place_of(path)))]
+        source = names.index(name)
+        return [(source, *(_kept_in(recipe.sources[source], path) or self._place_of(path)))]
 
-
-def _place_of(path: str) -> tuple[Folder, str]:
-    folder, name = parent(path)
-    return Folder(folder), name
+    def _place_of(self, path: str) -> tuple[Folder, str]:
+        folder, name = parent(path)
+        return Folder(folder, None if self.cache is None else Cache(self.cache), self.storage_options), name
 
 
 def _kept_in(store: StreamStore, column: str) -> tuple[Folder, str] | None:
@@ -161,11 +160,24 @@ def _kept_in(store: StreamStore, column: str) -> tuple[Folder, str] | None:
         return None
 
 
+def _columns_kept(stores: Sequence[StreamStore]) -> str:
+    """The columns that stores have kept, as a clause of a message; a web server does not list its files."""
+    found = set[str]()
+    for store in stores:
+        if isinstance(store, DatasetStore):
+            with contextlib.suppress(StoreError):
+                found |= {
+                    name for name, _ in store.folder.names() if name.endswith(VALUES) and "/" not in name
+                }
+    return f" (there are {', '.join(name.removesuffix(VALUES) for name in sorted(found))})" if found else ""
+
+
 def _values_in(given: str, folder: Folder, name: str, store: StreamStore) -> _Values:
     """The value of each document of a store. Raises MeshfeedError unless there is one of each."""
     try:
         if name.endswith(".npy"):
-            array = np.load(join(folder.url, name), allow_pickle=False)
+            with _stream(folder, name) as stream:
+                array = np.lib.format.read_array(stream, allow_pickle=False)
             each_once, numbers = np.unique(array, return_inverse=True)
             values, shape = each_once.astype(str).tolist(), array.shape
         else:
@@ -174,6 +186,8 @@ def _values_in(given: str, folder: Folder, name: str, store: StreamStore) -> _Va
                 (known.setdefault(line, len(known)) for line in _lines(folder, name)), np.int64
             )
             values, shape = [*known], numbers.shape
+    except StoreError as bad:
+        raise MeshfeedError(f"--by {given}: {bad}") from bad
     except (OSError, ValueError) as bad:
         raise MeshfeedError(f"--by {given}: {bad}; give a text file, or .npy of numbers or text") from bad
     if shape != (store.num_documents,):
@@ -184,9 +198,16 @@ def _values_in(given: str, folder: Folder, name: str, store: StreamStore) -> _Va
     return values, numbers
 
 
-def _lines(folder: Folder, name: str) -> Iterator[str]:
-    """The lines of a file of text, here or in storage."""
+@contextlib.contextmanager
+def _stream(folder: Folder, name: str) -> Generator[IO[bytes]]:
+    """A file to read, here or in storage."""
     with folder.file(name) as file, io.BufferedReader(RawStream(file), 1 << 20) as stream:
+        yield stream
+
+
+def _lines(folder: Folder, name: str) -> Iterator[str]:
+    """The lines of a file of text."""
+    with _stream(folder, name) as stream:
         for line in io.TextIOWrapper(stream, "utf-8"):
             yield line.removesuffix("\n")
 
@@ -204,7 +225,12 @@ def _print(told: dict[str, Any]) -> None:
         table = Table("source", "value", "tokens", "of the source's")
         for each in told["by"][:_SHOWN]:
             share = each["tokens"] / tokens[each["source"]]
-            table.add_row(each["source"] or "-", each["value"], f"{each['tokens']:,}", f"{share:.4%}")
+            table.add_row(
+                each["source"] or "-",
+                each["value"].strip() or "(blank)",
+                f"{each['tokens']:,}",
+                f"{share:.4%}",
+            )
         Console().print("", table)
         if len(told["by"]) > _SHOWN:
             say(f"... and {len(told['by']) - _SHOWN:,} more: --json prints all")

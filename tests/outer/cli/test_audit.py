@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from demo.storage import Manners, SlowStorage
 
 import meshfeed as mf
 from meshfeed.cli.main import main
@@ -130,6 +131,36 @@ def test_values_that_are_not_one_for_each_document(folder: Path, capsys: pytest.
     assert "--by code=some.txt: no such file; a store alone takes FILE" in capsys.readouterr().err
     assert main(["audit", f"{folder}/recipes.py:ends", "--until", "3", "--by", f"{folder}/some.txt"]) == 0
     assert "100.0000%" in capsys.readouterr().out
+
+
+def test_values_in_remote_storage(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values, served = np.arange(60) % 7, tmp_path / "served"
+    served.mkdir()
+    np.save(served / "v.npy", values)
+    (served / "v.txt").write_text("".join(f"{each}\n" for each in values))
+    (served / "bad.npy").write_bytes(b"no array")
+    job = "audit", f"{folder}/code", "--until", "2", "--sequences", "30", "--cache", str(tmp_path / "cache")
+    near = told(capsys, *job, "--by", f"{served}/v.npy")
+    with SlowStorage(served, Manners(latency_s=0.0, late_every=None)) as storage:
+        for name in ("v.npy", "v.txt"):
+            assert told(capsys, *job, "--by", f"{storage.url}/{name}") == near
+        for name, message in (("bad.npy", "give a text file, or .npy"), ("none.npy", "none.npy: ")):
+            assert main([*job, "--by", f"{storage.url}/{name}"]) == 2
+            assert message in capsys.readouterr().err
+
+
+def test_columns_that_were_not_kept_and_blank_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mf.DatasetWriter(tmp_path / "d", {"tokens": "uint16"}) as writer:
+        writer.add_document(tokens=np.zeros(9, np.uint16))
+    (tmp_path / "d" / "license.values").write_text("\n")
+    job = "audit", str(tmp_path / "d"), "--until", "1", "--sequences", "1", "--by"
+    assert main([*job, "licence"]) == 2
+    assert "`meshfeed prepare --keep` has kept (there are license)" in capsys.readouterr().err
+    assert main([*job, "license"]) == 0
+    assert "(blank)" in capsys.readouterr().out
+    assert told(capsys, *job, "license")["by"] == [{"source": "", "value": "", "tokens": 9}]
 
 
 @pytest.mark.parametrize("name", ["recipe", "wide"])
