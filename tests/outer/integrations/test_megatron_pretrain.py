@@ -116,6 +116,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"data_path": ["corpus"]}, {}, "data_path=.*name the data in the recipe"),
     ({"full_validation": True}, {}, "full_validation=True"),
     ({"sft": True}, {}, "sft=True"),
+    ({"use_varlen_dataset": True}, {}, "use_varlen_dataset=True has no effect on recipes"),
     ({"fim_data": True}, {}, "fim_data=True has no effect on recipes"),
     ({}, {"valid": None}, "on nothing; give valid=, or pass --eval-iters 0"),
     ({"seq_length": 128}, {}, "rows of 64 tokens, and seq_length is 128"),

@@ -49,6 +49,9 @@ CONFIG_FIELDS: dict[str, str] = {
     "--test-data-path, --data-args-path, --per-split-data-args-path and --mock-data too",
     "--fim-data": "refused: give tokens in that form; its other options, such as --fim-rate, need it",
     "--sft": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`",
+    "--use-varlen-dataset": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`; its other options, "
+    "such as --varlen-sbhd-validation and --varlen-mock-dataset-config-json, need it, as "
+    "--sft-mock-dataset-config-json needs --sft",
     "--perform-rl-step": "refused: see the page on reinforcement learning",
     "--phase-transition-iterations": "refused: put the phases in one recipe, with `Mixture.then`",
     "--decrease-batch-size-if-needed": "refused: the recipe's `Batch` says how large a step is",
@@ -78,6 +81,7 @@ _REFUSED = {
     "mock_data": "name the data in the recipe",
     "fim_data": "give tokens in that form",
     "sft": "use mf.Documents or mf.Samples with a Packing",
+    "use_varlen_dataset": "use mf.Documents or mf.Samples with a Packing",
     "perform_rl_step": "its data are not this provider's",
     "phase_transition_iterations": "put the phases in one recipe, by Mixture.then",
     "decrease_batch_size_if_needed": "the recipe's Batch says how large a step is",
