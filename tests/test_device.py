@@ -140,11 +140,39 @@ def test_a_feed_for_a_device_that_widens_builds_nothing_on_the_host(
     recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=rule, batch=mf.Batch(sequences=8))
     wanted = taken(mf.Feed(recipe, **how), 3)
     monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
-    monkeypatch.setattr(on_cuda, "receive", lambda microbatches, ticket: None)
+    monkeypatch.setattr(on_cuda, "receive", lambda microbatch, ticket: None)
     for kind in (Rows, mf.Documents):
         monkeypatch.setattr(kind, "build", never)
     found = taken(mf.Feed(recipe, **how), 3)
     assert (differs := difference(wanted, found)) is None, differs
+
+
+def test_each_microbatch_is_received_when_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop may take some on a side stream, as before it captures a CUDA graph, though all were read together."""
+    stream, received = "side", list[tuple[int, str]]()
+
+    class Streams(OnHost):
+        def receive(self, microbatch: mf.Microbatch, ticket: Any) -> None:
+            received.append((microbatch.index, stream))
+
+    write_corpus(tmp_path / "c", num_tokens=9_000)
+    recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(48), batch=mf.Batch(sequences=4))
+    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: Streams())
+    with mf.Feed(recipe) as feed:
+        for microbatch in next(iter(feed)).microbatches:
+            assert received[-1] == (microbatch.index, stream)
+            stream = "main"
+        assert received == [(0, "side"), (1, "main"), (2, "main"), (3, "main")]
+    received.clear()
+    with mf.Feed(recipe, stage_map=mf.StageMap(pp=1, vpp=2)) as feed:
+        first, last = (next(iter(stage)).microbatches for stage in feed.virtual_stages)
+        stream = "first"
+        next(first)
+        stream = "last"
+        next(last)
+        assert received == [(0, "first"), (0, "last")]
 
 
 def test_a_loop_that_ends_early_waits_for_its_copies(
@@ -153,7 +181,7 @@ def test_a_loop_that_ends_early_waits_for_its_copies(
     write_corpus(tmp_path / "c", num_tokens=9_000)
     recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(48), batch=mf.Batch(sequences=8))
     monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
-    monkeypatch.setattr(on_cuda, "receive", lambda microbatches, ticket: None)
+    monkeypatch.setattr(on_cuda, "receive", lambda microbatch, ticket: None)
     assert taken(mf.Feed(recipe), 1)
     assert Event.made and all(event.is_done for event in Event.made)
     assert on_cuda._stream.producers == [0], "once, when the producer has ended"

@@ -43,8 +43,8 @@ class Placer(Protocol):
         """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
         ...
 
-    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
-        """Make the tensors safe to use on the caller's current stream."""
+    def receive(self, microbatch: Microbatch, ticket: Any) -> None:
+        """Make the tensors safe to use on the caller's current stream. ticket: of `place`."""
         ...
 
     def synchronize(self) -> None:
@@ -124,7 +124,7 @@ class OnHost:
                 self._kept.popitem(last=False)
         return _lazy_clone(self._kept[key][1])
 
-    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
+    def receive(self, microbatch: Microbatch, ticket: Any) -> None:
         """No copy is in flight."""
 
     def synchronize(self) -> None:
@@ -172,11 +172,11 @@ class OnCuda:
         self._in_flight.append((done, staged))
         return fields, done
 
-    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
+    def receive(self, microbatch: Microbatch, ticket: Any) -> None:
         """The current stream waits for the copies, and the allocator for the current stream."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(ticket)
-        for value in (value for microbatch in microbatches for value in microbatch.fields.values()):
+        for value in microbatch.fields.values():
             for tensor in leaves_of(value):
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(stream)

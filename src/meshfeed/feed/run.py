@@ -40,12 +40,13 @@ class Made:
     ticket: Any
     counted: Mapping[str, float]
 
-    def without(self, names: frozenset[str]) -> list[Microbatch]:
-        """The microbatches without some fields."""
-        return [
+    def without(self, names: frozenset[str]) -> Made:
+        """The same without some fields."""
+        some = [
             replace(each, fields={name: v for name, v in each.fields.items() if name not in names})
             for each in self.microbatches
         ]
+        return replace(self, microbatches=some)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class _View:
     step: int
     whole: int
     left: int
-    items: deque[StepStart | list[Microbatch] | None] = field(default_factory=deque)
+    items: deque[StepStart | Made | None] = field(default_factory=deque)
     joined: bool = False
 
 
@@ -233,14 +234,15 @@ class Run:
     def _microbatches(self, view: _View, batch: GlobalBatch) -> Generator[Microbatch]:
         left, after = batch.plan.num_microbatches, batch.step + 1
         while left:
-            some = self._take(view) if view.step == after else None
-            for microbatch in some if isinstance(some, list) else [None]:
-                if view.step != after or microbatch is None:
-                    raise StateError(
-                        "these microbatches belong to a finished step; take them before the next step"
-                    )
+            made = self._take(view) if view.step == after else None
+            if not isinstance(made, Made):
+                raise _of_finished_step()
+            for microbatch in made.microbatches:
+                if view.step != after:
+                    raise _of_finished_step()
                 if self._stopped:
                     raise self._why_stopped()
+                self._placer.receive(microbatch, made.ticket)  # now: the loop may use another stream for each
                 left -= 1
                 if not left:
                     view.whole = after
@@ -250,7 +252,7 @@ class Run:
         """The error that has ended the run."""
         return _stopped_elsewhere() if self._failure is None else self._failure
 
-    def _take(self, view: _View) -> StepStart | list[Microbatch] | None:
+    def _take(self, view: _View) -> StepStart | Made | None:
         """The view's next item; None at the end of the stream."""
         if self._stopped:
             raise self._why_stopped()
@@ -308,9 +310,8 @@ class Run:
             self._recorder.over()
         elif isinstance(item, Made):
             self._recorder.costs.counted(item.counted)
-            self._placer.receive(item.microbatches, item.ticket)
             for view in self._views:
-                view.items.append(item.without(view.hidden) if view.hidden else item.microbatches)
+                view.items.append(item.without(view.hidden) if view.hidden else item)
             self._left -= len(item.microbatches)
             if self._verifier is not None and self._left == 0:
                 self._verifier.taken(self._due)
@@ -409,6 +410,10 @@ class Run:
         if role.source is None or role.reads:
             return DeliveryError(f"{waited}, and {self._origin}")
         return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])
+
+
+def _of_finished_step() -> StateError:
+    return StateError("these microbatches belong to a finished step; take them before the next step")
 
 
 def _stopped_elsewhere() -> StateError:

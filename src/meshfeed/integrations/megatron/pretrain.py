@@ -49,8 +49,8 @@ CONFIG_FIELDS: dict[str, str] = {
     "--test-data-path, --data-args-path, --per-split-data-args-path and --mock-data too",
     "--fim-data": "refused: give tokens in that form; its other options, such as --fim-rate, need it",
     "--sft": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`",
-    "--use-varlen-dataset": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`; its other options, "
-    "such as --varlen-sbhd-validation and --varlen-mock-dataset-config-json, need it, as "
+    "--use-varlen-dataset": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`; its other "
+    "options, such as --varlen-sbhd-validation and --varlen-mock-dataset-config-json, need it, as "
     "--sft-mock-dataset-config-json needs --sft",
     "--perform-rl-step": "refused: see the page on reinforcement learning",
     "--phase-transition-iterations": "refused: put the phases in one recipe, with `Mixture.then`",
