@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pickle
 import random
@@ -27,6 +26,7 @@ import world
 from meshfeed.errors import CacheError, ChangedError, MissingError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache.answers import read_answer, write_answer
 from meshfeed.files.cache.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.fetcher.protocol import fetcher, retried
@@ -378,18 +378,20 @@ def test_a_node_asks_once_what_an_object_is(server: Nginx, tmp_path: Path) -> No
     (answer,) = (path for path in tmp_path.glob("u*/answers/stat-*") if not path.suffix)
     assert answer.stat().st_mode & 0o077 == 0
     for age_s, more in ((29, 0), (31, 1), (-1, 2)):
-        said, _ = json.loads(answer.read_text())
-        answer.write_text(json.dumps([said, time.time() - age_s]))
+        said, _ = read_answer(answer)
+        write_answer(answer, [said, time.time() - age_s])
         assert file_of(server.url, tmp_path).size_bytes == SIZE
         assert asked() == before + 1 + more
-    (size, _), _ = json.loads(answer.read_text())
-    answer.write_text(json.dumps([[size, "an older one"], time.time()]))
+    (size, _), _ = read_answer(answer)
+    write_answer(answer, [[size, "an older one"], time.time()])
     with file_of(server.url, tmp_path) as stale, pytest.raises(ChangedError):
         stale.read_into(np.empty(9, np.uint8), np.array([0]), np.array([9]))
     with file_of(server.url, tmp_path) as file:
         file.read_into(np.empty(9, np.uint8), np.array([0]), np.array([9]))
-    answer.write_text("[[3000")  # a machine that lost power
-    assert file_of(server.url, tmp_path).size_bytes == SIZE
+    whole = answer.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole.replace(b"[[", b"[[1", 1), b""):
+        answer.write_bytes(damaged)  # a machine that lost power, a disk that fails
+        assert file_of(server.url, tmp_path).size_bytes == SIZE
 
 
 def test_what_a_killed_process_left_is_removed(server: Nginx, tmp_path: Path) -> None:

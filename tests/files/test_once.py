@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from meshfeed.files.cache.once import once_per_node
+from meshfeed.files import Cache
+from meshfeed.files.cache import once
+from meshfeed.files.cache.answers import shared
+from meshfeed.files.cache.once import DAY_S, once_per_node, sweep
+from meshfeed.store.node_arrays import cached_arrays
 
 
 def read(path: Path) -> str | None:
@@ -87,3 +94,51 @@ def test_several_entries_may_share_a_lock(tmp_path: Path) -> None:
     for name in ("one", "two"):
         once_per_node(tmp_path / name, read, writes(name), lock=tmp_path / "lock", is_durable=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "one", "two"]
+
+
+def aged(path: Path, days: float) -> Path:
+    then = time.time() - days * DAY_S
+    os.utime(path, (then, then))
+    return path
+
+
+def test_what_nobody_has_used_for_long_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries with what is named after them, files or folders; but no lock."""
+    for name in ("old", "old.part", "new.seen", "left.part", "old.lock", "lock"):
+        (tmp_path / name).touch()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "x.npy").touch()
+    (tmp_path / "new").mkdir()
+    for path in tmp_path.iterdir():
+        if path.name != "new":
+            aged(path, 3)
+    sweep(tmp_path, "???*", 4 * DAY_S)
+    assert len([*tmp_path.iterdir()]) == 9
+    sweep(tmp_path, "???*", 2 * DAY_S)  # just after another sweep
+    assert len([*tmp_path.iterdir()]) == 9
+    monkeypatch.setattr(once, "_SWEEP_EVERY_S", -1.0)
+    sweep(tmp_path, "???*", 2 * DAY_S)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["new", "new.seen", "old.lock", "swept"]
+
+
+def test_what_a_node_has_derived_and_heard_is_removed_after_a_month(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not what somebody opens, nor text that was prepared, which is read as a store."""
+    monkeypatch.setattr(once, "_SWEEP_EVERY_S", -1.0)
+    cache, made = Cache(tmp_path), {"numbers": np.arange(3)}
+    used, unused = "a" * 32, "b" * 32
+    for key in (used, unused):
+        cached_arrays(cache.kept(), key, lambda: made)
+        aged(cache.kept_path / key, 31)
+    (cache.kept_path / "text").mkdir()
+    aged(cache.kept_path / "text", 400)
+    cached_arrays(cache.kept_path, used, lambda: {})
+    assert sorted(each.name for each in cache.kept().iterdir() if each.is_dir()) == [used, "text"]
+    answers = tmp_path / "answers"
+    for days in (29, 31):
+        shared(answers, "stat", days, lambda: 1)
+        for path in answers.glob("stat-*"):
+            aged(path, days if time.time() - path.stat().st_mtime < DAY_S else 29)
+    shared(answers, "stat", 0, lambda: 1)
+    assert len([each for each in answers.glob("stat-*") if not each.suffix]) == 2

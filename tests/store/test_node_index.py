@@ -16,6 +16,7 @@ import pytest
 import meshfeed as mf
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
+from meshfeed.files.cache import once
 from meshfeed.store import IndexedStore, IndexedWriter, indexed, node_index
 from meshfeed.store.index import Index
 
@@ -216,7 +217,7 @@ def test_what_nobody_used_for_a_day_is_removed(
     list(mf.open(corpus, cache=cache).files)
     for suffix in (".part", ".seen"):
         (folder / f"{'0' * 32}{suffix}").write_bytes(b"half")
-    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
+    monkeypatch.setattr(once, "_SWEEP_EVERY_S", -1.0)
     Path(f"{other}.bin").touch()  # another version, whose copy is made
     list(mf.open(other, cache=cache).files)
     assert len([each for each in folder.iterdir() if len(each.name) >= 32]) == 8

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import MeshfeedError, StoreError
-from meshfeed.files.cache.once import once_per_node
+from meshfeed.files.cache.once import mark, once_per_node
 
 Part = TypeVar("Part")
 
@@ -141,6 +141,7 @@ def _opened(entry: Path) -> dict[str, Array] | None:
                 return None
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays[name] = mapped.view(np.ndarray)  # a memmap's own __getitem__ costs a microsecond
+        mark(entry, entry.stat().st_mtime)
         return arrays
     except (ValueError, TypeError, AttributeError):
         return None

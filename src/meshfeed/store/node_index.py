@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import struct
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +34,7 @@ import numpy as np
 from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files import Cache, LocalFile, Vector
 from meshfeed.files.byte_file import Bytes
-from meshfeed.files.cache.once import once_per_node
+from meshfeed.files.cache.once import DAY_S, mark, once_per_node, sweep
 from meshfeed.files.local.mapping import mapped
 from meshfeed.files.local.version import Version, version_if_there, version_of, wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
@@ -48,9 +47,7 @@ _FORMAT = 3  # of a copy; part of its name
 _MOST_BYTES = 4 << 30
 _PAGE_BYTES = 1 << 12  # a map takes as much, and longer
 _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
-_SWEEP_EVERY_S = 600.0
-_UNUSED_S, _MARKED_S = 86_400.0, 3_600.0
-_NAME_SIZE = 32
+_ENTRIES = "?" * 32 + "*"
 _log = logging.getLogger("meshfeed")
 
 
@@ -220,7 +217,7 @@ def _copy_of(prefix: str, versions: Versions, cache: Cache) -> _Copy | None:
         entry = folder / key
 
         def make(part: Path) -> None:
-            _sweep(folder)
+            sweep(folder, _ENTRIES, DAY_S)
             _write(part, entry, prefix, versions)
 
         # a few locks for all copies, since lock files stay
@@ -296,20 +293,6 @@ def _is_valid(header: Header, idx: LocalFile) -> bool:
     return False
 
 
-def _sweep(folder: Path) -> None:
-    """Remove, from time to time, copies that were not opened for a day, and leftovers of killed processes."""
-    with suppress(OSError):
-        marker, now = folder / "swept", time.time()
-        if marker.exists() and now - marker.stat().st_mtime < _SWEEP_EVERY_S:
-            return
-        marker.touch(mode=0o600)
-        for path in folder.glob("?" * _NAME_SIZE + "*"):
-            entry = path.with_name(path.name[:_NAME_SIZE])
-            used = entry if entry.exists() else path
-            if now - used.stat().st_mtime > _UNUSED_S:
-                path.unlink(missing_ok=True)
-
-
 @functools.cache
 def _boot() -> str:
     """The id of this boot: a copy is not synced to the disk, so a crash may leave it in any state."""
@@ -336,8 +319,7 @@ def _read(entry: str | Path) -> _Copy:
         status = os.fstat(fd)
         is_small = status.st_size <= _PAGE_BYTES
         pages = np.frombuffer(os.read(fd, _PAGE_BYTES), np.uint8) if is_small else mapped(fd)
-        if time.time() - status.st_mtime > _MARKED_S:
-            os.utime(fd)
+        mark(fd, status.st_mtime)
     finally:
         os.close(fd)
     (size,) = _FACTS.unpack(pages[-_FACTS.size :].tobytes())

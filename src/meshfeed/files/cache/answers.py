@@ -1,10 +1,10 @@
 """What storage has answered, shared by the processes of a node.
 
 The first process to need an answer asks for it while it holds a lock, and the others read its file. If the
-storage fails, all that waited raise its error.
+storage fails, all that waited raise its error. Answers are removed a month after they were given.
 
-    KIND-KEY           an answer, as JSON
-    KIND-KEY.failed    when and how the last request for it failed
+    KIND-KEY           crc32 of an answer, and the answer as JSON
+    KIND-KEY.failed    in the same form, when and how the last request for it failed
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import UnavailableError
-from meshfeed.files.cache.once import once_per_node
+from meshfeed.files.cache.once import DAY_S, once_per_node, sweep
 
 RECENT_S = 30.0
 """How long an answer is reused if it may change, such as the size of an object."""
@@ -41,24 +42,28 @@ def shared(
     failed = path.with_suffix(".failed")
 
     def make(part: Path) -> None:
-        when, text = _json_of(failed) or (0, "")
+        when, text = read_answer(failed) or (0, "")
         if came < when <= time.time():  # another process failed while this one waited
             raise UnavailableError(text)
+        sweep(folder, "*-*", 30 * DAY_S)
         try:
             said = ask()
         except UnavailableError as error:
-            _write(failed, [time.time(), str(error)])
+            write_answer(failed, [time.time(), str(error)])
             raise
-        _write(part, said)
+        write_answer(part, said)
 
     # a few locks for any number of answers, since lock files stay; a crash leaves an answer that is no JSON
     lock = folder / f"{kind}-{key[:2]}.lock"
-    return once_per_node(path, _json_of, make, is_good=is_good, lock=lock, is_durable=False)
+    return once_per_node(path, read_answer, make, is_good=is_good, lock=lock, is_durable=False)
 
 
-def recent(ask: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
+def recent(
+    ask: Callable[[], Any], within_s: float | None = None
+) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
     """`ask` and `is_good` of `shared` for an answer that may change: [answer, when it was asked for]."""
-    return lambda: [ask(), time.time()], lambda said: 0 <= time.time() - said[1] < RECENT_S
+    most_s = RECENT_S if within_s is None else within_s
+    return lambda: [ask(), time.time()], lambda said: 0 <= time.time() - said[1] < most_s
 
 
 def forget(folder: Path, kind: str) -> None:
@@ -68,13 +73,17 @@ def forget(folder: Path, kind: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, said: Any) -> None:
+def write_answer(path: Path, said: Any) -> None:
+    """Write an answer, for this user alone."""
+    text = json.dumps(said).encode()
     path.touch(0o600)
-    path.write_text(json.dumps(said))
+    path.write_bytes(b"%08x " % zlib.crc32(text) + text)
 
 
-def _json_of(path: Path) -> Any:
+def read_answer(path: Path) -> Any:
+    """The answer in a file; None if it is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        crc, _, text = path.read_bytes().partition(b" ")
+        return json.loads(text) if int(crc, 16) == zlib.crc32(text) else None
     except (FileNotFoundError, ValueError):
         return None

@@ -1,8 +1,7 @@
 """The node's cache on disk: a folder for each object, a file for each block.
 
     blocks/<object>/<k>        block k: its bytes, then u32 crc32 of them; <k>+ if two shards read it
-    blocks/<object>/<a>-<b>    bytes a to b, peeked at before blocks are fetched; in the same form
-    blocks/<object>/<k>.part   a block or peek while a process fetches it, locked by that process
+    blocks/<object>/<k>.part   a block while a process fetches it, locked by that process
     jobs/<name>                a process's limit, locked while the process lives
     room                       bytes of all blocks and parts without sums, in decimal; locked on change
     limit                      the last limit
@@ -24,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import random
 import secrets
@@ -37,8 +37,6 @@ from typing import NamedTuple, Self
 from meshfeed.files.cache.cut import SHARED, Cut
 from meshfeed.files.local.lock import locked
 
-Piece = int | tuple[int, int]
-"""A block, or the range [begin, end) of a peek."""
 SUM_BYTES = 4
 """Of the checksum behind each block."""
 _PART = ".part"
@@ -46,6 +44,7 @@ _DEFAULT_LIMIT_BYTES = 64 << 30
 _SPARE = 32  # an eviction frees 1/32 of the limit more than it must, so that the next ones need no scan
 _SHARED = 3  # a third of the limit is for blocks that another shard will need
 _PAUSE_S = 0.001
+_SEEN_S = 1.0  # how long a limit that is not reached need not be read again
 
 
 class CacheFolder:
@@ -55,7 +54,7 @@ class CacheFolder:
 
     Attributes:
         path: of that part.
-        seen_limit_bytes: the limit at the last reservation, each of which reads it.
+        seen_limit_bytes: the limit as it was read last, at most a second before the last reservation.
         most_pinned_bytes: this process's share of a quarter of it.
     """
 
@@ -65,6 +64,7 @@ class CacheFolder:
         self._job: int | None = None
         self._limit_bytes: int | None = None
         self.seen_limit_bytes = self.most_pinned_bytes = _DEFAULT_LIMIT_BYTES
+        self._seen_at = -math.inf
         self._is_over = False
 
     def join(self, limit_bytes: int | None) -> None:
@@ -84,7 +84,7 @@ class CacheFolder:
                 self._limit_bytes = limit_bytes
                 os.pwrite(self._job, b"%d" % limit_bytes, 0)
             if is_new:
-                self._tidy()
+                self._evict(self._limit(), (), over_pins=False)  # and remove what killed processes left
 
     def limit_bytes(self) -> int:
         """The largest limit of the processes that use the folder, or else its last one."""
@@ -108,7 +108,9 @@ class CacheFolder:
         """
         num_bytes = sum(claim.num_bytes for claim in claims)
         with locked(self._room, create=False):
-            held, limit = self._held(), self._limit()
+            held, limit = self._held(), self.seen_limit_bytes
+            if held + num_bytes > limit or time.monotonic() - self._seen_at > _SEEN_S:
+                limit = self._limit()  # a look at every job
             if held + num_bytes > limit:
                 target = limit - num_bytes - limit // _SPARE
                 held = self._evict(target, keep, over_pins=False)
@@ -163,14 +165,6 @@ class CacheFolder:
 
     # -- under the lock -----------------------------------------------------------------------------------
 
-    def _tidy(self) -> None:
-        """Remove what killed processes left and, if no other process is there, what earlier jobs left."""
-        limit = self._limit()
-        if len(list(self._jobs.iterdir())) == 1:
-            for folder in self._blocks.iterdir():
-                _forget_peeks(folder)  # they may be damaged: storage has no checksums for them
-        self._evict(limit, (), over_pins=False)
-
     def _count(self, num_bytes: int) -> None:
         """Record the bytes held, in place: a file truncated first would stay empty on a full disk."""
         with self._room.open("r+b", buffering=0) as file:
@@ -199,7 +193,7 @@ class CacheFolder:
                 file.write(str(max(limits)))
                 file.truncate()
         limit = max(limits, default=known)
-        self.seen_limit_bytes = limit
+        self.seen_limit_bytes, self._seen_at = limit, time.monotonic()
         self.most_pinned_bytes = limit // (4 * max(num_jobs, 1))
         return limit
 
@@ -299,28 +293,17 @@ class CachedBlocks:
         self.edges = cut.edges
         self._is_checked = bytearray(self.edges.size - 1)
 
-    def bounds(self, block: Piece) -> tuple[int, int]:
-        """The bytes begin..end of the object in a block or peek."""
-        if isinstance(block, tuple):
-            return block
-        return int(self.edges[block]), int(self.edges[block + 1])
+    def num_bytes(self, block: int) -> int:
+        """Bytes of a block."""
+        return int(self.edges[block + 1] - self.edges[block])
 
-    def num_bytes(self, block: Piece) -> int:
-        """Bytes of a block or peek."""
-        begin, end = self.bounds(block)
-        return end - begin
+    def path(self, block: int) -> Path:
+        """The file of a block."""
+        return self.folder / self.cut.name(block)
 
-    def path(self, block: Piece) -> Path:
-        """The file of a block or peek."""
-        return self.folder / (f"{block[0]}-{block[1]}" if isinstance(block, tuple) else self.cut.name(block))
-
-    def forget_peeks(self) -> None:
-        """Remove all peeks."""
-        _forget_peeks(self.folder)
-
-    def touch(self, block: Piece) -> bool:
+    def touch(self, block: int) -> bool:
         """Mark a block as used; True if it exists and this process has checked it."""
-        if isinstance(block, tuple) or not self._is_checked[block]:
+        if not self._is_checked[block]:
             return False
         path = self.path(block)
         with contextlib.suppress(OSError):  # the disk may have become read-only; its blocks can still be read
@@ -330,7 +313,7 @@ class CachedBlocks:
         except FileNotFoundError:
             return False
 
-    def pin(self, block: Piece) -> int | None:
+    def pin(self, block: int) -> int | None:
         """An open file that keeps the block from eviction until it is closed; None if it is gone."""
         path = self.path(block)
         try:
@@ -344,7 +327,7 @@ class CachedBlocks:
         os.close(fd)
         return None
 
-    def claim(self, block: Piece, *, wait: bool) -> Claim | None:
+    def claim(self, block: int, *, wait: bool) -> Claim | None:
         """The right to fetch a block; None if it exists.
 
         wait: for another process that is fetching it; if False, None may also mean that one is.
@@ -367,10 +350,9 @@ class CachedBlocks:
         """Whether this process has checked the block, which therefore existed."""
         return bool(self._is_checked[block])
 
-    def published(self, block: Piece) -> None:
+    def published(self, block: int) -> None:
         """Note that this process has checked the block."""
-        if not isinstance(block, tuple):
-            self._is_checked[block] = 1
+        self._is_checked[block] = 1
 
     def _locked_part(self, part: Path, *, wait: bool) -> int | None:
         """The part, open and locked; None if another process has it. wait: until that process is done."""
@@ -391,26 +373,24 @@ class CachedBlocks:
             time.sleep(random.uniform(0, _PAUSE_S))  # others waited too, and only one can hold it
         return None
 
-    def _is_there(self, block: Piece) -> bool:
-        """Whether a block exists and its checksum is right."""
-        return self.touch(block) or self.read(block) is not None
-
-    def read(self, block: Piece) -> memoryview | None:
-        """A block, if it exists and its checksum is right. A wrong one is removed."""
+    def _is_there(self, block: int) -> bool:
+        """Whether a block exists and its checksum is right. A wrong one is removed."""
+        if self.touch(block):
+            return True
         path = self.path(block)
         try:
             file = path.open("rb", buffering=0)
         except FileNotFoundError:
-            return None
+            return False
         with file:
             data = memoryview(file.readall())
             body = data[:-SUM_BYTES]
             right = zlib.crc32(body).to_bytes(SUM_BYTES, "little") == bytes(data[-SUM_BYTES:])
             if len(body) != self.num_bytes(block) or not right:
                 self.cache.remove(path, file.fileno())
-                return None
+                return False
         self.published(block)
-        return body
+        return True
 
 
 def _by_use(found: Mapping[Path, os.stat_result], most_shared_bytes: int) -> list[Path]:
@@ -458,12 +438,6 @@ def _removed_if_free(part: Path) -> bool:
     except FileNotFoundError:
         pass
     return True
-
-
-def _forget_peeks(folder: Path) -> None:
-    for file in folder.glob("*-*"):
-        if file.suffix != _PART:
-            file.unlink(missing_ok=True)
 
 
 def _is_same(fd: int, path: Path) -> bool:

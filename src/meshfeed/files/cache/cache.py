@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshfeed.errors import CacheError
+from meshfeed.files.cache.once import DAY_S, sweep
 from meshfeed.files.cache.owned_folder import refuse_swappable
 from meshfeed.files.local.lock import locked
 from meshfeed.files.url import without_secrets
@@ -72,13 +73,15 @@ class Cache:
         return _below(self.path, f"u{os.getuid()}")
 
     def kept(self) -> Path:
-        """`kept_path`, created if missing. Raises CacheError."""
+        """`kept_path`, created if missing, less what nobody has used for a month. Raises CacheError."""
         self.make()
+        path = self.kept_path
         try:
-            self.kept_path.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise cache_error(self.kept_path, error) from error
-        return self.kept_path
+            raise cache_error(path, error) from error
+        sweep(path, "?" * 32 + "*", 30 * DAY_S)  # keys; other folders are of other kinds
+        return path
 
     @property
     def kept_path(self) -> Path:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +20,9 @@ from meshfeed.files.local.durable import sync
 from meshfeed.files.local.lock import locked
 
 T = TypeVar("T")
+
+DAY_S = 86_400.0
+_SWEEP_EVERY_S, _MARKED_S = 600.0, 3_600.0
 
 
 def once_per_node(
@@ -75,6 +80,30 @@ def once_per_node(
     if found is None:
         raise OSError(errno.EIO, "damaged as soon as it was written", str(entry))
     return found
+
+
+def sweep(folder: Path, pattern: str, unused_s: float) -> None:
+    """Remove, from time to time, entries that were not used for so long, and leftovers of killed processes.
+
+    pattern: of entries, and of what is named after one, as NAME.part is; locks stay. An entry was used at its
+    modification time. Who has it open or mapped keeps it.
+    """
+    with contextlib.suppress(OSError):
+        marker, now = folder / "swept", time.time()
+        if marker.exists() and now - marker.stat().st_mtime < _SWEEP_EVERY_S:
+            return
+        marker.touch(mode=0o600)
+        for path in folder.glob(pattern):
+            used = [each.stat().st_mtime for each in {path, path.with_suffix("")} if each.exists()]
+            if path.suffix != ".lock" and now - max(used, default=now) > unused_s:
+                _remove(path)
+
+
+def mark(entry: Path | int, used_s: float) -> None:
+    """Mark an entry, or its open file, as used, unless it was lately. used_s: its modification time."""
+    if time.time() - used_s > _MARKED_S:
+        with contextlib.suppress(OSError):  # a folder that can only be read
+            os.utime(entry)
 
 
 def _remove(path: Path) -> None:

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
+from meshfeed.errors import ChangedError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.cache.answers import forget, recent, shared
-from meshfeed.files.cache.blocks import CacheFolder, Piece
+from meshfeed.files.cache.blocks import CacheFolder
 from meshfeed.files.cache.cache import cache_error
 from meshfeed.files.cache.cut import I64
 from meshfeed.files.fetcher.objects import Address, Opened, StoredObject, sums_at
@@ -34,6 +34,7 @@ from meshfeed.files.url import is_hub
 
 _ANSWERERS = 32
 _ANSWERS = "answers"
+_PEEKED_S = 600.0  # how long a peek is reused: ranks that start together open the same files
 
 
 class FetcherServer:
@@ -49,7 +50,7 @@ class FetcherServer:
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
         # of its own: an answerer waits for what these do
-        self._glancers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-glance")
+        self._readers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-read")
 
     def serve(self) -> None:
         """Handle messages until the reader is gone."""
@@ -123,7 +124,7 @@ class FetcherServer:
         check_bytes = 1 if own_sums is None else own_sums.block_bytes
         return number, Opened(one.blocks.folder, one.blocks.cut, stat.tag, fingerprint, check_bytes)
 
-    def need(self, of: int, blocks: Sequence[int]) -> tuple[list[Piece], int]:
+    def need(self, of: int, blocks: Sequence[int]) -> tuple[list[int], int]:
         """Wait for blocks: (those now in the cache, bytes of the object fetched since the last answer)."""
         one = self._objects[of]
         return self._scheduler.need(one, blocks), self._scheduler.take_fetched_bytes(one)
@@ -137,18 +138,17 @@ class FetcherServer:
         return HubClient(address.root, address.options, cache / "hub").commit
 
     def peek(self, of: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Short ranges; storage is asked once for all processes of the node."""
+        """Short ranges; storage is asked once for all processes of the node that peek in these minutes."""
         one = self._objects[of]
-        spans = [(begin, min(end, one.stat.size_bytes)) for begin, end in ranges]
-        found = {span: one.blocks.read(span) for span in spans if span[0] < span[1]}
-        while missing := [span for span, data in found.items() if data is None]:
-            try:
-                self._scheduler.need(one, missing)
-            except CacheError:  # a peek is served even without space to keep it
-                found |= {span: one.read(*span) for span in missing}
-            else:
-                found |= {span: one.blocks.read(span) for span in missing}  # None if it was just evicted
-        return [bytes(found.get(span) or b"") for span in spans]
+        size, cache = one.stat.size_bytes, one.blocks.cache.path
+        spans = [(begin, max(min(end, size), begin)) for begin, end in ranges]
+
+        def ask() -> list[str]:
+            found = self._readers.map(one.read, *zip(*spans)) if spans else ()
+            return [base64.b64encode(data).decode() for data in found]
+
+        texts, _ = _shared(cache, "peek", one.address, f"{one.stat.tag} {spans}", *recent(ask, _PEEKED_S))
+        return [base64.b64decode(text) for text in texts]
 
     def glance(self, cache: Path, wanted: Sequence[tuple[Address, int]]) -> list[tuple[Stat, bytes]]:
         """Size and version of objects, and so many of their first bytes. Nothing of it is kept."""
@@ -157,7 +157,7 @@ class FetcherServer:
             stat, data = self._client(address, cache).glance(address.path, num_bytes)
             return stat, bytes(data)
 
-        return list(self._glancers.map(at, *zip(*wanted)))
+        return list(self._readers.map(at, *zip(*wanted)))
 
     def read(self, address: Address, cache: Path, ranges: Sequence[tuple[int, int]], tag: str) -> list[bytes]:
         """Ranges of a version of an object, of which nothing is kept."""
@@ -176,8 +176,8 @@ class FetcherServer:
         one.blocks.cache.trim()
 
     def look_again(self, one: StoredObject) -> None:
-        """Forget peeks."""
-        one.blocks.forget_peeks()
+        """Forget peeks: they may be wrong, since storage has no checksums for them."""
+        forget(one.blocks.cache.path / _ANSWERS, "peek")
 
     # -- below --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.blocks import CacheFolder, Claim, Piece, Summed
+from meshfeed.files.cache.blocks import CacheFolder, Claim, Summed
 from meshfeed.files.cache.cache import FULL, cache_error
 from meshfeed.files.fetcher.objects import RANGE_BYTES, StoredObject
 from meshfeed.files.fetcher.pace import Pace
@@ -33,7 +33,7 @@ _MOST_WHOLE_BYTES = 1 << 28
 _DISK_PATIENCE_S, _PAUSE_S = 10.0, 0.2
 _WASTE = 0.2  # share of the bytes fetched that were evicted before; above it, this is logged
 
-Block = tuple[StoredObject, Piece]
+Block = tuple[StoredObject, int]
 
 _log = logging.getLogger("meshfeed")
 
@@ -89,7 +89,9 @@ class Scheduler:
     """Fetches blocks into the cache with threads of its own, which end with the process."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)  # readers wait, and fetches of whole objects
+        self._idle = threading.Condition(self._lock)  # threads without work; who gets some wakes the next
         self._needs: list[_Need] = []
         self._urgent: deque[Block] = deque()
         self._wished: deque[Block] = deque()  # not fetched yet
@@ -108,9 +110,9 @@ class Scheduler:
     def start(self) -> None:
         """Start the threads."""
         for i in range(_THREADS):
-            threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True).start()
+            threading.Thread(target=self._run, name=f"meshfeed-fetch-{i}", daemon=True).start()
 
-    def need(self, one: StoredObject, blocks: Sequence[Piece]) -> list[Piece]:
+    def need(self, one: StoredObject, blocks: Sequence[int]) -> list[int]:
         """Wait for as many of the blocks as the cache may hold at a time, at least one, and return these.
 
         Raises a MeshfeedError if they cannot be fetched; OSError.
@@ -121,11 +123,11 @@ class Scheduler:
             return [*blocks]
         files = {one.blocks.path(block) for block in blocks}
         need = _Need({(one, block) for block in blocks}, files, set(missing))
-        with self._changed:
+        with self._lock:
             self._needs.append(need)
             self._urgent.extend(missing)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: need.error is not None or not need.missing or need.is_short)
+            self._idle.notify()
+            self._arrived.wait_for(lambda: need.error is not None or not need.missing or need.is_short)
             self._needs.remove(need)
         if need.error is not None:
             raise need.error
@@ -133,13 +135,13 @@ class Scheduler:
 
     def take_fetched_bytes(self, one: StoredObject) -> int:
         """Bytes of an object fetched since the last call."""
-        with self._changed:
+        with self._lock:
             num_bytes, one.bytes_fetched = one.bytes_fetched, 0
         return num_bytes
 
-    def wish(self, one: StoredObject, blocks: Sequence[Piece]) -> None:
+    def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
         """Announce blocks that will be needed, in this order."""
-        with self._changed:
+        with self._lock:
             for block in blocks:
                 if (one, block) in self._pins:
                     continue
@@ -148,28 +150,25 @@ class Scheduler:
                     self._pin((one, block))
                 else:
                     self._wished.append((one, block))
-            self._changed.notify_all()
+            self._idle.notify()
 
-    def release(self, one: StoredObject, blocks: Sequence[Piece] | None = None) -> None:
+    def release(self, one: StoredObject, blocks: Sequence[int] | None = None) -> None:
         """Drop wishes: of some blocks, or of the whole object."""
-        with self._changed:
+        with self._lock:
             if blocks is None:
                 blocks = [block for of, block in self._pins if of is one]
             for block in blocks:
                 self._unpin((one, block))
                 self._pins.pop((one, block), None)
             self._no_room_until = 0.0
-            self._changed.notify_all()
+            self._idle.notify()
 
-    def _fitting(self, one: StoredObject, blocks: Sequence[Piece]) -> Sequence[Piece]:
-        """The first blocks that together fit into this process's part of the cache, at least one; all peeks.
+    def _fitting(self, one: StoredObject, blocks: Sequence[int]) -> Sequence[int]:
+        """The first blocks that together fit into this process's part of the cache, at least one.
 
         Raises CacheError for a block that exceeds the cache.
         """
-        first, cache = blocks[0], one.blocks.cache
-        if isinstance(first, tuple):
-            return blocks
-        size = one.blocks.num_bytes(first)
+        cache, size = one.blocks.cache, one.blocks.num_bytes(blocks[0])
         if size > cache.seen_limit_bytes and size > (limit := cache.limit_bytes()):
             raise CacheError(
                 f"{one.address.url}: {size} bytes are fetched at one time, the cache {cache.path} is limited "
@@ -222,7 +221,7 @@ class Scheduler:
     def _run_from(self, first: Block, wanted: Callable[[Block], bool], most_bytes: int) -> list[Block]:
         one, number = first
         run, size = [first], one.blocks.num_bytes(number)
-        while isinstance(number, int) and wanted(after := (one, number + 1)) and after not in self._flying:
+        while wanted(after := (one, number + 1)) and after not in self._flying:
             number += 1
             size += one.blocks.num_bytes(number)
             if size > most_bytes:
@@ -232,11 +231,12 @@ class Scheduler:
 
     # -- the threads --------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while (found := self._next_run()) is None:
-                    self._changed.wait(_PAUSE_S if self._no_room_until or self._elsewhere else None)
+                    self._idle.wait(_PAUSE_S if self._no_room_until or self._elsewhere else None)
+                self._idle.notify()  # there may be more, which also waits for its time
                 run, urgent = found
                 self._flying.update(run)
                 in_flight = 0 if urgent else sum(one.blocks.num_bytes(block) for one, block in run)
@@ -251,13 +251,13 @@ class Scheduler:
                 error = known
             except BaseException as unknown:  # if the thread died, its readers would wait endlessly
                 error = StoreError(f"{run[0][0].address.url}: {type(unknown).__name__}: {unknown}")
-            with self._changed:
+            with self._lock:
                 self._pinned_bytes -= in_flight
                 self._ahead -= not urgent
                 self._no_room_until = 0.0 if has_room else time.monotonic() + _PAUSE_S
                 self._flying.difference_update(run)
                 self._note(run, present, error, has_room=has_room)
-                self._changed.notify_all()
+                self._arrived.notify_all()
 
     def _fetch_run(self, run: Sequence[Block], urgent: bool, present: set[Block]) -> bool:
         """Fetch the first blocks of a run, or wait for another process that does; False if there is no room.
@@ -294,17 +294,15 @@ class Scheduler:
             if claims:
                 one.blocks.cache.give_up(claims)
 
-    def _fetch(self, one: StoredObject, first: Piece, count: int) -> list[Summed]:
-        """`count` adjacent blocks, or a peek, which is neither checked nor counted."""
-        if isinstance(first, tuple):
-            return [Summed.of(one.read(*first))]
+    def _fetch(self, one: StoredObject, first: int, count: int) -> list[Summed]:
+        """`count` adjacent blocks."""
         began = time.monotonic()
         if one.content is not None:
             whole, fetched = self._fetch_whole(one, one.content)
             found = [whole]
         else:
             found, fetched = one.part(first, count)
-        with self._changed:
+        with self._lock:
             one.bytes_fetched += fetched
             if one.content is None:
                 self._pace.learn(fetched, time.monotonic() - began)
@@ -313,17 +311,17 @@ class Scheduler:
     def _fetch_whole(self, one: StoredObject, content: Content) -> tuple[Summed, int]:
         """As `StoredObject.whole`, once the limit of memory allows it; a single object may exceed that."""
         size = one.stat.size_bytes + one.blocks.cut.size_bytes
-        with self._changed:
-            self._changed.wait_for(
+        with self._lock:
+            self._arrived.wait_for(
                 lambda: not self._whole_bytes or self._whole_bytes + size <= _MOST_WHOLE_BYTES
             )
             self._whole_bytes += size
         try:
             return one.whole(content)
         finally:
-            with self._changed:
+            with self._lock:
                 self._whole_bytes -= size
-                self._changed.notify_all()
+                self._arrived.notify_all()
 
     def _claimed(self, block: Block, *, urgent: bool, is_first: bool) -> Claim | None:
         """The right to fetch a block; None if it exists or, unless urgent, another process fetches it."""
@@ -340,12 +338,12 @@ class Scheduler:
     def _publish(self, block: Block, claim: Claim, data: Summed, urgent: bool) -> None:
         one, number = block
         self._with_room(block, urgent, lambda: claim.publish(data))
-        is_again = isinstance(number, int) and one.blocks.is_checked(number)
+        is_again = one.blocks.is_checked(number)
         one.blocks.published(number)
-        with self._changed:
+        with self._lock:
             for need in self._needs:
                 need.missing.discard(block)
-            self._changed.notify_all()
+            self._arrived.notify_all()
             traffic = self._traffic.setdefault(one.blocks.cache, _Traffic())
             traffic.add(one.blocks.cache, claim.num_bytes, is_again=is_again)
 
@@ -355,8 +353,6 @@ class Scheduler:
         Raises _NoRoomError if that does not suffice for a block that is not urgent; CacheError; OSError.
         """
         one, number = block
-        # a peek does not need the cache, so it waits for no space
-        patience_s = 0.0 if isinstance(number, tuple) else _DISK_PATIENCE_S
         began, cache, size = time.monotonic(), one.blocks.cache, one.blocks.num_bytes(number)
         while True:
             try:
@@ -368,25 +364,25 @@ class Scheduler:
                 if not cache.free(size, self._kept(), over_pins=urgent):
                     if not urgent:
                         raise _NoRoomError from error
-                    if time.monotonic() - began > patience_s:
+                    if time.monotonic() - began > _DISK_PATIENCE_S:
                         raise cache_error(one.blocks.folder, error) from error
                     self._cut_short(block)
                     time.sleep(random.uniform(0, _PAUSE_S))  # other readers may soon release theirs
 
     def _cut_short(self, block: Block) -> None:
         """Return to the readers of a block what has arrived; that can then be evicted, and so can wishes."""
-        with self._changed:
+        with self._lock:
             cache = block[0].blocks.cache  # a pin is an open file, which would keep an inode
             self._wished.extendleft(
                 [each for each in reversed(self._pins) if each[0].blocks.cache is cache and self._unpin(each)]
             )
             for need in self._needs:
                 need.is_short |= block in need.missing and need.missing < need.blocks
-            self._changed.notify_all()
+            self._arrived.notify_all()
 
     def _kept(self) -> set[Path]:
         """The files of all blocks of needs: their readers wait for the missing ones among them."""
-        with self._changed:
+        with self._lock:
             return set[Path]().union(*(need.files for need in self._needs))
 
     def _note(
