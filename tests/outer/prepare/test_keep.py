@@ -186,6 +186,24 @@ def test_a_column_that_no_record_has_is_not_published(
     assert main([*words, "license", "--overwrite"]) == 0
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet", "c"])
+def test_the_limit_of_a_record_counts_what_is_kept(tmp_path: Path, name: str) -> None:
+    record, path = {"text": "<image>", "license": "y" * 900}, tmp_path / name
+    if name == "c":
+        with mosaic.imported(keep=()).MDSWriter(
+            out=str(path), columns={"text": "str", "license": "str", "image": "png"}
+        ) as made:
+            made.write({**record, "image": Image.new("RGB", (3, 2))})
+    elif name == "b.parquet":
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    else:
+        path.write_text(json.dumps(record))
+    how, encoding = {"engine": Here(), "keep": "license"}, captions(tmp_path) if name == "c" else BYTES
+    with pytest.raises(PrepareError, match=r"more than 900 bytes; .*--max-record-bytes"):
+        prepare([path], tmp_path / "out", encoding, max_record_bytes=900, **how)
+    prepare([path], tmp_path / "out", encoding, max_record_bytes=1200, **how)
+
+
 def test_a_column_of_nulls_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x", "year": null}\n')
     pq.write_table(pa.table({"text": ["y"], "year": pa.nulls(1)}), tmp_path / "b.parquet")

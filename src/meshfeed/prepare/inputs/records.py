@@ -266,13 +266,14 @@ def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> I
     with mds_of(url) as store:
         for number, i in enumerate(samples):
             record, value, reason = store.sample(i, names, images=False), None, None
+            kept = how.kept(record)
             try:
                 value = how.value(record, url)
-                if value.size_bytes > how.most_bytes:
+                if value.size_bytes + sum(map(len, kept)) > how.most_bytes:
                     raise StoreError(too_large(how.most_bytes))
             except StoreError as error:
                 value, reason = None, str(error)
-            yield Record(number, -1, value, value.size_bytes if value else 0, reason, how.kept(record))
+            yield Record(number, -1, value, value.size_bytes if value else 0, reason, kept)
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
@@ -374,19 +375,17 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
 def _of_row(
     number: int, record: Mapping[str, Any], num_bytes: int, how: Reading, where: str, url: str
 ) -> Record:
-    if isinstance(how.columns, Columns):
-        try:
-            value = how.columns.value(record)
-        except StoreError as error:
-            return Record(number, -1, None, num_bytes, reason_of(error))
-        if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
-            raise _too_long(where, how)
-        return Record(number, -1, value, num_bytes, kept=how.kept(record))
     try:
-        value = how.value(record, url)
-        return Record(number, -1, value, max(num_bytes, value.size_bytes), kept=how.kept(record))
+        value, kept = how.value(record, url), how.kept(record)
+        size = value.size_bytes if isinstance(value, Sample) else 0
+        if size and size + sum(map(len, kept)) > how.most_bytes:
+            raise StoreError(too_large(how.most_bytes))
     except StoreError as error:
         return Record(number, -1, None, num_bytes, reason_of(error))
+    told = len(cast(str, value)) if isinstance(value, str | list) else 0
+    if told + sum(map(len, kept)) > how.most_bytes:
+        raise _too_long(where, how)
+    return Record(number, -1, value, max(num_bytes, size), kept=kept)
 
 
 def _of_group(
