@@ -338,6 +338,33 @@ def test_an_object_that_is_replaced_after_a_glance(tmp_path: Path) -> None:
             file.read_into(np.empty(9, np.uint8), np.array([0]), np.array([9]))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_glance_at_an_object_that_was_replaced_while_the_node_knows_the_old_one(
+    tmp_path: Path, when: str
+) -> None:
+    """Its new version is read, and what the node knows of the old one is forgotten. when: against the glance."""
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    stored, cache = tmp_path / "served/data.bin", tmp_path / "cache"
+    stored.write_bytes(b"old")
+    with Nginx(tmp_path / "served") as own:
+        assert file_of(own.url, cache).size_bytes == 3
+        end_fetcher()
+        with file_of(own.url, cache) as file:
+            if when == "before":
+                stored.write_bytes(DATA_BYTES.tobytes())
+            CachedFile.glance([file], [1])
+            if when == "before":
+                out = np.empty(9, np.uint8)
+                file.read_into(out, np.array([5]), np.array([9]))
+                assert np.array_equal(out, DATA_BYTES[5:14])
+            else:
+                stored.write_bytes(DATA_BYTES.tobytes())
+                with pytest.raises(ChangedError, match="was replaced"):
+                    file.peek([(0, 3)])
+        assert file_of(own.url, cache).size_bytes == SIZE
+
+
 # -- restarts and deaths --------------------------------------------------------------------------------------
 
 

@@ -315,7 +315,8 @@ class CachedFile(ByteFile):
             return at
         cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
-        wanted = self._address, cache, self._content, sums, self._joints
+        glanced = None if self._glanced is None else self._glanced[0].tag
+        wanted = self._address, cache, self._content, sums, self._joints, glanced
         number, opened = one.ask("open", *wanted, what=self.url)
         if self._glanced is not None and self._glanced[0].tag != opened.tag:
             raise self._changed(self._glanced[0].tag, self._glanced[0].size_bytes, opened)

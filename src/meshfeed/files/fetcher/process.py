@@ -44,6 +44,7 @@ class FetcherServer:
         self._channel = channel
         self._scheduler = Scheduler()
         self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: a folder may be recreated
+        self._caches = set[Path]()
         self._objects: list[StoredObject] = []
         self._clients: dict[tuple[Any, ...], Client | HubClient] = {}
         self._of_files = LocalReader()
@@ -81,8 +82,7 @@ class FetcherServer:
         except MeshfeedError as known:
             error = known
             if isinstance(known, ChangedError):
-                for cache in {path for path, _ in self._folders}:
-                    forget(cache / _ANSWERS, "stat")
+                self._forget_stats()
         except OSError as of_disk:
             error = cache_error(Path("the cache folder"), of_disk)
         except BaseException as unknown:  # sent to the reader, which would otherwise wait endlessly
@@ -102,16 +102,21 @@ class FetcherServer:
         content: Content | None,
         sums: tuple[Address, int] | None,
         joints: tuple[I64, I64] | None,
+        glanced: str | None,
     ) -> tuple[int, Opened]:
         """Open an object; returns the number by which the reader will name it, and what it is.
 
         cache: path, limit_bytes and block_bytes. sums: the checksums of its store, and its index there.
-        joints: see `StoredObject.of`.
+        joints: see `StoredObject.of`. glanced: the version that the reader has seen, which is newer than what
+        the node knows.
         """
         path, limit_bytes, block_bytes = cache
         all_sums = None if sums is None else self._sums_of(sums[0], path)
         own_sums = None if all_sums is None or sums is None else all_sums.files[sums[1]]
         stat = self._stat(address, path)
+        if glanced not in (None, stat.tag):
+            self._forget_stats()
+            stat = self._stat(address, path)
         with self._lock:
             folder = self._folders.setdefault((path, path.stat().st_ino), CacheFolder(path))
             folder.join(limit_bytes)
@@ -185,6 +190,7 @@ class FetcherServer:
         hub = cache / "hub" if is_hub(address.root) else None
         key = address.root, hub, *sorted(address.options.items())
         with self._lock:
+            self._caches.add(cache)
             if key not in self._clients:
                 self._clients[key] = (
                     Client(address.root, address.options)
@@ -210,6 +216,13 @@ class FetcherServer:
             return [found.size_bytes, found.tag]
 
         return Stat(*_shared(cache, "stat", address, "", *recent(ask))[0])
+
+    def _forget_stats(self) -> None:
+        """Ask storage again for sizes and versions: an object was replaced."""
+        with self._lock:
+            caches = [*self._caches]
+        for cache in caches:
+            forget(cache / _ANSWERS, "stat")
 
     def _sums_of(self, address: Address, cache: Path) -> Sums:
         reader, stat = self._reader(address, cache), self._stat(address, cache)
