@@ -9,7 +9,7 @@ from typing import Any, cast
 import meshfeed.feed.run
 import meshfeed.metrics.recorder
 import meshfeed.sequence.decoding
-from meshfeed.feed.ahead import Prefetcher
+from meshfeed.feed.run import Prefetcher
 
 LEAP_S = 1000.0
 """How long each delay is by that clock."""

@@ -93,14 +93,15 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ["sequence/*.py", "parts/*.py"],
         [
             *_in("sequence", "multimodal_random table columns documents windows samples masked chat arena"),
-            *_in("sequence", "multimodal_rule encoder_balanced whisper multimodal_plans processors mrope"),
+            *_in("sequence", "multimodal_rule encoder_balanced multimodal_plans"),
+            *_in("outer/integrations", "mrope"),
             *_in("parts", "part_counts"),
             *_in("outer/cli", "trace"),
             *_in("", "arguments native packed device reused_memory"),
         ],
     ),
     "stepping": (
-        ["feed/stepping.py", "feed/ahead.py", "feed/batch.py"],
+        ["feed/stepping.py", "feed/batch.py"],
         _in(
             "",
             "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation roles layout "

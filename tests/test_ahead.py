@@ -14,7 +14,7 @@ import pytest
 import meshfeed as mf
 from corpus import write_corpus
 from meshfeed import amendments
-from meshfeed.feed.ahead import MOST_STEPS
+from meshfeed.feed.stepping import MOST_STEPS
 from meshfeed.store import StreamStore
 from soak import cases, some
 

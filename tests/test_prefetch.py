@@ -23,7 +23,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed
-from meshfeed.feed.ahead import Prefetcher
+from meshfeed.feed.run import Prefetcher
 from meshfeed.metrics.recorder import Span, StageClock, exposed_wait, work
 from soak import cases
 

@@ -1,10 +1,9 @@
 """The virtual dataloader: plan, read, deliver and build ahead on a thread, and hand steps to the loop.
 
 Read in this order: `feed` (the path of a sequence), `source` (what Feed and Exchange share), `run` (from
-producer to loop), `stepping` (step k for one rank), `ahead` (planning and producing ahead), `device` and
-`batch` (what the loop receives), `encoded` (encoder outputs between ranks), `options` and `launch`
-(arguments, and this process's rank). What changes while a job trains is in `changing`, with `amending` and
-`regrouping`.
+producer to loop), `stepping` (step k for one rank, planned ahead), `device` and `batch` (what the loop
+receives), `encoded` (encoder outputs between ranks), `options` and `launch` (arguments, and this process's
+rank). What changes while a job trains is in `changing`, with `amending` and `regrouping`.
 """
 
 from meshfeed.feed.feed import Feed

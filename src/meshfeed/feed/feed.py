@@ -29,14 +29,13 @@ from meshfeed.deliver import (
     tell,
 )
 from meshfeed.errors import OptionError, StateError
-from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.batch import Sources
 from meshfeed.feed.changing import ChangingSource
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import num_processes
 from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
-from meshfeed.feed.stepping import ranks_beside
+from meshfeed.feed.stepping import Ahead, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock

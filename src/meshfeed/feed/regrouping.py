@@ -7,7 +7,7 @@ that are told: torchft's manager knows when a step begins who takes part in it, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,9 +88,13 @@ def left_out(step: int, sources: tuple[str, ...], layout: Layout) -> Step:
         sum_sq=0,
         sources=sources,
         plan=plan_fixed(np.zeros(0, np.int64), dp=layout.dp, cp=layout.cp, micro_batch_size=1),
-        microbatches=Microbatches(each for each in list[Microbatch]()),
+        microbatches=Microbatches(_no_microbatches()),
         _costs=StepCosts(StepStats),
     )
+
+
+def _no_microbatches() -> Generator[Microbatch]:
+    yield from ()
 
 
 def agree(meeting: Meeting, ranks: Sequence[int], first: int | None, ledger: Ledger) -> tuple[int, Ledger]:

@@ -1,9 +1,17 @@
-"""Step k for one rank: draw, plan, portion. Pure except for the index; used by feed and simulate."""
+"""Step k for one rank: draw, plan, portion; and a rank's steps in a row, planned and announced ahead.
+
+`Stepping` is pure except for the index; feed and simulate use it. The order is known, so a remote store can
+fetch the data of later steps while a step is trained: `Ahead` announces them. Announced data that are not
+read yet are limited in bytes, and planned steps in number. The first step is returned before any other is
+planned; after that every portion read may allow one more.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -12,9 +20,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import OptionError, PlanError, RecipeError
+from meshfeed.errors import OptionError, PlanError, RecipeError, StoreError
 from meshfeed.layout import Coord, Layout
-from meshfeed.metrics import StepStats
+from meshfeed.metrics import StageClock, StepStats
 from meshfeed.order import (
     Draws,
     asked_at,
@@ -41,6 +49,9 @@ from meshfeed.sequence import Portion, SequenceRule, WholeStep, portions_of, rul
 from meshfeed.sequence.runs import places_among
 
 _TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: above that, the fixed cost of a read is negligible
+
+MOST_STEPS = 64
+"""The most steps planned ahead, however small they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +307,109 @@ class Stepping:
             needs=needs,
             step=step,
         )
+
+
+class Ahead:
+    """The steps of one rank from `start` on, with its portions of them; each is announced once, in order.
+
+    Call `have_read` after each portion: it plans and announces further steps.
+
+    Args:
+        stepping: computes the steps.
+        coord, served, needs: the rank's portions; see `Stepping.portions`.
+        reads: whether this rank reads. If not, nothing is announced.
+        clock: measures the stages "plan" and "read".
+        left_out: steps that are neither planned nor given.
+        amended: step -> what computes it from there on, where ranks may amend the recipe.
+        budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
+            announced ahead, and only one if no store `wants_ahead`.
+    """
+
+    def __init__(
+        self,
+        stepping: Stepping,
+        coord: Coord,
+        served: Sequence[int],
+        needs: frozenset[str],
+        start: int,
+        clock: StageClock,
+        *,
+        reads: bool,
+        budget_bytes: int,
+        left_out: frozenset[int] = frozenset(),
+        amended: Callable[[int], Stepping] | None = None,
+    ) -> None:
+        self._left_out, self._amended = left_out, amended
+        self._coord, self._served, self._clock = coord, served, clock
+        self._needs = needs
+        self._reads, self._budget_bytes = reads, budget_bytes
+        self._plan_by(stepping)
+        self._next: int | None = start
+        self._planned: deque[tuple[GlobalBatch, list[Portion]]] = deque()
+        self._unread: deque[int] = deque()  # bytes of each portion
+        self._unread_bytes = 0
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[GlobalBatch, list[Portion]]]:
+        self._plan()
+        while self._planned:
+            yield self._planned.popleft()
+            self._plan_more(besides=1)  # besides the next step: one is announced while it is read
+        if self._error is not None:
+            raise self._error
+
+    def have_read(self) -> None:
+        """The next portion has been read: plan another step if the budget allows."""
+        self._unread_bytes -= self._unread.popleft()
+        self._plan_more()
+
+    def _plan_by(self, stepping: Stepping) -> None:
+        """Plan further steps by this. An amendment may have added a remote store."""
+        self._stepping = stepping
+        self._is_remote = self._reads and any(store.wants_ahead for store in stepping.recipe.sources)
+
+    def _plan_more(self, besides: int = 0) -> None:
+        ahead, most = len(self._planned) - besides, MOST_STEPS if self._is_remote else 1
+        if ahead < 1 or (ahead < most and self._unread_bytes < self._budget_bytes):
+            self._plan()
+
+    def _plan(self) -> None:
+        """Plan and announce the next step; does nothing past the end of the stream."""
+        if self._next is None:
+            return
+        batch, portions = None, list[Portion]()
+        try:
+            with self._clock.stage("plan"):
+                self._next = self._first_given(self._next)
+                batch = self._stepping.global_batch(self._next)
+                if batch is not None:
+                    portions = self._stepping.portions(batch, self._coord, self._served, self._needs)
+        except Exception as error:  # raised after the earlier steps, which can be trained
+            batch, self._error = None, error
+        if batch is None:
+            self._next = None
+            return
+        rule, recipe = self._stepping.rule, self._stepping.recipe
+        if self._reads:
+            # Announcing is only advice: `load` meets the same error again and sends it to the peers.
+            with self._clock.stage("read"), contextlib.suppress(StoreError):
+                rule.announce(recipe, portions)
+        sizes = [rule.num_bytes(recipe, each) if self._is_remote else 0 for each in portions]
+        self._unread.extend(sizes)
+        self._unread_bytes += sum(sizes)
+        self._next += 1
+        self._planned.append((batch, portions))
+
+    def _first_given(self, step: int) -> int:
+        """The first step from this one on that is not left out, with the recipe amended up to it."""
+        while True:
+            if self._amended is not None and (latest := self._amended(step)) is not self._stepping:
+                self._plan_by(latest)
+            recipe = self._stepping.recipe
+            given = recipe.first_given(step) if recipe.amendments.skipped else step
+            if given == step and step not in self._left_out:
+                return step
+            step = max(given, step + 1)
 
 
 def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[int, tuple[int, ...]]:
