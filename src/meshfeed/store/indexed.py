@@ -415,30 +415,52 @@ class GuardedFile(LocalFile):
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
             return none
+        asked = np.unique(numbers_in(first, last - first + 1))
         # those around them, too: few large reads cost less than many small ones, and an epoch needs all
         group = min(max(_COMPARED_BYTES // sums.block_bytes, 1), _MOST_COMPARED)
-        first, last = first // group * group, np.minimum((last // group + 1) * group, seen.size) - 1
-        touched = np.unique(numbers_in(first, last - first + 1))
-        return touched[seen[touched] == 0]
+        groups = np.unique(asked[seen[asked] == 0] // group)
+        around = (groups[:, None] * group + np.arange(group)).ravel()
+        around = around[around < seen.size]
+        return around[seen[around] == 0]
 
     def _compare(self, guard: tuple[FileSums, Bytes], blocks: I64, begins: I64, ends: I64) -> None:
-        """Mark the blocks that are right. Raises ChecksumError for a wrong one in the ranges."""
+        """Mark the blocks that are right. Raises StoreError for another one in the ranges."""
         fd = self._opened().fd
         if self._guard is not guard:  # the file was written: its marks are others now
             return
         sums, seen = guard
         most = max(sums.block_bytes, _COMPARED_BYTES)
         buffer = np.empty(most, np.uint8)
-        is_wrong = np.zeros(blocks.size, np.bool_)
+        is_right = np.ones(blocks.size, np.bool_)
         for low, high in zip(*(each.tolist() for each in _bytes_of(sums, blocks))):
             for begin in range(low, high, most):
-                data = buffer[: min(high - begin, most)]
-                fill(fd, data, np.array([begin]), np.array([data.size]), None, self.url)
-                for first, end in sums.wrong(data.data, begin):
+                for first, end, error in self._faults(fd, sums, buffer[: min(high - begin, most)], begin):
                     if ((begins < end) & (ends > first)).any():
-                        raise wrong_block(self.url, first, end)
-                    is_wrong |= blocks == first // sums.block_bytes
-        seen[blocks[~is_wrong]] = 1
+                        raise error
+                    is_right &= blocks != first // sums.block_bytes
+        seen[blocks[is_right]] = 1
+
+    def _faults(
+        self, fd: int, sums: FileSums, out: Bytes, begin: int
+    ) -> Iterator[tuple[int, int, StoreError]]:
+        """Read some blocks: (first byte, end, error) of each that is wrong or cannot be read.
+
+        out: for their bytes, from byte `begin` of the file on. Raises ChangedError.
+        """
+        try:
+            fill(fd, out, np.array([begin]), np.array([out.size]), None, self.url)
+        except ChangedError:
+            raise
+        except StoreError as error:  # such as a sector that the disk cannot read
+            size = sums.block_bytes
+            if out.size <= size:
+                yield begin, begin + out.size, error
+                return
+            for at in range(0, out.size, size):
+                yield from self._faults(fd, sums, out[at : at + size], begin + at)
+            return
+        for first, end in sums.wrong(out.data, begin):
+            yield first, end, wrong_block(self.url, first, end)
 
 
 def _bytes_of(sums: FileSums, blocks: I64) -> tuple[I64, I64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.local import file as local
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
 from meshfeed.store.checksums import checksums_beside
 from meshfeed.store.node_index import NodeIndex
@@ -335,6 +337,37 @@ def test_a_damaged_block_does_not_fail_a_read_of_those_around_it(tmp_path: Path)
             assert store.read_stream(np.array([0]), np.array([2 * BLOCK // 2])).size == BLOCK
             with pytest.raises(ChecksumError, match=rf"c\.bin: bytes {3 * BLOCK}\.\."):
                 store.read_stream(np.array([3 * BLOCK // 2]), np.array([3 * BLOCK // 2 + 9]))
+
+
+def test_a_damaged_block_is_compared_once_for_those_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its bytes are wrong, or the disk cannot read them."""
+    prefix, bad, preadv, reads = write(tmp_path / "c", documents=300), 3 * BLOCK, os.preadv, list[int]()
+    mf.open(prefix)
+    overwrite(f"{prefix}.bin", bad + 1)
+    sector = 9 * BLOCK + 512
+
+    def failing(fd: int, buffers: tuple[memoryview], at: int) -> int:
+        reads.append(at)
+        if at < sector + 512 and at + len(buffers[0]) > sector:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, at)
+
+    monkeypatch.setattr(local, "_read_ranges", None)
+    monkeypatch.setattr(os, "preadv", failing)
+    with mf.open(prefix) as store:
+        for begin, end in ((0, 3), (4, 9), (10, 16)):
+            assert store.read_stream(np.array([begin * BLOCK // 2]), np.array([end * BLOCK // 2])).size
+        del reads[:]
+        for begin, end in ((0, 3), (4, 9), (10, 16)):
+            store.read_stream(np.array([begin * BLOCK // 2]), np.array([end * BLOCK // 2]))
+        assert reads == [0, 4 * BLOCK, 10 * BLOCK]
+        for _ in range(2):
+            with pytest.raises(ChecksumError, match=rf"c\.bin: bytes {bad}\.\."):
+                store.read_stream(np.array([bad // 2]), np.array([bad // 2 + 9]))
+            with pytest.raises(StoreError, match=rf"c\.bin: byte {9 * BLOCK}: Input/output error"):
+                store.read_stream(np.array([9 * BLOCK // 2]), np.array([9 * BLOCK // 2 + 9]))
 
 
 def test_a_pair_beside_an_old_sums_is_not_read(tmp_path: Path) -> None:
