@@ -115,6 +115,23 @@ def test_page_locked_memory_is_kept_until_its_copies_are_done(on_cuda: OnCuda) -
     assert [each() is not None for each in held] == [False, False, True, True], "a stream works in order"
 
 
+def test_a_capture_on_another_thread_goes_on(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph's capture fails if a thread allocates or copies meanwhile, unless its mode says otherwise."""
+    now, when_recorded = [0], list[int]()
+
+    def exchange(mode: Any) -> int:
+        mode._obj.value, now[0] = now[0], mode._obj.value
+        return 0
+
+    monkeypatch.setattr("meshfeed.feed.device._exchange_of_mode", lambda: exchange)
+    monkeypatch.setattr(Event, "record", lambda self, stream: when_recorded.append(now[0]))
+    on_cuda.place([{"tokens": np.arange(4)}])
+    assert (when_recorded, now) == ([1], [0]), "of this thread's own captures alone, as long as it copies"
+    with pytest.raises(TypeError):
+        on_cuda.place([{"tokens": np.array(["no number"])}])
+    assert now == [0]
+
+
 def taken(feed: mf.Feed, steps: int) -> list[Any]:
     """The microbatches of some steps."""
     with feed:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -22,6 +25,7 @@ _MOST_KEPT = 128
 _LARGE_BITS = 22  # above 4 MiB
 _MOST_FIELDS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
+_ONLY_OWN_CAPTURES = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's
 
 Built = Sequence[Arrays] | Sequence[Fields] | FieldTable
@@ -146,7 +150,8 @@ class OnCuda:
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Page-locked."""
-        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
+        with _beside_captures():
+            return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
     def fill(self, table: FieldTable) -> Built:
         """The table: the device expands it."""
@@ -160,16 +165,16 @@ class OnCuda:
             staged[-1][...] = array
             return torch.from_numpy(staged[-1]).to(self._device, non_blocking=True)
 
-        with torch.cuda.stream(self._stream):
+        with _beside_captures(), torch.cuda.stream(self._stream):
             if isinstance(built, FieldTable):
                 fields = _together(widened(built, stage), built.ready, self._device)
             else:
                 fields = [_tensors(cast(Arrays, each), self._device) for each in built]
             done = torch.cuda.Event()
             done.record(self._stream)
-        while self._in_flight and self._in_flight[0][0].query():
-            self._in_flight.popleft()
-        self._in_flight.append((done, staged))
+            while self._in_flight and self._in_flight[0][0].query():
+                self._in_flight.popleft()
+            self._in_flight.append((done, staged))
         return fields, done
 
     def receive(self, microbatch: Microbatch, ticket: Any) -> None:
@@ -185,6 +190,34 @@ class OnCuda:
         """Page-locked memory that is freed under a copy could be filled again before it is read."""
         self._stream.synchronize()
         self._in_flight.clear()
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Generator[None]:
+    """Let this thread allocate and copy while another one captures a CUDA graph.
+
+    A capture forbids that to all threads, and fails, unless it says otherwise or they do. Here it is safe:
+    the stream is our own.
+    """
+    exchange = _exchange_of_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_ONLY_OWN_CAPTURES)
+    exchange(ctypes.byref(mode))  # which has the mode before, now
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange_of_mode() -> Callable[..., int] | None:
+    """The driver's function that sets how a thread minds captures; None without NVIDIA's driver."""
+    try:
+        return ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
 
 
 def built_by(
