@@ -30,3 +30,9 @@ def test_every_package_has_its_tests() -> None:
     packages = {each.parent.name for each in SOURCE.glob("*/__init__.py")} - NO_ROW
     named = {name for row in ROWS for name in re.findall(r"`(\w+)/`", row.split("|")[1])}
     assert named == packages
+
+
+def test_every_module_beside_the_packages_has_its_tests() -> None:
+    modules = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
+    named = {name for row in ROWS for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
+    assert named == modules
