@@ -22,8 +22,8 @@ from meshfeed.errors import OptionError, StoreError
 from meshfeed.files.local import file as local
 from meshfeed.order import interleave, permutation
 from meshfeed.order.interleave import BLOCK
-from meshfeed.plan import CostModel, place, plan_step, reach
-from meshfeed.plan.encoders import swap
+from meshfeed.plan import CostModel, fill, plan_step
+from meshfeed.plan.encoders import even_out
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
 from services.needs import needs_compiled
@@ -192,9 +192,9 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
     encoder_work = [None, work][rng.integers(2)]
     compiled = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swap, "_swap", None)
-        patch.setattr(reach, "_complete", None)
-        patch.setattr(place, "_place", None)
+        patch.setattr(even_out, "_swap", None)
+        patch.setattr(fill, "_complete", None)
+        patch.setattr(fill, "_place", None)
         plain = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     for name in ("microbatch", "first_rank", "cp_size"):
         assert np.array_equal(getattr(compiled, name), getattr(plain, name)), (name, packing)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning import some_parts
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import Packing, encoders, place, plan_encoder, plan_step
+from meshfeed.plan import Packing, encoders, fill, plan_encoder, plan_step
 from services.needs import needs_compiled
 from soak import cases
 
@@ -91,10 +91,10 @@ def test_a_step_without_parts() -> None:
 def test_the_compiled_loop_takes_the_same_rank(seed: int, num_parts: int, ranks: int) -> None:
     needs_compiled()
     work = np.random.default_rng(seed).choice([0.0, 1, 1, 2.5, 7], num_parts)
-    compiled = place.longest_first(work, ranks)
+    compiled = fill.longest_first(work, ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "_place", None)
-        np.testing.assert_array_equal(place.longest_first(work, ranks), compiled)
+        patch.setattr(fill, "_place", None)
+        np.testing.assert_array_equal(fill.longest_first(work, ranks), compiled)
 
 
 @pytest.mark.parametrize(

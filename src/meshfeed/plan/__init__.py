@@ -1,9 +1,9 @@
 """Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure.
 
 Read it in this order: `types` (what a plan is, and what a rank gets of it), `packing` (what a user chooses,
-and what it costs), `step` (the entry points, and how many microbatches a step has). Its other stages:
-`problem` (the rows and the room of a step), `place` with `reach` (which sequences share a group, on which
-ranks). Besides: `encoders/` (balance for encoders, too; who encodes what, and who gets it); `account` (how
+and what it costs), `step` (the entry points, how many microbatches a step has, and the ranks of its packs).
+Its other stages: `problem` (the rows and the room of a step) and `fill` (which sequences share a group).
+Besides: `encoders/` (balance for encoders, too; who encodes what, and who gets it); `account` (how
 good a plan is).
 """
 

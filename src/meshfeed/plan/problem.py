@@ -1,4 +1,4 @@
-"""The input of the planner: rows of a batch, the room of its ranks, and the cost of each sequence there."""
+"""The rows of a batch, the room of its ranks and the costs there; groups of sequences, and their places."""
 
 from __future__ import annotations
 
@@ -227,3 +227,18 @@ class Microbatch:
     def top(self) -> float:
         """The largest load."""
         return float(self.loads.max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the sequences of a step go.
+
+    Attributes:
+        microbatch, first_rank, cp_size: as in `StepPlan`; int32 [n].
+        num_microbatches: some of the last ones may be empty.
+    """
+
+    microbatch: IntArray
+    first_rank: IntArray
+    cp_size: IntArray
+    num_microbatches: int

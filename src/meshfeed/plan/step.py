@@ -1,10 +1,12 @@
-"""The planner's entry points, and how many microbatches a step has.
+"""The planner's entry points, how many microbatches a step has, and which ranks its packs get.
 
 `plan_step` takes the number with the shortest step, filled with equal work on every rank. More microbatches
 cost their overhead. Fewer are harder to balance if ranks are full of tokens, and lengthen the bubble of a
 pipeline. The step time of a number is predicted without filling it. A bound on it costs nothing; a prediction
 follows how the filler gives each microbatch an equal share of the tokens, the longest sequences first, and
 more beside a sequence that exceeds it. The prediction is nearly always met, so mostly one number is filled.
+
+The policy in_order balances nothing: it fills packs in the order of the stream.
 """
 
 from __future__ import annotations
@@ -20,11 +22,10 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.account import least_pile
-from meshfeed.plan.encoders.even_out import even_out
-from meshfeed.plan.encoders.swap import MOST_COSTS
+from meshfeed.plan.encoders.even_out import MOST_COSTS, even_out
+from meshfeed.plan.fill import Filled, deal, fill_step
 from meshfeed.plan.packing import Packing, asked_microbatches, shape_of, step_time
-from meshfeed.plan.place import Placement, deal, fill_step, in_order, placement_of
-from meshfeed.plan.problem import Room, Sequences, narrowest_holding, room_of, rows_of
+from meshfeed.plan.problem import Microbatch, Placement, Room, Sequences, narrowest_holding, room_of, rows_of
 from meshfeed.plan.types import Align, CpSplit, FloatArray, LongArray, StepPlan, is_count
 
 MOST_MISSES = 1
@@ -437,3 +438,109 @@ class Candidates:
         if count not in self._predicted:
             self._promised[count] = self._forecast.predicted(count)
             self._predicted.add(count)
+
+
+# -- the ranks of packs --------------------------------------------------------------------------------------
+
+
+def in_order(lengths: LongArray, packing: Packing, room: Room, *, quantum: int) -> Placement:
+    """`next_fit` on cp groups of the layout's size.
+
+    lengths: each from 1 to room.longest; int64 [n], n >= 0. quantum: the number of microbatches is a multiple
+    of it.
+    """
+    cp, per_microbatch = room.sizes[0], room.num_ranks // room.sizes[0]
+    pack, num_packs = next_fit(
+        room.align.padded(lengths, cp),
+        limit=room.limits[0],
+        max_sequences=room.max_sequences,
+        multiple=per_microbatch * quantum,
+    )
+    needed = max(asked_microbatches(packing), -(-num_packs // per_microbatch))
+    return Placement(
+        microbatch=(pack // per_microbatch).astype(np.int32),
+        first_rank=(pack % per_microbatch * cp).astype(np.int32),
+        cp_size=np.full(lengths.size, cp, np.int32),
+        num_microbatches=-(-needed // quantum) * quantum,
+    )
+
+
+def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int) -> tuple[LongArray, int]:
+    """Next-fit packs in stream order, then packs split from the tail until there are a multiple of
+    `multiple`.
+
+    padded: tokens of each sequence, each from 1 to limit; int64 [n]. limit, max_sequences: what a pack holds,
+    in tokens and in sequences.
+    Returns the pack of each sequence, int64 [n], and the number of packs. The rule is that of Megatron-core's
+    dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at
+    the end. If nothing can be split any more (Megatron-core asserts), the number of packs is no multiple.
+    """
+    ends = np.cumsum(padded)
+    starts: list[int] = []
+    place = 0
+    while place < padded.size:
+        starts.append(place)
+        full = int(np.searchsorted(ends, (ends[place - 1] if place else 0) + limit, side="right"))
+        place = min(full, place + max_sequences)
+    num_packs = len(starts)
+    pack = np.searchsorted(np.array(starts), np.arange(padded.size), side="right") - 1
+    # all but the first sequence of each pack can be split off: last pack first, last sequence first
+    movable = np.ones(padded.size, bool)
+    movable[starts] = False
+    moved = np.flatnonzero(movable)[::-1][: -num_packs % multiple]
+    pack[moved] = num_packs + np.arange(moved.size)
+    return pack, num_packs + moved.size
+
+
+def placement_of(
+    filled: Filled, num_microbatches: int, num_ranks: int, order: LongArray, *, exchange: bool
+) -> tuple[Placement, FloatArray]:
+    """Ranks for the groups, and the work of each rank: float64 [num_microbatches, num_ranks].
+
+    order: the sequence of each member of a microbatch; int64 [n]. exchange: see `first_ranks_of`.
+    """
+    microbatch, first_rank, cp_size = np.zeros((3, order.size), np.int32)
+    loads = np.zeros((num_microbatches, num_ranks))
+    first_ranks = first_ranks_of(filled.microbatches, num_ranks, exchange=exchange)
+    for m, (one, first) in enumerate(zip(filled.microbatches, first_ranks)):
+        members = order[one.members]
+        microbatch[members] = m
+        first_rank[members] = first[one.group]
+        cp_size[members] = one.group_sizes[one.group]
+        loads[m] = loads_by_rank(one, first, num_ranks)
+    return Placement(microbatch, first_rank, cp_size, num_microbatches), loads
+
+
+def loads_by_rank(one: Microbatch, first_rank: LongArray, num_ranks: int) -> FloatArray:
+    """Work of each rank in a microbatch; float64 [num_ranks]."""
+    loads = np.zeros(num_ranks)
+    for first, size, load in zip(first_rank.tolist(), one.group_sizes.tolist(), one.loads.tolist()):
+        loads[first : first + size] = load
+    return loads
+
+
+def first_ranks_of(microbatches: list[Microbatch], num_ranks: int, *, exchange: bool) -> list[LongArray]:
+    """The first rank of every group of every microbatch; int64 [num_groups] each.
+
+    Groups are side by side, the widest first. exchange: groups of one size change places so that the work of
+    ranks in all microbatches together is even: the heaviest group goes to the ranks with the least so far.
+    """
+    done = np.zeros(num_ranks)
+    first_ranks: list[LongArray] = []
+    for microbatch in microbatches:
+        sizes = microbatch.group_sizes
+        first = np.cumsum(sizes) - sizes
+        if exchange:
+            free = np.ones(num_ranks, bool)
+            for size in np.unique(sizes)[::-1].tolist():
+                own = np.flatnonzero(sizes == size)
+                end = num_ranks // size * size
+                open_ranges = np.flatnonzero(free[:end].reshape(-1, size).all(axis=1))
+                so_far = done[:end].reshape(-1, size).max(axis=1)[open_ranges]
+                least_done = open_ranges[np.argsort(so_far, kind="stable")[: own.size]]
+                heaviest = own[np.argsort(-microbatch.loads[own], kind="stable")]
+                first[heaviest] = least_done * size
+                free[:end].reshape(-1, size)[least_done] = False
+            done += loads_by_rank(microbatch, first, num_ranks)
+        first_ranks.append(first)
+    return first_ranks

@@ -1,6 +1,6 @@
 """Encoders of images, audio and video: packs that are even for them too, who encodes what, and who gets it.
 
-`even_out` with `swap` balances the packs; `assign` gives each part a rank, and says where outputs go.
+`even_out` balances the packs; `assign` gives each part a rank, and says where outputs go.
 """
 
 from meshfeed.plan.encoders.assign import (

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbers_in
 from meshfeed.plan.account import least_pile
-from meshfeed.plan.place import longest_first
+from meshfeed.plan.fill import longest_first
 from meshfeed.plan.types import FloatArray, IntArray, LongArray, StepPlan
 
 Encoder = Literal["with sample", "balanced"]
