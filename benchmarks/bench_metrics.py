@@ -38,8 +38,8 @@ from meshfeed.metrics import (
     StageClock,
     StepCosts,
     StepStats,
-    Telemetry,
 )
+from meshfeed.sinks import Telemetry
 from meshfeed.store import IndexedWriter
 
 MICROBATCHES = 8

@@ -112,7 +112,7 @@ def train(rank: int, port: int, layout: str, first: int, last: int, folder: str,
 
 def picture_watch(log: Path, path: Path) -> None:
     """What `meshfeed watch` shows as the last step is handed over."""
-    history = mf.metrics.read_run(log)
+    history = mf.report.read_run(log)
     now = max(float(rank.time[-1]) for rank in history.ranks.values())
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(picture_of(frame_of(history, now), Path("runs/7"), 20))

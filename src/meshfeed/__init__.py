@@ -189,7 +189,10 @@ _ON_FIRST_USE = {
 }
 """Name -> module of what imports torch. The planner and the rest of the core need NumPy alone."""
 
-_PACKAGES = {"deliver", "exchange", "feed", "files", "formats", "metrics", "processors", "sequence", "store"}
+_PACKAGES = {
+    *("deliver", "exchange", "feed", "files", "metrics", "sequence", "store"),
+    *("formats", "processors", "report", "sinks"),  # of the outer circle
+}
 """Packages that `import meshfeed` offers as attributes, imported on first use too."""
 
 importlib.import_module("meshfeed.forks")  # it must know of every fork from here on

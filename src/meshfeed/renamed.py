@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -88,14 +88,15 @@ def moved_settings(objects: Iterable[object]) -> dict[str, Any]:
     return found
 
 
-def moved_names(old: str, new: str, names: Iterable[str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that still gives names which another one has now, and warns.
+def moved_names(old: str, names_of_new: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that still gives names which others have now, and warns.
 
-    old, new: the packages. The new one is imported when a name is asked for.
+    old: the package. names_of_new: another -> its names; imported when one is asked for.
     """
+    new_of_name = {name: new for new, names in names_of_new.items() for name in names}
 
     def found(name: str) -> Any:
-        if name not in names:
+        if (new := new_of_name.get(name)) is None:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
         _warn(f"{old}.{name} is {new}.{name} now; meshfeed 0.5 refuses the old name")
         return getattr(importlib.import_module(new), name)

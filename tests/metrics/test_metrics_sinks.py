@@ -19,7 +19,8 @@ import meshfeed as mf
 import meshfeed.metrics.background as background
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import ProfilerRanges, RunLog, RunStart, Sink, StepRecord, read_run
+from logged import steps_of
+from meshfeed.metrics import ProfilerRanges, RunLog, RunStart, Sink, StepRecord
 
 PATIENCE_S = 600.0
 
@@ -190,8 +191,7 @@ def test_what_a_full_disk_refused_is_written_once_there_is_room(
             assert next(loop).stats.metrics_lost >= 4
         rounds.await_lost(0, 0)
         assert next(loop).stats.metrics_lost == 0
-    rank = read_run(tmp_path / "run").ranks[0]
-    assert rank.step.tolist() == list(range(9))
+    assert steps_of(tmp_path / "run") == list(range(9))
 
 
 @contextlib.contextmanager
@@ -228,8 +228,7 @@ def test_a_folder_that_vanishes_is_waited_for(corpus: str, tmp_path: Path) -> No
         (tmp_path / "run").mkdir()
         log.await_outcome(True)
         assert next(loop).index == 6
-    rank = read_run(tmp_path / "run").ranks[0]
-    assert rank.step.tolist()[-4:] == [3, 4, 5, 6] and rank.start.tolist()[-1] == 0
+    assert steps_of(tmp_path / "run")[-4:] == [3, 4, 5, 6]
 
 
 def test_what_was_not_written_is_an_error_when_all_is_closed(corpus: str, tmp_path: Path) -> None:
@@ -308,7 +307,7 @@ def test_a_fork_leaves_the_sinks_to_its_parent(corpus: str, tmp_path: Path) -> N
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         next(iter(feed))
-    assert read_run(tmp_path).ranks[0].step.tolist() == [0, 1]
+    assert steps_of(tmp_path) == [0, 1]
 
 
 # -- torch's profiler ------------------------------------------------------------------------------
@@ -329,29 +328,3 @@ def test_stages_are_ranges_in_a_trace(corpus: str, prefetch: int) -> None:
     assert len(ranges["meshfeed.wait"]) >= 4 * 3 - 1, "start, microbatches and end of each step"
     threads = {stage: {event.thread for event in ranges[f"meshfeed.{stage}"]} for stage in ("wait", "read")}
     assert (threads["wait"] == threads["read"]) == (prefetch == 0)
-
-
-# -- an exchange -----------------------------------------------------------------------------------
-
-
-def slow_puller(rank: int, folder: str) -> None:
-    def items() -> Iterator[dict[str, Any]]:
-        for number in range(6):
-            if rank == 1 and number >= 3:
-                threading.Event().wait(0.5)
-            yield {"tokens": torch.arange(10 + number)}
-
-    layout, packing = mf.Layout.parse("dp2"), mf.Packing(capacity=64)
-    with mf.Exchange(items(), layout, packing=packing, timeout_s=600, metrics=RunLog(folder)) as steps:
-        for step in steps:
-            list(step.microbatches)
-
-
-def test_a_slow_iterator_shows_as_read_with_it_and_as_exchange_with_its_peers(tmp_path: Path) -> None:
-    world.run(slow_puller, 2, str(tmp_path))
-    history = read_run(tmp_path)
-    (read, exchange), quick, slow = map(history.stages.index, ("read", "exchange")), *history.ranks.values()
-    assert quick.step.tolist() == slow.step.tolist() == list(range(6))
-    assert (slow.work[3:, read] > 0.4).all() and quick.work[3:, read].min() < 0.25
-    assert quick.wait[3:, exchange].max() > 0.25 and history.starts[0].fingerprint is None
-    assert not any("padding" in str(number) for number in quick.padding) and (quick.padding >= 0).all()

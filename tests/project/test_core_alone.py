@@ -22,7 +22,7 @@ import world
 from soak import SOAK
 
 SOURCE, TESTS = Path(meshfeed.__file__).parent, Path(__file__).parents[1]
-OUTER = ("cli", "formats", "integrations", "prepare", "processors", "report", "__main__.py")
+OUTER = ("cli", "formats", "integrations", "prepare", "processors", "report", "sinks", "__main__.py")
 LAID_OUT = ("outer", "project")
 """Folders of tests that are not of the core alone."""
 INSTALLED = ("numpy", "torch", "pytest", "pytest-timeout", "hypothesis")

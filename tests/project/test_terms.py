@@ -11,7 +11,7 @@ import pytest
 import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
-OUTER = {"cli", "formats", "integrations", "prepare", "processors", "report"}
+OUTER = {"cli", "formats", "integrations", "prepare", "processors", "report", "sinks"}
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "design.md").read_text()
 SECTION = PAGE.partition("## Terms\n")[2].partition("\n## ")[0]

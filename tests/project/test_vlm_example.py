@@ -40,7 +40,7 @@ def losses(out: Path, name: str) -> list[float]:
 
 def decoded(out: Path, name: str) -> np.ndarray:
     """Images that all ranks together decoded for each step."""
-    ranks = mf.metrics.read_run(out / f"run-{name}").ranks.values()
+    ranks = mf.report.read_run(out / f"run-{name}").ranks.values()
     return np.nansum([rank.decoded.parts for rank in ranks if rank.decoded is not None], axis=0)
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.metrics import FOLLOWS, MixtureHistory, RunHistory, Start
+from meshfeed.metrics import FOLLOWS
+from meshfeed.report import MixtureHistory, RunHistory, Start
 from meshfeed.report.history.decoding import LIMITS, STAGE, RankDecoding, decoded_in
 
 Does = Literal["waits", "works"]

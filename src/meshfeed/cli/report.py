@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshfeed.cli.command import OK, print_json, say, write_text
 from meshfeed.cli.options import Command, argument, option
-from meshfeed.metrics import read_run
+from meshfeed.report import read_run
 from meshfeed.report.history.page import page
 from meshfeed.report.history.summary import summary_of
 from meshfeed.report.history.waits import waits_of

@@ -16,7 +16,7 @@ from rich.text import Text
 from meshfeed.cli.command import OK, WRONG, Console, Table, print_json
 from meshfeed.cli.frame import Frame, Standing, Straggler, frame_of
 from meshfeed.cli.options import Command, argument, option
-from meshfeed.metrics import RunReader
+from meshfeed.report import RunReader
 from meshfeed.report.history.decoding import STAGE, advice, limit_words
 from meshfeed.report.words import counted, duration
 

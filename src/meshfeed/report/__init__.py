@@ -1,1 +1,24 @@
-"""Pages about plans, runs and documents: data in, one self-contained page out."""
+"""Pages about plans, runs and documents: data in, one self-contained page out.
+
+`reader` reads a run log; `history` makes a page of it.
+"""
+
+from meshfeed.report.reader import (
+    DecodeHistory,
+    MixtureHistory,
+    RankHistory,
+    RunHistory,
+    RunReader,
+    Start,
+    read_run,
+)
+
+__all__ = [
+    "DecodeHistory",
+    "MixtureHistory",
+    "RankHistory",
+    "RunHistory",
+    "RunReader",
+    "Start",
+    "read_run",
+]

@@ -46,14 +46,15 @@ __all__ = [
 
 __getattr__ = moved_names(
     __name__,
-    "meshfeed.processors",
-    (
-        "AnyResPixels",
-        "FixedPixels",
-        "ImageProcessor",
-        "NativePatches",
-        "TiledPixels",
-        "WhisperFeatures",
-        "rgb_image",
-    ),
+    {
+        "meshfeed.processors": (
+            "AnyResPixels",
+            "FixedPixels",
+            "ImageProcessor",
+            "NativePatches",
+            "TiledPixels",
+            "WhisperFeatures",
+            "rgb_image",
+        )
+    },
 )

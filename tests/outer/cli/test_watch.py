@@ -28,16 +28,8 @@ from delays import LEAP_S, delayed
 from meshfeed.cli.frame import Frame, frame_of, shares_of, straggler_of
 from meshfeed.cli.main import main
 from meshfeed.cli.watch import headline, picture_of, straggler_words
-from meshfeed.metrics import (
-    MixtureHistory,
-    RankHistory,
-    RunHistory,
-    RunLog,
-    RunStart,
-    Start,
-    StepRecord,
-    StepStats,
-)
+from meshfeed.metrics import RunLog, RunStart, StepRecord, StepStats
+from meshfeed.report import MixtureHistory, RankHistory, RunHistory, Start
 from meshfeed.report.words import duration
 from soak import cases, some
 

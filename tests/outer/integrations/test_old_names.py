@@ -49,3 +49,11 @@ def test_processors_are_found_where_they_were() -> None:
     assert {each.filename for each in warned} == {__file__}, "the line that has the old name"
     with pytest.raises(AttributeError, match="has no attribute 'Patches'"):
         _ = mf.sequence.Patches
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("WandB", mf.sinks), ("Telemetry", mf.sinks), ("read_run", mf.report)]
+)
+def test_so_are_sinks_and_readers(name: str, package: Any) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"metrics\.{name} is {package.__name__}\.{name} now"):
+        assert getattr(mf.metrics, name) is getattr(package, name)

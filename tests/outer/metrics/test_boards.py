@@ -14,7 +14,8 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import RunStart, Sink, StepRecord, TensorBoard, WandB
+from meshfeed.metrics import RunStart, Sink, StepRecord
+from meshfeed.sinks import TensorBoard, WandB
 from services import needs
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import FOLLOWS, RAY_STAGES, STAGE_TABLE, STAGES, Spans, Stage
+from meshfeed.metrics import FOLLOWS, RAY_STAGES, STAGE_TABLE, STAGES, Stage
+from meshfeed.sinks import Spans
 
 STEPS, LONG_S = 6, 0.05
 

@@ -13,8 +13,9 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import STAGE_TABLE, StepRecord, StepStats, Telemetry
-from meshfeed.metrics.boards import scalars
+from meshfeed.metrics import STAGE_TABLE, StepRecord, StepStats
+from meshfeed.sinks import Telemetry
+from meshfeed.sinks.boards import scalars
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

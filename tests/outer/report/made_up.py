@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshfeed.metrics import MixtureHistory, RankHistory, RunHistory, Start
+from meshfeed.report import MixtureHistory, RankHistory, RunHistory, Start
 
 STAGES = ("start", "plan", "read", "exchange", "deliver", "build", "copy", "verify", "other")
 

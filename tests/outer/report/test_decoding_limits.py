@@ -28,7 +28,8 @@ from delays import LEAP_S, delayed, leap
 from meshfeed.cli.frame import frame_of
 from meshfeed.cli.main import main
 from meshfeed.cli.watch import alarms, picture_of, told
-from meshfeed.metrics import DecodeHistory, RankHistory, RunHistory, Span, StageClock, read_run
+from meshfeed.metrics import Span, StageClock
+from meshfeed.report import DecodeHistory, RankHistory, RunHistory, read_run
 from meshfeed.report.history.page import page
 from meshfeed.sequence import decoding
 from meshfeed.store.workers import Workers

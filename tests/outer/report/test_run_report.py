@@ -23,7 +23,8 @@ import world
 from corpus import write_corpus
 from delays import LEAP_S, delayed
 from meshfeed.cli.main import main
-from meshfeed.metrics import RunLog, RunStart, read_run
+from meshfeed.metrics import RunLog, RunStart
+from meshfeed.report import read_run
 from meshfeed.report.history.page import page
 from services.needs import needs, program_path
 from soak import only_soak

@@ -19,8 +19,8 @@ import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed
 from meshfeed.__main__ import main
-from meshfeed.metrics import RunHistory
 from meshfeed.order import draws_of_step
+from meshfeed.report import RunHistory
 from meshfeed.report.history.starvation import Starvation, starvation_of, starvation_words
 
 STEPS, SHARD = 60, 64

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.metrics import RankHistory, RunHistory
 from meshfeed.report.history.loop import seconds_of
 from meshfeed.report.history.waits import Waits, Worst, sentence, worst_of
+from meshfeed.report.reader import RankHistory, RunHistory
 from meshfeed.report.words import counted, duration
 
 STAGE = "decode"

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.metrics import RankHistory, RunHistory
 from meshfeed.report.history.loop import asked_at, seconds_of
+from meshfeed.report.reader import RankHistory, RunHistory
 
 _MOST_CELLS, _MOST_COLUMNS, _MOST_ROWS = 16_384, 720, 64
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.metrics import RankHistory, RunHistory
+from meshfeed.report.reader import RankHistory, RunHistory
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.metrics import FOLLOWS, STAGE_TABLE, RunHistory
+from meshfeed.metrics import FOLLOWS, STAGE_TABLE
 from meshfeed.report.history import summary
 from meshfeed.report.history.decoding import decoded_of
 from meshfeed.report.history.grid import Grid
@@ -23,6 +23,7 @@ from meshfeed.report.history.tables import (
     starts_table,
 )
 from meshfeed.report.history.waits import Waits, stragglers, waits_of
+from meshfeed.report.reader import RunHistory
 from meshfeed.report.words import escape
 
 

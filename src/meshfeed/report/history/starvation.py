@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.metrics import FOLLOWS, RankHistory, RunHistory
+from meshfeed.metrics import FOLLOWS
 from meshfeed.report.history.loop import seconds_of
+from meshfeed.report.reader import RankHistory, RunHistory
 from meshfeed.report.words import counted, duration
 
 _FEWEST_EDGES, _SHORTEST = 5, 3  # edges, and steps between two of them

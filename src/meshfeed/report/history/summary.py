@@ -7,12 +7,12 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from meshfeed.metrics import RunHistory
 from meshfeed.report.history.decoding import RankDecoding, decoded_of, figures, limiting, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.starvation import Starvation, starvation_of, starvation_words
 from meshfeed.report.history.waits import Waits, longest_of, worst_of
+from meshfeed.report.reader import RunHistory
 from meshfeed.report.words import counted, duration
 
 _NOTICEABLE = 0.01  # share of the ranks' time above which waiting counts as bad

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from meshfeed.metrics import STAGE_TABLE, MixtureHistory, RunHistory
+from meshfeed.metrics import STAGE_TABLE
 from meshfeed.report.history.decoding import STAGE, RankDecoding
 from meshfeed.report.history.summary import short
 from meshfeed.report.history.waits import Waits, stragglers
+from meshfeed.report.reader import MixtureHistory, RunHistory
 from meshfeed.report.words import duration, escape
 
 _MOST_RANKS, _MOST_SOURCES = 32, 40

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.metrics import FOLLOWS, RunHistory
+from meshfeed.metrics import FOLLOWS
 from meshfeed.report.history.loop import seconds_of
+from meshfeed.report.reader import RunHistory
 from meshfeed.report.words import duration
 
 _NOTHING = 0.001  # share of time below which a wait is ignored

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, StepStats, read_run
+from meshfeed.metrics import RunLog, RunStart, StepRecord, StepStats
+from meshfeed.report import RunReader, read_run
 from soak import cases
 
 PATIENCE_S = 600.0

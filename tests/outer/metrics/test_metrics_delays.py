@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import meshfeed as mf
 import world
@@ -52,7 +55,7 @@ def slow_at_a_stage(rank: int, path: str, delivery: str, log: str) -> list[dict[
 @pytest.mark.parametrize("delivery", ["direct", "broadcast", "share"])
 def test_a_delay_shows_on_its_rank_and_in_its_stage(corpus: str, tmp_path: Path, delivery: str) -> None:
     told = world.run(slow_at_a_stage, 4, corpus, delivery, str(tmp_path / "run"))
-    history = mf.metrics.read_run(tmp_path / "run")
+    history = mf.report.read_run(tmp_path / "run")
     assert sorted(history.ranks) == [0, 1, 2, 3]
     for rank, stats in enumerate(told):
         check_slow(SLOW[rank], stats)
@@ -81,3 +84,31 @@ def check_log(history: Any, rank: int, stats: list[StepStats]) -> None:
         np.testing.assert_allclose(table, expected, atol=1e-6)
     for name in ("queue_depth", "bytes_read", "delivered_bytes", "opens", "collectives"):
         assert getattr(logged, name).tolist() == [each[name] for each in stats], name
+
+
+# -- an exchange -----------------------------------------------------------------------------------
+
+
+def slow_puller(rank: int, folder: str) -> None:
+    def items() -> Iterator[dict[str, Any]]:
+        for number in range(6):
+            if rank == 1 and number >= 3:
+                threading.Event().wait(0.5)
+            yield {"tokens": torch.arange(10 + number)}
+
+    layout, packing = mf.Layout.parse("dp2"), mf.Packing(capacity=64)
+    with mf.Exchange(
+        items(), layout, packing=packing, timeout_s=600, metrics=mf.metrics.RunLog(folder)
+    ) as steps:
+        for step in steps:
+            list(step.microbatches)
+
+
+def test_a_slow_iterator_shows_as_read_with_it_and_as_exchange_with_its_peers(tmp_path: Path) -> None:
+    world.run(slow_puller, 2, str(tmp_path))
+    history = mf.report.read_run(tmp_path)
+    (read, exchange), quick, slow = map(history.stages.index, ("read", "exchange")), *history.ranks.values()
+    assert quick.step.tolist() == slow.step.tolist() == list(range(6))
+    assert (slow.work[3:, read] > 0.4).all() and quick.work[3:, read].min() < 0.25
+    assert quick.wait[3:, exchange].max() > 0.25 and history.starts[0].fingerprint is None
+    assert not any("padding" in str(number) for number in quick.padding) and (quick.padding >= 0).all()
