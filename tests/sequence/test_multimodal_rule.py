@@ -447,7 +447,7 @@ def counted(
 def test_the_job_stops_where_more_than_a_share_of_the_parts_is_bad(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.sequence.multimodal.decode._FEWEST", 30)
+    monkeypatch.setattr("meshfeed.sequence.multimodal.fields._FEWEST", 30)
     write_pictures(tmp_path / "store", bad=(1, 4, 9, 16, 25, 36))
     machine = mf.Machine(workers=workers)
     whole, ends = counted(tmp_path / "store", 12, max_bad_share=1), set[int]()

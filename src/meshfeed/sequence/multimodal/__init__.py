@@ -1,4 +1,4 @@
-"""Documents with images, audio and video. Read `rule` first, then `index`, `encoders`, `decode`, `build`."""
+"""Documents with images, audio and video. Read `rule` first, then `parts` and `fields`."""
 
 from meshfeed.sequence.multimodal.rule import MROPE, Multimodal
 

@@ -29,18 +29,26 @@ from meshfeed.renamed import Moved, moved, moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decoding import Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
-from meshfeed.sequence.multimodal.build import (
+from meshfeed.sequence.multimodal.fields import (
+    IS_BAD,
     MROPE,
+    OnBad,
     Values,
     mrope_field,
+    part_columns,
     part_fields,
     route_fields,
     text_fields,
     text_values,
 )
-from meshfeed.sequence.multimodal.decode import IS_BAD, OnBad, part_columns
-from meshfeed.sequence.multimodal.encoders import Chosen, Shared, parts_of_pack, plans_of
-from meshfeed.sequence.multimodal.index import PartsOfDraws, labels_of
+from meshfeed.sequence.multimodal.parts import (
+    Chosen,
+    PartsOfDraws,
+    Shared,
+    labels_of,
+    parts_of_pack,
+    plans_of,
+)
 from meshfeed.sequence.processor import Processor, check_processor
 from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
