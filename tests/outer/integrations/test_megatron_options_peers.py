@@ -10,7 +10,9 @@ from pathlib import Path
 from meshfeed.integrations.megatron.pretrain import CONFIG_FIELDS
 from services.needs import checkout
 
-DATA = re.compile(r"data|sample|batch|seq|eval|valid|train-iter|fim|mask|eod|reset|skip")
+DATA = re.compile(
+    r"data|sample|batch|seq|eval|valid|train-iter|fim|mask|eod|reset|skip|pad-token|logits-load-dir"
+)
 OTHERS = {
     "inference and reinforcement learning": r"inference-.*|rl-.*|skip-prompt-log-probs",
     "how parameters are sharded, and checkpoints": r"data-parallel-.*|no-data-sharding|ckpt-.*|metadata-path",

@@ -116,6 +116,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"data_path": ["corpus"]}, {}, "data_path=.*name the data in the recipe"),
     ({"full_validation": True}, {}, "full_validation=True"),
     ({"sft": True}, {}, "sft=True"),
+    ({"allow_ambiguous_pad_tokens": True}, {}, "allow_ambiguous_pad_tokens=True .*column loss_mask"),
     ({"use_varlen_dataset": True}, {}, "use_varlen_dataset=True has no effect on recipes"),
     ({"fim_data": True}, {}, "fim_data=True has no effect on recipes"),
     ({}, {"valid": None}, "on nothing; give valid=, or pass --eval-iters 0"),
@@ -239,6 +240,7 @@ PACKS_REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"reset_attention_mask": True}, {}, "reset_attention_mask is set"),
     ({"eod_mask_loss": True}, {}, "eod_mask_loss is set"),
     ({"dataloader_inter_document_masking": True}, {}, "dataloader_inter_document_masking is set"),
+    ({"logits_load_dir": "teacher"}, {}, "logits_load_dir='teacher': .* train has packs"),
 ]
 
 

@@ -14,7 +14,7 @@ from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, unfollowed_iterators
 from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import Blocks, Recipe
 from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 
@@ -52,6 +52,10 @@ CONFIG_FIELDS: dict[str, str] = {
     "--use-varlen-dataset": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`; its other "
     "options, such as --varlen-sbhd-validation and --varlen-mock-dataset-config-json, need it, as "
     "--sft-mock-dataset-config-json needs --sft",
+    "--allow-ambiguous-pad-tokens": "refused: padding tokens in the data bear loss; a column `loss_mask` "
+    "says otherwise",
+    "--logits-load-dir": "honoured: rows are dealt as by Megatron's sampler, for any number of data-parallel "
+    "ranks; packs and a shuffle by blocks, which are not, are refused",
     "--perform-rl-step": "refused: see the page on reinforcement learning",
     "--phase-transition-iterations": "refused: put the phases in one recipe, with `Mixture.then`",
     "--decrease-batch-size-if-needed": "refused: the recipe's `Batch` says how large a step is",
@@ -82,6 +86,7 @@ _REFUSED = {
     "fim_data": "give tokens in that form",
     "sft": "use mf.Documents or mf.Samples with a Packing",
     "use_varlen_dataset": "use mf.Documents or mf.Samples with a Packing",
+    "allow_ambiguous_pad_tokens": "give the data a column loss_mask",
     "perform_rl_step": "its data are not this provider's",
     "phase_transition_iterations": "put the phases in one recipe, by Mixture.then",
     "decrease_batch_size_if_needed": "the recipe's Batch says how large a step is",
@@ -217,6 +222,13 @@ def _constant(count: int) -> Callable[[], int]:
 def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
     """Refuse Megatron's options of a row that its rule does not have."""
     rule = rule_of(recipe)
+    dealt = not (rule.packed or isinstance(recipe.shuffle, Blocks))
+    if name == "train" and not dealt and (folder := getattr(args, "logits_load_dir", None)):
+        raise RecipeError(
+            f"logits_load_dir={folder!r}: Megatron finds a teacher's logits as its sampler deals rows to any "
+            f"number of data-parallel ranks, and train has packs or a shuffle by blocks, which follow from "
+            f"that number; use rows, with shuffle='global'"
+        )
     length = None if rule.packed else getattr(recipe.sequence, "length", None)
     if length is not None and length != args.seq_length:
         raise RecipeError(
