@@ -32,7 +32,6 @@ from logged import lines_of
 from meshfeed.metrics import RunLog
 from meshfeed.order import draws_between, draws_of_step, num_steps, stream
 from meshfeed.recipe import Change
-from meshfeed.sequence.exposure import exposures
 from meshfeed.store.base import extents_of
 from soak import SEED, cases
 
@@ -439,25 +438,6 @@ def test_masked_rows_of_excluded_documents_bear_no_loss(folder: Path) -> None:
         is_even = simulated.batch.draws.index % 2 == 0
         assert (has_loss == ~is_even if step else has_loss).all()
         assert simulated.batch.valid_tokens == microbatch["loss_mask"].sum()
-
-
-def test_an_excluded_document_is_not_seen_any_more(folder: Path) -> None:
-    recipe = recipe_of(folder)
-    changes = (3, mf.Exclude({"web": [*range(0, 40, 2)]})), (6, mf.SkipSteps(8, 11)), (9, mf.BatchSize(9))
-    for amended in (recipe, recipe.amended(changes)):
-        seen = [
-            (simulated.batch.step, *at)
-            for simulated in mf.simulate(amended, mf.Layout(), 30, packing=PACKING)
-            for microbatch in simulated.microbatches
-            for at in zip(microbatch.draws.source.tolist(), microbatch.draws.index.tolist())
-        ]
-        sources, documents = np.repeat([0, 2], 20), np.tile(np.arange(20), 2)
-        with amended.sources[0], amended.sources[2]:
-            found = exposures(amended, sources, documents, 30)
-        listed = zip(
-            found.step.tolist(), sources[found.document].tolist(), documents[found.document].tolist()
-        )
-        assert sorted(listed) == sorted(each for each in seen if each[1] in (0, 2) and each[2] < 20)
 
 
 # -- the ledger ---------------------------------------------------------------------------------------

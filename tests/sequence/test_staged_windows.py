@@ -16,47 +16,16 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
-from meshfeed.order import drawn_until, draws_of_step, num_positions, num_steps, start_of_step, steps_of
-from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
-from meshfeed.sequence.exposure import exposures
-from meshfeed.store import DatasetWriter
+from meshfeed.order import drawn_until, num_positions, num_steps, start_of_step, steps_of
 from meshfeed.testing import assert_elastic, assert_resumable
 from observe import simulated, take
 from soak import cases, some
-
-LENGTHS = {"one": 331, "other": 170}
-"""Tokens of each store."""
+from staged import LENGTHS, inputs_of, recipe_of, stores, write_stores
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stores whose tokens count up, the second from 1,000 on, with a loss mask."""
-    path, rng = tmp_path_factory.mktemp("staged"), np.random.default_rng(0)
-    for first, (name, total) in zip((0, 1000), LENGTHS.items()):
-        with DatasetWriter(path / name, {"tokens": "i4", "loss_mask": "u1"}) as writer:
-            at = 0
-            while at < total:
-                size = min(int(rng.integers(1, 25)), total - at)
-                tokens = np.arange(first + at, first + at + size, dtype="i4")
-                writer.add_document(tokens=tokens, loss_mask=(tokens % 5 > 0).astype("u1"))
-                at += size
-    return path
-
-
-def stores(folder: Path, **options: Any) -> dict[str, Any]:
-    return {name: mf.open(folder / name, **{"ignore": ["loss_mask"]} | options) for name in LENGTHS}
-
-
-def inputs_of(recipe: mf.Recipe, step: int) -> list[tuple[int, list[int]]]:
-    """(source, tokens) of each sequence of a step, in stream order; labels are the tokens after them."""
-    size = len(draws_of_step(recipe, step))
-    (made,) = mf.simulate(recipe, mf.Layout(), [step], micro_batch_size=size)
-    (microbatch,) = made.microbatches
-    found = []
-    for source, tokens, labels in zip(*(microbatch[name] for name in ("source", "tokens", "labels"))):
-        assert tokens[1:].tolist() == labels[:-1].tolist()
-        found.append((int(source), tokens.tolist()))
-    return found
+    return write_stores(tmp_path_factory.mktemp("staged"))
 
 
 class Naive:
@@ -114,7 +83,6 @@ def test_every_source_goes_on_at_the_token_that_it_has_reached(
         source = stores(folder)["one"]
     recipe = mf.Recipe(data=source, sequence=rule, batch=batch, seed=9, shuffle=shuffle)
     naive, begin, drawn = Naive(recipe, max(lengths)), 0, np.zeros(len(recipe.sources), int)
-    tokens = np.zeros_like(drawn)
     for step in range(firsts[-1] + 6):
         length = [each for first, each in zip(firsts, lengths) if first <= step][-1]
         made, size = inputs_of(recipe, step), sizes[step >= 4]
@@ -126,17 +94,7 @@ def test_every_source_goes_on_at_the_token_that_it_has_reached(
         assert start_of_step(recipe, step) == begin and found is not None and (found[0] == drawn).all()
         of_steps, places = steps_of(recipe, np.arange(begin, begin + len(made)))
         assert set(of_steps.tolist()) == {step} and places.tolist() == list(range(len(made)))
-        begin, drawn, tokens = begin + len(made), drawn + counts, tokens + counts * length
-    for each, wanted in zip(drawn_of_sources(recipe, firsts[-1] + 6), (drawn, tokens)):
-        assert each.tolist() == wanted.tolist()
-
-
-def recipe_of(folder: Path, **options: Any) -> mf.Recipe:
-    rule = mf.Windows(8, reset_attention_mask=True).then(4, 24).then(9, 12)
-    data = mf.Mixture({name: (store, 1) for name, store in stores(folder).items()})
-    return mf.Recipe(
-        **{"data": data, "sequence": rule, "batch": mf.Batch(tokens=24 * 8), "seed": 3} | options
-    )
+        begin, drawn = begin + len(made), drawn + counts
 
 
 def test_an_epoch_ends_where_shorter_windows_have_begun_longer_ones(folder: Path) -> None:
@@ -202,45 +160,6 @@ def test_resuming_and_other_layouts(folder: Path) -> None:
     recipe = recipe_of(folder)
     assert_resumable(recipe, steps=12, micro_batch_size=1)
     assert_elastic(recipe, ["dp3", "cp2-dp2"], steps=12, micro_batch_size=1)
-
-
-@pytest.mark.parametrize("tokens", [24 * 8, 24 * 2])
-def test_exposure_and_audit_look_through_the_lengths(folder: Path, tokens: int) -> None:
-    recipe, until = recipe_of(folder, batch=mf.Batch(tokens=tokens)), 15
-    sources = np.repeat([0, 1], [5, 3])
-    documents = np.array([0, 3, 4, 9, 12, 1, 2, 8])
-    with recipe.sources[0], recipe.sources[1]:
-        found = exposures(recipe, sources, documents, until)
-        spans = [
-            (int(first) + 1000 * int(source), int(first) + 1000 * int(source) + int(size))
-            for source, document in zip(sources, documents)
-            for first, size in zip(*recipe.sources[source].extents(np.array([document])))
-        ]
-        parity = {s: np.arange(each.num_documents) % 2 for s, each in enumerate(recipe.sources)}
-        by_value = drawn_by_value(recipe, until, parity, 2)
-        odd = {
-            int(first) + 1000 * s + i
-            for s, each in enumerate(recipe.sources)
-            for first, size in zip(*each.extents(np.arange(1, each.num_documents, 2)))
-            for i in range(int(size))
-        }
-    wanted, sums = [], np.zeros((2, 2), int)
-    for step in range(until):
-        for place, (source, tokens) in enumerate(inputs_of(recipe, step)):
-            for token in tokens:
-                sums[source, int(token in odd)] += 1
-            held = {
-                *tokens,
-                (tokens[-1] - 1000 * source + 1) % LENGTHS["other" if source else "one"] + 1000 * source,
-            }
-            for number, (first, stop) in enumerate(spans):
-                if count := len(held & {*range(first, stop)}):
-                    wanted.append((step, place, number, count))
-    rows = zip(
-        found.step.tolist(), found.place.tolist(), found.document.tolist(), (found.end - found.begin).tolist()
-    )
-    assert sorted(rows) == sorted(wanted)
-    assert by_value.tolist() == sums.tolist()
 
 
 def test_a_batch_of_tokens_is_amended_in_tokens(folder: Path) -> None:

@@ -23,7 +23,7 @@ from meshfeed.files.url import is_remote, parent
 from meshfeed.formats.parquet import RawStream
 from meshfeed.formats.prepared import VALUES, values_name
 from meshfeed.recipe import entered
-from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
+from meshfeed.report.drawn import drawn_by_value, drawn_of_sources
 from meshfeed.store import DatasetStore, StreamStore
 from meshfeed.summary import digest_of
 

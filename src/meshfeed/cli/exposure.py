@@ -22,9 +22,9 @@ from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.recipe import entered
+from meshfeed.report.exposure import Exposures, exposures
 from meshfeed.report.words import counted
 from meshfeed.sequence import SequenceRule
-from meshfeed.sequence.exposure import Exposures, exposures
 
 _SHOWN = 50  # rows of the table
 

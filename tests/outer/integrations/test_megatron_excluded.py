@@ -13,7 +13,7 @@ import meshfeed as mf
 import world
 from meshfeed.integrations.megatron.batches import check_documents
 from meshfeed.integrations.torchtitan import rows as torchtitan_rows
-from meshfeed.sequence.drawn import drawn_of_sources
+from meshfeed.report.drawn import drawn_of_sources
 from observe import simulated, take
 from soak import some
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,11 @@ from meshfeed.order import (
     places_in_epoch,
     positions_of,
 )
-from meshfeed.sequence import drawn
-from meshfeed.sequence.drawn import drawn_by_value, drawn_of_sources
-from meshfeed.sequence.exposure import exposures
+from meshfeed.report import drawn
+from meshfeed.report.drawn import drawn_by_value, drawn_of_sources
+from meshfeed.report.exposure import exposures
 from soak import cases
+from staged import LENGTHS, inputs_of, recipe_of, write_stores
 
 Sight = tuple[int, int, int, int, int, int, int]
 """A document's source and number, step, place, epoch, index, tokens held."""
@@ -299,3 +301,68 @@ def test_what_is_counted_one_by_one() -> None:
     assert np.ravel(drawn_of_sources(recipe, 9)).tolist() == [10, 40]
     recipe = mf.Recipe(data=mf.Mapped(Items()), sequence=mf.Samples("x"), batch=batch)
     assert np.ravel(drawn_of_sources(recipe, 6)).tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("tokens", [24 * 8, 24 * 2])
+def test_exposure_and_audit_look_through_the_lengths(tmp_path: Path, tokens: int) -> None:
+    recipe, until = recipe_of(write_stores(tmp_path), batch=mf.Batch(tokens=tokens)), 15
+    sources = np.repeat([0, 1], [5, 3])
+    documents = np.array([0, 3, 4, 9, 12, 1, 2, 8])
+    with recipe.sources[0], recipe.sources[1]:
+        found = exposures(recipe, sources, documents, until)
+        spans = [
+            (int(first) + 1000 * int(source), int(first) + 1000 * int(source) + int(size))
+            for source, document in zip(sources, documents)
+            for first, size in zip(*recipe.sources[source].extents(np.array([document])))
+        ]
+        parity = {s: np.arange(each.num_documents) % 2 for s, each in enumerate(recipe.sources)}
+        by_value = drawn_by_value(recipe, until, parity, 2)
+        odd = {
+            int(first) + 1000 * s + i
+            for s, each in enumerate(recipe.sources)
+            for first, size in zip(*each.extents(np.arange(1, each.num_documents, 2)))
+            for i in range(int(size))
+        }
+    wanted, sums = [], np.zeros((2, 2), int)
+    for step in range(until):
+        for place, (source, tokens) in enumerate(inputs_of(recipe, step)):
+            for token in tokens:
+                sums[source, int(token in odd)] += 1
+            held = {
+                *tokens,
+                (tokens[-1] - 1000 * source + 1) % LENGTHS["other" if source else "one"] + 1000 * source,
+            }
+            for number, (first, stop) in enumerate(spans):
+                if count := len(held & {*range(first, stop)}):
+                    wanted.append((step, place, number, count))
+    rows = zip(
+        found.step.tolist(), found.place.tolist(), found.document.tolist(), (found.end - found.begin).tolist()
+    )
+    assert sorted(rows) == sorted(wanted)
+    assert by_value.tolist() == sums.tolist()
+    assert drawn_of_sources(recipe, until)[1].tolist() == sums.sum(axis=1).tolist()
+
+
+def test_an_excluded_document_is_not_seen_any_more(tmp_path: Path) -> None:
+    shares = dict[str, Any]()
+    for name, size in {"code": 31, "docs": 17, "web": 43}.items():
+        with mf.IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for tokens in range(1, size + 1):
+                writer.add_document(np.arange(tokens, dtype=np.uint16))
+        shares[name] = mf.open(tmp_path / name), 1
+    recipe = mf.Recipe(data=mf.Mixture(shares), sequence=mf.Documents(), batch=mf.Batch(6))
+    changes = (3, mf.Exclude({"web": [*range(0, 40, 2)]})), (6, mf.SkipSteps(8, 11)), (9, mf.BatchSize(9))
+    for amended in (recipe, recipe.amended(changes)):
+        seen = [
+            (simulated.batch.step, *at)
+            for simulated in mf.simulate(amended, mf.Layout(), 30, packing=mf.Packing(capacity=128))
+            for microbatch in simulated.microbatches
+            for at in zip(microbatch.draws.source.tolist(), microbatch.draws.index.tolist())
+        ]
+        sources, documents = np.repeat([0, 2], 20), np.tile(np.arange(20), 2)
+        with amended.sources[0], amended.sources[2]:
+            found = exposures(amended, sources, documents, 30)
+        listed = zip(
+            found.step.tolist(), sources[found.document].tolist(), documents[found.document].tolist()
+        )
+        assert sorted(listed) == sorted(each for each in seen if each[1] in (0, 2) and each[2] < 20)

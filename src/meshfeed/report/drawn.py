@@ -23,7 +23,7 @@ from meshfeed.order import (
 )
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.exposure import exposures
+from meshfeed.report.exposure import exposures
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule, epoch_in_order, of_draws
 from meshfeed.sequence.runs import Longs
