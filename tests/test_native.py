@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
-from meshfeed.files.local import file as local
+from meshfeed.files import byte_file
 from meshfeed.order import interleave, permutation
 from meshfeed.order.interleave import BLOCK
 from meshfeed.plan import CostModel, fill, plan_step
@@ -112,11 +112,11 @@ def test_ranges_are_read_as_python_reads_them(
         of = fds[0] if one_file else np.array([fds[i % 2] for i in range(len(ranges))], np.int64)
 
         def read(out: np.ndarray) -> bool:
-            return isinstance(local.fill(of, out, begins, sizes, places, "file"), bool)
+            return isinstance(byte_file.fill(of, out, begins, sizes, places, "file"), bool)
 
         found = outcome(lambda: read(outs[0]))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(local, "_read_ranges", None)
+            patch.setattr(byte_file, "_read_ranges", None)
             assert found == outcome(lambda: read(outs[1]))
     assert np.array_equal(outs[0], outs[1]) or found is not True
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import ChangedError, MissingError, StoreError
-from meshfeed.files import LocalFile
-from meshfeed.files.local import file as local
+from meshfeed.files import LocalFile, byte_file
 from meshfeed.files.local.mapping import mapped
 
 SIZE = 64
@@ -24,7 +23,7 @@ MOST = 4
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[LocalFile]:
     """Twenty files, each full of its own number; four may be open."""
-    monkeypatch.setattr(local, "most_open", lambda: MOST)
+    monkeypatch.setattr(byte_file, "most_open", lambda: MOST)
     for i in range(20):
         (tmp_path / str(i)).write_bytes(bytes([i]) * SIZE)
     return [LocalFile(tmp_path / str(i)) for i in range(20)]
@@ -79,7 +78,7 @@ def test_nothing_is_closed_under_a_reader(
             assert go_on.wait(600)
         return whole(fd, buffers, at)
 
-    monkeypatch.setattr(local, "_read_ranges", None)
+    monkeypatch.setattr(byte_file, "_read_ranges", None)
     monkeypatch.setattr(os, "preadv", slowly)
     for file in files:
         file.__enter__()
@@ -129,13 +128,13 @@ def test_threads_read_what_is_there(files: list[LocalFile], tmp_path: Path) -> N
 def test_what_is_in_memory_is_not_announced(files: list[LocalFile], monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a read has to wait for the disk, or nobody can tell."""
     advised: list[tuple[int, int]] = []
-    whole, in_memory = local.fill, True
+    whole, in_memory = byte_file.fill, True
 
     def told(*arguments: Any) -> bool:
         whole(*arguments)
         return in_memory
 
-    monkeypatch.setattr(local, "fill", told)
+    monkeypatch.setattr(byte_file, "fill", told)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, what: advised.append((at, size)))
     with files[0] as file:
         for found in (True, False, True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import ChecksumError
-from meshfeed.files.cache.blocks import CacheFolder
+from meshfeed.files.cache.blocks import SUM_BYTES, CacheFolder
 from meshfeed.files.fetcher.objects import Address, StoredObject
 from meshfeed.files.remote.client import LocalReader
 from meshfeed.files.sums import Summer
@@ -52,7 +52,8 @@ def test_each_byte_is_summed_once(
             claim.publish(block)
     assert sum(summed) == fetched == 2 * BLOCK + 99
     for block in (3, 4, 5):
-        assert one.blocks.read(block) == DATA[block * BLOCK : (block + 1) * BLOCK]
+        assert one.blocks.claim(block, wait=True) is None  # there, and right
+        assert one.blocks.path(block).read_bytes()[:-SUM_BYTES] == DATA[block * BLOCK : (block + 1) * BLOCK]
 
 
 @pytest.mark.parametrize("at", [3 * BLOCK, 4 * BLOCK + 5000, len(DATA) - 1])

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed.errors import StoreError
-from meshfeed.files import LocalFile
-from meshfeed.files.local import file as local
+from meshfeed.files import LocalFile, byte_file
 from meshfeed.store import IndexedStore, IndexedWriter, best_dtype, open_store
 from meshfeed.store.node_index import NodeIndex
 from raw_index import write_raw
@@ -302,7 +301,7 @@ def test_threads_that_read_first_at_once_read_once(small, monkeypatch):
 
 def test_short_reads_are_finished(small, monkeypatch):
     whole = os.preadv
-    monkeypatch.setattr(local, "_read_ranges", None)
+    monkeypatch.setattr(byte_file, "_read_ranges", None)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:3]], at))
     with open_store(small) as store:
         assert store.read_stream(np.array([0, 4]), np.array([7, 10])).tolist() == [
@@ -325,7 +324,7 @@ def test_a_failing_disk_is_named_with_the_byte(small, monkeypatch):
 
     with open_store(small) as store:
         store.read(0, 0, 1)
-        monkeypatch.setattr(local, "_read_ranges", None)
+        monkeypatch.setattr(byte_file, "_read_ranges", None)
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(StoreError, match=r"small\.bin: byte 6: Input/output error"):
             store.read_stream(np.array([3]), np.array([10]))

@@ -1,23 +1,36 @@
-"""The interface of a store to its bytes, on a local disk or in remote storage."""
+"""Bytes at random offsets: the interface of a store to its files, and a file on this machine, read by preadv.
+
+A recipe may have more files than a process may have descriptors. So idle files use at
+most half of them; opening one more closes the least recently used. There is no lock: each step on the
+table of open files is atomic, so threads, forks and garbage collection may come at any point.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import operator
+import os
+import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.forks import at_fork
+from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 _PAGE_BYTES = 1 << 12
+_NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
 
 @dataclass(slots=True)
@@ -239,3 +252,256 @@ class _Entries:
         # offset of each entry in `held`: that of its page, plus the offset inside the page
         inside = pages.searchsorted(at // _PAGE_BYTES) * _PAGE_BYTES + at % _PAGE_BYTES
         return held[inside[:, None] + np.arange(size)].view(self._dtype)[:, 0]
+
+
+# -- files of this machine -------------------------------------------------------------------------------
+
+
+class Descriptor:
+    """An open file; closed once neither the table nor a reader refers to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class LocalFile(ByteFile):
+    """A ByteFile on a disk of this machine. path: absolute or relative, of a regular file."""
+
+    is_remote = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(os.fspath(path))
+        self._size_bytes: int | None = None
+        self._version: tuple[int, ...] | None = None
+        self._waits = True  # whether the last read waited for the disk
+
+    @property
+    def size_bytes(self) -> int:
+        if self._size_bytes is None:
+            self._size_bytes = self._look()
+        return self._size_bytes
+
+    def _look(self) -> int:
+        """Its size now. Raises StoreError."""
+        return status_of(self.url).st_size
+
+    def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
+            return [os.pread(stream.fileno(), end - begin, begin) for begin, end in ranges]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "_size_bytes": self._size_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["url"])
+        self._size_bytes = state["_size_bytes"]
+
+    def will_need(self, begins: I64, ends: I64) -> None:
+        """Ask the system to fetch the ranges, unless it had all of the last read in memory.
+
+        Does nothing on systems without such advice.
+        """
+        advise = getattr(os, "posix_fadvise", None) if self._waits else None
+        # A length of 0 would mean the rest of the file.
+        begins, ends = begins[ends > begins], ends[ends > begins]
+        if advise is None or not begins.size:
+            return
+        by_begin = begins.argsort()
+        begins, ends = begins[by_begin], np.maximum.accumulate(ends[by_begin])
+        apart = np.flatnonzero(begins[1:] > ends[:-1] + _NEIGHBOUR_BYTES)
+        begins, ends = begins[np.append(0, apart + 1)], ends[np.append(apart, -1)]
+        file = self._opened()
+        with typed_errors(self.url):
+            for begin, end in zip(begins.tolist(), ends.tolist()):
+                advise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
+        self._refuse_resized(status_of(self.url))
+        return super().arrays(*parts)
+
+    # -- below --------------------------------------------------------------------------------------
+
+    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+        file = self._opened()
+        self._waits = not fill(file.fd, out, begins, sizes, places, self.url)
+        with typed_errors(self.url):
+            self._check_version(os.fstat(file.fd))
+
+    def _leave(self) -> None:
+        self._version = None
+        release(self)
+
+    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+        if out.size:
+            with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
+                fill(stream.fileno(), out, begins, sizes, None, self.url)
+
+    def _opened(self) -> Descriptor:
+        """The open file, which stays open while the caller refers to it."""
+        self._refuse_not_entered()
+        file = acquire(self, self._open)
+        if not self._depth:  # another thread has just left `with`, and nothing else would close the file
+            self._leave()
+        return file
+
+    def _open(self) -> Descriptor:
+        """Called for the first read inside `with`, and after the file was closed to make room for others."""
+        with typed_errors(self.url):
+            file = Descriptor(os.open(self.url, os.O_RDONLY | os.O_CLOEXEC))
+            self._check_version(os.fstat(file.fd))
+        self.stats.opens += 1
+        return file
+
+    def _check_version(self, found: os.stat_result) -> None:
+        """Raise ChangedError if the file was replaced or written since it was opened."""
+        self._refuse_resized(found)
+        version = found.st_dev, found.st_ino, found.st_mtime_ns
+        known = self._version or version
+        if version[:2] != known[:2]:
+            raise ChangedError(
+                f"{self.url}: another file than when it was opened; open the store again", path=self.url
+            )
+        if version != known:
+            self._allow_written(version[2])
+        self._version = version
+
+    def _allow_written(self, modified_ns: int) -> None:
+        """Raise ChangedError for a changed modification time."""
+        raise ChangedError(
+            f"{self.url}: was written, or its modification time was set, after this run opened it; if its "
+            f"bytes are unchanged, resume the run; else restore them, or start a new run",
+            path=self.url,
+        )
+
+    def _refuse_resized(self, found: os.stat_result) -> None:
+        size = found.st_size
+        if size != self.size_bytes:
+            raise ChangedError(
+                f"{self.url}: {size} bytes, {self.size_bytes} when it was opened; open the store again",
+                path=self.url,
+            )
+
+
+def status_of(path: str) -> os.stat_result:
+    """What the system knows of a file. Raises StoreError; MissingError if the file is missing."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
+    except (OSError, ValueError) as error:
+        raise typed(path, error) from error
+    if stat.S_ISDIR(found.st_mode):
+        raise StoreError(f"{path}: is a directory, not a file")
+    return found
+
+
+@contextlib.contextmanager
+def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+    """Turn OSErrors into StoreErrors that name the file."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, ValueError) as error:
+        raise typed(path, error) from error
+
+
+def typed(path: str | os.PathLike[str], error: OSError | ValueError) -> StoreError:
+    """The StoreError that names the file."""
+    match error:
+        case FileNotFoundError() | NotADirectoryError():
+            return MissingError(
+                f"{path}: missing; check the path and that it exists on this node", path=str(path)
+            )
+        case PermissionError():
+            cure = "check the permissions of this user"
+            return AccessError(f"{path}: {error.strerror}; {cure}", path=str(path))
+        case _:
+            return StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path))
+
+
+def fill(fds: int | I64, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> bool:
+    """`ByteFile.read_into` from open files: one, or one for each range. Raises StoreError naming `url`.
+
+    Returns whether the system had all of it in memory; False where it does not tell.
+    """
+    table = np.zeros((5, sizes.size), np.int64)  # see loops.c
+    table[0], table[1], table[2] = fds, begins, sizes
+    table[3] = sizes.cumsum() - sizes if places is None else places
+    done = 0
+    if _read_ranges is not None:
+        done = _read_ranges(out, out.size, sizes.size, table)
+        if done == sizes.size:
+            return not table[4].any()
+    preadv, buffer, begin = os.preadv, out.data, 0
+    try:
+        for fd, begin, size, at in table[:4, done:].T.tolist():
+            end = at + size
+            got = preadv(fd, (buffer[at:end],), begin)
+            while got != size:  # a partial read, above 2 GiB or after a signal
+                more = preadv(fd, (buffer[at + got : end],), begin + got)
+                if more == 0:
+                    raise ChangedError(
+                        f"{url}: byte {begin + got}: the file ends within a read of {size} bytes; it was "
+                        f"truncated after it was opened",
+                        path=url,
+                        range=(begin, begin + size),
+                    )
+                got += more
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{url}: byte {begin}: {error.strerror or error}", path=url) from error
+    return False
+
+
+_read_ranges = compiled("mf_read_ranges", ARRAY, WHOLE, WHOLE, LONGS)
+
+
+_open: OrderedDict[Hashable, Descriptor] = OrderedDict()  # by owner, the least recently used first
+
+
+def acquire(owner: Hashable, opens: Callable[[], Descriptor]) -> Descriptor:
+    """The open file of an owner. opens: opens it, if it is not open. Raises the errors of `opens`."""
+    found = _open.get(owner)
+    if found is None:
+        found = _open.setdefault(owner, _opened(opens))
+        while len(_open) > most_open() and _closed_one():
+            pass
+    with contextlib.suppress(KeyError):  # another thread has just closed it
+        _open.move_to_end(owner)
+    return found
+
+
+def release(owner: Hashable) -> None:
+    """Close the open file of an owner, if it has one; a reader that still has it closes it."""
+    _open.pop(owner, None)
+
+
+def _opened(opens: Callable[[], Descriptor]) -> Descriptor:
+    while True:
+        try:
+            return opens()
+        except StoreError as error:  # other code may have used up the other half
+            reason = getattr(error.__cause__, "errno", None)
+            if reason not in (errno.EMFILE, errno.ENFILE) or not _closed_one():
+                raise
+
+
+def _closed_one() -> bool:
+    """Close the least recently used file; False if none is open."""
+    with contextlib.suppress(KeyError):
+        _open.popitem(last=False)
+        return True
+    return False
+
+
+def most_open() -> int:
+    """Half of the descriptors that this process may have now."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return 128
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 62 if soft == resource.RLIM_INFINITY else max(soft // 2, 1)

@@ -17,12 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import ChangedError
-from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content, Fetching
+from meshfeed.files.byte_file import (
+    I64,
+    ByteFile,
+    Bytes,
+    Content,
+    Descriptor,
+    Fetching,
+    acquire,
+    fill,
+    release,
+)
 from meshfeed.files.cache.blocks import CacheFolder
 from meshfeed.files.cache.cache import Cache, cache_error
 from meshfeed.files.fetcher.objects import Address, Opened
 from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
-from meshfeed.files.local.file import Descriptor, acquire, fill, release
 from meshfeed.files.remote.retries import Stat
 from meshfeed.files.url import is_hub, without_secrets
 from meshfeed.intervals import numbered

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshfeed.errors import MissingError
-from meshfeed.files.byte_file import ByteFile, Content
+from meshfeed.files.byte_file import ByteFile, Content, LocalFile, typed_errors
 from meshfeed.files.cache.cache import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.fetcher.objects import Address
 from meshfeed.files.fetcher.protocol import fetcher, retried
-from meshfeed.files.local.file import LocalFile, typed_errors
 from meshfeed.files.url import is_remote, join, local_path, without_secrets
 
 

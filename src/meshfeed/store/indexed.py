@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder, LocalFile
-from meshfeed.files.byte_file import Bytes
+from meshfeed.files.byte_file import Bytes, Descriptor, fill
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.local.file import Descriptor, fill
 from meshfeed.files.local.version import wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse, wrong_block
 from meshfeed.files.url import join

@@ -17,9 +17,8 @@ import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
-from meshfeed.files import Cache
+from meshfeed.files import Cache, byte_file
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.local import file as local
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
 from meshfeed.store.checksums import checksums_beside
 from meshfeed.store.node_index import NodeIndex
@@ -354,7 +353,7 @@ def test_a_damaged_block_is_compared_once_for_those_around_it(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return preadv(fd, buffers, at)
 
-    monkeypatch.setattr(local, "_read_ranges", None)
+    monkeypatch.setattr(byte_file, "_read_ranges", None)
     monkeypatch.setattr(os, "preadv", failing)
     with mf.open(prefix) as store:
         for begin, end in ((0, 3), (4, 9), (10, 16)):

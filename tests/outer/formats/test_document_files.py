@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import ChangedError, MissingError, StoreError
-from meshfeed.files.local import file as local
+from meshfeed.files import byte_file
 from meshfeed.formats import jsonl, parquet
 from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs
@@ -151,7 +151,7 @@ def test_few_files_are_open_at_a_time(
         links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         return sum(link.startswith(f"{tmp_path / 'many'}/") for link in links)
 
-    monkeypatch.setattr(local, "most_open", lambda: 2)
+    monkeypatch.setattr(byte_file, "most_open", lambda: 2)
     (tmp_path / "many").mkdir()
     for i in range(6):
         write(tmp_path / "many" / str(i), "tokens", documents[i * 3 : i * 3 + 3])

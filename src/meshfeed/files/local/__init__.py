@@ -1,1 +1,1 @@
-"""Files of this machine: reading one, writing one durably, mapping one, and locks between processes."""
+"""For files of this machine: writing one durably, mapping one, its version, and locks between processes."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from meshfeed.files.local.file import typed_errors
+from meshfeed.files.byte_file import typed_errors
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import suppress
 
-from meshfeed.files.local.file import status_of, typed
+from meshfeed.files.byte_file import status_of, typed
 
 Version = tuple[int, int, int, int, int]
 """Device, inode, size, modification and change time in ns of a file."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshfeed.errors import ChangedError, StoreError
 from meshfeed.extras import install
-from meshfeed.files.local.file import typed_errors
+from meshfeed.files.byte_file import typed_errors
 from meshfeed.files.remote.errors import REPLACED, reason, refuses_method, refuses_range
 from meshfeed.files.remote.hub import HubClient
 from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from meshfeed.errors import MissingError, StoreError, UnavailableError
-from meshfeed.files.local.file import typed_errors
+from meshfeed.files.byte_file import typed_errors
 from meshfeed.files.remote.client import Client, store_of
 from meshfeed.files.remote.errors import reason
 from meshfeed.files.remote.retries import Patience, Stat
