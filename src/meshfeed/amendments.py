@@ -16,7 +16,6 @@ import errno
 import hashlib
 import json
 import os
-import uuid
 import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,7 +26,8 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import RecipeError, StateError
+from meshfeed.errors import RecipeError, StateError, StoreError
+from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import locked
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.order import last_change
@@ -453,16 +453,11 @@ class Ledger:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which has the old content or the new one at any time. Raises StateError."""
-        target = Path(path)
-        beside = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.new")
         try:
-            with beside.open("w", encoding="utf-8") as file:
-                file.write(self.text)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(target)
-        except OSError as bad:
-            raise StateError(f"{target}: cannot write the ledger ({bad})") from bad
+            with durable_file(Path(path)) as file:
+                file.write(self.text.encode())
+        except StoreError as bad:
+            raise StateError(f"{os.fspath(path)}: cannot write the ledger ({bad})") from bad
 
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, unless that has it already, maybe with further lines.

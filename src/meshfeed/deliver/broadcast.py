@@ -67,7 +67,6 @@ class Broadcast(Delivery):
         if message.num_bytes > room:
             self._collective(buffer[: message.num_bytes])
             self._surplus = message.num_bytes - num_bytes - wire.TABLE_ROOM
-        self.traffic.messages += 1
 
     def _receive(self, num_bytes: int) -> Columns:
         room = self._room(num_bytes)
@@ -78,7 +77,6 @@ class Broadcast(Delivery):
             buffer = self._buffer_of(size)[:size]
             self._collective(buffer)
             self._surplus = size - num_bytes - wire.TABLE_ROOM
-        self.traffic.messages += 1
         if kind == wire.ERROR:
             raise wire.decode_error(buffer)
         if kind == wire.END:

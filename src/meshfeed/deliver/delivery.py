@@ -22,12 +22,10 @@ class Traffic:
     """What a delivery has moved so far on this rank.
 
     Attributes:
-        messages: microbatches sent or received; a relay counts both.
         collectives: torch.distributed collectives called.
         num_bytes: bytes sent or received, headers included.
     """
 
-    messages: int = 0
     collectives: int = 0
     num_bytes: int = 0
 
@@ -90,5 +88,4 @@ class Direct(Delivery):
         """The columns themselves; {} if there are none."""
         if self.interrupted:
             raise EndOfStream
-        self.traffic.messages += 1
         return columns or {}

@@ -150,7 +150,6 @@ class Group:
         others = [rank for member, rank in enumerate(self._ranks) if member != self.member]
         with self._naming_lost(others):
             self._group.alltoall_base(got, sent, list(in_sizes), list(out_sizes), options).wait(self._timeout)
-        self.traffic.messages += 1
         self.traffic.collectives += 1
         self.traffic.num_bytes += outgoing.size + incoming.size - 2 * out_sizes[self.member]
         return incoming
@@ -184,7 +183,6 @@ class Group:
                         self.traffic.num_bytes += part.numel()
             for work in waiting:
                 work.wait(self._timeout)
-        self.traffic.messages += 1
         self.traffic.collectives += 1
         self.traffic.num_bytes += sum(
             place.numel() for sender, place in enumerate(places) if sender != self.member

@@ -152,7 +152,6 @@ class ShareLeader(Delivery):
             except OSError:
                 self._receive(rank)  # finds out whether it ended normally or died
         self._next += 1
-        self.traffic.messages += 1
         self.traffic.num_bytes += message.num_bytes
 
     def _await_tickets(self, count: int) -> None:
@@ -255,7 +254,6 @@ class ShareFollower(Delivery):
             )
         self._held = number
         buffer = self._slots[number % len(self._slots)].reach(size, grow=False)[:size]
-        self.traffic.messages += 1
         self.traffic.num_bytes += size
         kind, _ = wire.peek(buffer)
         if kind == wire.ERROR:
