@@ -97,6 +97,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> OnCuda:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(OnCuda, "allocate", lambda self, shape, dtype: np.empty(shape, dtype))
     return OnCuda(torch.device("cpu:0"))
@@ -130,6 +131,22 @@ def test_a_capture_on_another_thread_goes_on(on_cuda: OnCuda, monkeypatch: pytes
     with pytest.raises(TypeError):
         on_cuda.place([{"tokens": np.array(["no number"])}])
     assert now == [0]
+
+
+def test_a_thread_works_on_its_device_before_it_sets_a_stream(
+    on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device is the first one, and leaving a stream sets the device before: every rank would use GPU 0."""
+    entered = list[str]()
+
+    def entering(what: Any) -> contextlib.AbstractContextManager[None]:
+        entered.append("stream" if isinstance(what, Stream) else str(what))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    monkeypatch.setattr(torch.cuda, "stream", entering)
+    on_cuda.place([{"tokens": np.arange(4)}])
+    assert entered == ["cpu:0", "stream"]
 
 
 def taken(feed: mf.Feed, steps: int) -> list[Any]:

@@ -150,7 +150,7 @@ class OnCuda:
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Page-locked."""
-        with _beside_captures():
+        with _working_on(self._device):
             return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
     def fill(self, table: FieldTable) -> Built:
@@ -165,7 +165,7 @@ class OnCuda:
             staged[-1][...] = array
             return torch.from_numpy(staged[-1]).to(self._device, non_blocking=True)
 
-        with _beside_captures(), torch.cuda.stream(self._stream):
+        with _working_on(self._device), torch.cuda.stream(self._stream):
             if isinstance(built, FieldTable):
                 fields = _together(widened(built, stage), built.ready, self._device)
             else:
@@ -193,22 +193,21 @@ class OnCuda:
 
 
 @contextlib.contextmanager
-def _beside_captures() -> Generator[None]:
-    """Let this thread allocate and copy while another one captures a CUDA graph.
+def _working_on(device: torch.device) -> Generator[None]:
+    """Let this thread allocate and copy for a device, whatever other threads do.
 
-    A capture forbids that to all threads, and fails, unless it says otherwise or they do. Here it is safe:
-    the stream is our own.
+    The device of a new thread is the first one, where setting a stream would leave a context: half a GB of
+    each rank's. And a capture of a CUDA graph forbids this to all threads, and fails, unless it says
+    otherwise or they do. Here it is safe: the stream is our own.
     """
-    exchange = _exchange_of_mode()
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(_ONLY_OWN_CAPTURES)
-    exchange(ctypes.byref(mode))  # which has the mode before, now
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
+    with torch.cuda.device(device):
+        exchange, mode = _exchange_of_mode(), ctypes.c_int(_ONLY_OWN_CAPTURES)
+        is_set = exchange is not None and exchange(ctypes.byref(mode)) == 0  # then it has the one before
+        try:
+            yield
+        finally:
+            if exchange is not None and is_set:
+                exchange(ctypes.byref(mode))
 
 
 @cache
