@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.mixture import Mixture
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, end_of, parts_of, sizes_of, turns_of
@@ -537,6 +538,9 @@ def has_step(recipe: Recipe, step: int) -> bool:
 
 def last_change(recipe: Recipe) -> int | None:
     """The last step at which its amounts can change; None for any: after it, all of them are drawn."""
+    data = recipe.data
+    if isinstance(data, Mixture) and data.parts[-1].is_endless and not isinstance(recipe.sequence, OwnOrder):
+        return None  # without the schedule of all changes so far
     stream = stream_of(recipe)
     return None if stream.all_drawn is None else stream.step_at(stream.all_drawn)
 
