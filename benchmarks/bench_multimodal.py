@@ -34,10 +34,9 @@ import numpy as np
 import numpy.typing as npt
 from measure import Row
 
-from meshfeed.parts.images import NativeImages
 from meshfeed.parts.types import KINDS, Parts
-from meshfeed.parts.video import NativeVideo
 from meshfeed.plan import EncoderPlan, Packing, StepPlan, account_of, plan_encoder, plan_step
+from meshfeed.processors import NativeImages, NativeVideo
 
 CAPACITY = 32_768
 PACKING = Packing(capacity=CAPACITY, policy="dynamic_cp")

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from train_gpt import Journal, load, save, train_step
 
 import meshfeed as mf
-from meshfeed.parts import NativeImages, Parts
-from meshfeed.processors import NativePatches
+from meshfeed.parts import Parts
+from meshfeed.processors import NativeImages, NativePatches
 
 IMAGE = 256  # the placeholder; all other tokens are bytes
 COLORS = ("red", "green", "blue", "orange", "purple", "black")

@@ -95,7 +95,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
             *_in("sequence", "multimodal_random table columns documents windows samples masked chat arena"),
             *_in("sequence", "multimodal_rule encoder_balanced multimodal_plans"),
             *_in("outer/integrations", "mrope"),
-            *_in("parts", "part_counts"),
+            *_in("parts", "parts"),
             *_in("outer/cli", "trace"),
             *_in("", "arguments native packed device reused_memory"),
         ],

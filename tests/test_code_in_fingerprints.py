@@ -20,13 +20,13 @@ SOURCE = """
 from dataclasses import dataclass
 import meshfeed as mf
 from meshfeed.store.tokenizer import Tokenizer
-from meshfeed.parts import NativeImages
 from meshfeed.sequence.processor import Processor
+from pictures import Pixels
 
 
 @dataclass(frozen=True)
 class Mine(Processor):
-    rule = NativeImages()
+    rule = Pixels()
     fields = ()
 
     def rows(self, parts):

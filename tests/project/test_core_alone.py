@@ -36,8 +36,6 @@ SHORT = (
 """Every rule, every kind of store, feeds of real ranks over every delivery, and an exchange; a soak runs all."""
 STORAGE = {f"services.{name}" for name in ("azure", "faults", "hub", "nginx", "s3", "unhedged")}
 """Servers of remote storage, which obstore reads."""
-BY_NAME = {"parts/test_part_counts.py"}
-"""Tests whose oracles are imported by name."""
 
 BLOCKER = """
 import sys
@@ -133,7 +131,7 @@ def of_numpy_and_torch_alone(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         names = reached(path, helpers)
         needs_more = {name.partition(".")[0] for name in names} & others or names & STORAGE
-        if not needs_more and path.relative_to(TESTS).as_posix() not in BY_NAME:
+        if not needs_more:
             alone.append(path)
     return alone
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-import meshfeed.parts
+import meshfeed.processors
 from meshfeed.amendments import Exclude, Grow, Ledger, Reweigh
 from meshfeed.cli.command import (
     OK,
@@ -388,8 +388,8 @@ def _as_ids(tokens: Sequence[int]) -> str:
 
 
 def _part_rule(text: str) -> PartRule:
-    """A rule of meshfeed.parts. Raises MeshfeedError."""
-    rules = (each for each in vars(meshfeed.parts).values() if isinstance(each, type))
+    """A rule of meshfeed.processors. Raises MeshfeedError."""
+    rules = (each for each in vars(meshfeed.processors).values() if isinstance(each, type))
     known = {each.__name__: each for each in rules if issubclass(each, PartRule) and each is not PartRule}
     try:
         name, arguments, options = parsed_call(text)

@@ -1,26 +1,24 @@
 """Images, audio and video in samples: what an index knows of them, and what they become in a model.
 
-Read `types` first, then the families: `images`, `video`, `audio`.
+Read `types` first, then `expansion`.
 """
 
-from meshfeed.parts.audio import WhisperAudio
 from meshfeed.parts.expansion import Expansion
-from meshfeed.parts.images import AnyResImages, FixedImages, NativeImages, TiledImages
 from meshfeed.parts.types import KINDS, Kind, PartRule, Parts, Rules, check_rules
-from meshfeed.parts.video import NativeVideo
+from meshfeed.renamed import moved_names
 
-__all__ = [
-    "KINDS",
-    "AnyResImages",
-    "Expansion",
-    "FixedImages",
-    "Kind",
-    "NativeImages",
-    "NativeVideo",
-    "PartRule",
-    "Parts",
-    "Rules",
-    "TiledImages",
-    "WhisperAudio",
-    "check_rules",
-]
+__all__ = ["KINDS", "Expansion", "Kind", "PartRule", "Parts", "Rules", "check_rules"]
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "meshfeed.processors": (
+            "AnyResImages",
+            "FixedImages",
+            "NativeImages",
+            "NativeVideo",
+            "TiledImages",
+            "WhisperAudio",
+        )
+    },
+)

@@ -1,4 +1,4 @@
-"""NativePatches: images at their own resolution, as Qwen2-VL and its heirs take them."""
+"""Images at their own resolution, as Qwen2-VL and its heirs take them: NativeImages, and NativePatches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,89 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.parts import NativeImages, Parts
+from meshfeed.errors import StoreError
+from meshfeed.parts import Kind, PartRule, Parts
+from meshfeed.parts.types import check_options, in_pixels
 from meshfeed.processors.pixels import PIXELS, BytePixels, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
+
+_MOST_ELONGATED = 200
+"""The largest ratio of an image's sides that Qwen's processors take."""
+
+
+def native_size(
+    parts: Parts, *, factor: int, min_pixels: int, max_pixels: int | Longs
+) -> tuple[Longs, Longs]:
+    """(height, width) that images are resized to: multiples of `factor`, the area within limits; int64 [p].
+
+    From Qwen2-VL (Wang et al. 2024, arXiv 2409.12191). Raises StoreError for an image more than 200 times as
+    long as wide, which its processor refuses too.
+    """
+    _refuse_elongated(parts)
+    sides = np.stack((parts.height, parts.width))
+    rounded = np.rint(sides / factor).astype(np.int64) * factor
+    area, resized = sides.prod(axis=0).astype(np.float64), rounded.prod(axis=0)
+    shrunk = np.maximum(np.floor(sides / np.sqrt(area / max_pixels) / factor), 1)
+    grown = np.ceil(sides * np.sqrt(min_pixels / area) / factor)
+    multiples = np.where(resized < min_pixels, grown, rounded // factor)
+    height, width = np.where(resized > max_pixels, shrunk, multiples).astype(np.int64) * factor
+    return height, width
+
+
+def _refuse_elongated(parts: Parts) -> None:
+    longer, shorter = np.maximum(parts.height, parts.width), np.minimum(parts.height, parts.width)
+    bad = np.flatnonzero(longer / np.maximum(shorter, 1) > _MOST_ELONGATED)
+    if bad.size:
+        i = bad[0]
+        raise StoreError(
+            f"part {i}, {in_pixels(int(parts.height[i]), int(parts.width[i]))}: one side is more than "
+            f"{_MOST_ELONGATED} times the other, which these models refuse; crop it, or leave it out when "
+            f"preparing the data"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeImages(PartRule):
+    """Images at their own resolution: `merge` x `merge` patches become a token.
+
+    Like Qwen2-VL and Qwen2.5-VL; for Qwen3-VL, patch=16, min_pixels=65_536, max_pixels=16_777_216. The
+    encoder attends over the whole image.
+
+    Attributes:
+        patch: side of a patch, in pixels.
+        merge: side of the square of patches that become one token.
+        min_pixels, max_pixels: limits of the resized image, "shortest_edge" and "longest_edge" of the
+            processor's size.
+
+    Raises RecipeError for options below 1.
+    """
+
+    patch: int = 14
+    merge: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    alpha: float = 6 * 1280
+    kind: Kind = "image"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def tokens(self, parts: Parts) -> Longs:
+        return self.patches(parts)[1] // self.merge**2
+
+    def resized(self, parts: Parts) -> tuple[Longs, Longs]:
+        """(height, width) of the resized images, in pixels; int64 [p] twice. Raises as `native_size`."""
+        factor = self.patch * self.merge
+        return native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return np.ones_like(height), (height // self.patch) * (width // self.patch)
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return height // (self.patch * self.merge), width // (self.patch * self.merge)
 
 
 @dataclass(frozen=True)
@@ -27,7 +106,7 @@ class NativePatches(BytePixels):
     width. Other options: see `ImageProcessor`.
     """
 
-    rule: NativeImages = NativeImages()  # noqa: RUF009  # pyright: ignore[reportIncompatibleVariableOverride]
+    rule: NativeImages = NativeImages()  # pyright: ignore[reportIncompatibleVariableOverride]
     _: KW_ONLY
     frames: int = 2
 

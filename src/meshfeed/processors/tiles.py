@@ -1,4 +1,4 @@
-"""Processors that give an encoder square images of one size: one for each image, or several tiles."""
+"""Square images of one size, one for each image or several tiles: how many tokens, and their pixels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,48 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.parts import AnyResImages, FixedImages, Parts, TiledImages
+from meshfeed.errors import RecipeError
+from meshfeed.parts import Kind, PartRule, Parts
+from meshfeed.parts.types import check_options
 from meshfeed.processors.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image
 from meshfeed.processors.resizing import squares_of
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
 Fit = Literal["crop", "stretch", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedImages(PartRule):
+    """Images of one size: as many tokens whatever they were.
+
+    Like LLaVA-1.5 over CLIP (576 tokens of 336 pixels); for Gemma 3 over SigLIP, size=896, patch=14,
+    tokens_per_image=256.
+
+    Attributes:
+        size: side of the resized image, in pixels.
+        patch: side of a patch, in pixels.
+        tokens_per_image: of the language model; None for one per patch.
+
+    Raises RecipeError for options below 1.
+    """
+
+    size: int = 336
+    patch: int = 14
+    tokens_per_image: int | None = None
+    alpha: float = 6 * 1024
+    kind: Kind = "image"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def tokens(self, parts: Parts) -> Longs:
+        patches = self.patches(parts)[1]
+        return patches if self.tokens_per_image is None else np.full_like(patches, self.tokens_per_image)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        one = np.ones(len(parts), np.int64)
+        return one, one * (self.size // self.patch) ** 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +68,7 @@ class FixedPixels(BytePixels):
     `ImageProcessor`. An image so long that it would be more pixels than Pillow decodes on the way is broken.
     """
 
-    rule: FixedImages = FixedImages()  # noqa: RUF009  # pyright: ignore[reportIncompatibleVariableOverride]
+    rule: FixedImages = FixedImages()  # pyright: ignore[reportIncompatibleVariableOverride]
     _: KW_ONLY
     fit: Fit = "crop"
 
@@ -73,6 +108,69 @@ class FixedPixels(BytePixels):
         return self.squares(image, side, side, side)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TiledImages(PartRule):
+    """Images cut into equal square tiles in the grid nearest to their shape, and a small copy of the whole.
+
+    Like InternVL 1.5 and later (Chen et al. 2024, arXiv 2404.16821). An image of one tile has no further
+    copy. The encoder attends within a tile.
+
+    Attributes:
+        tile: side of a tile, in pixels.
+        patch: side of a patch, in pixels.
+        tokens_per_tile: of the language model.
+        min_tiles, max_tiles: of an image, the copy not counted.
+        thumbnail: whether an image of several tiles has the copy.
+
+    Raises RecipeError for options below 1, or more than max_tiles.
+    """
+
+    tile: int = 448
+    patch: int = 14
+    tokens_per_tile: int = 256
+    min_tiles: int = 1
+    max_tiles: int = 12
+    thumbnail: bool = True
+    alpha: float = 6 * 1024
+    kind: Kind = "image"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.min_tiles > self.max_tiles:
+            raise RecipeError(
+                f"TiledImages(min_tiles={self.min_tiles}, max_tiles={self.max_tiles}): at most that"
+            )
+
+    def tokens(self, parts: Parts) -> Longs:
+        return self.patches(parts)[0] * self.tokens_per_tile
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        tiles = self.tile_grid(parts).prod(axis=0)
+        tiles += (tiles > 1) & self.thumbnail
+        return tiles, np.full_like(tiles, (self.tile // self.patch) ** 2)
+
+    def tile_grid(self, parts: Parts) -> Longs:
+        """(rows, columns) of each image's tiles; int64 [2, p].
+
+        Of grids that are equally near to the image's shape, a larger one is taken if the image covers more
+        than half of its tiles.
+        """
+        shape, area = parts.width / parts.height, parts.width * parts.height
+        nearest, grid = np.full(len(parts), np.inf), np.ones((2, len(parts)), np.int64)
+        for rows, columns in self._grids():
+            distance = np.abs(shape - columns / rows)
+            covers = area > 0.5 * self.tile * self.tile * columns * rows
+            better = (distance < nearest) | ((distance == nearest) & covers)
+            grid[:, better] = [[rows], [columns]]
+            nearest = np.minimum(nearest, distance)
+        return grid
+
+    def _grids(self) -> list[tuple[int, int]]:
+        sides = range(1, self.max_tiles + 1)
+        grids = [(r, c) for c in sides for r in sides if self.min_tiles <= r * c <= self.max_tiles]
+        return sorted(grids, key=lambda grid: grid[0] * grid[1])
+
+
 @dataclass(frozen=True)
 class TiledPixels(BytePixels):
     """Square tiles of an image, and a small copy of the whole, with the values of InternVL's processor.
@@ -85,7 +183,7 @@ class TiledPixels(BytePixels):
     then its copy. Other options: see `ImageProcessor`.
     """
 
-    rule: TiledImages = TiledImages()  # noqa: RUF009  # pyright: ignore[reportIncompatibleVariableOverride]
+    rule: TiledImages = TiledImages()  # pyright: ignore[reportIncompatibleVariableOverride]
     _: KW_ONLY
     mean: Color = (0.485, 0.456, 0.406)
     std: Color = (0.229, 0.224, 0.225)
@@ -113,6 +211,86 @@ class TiledPixels(BytePixels):
         return len(made[PIXELS]) * self.rule.tokens_per_tile
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnyResImages(PartRule):
+    """Images scaled into one of a list of grids of tiles, and a copy of the whole.
+
+    Like LLaVA-NeXT (Liu et al. 2024); for LLaVA-OneVision, `AnyResImages.onevision()`. Tokens
+    that are padding alone are cut off, and each row of tokens ends with a newline token. The encoder attends
+    within a tile.
+
+    Attributes:
+        tile: side of a tile, in pixels.
+        patch: side of a patch, in pixels; a patch becomes a token.
+        grids: (rows, columns) of tiles to choose from.
+        most_tiles: images of more tokens than so many tiles are scaled down to them; None for any.
+
+    Raises RecipeError for options below 1.
+    """
+
+    tile: int = 336
+    patch: int = 14
+    grids: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+    most_tiles: int | None = None
+    alpha: float = 6 * 1024
+    kind: Kind = "image"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.grids or any(side < 1 for grid in self.grids for side in grid):
+            raise RecipeError(f"AnyResImages(grids={self.grids}): at least one, each of 1 or more tiles")
+
+    @classmethod
+    def onevision(cls) -> AnyResImages:
+        """LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): to 6 x 6 tiles, at most the tokens of 9."""
+        sides = range(1, 7)
+        grids = tuple((rows, columns) for rows in sides for columns in sides)
+        return cls(tile=384, grids=grids, most_tiles=9, alpha=6 * 1152)
+
+    @property
+    def _side(self) -> int:
+        """Patches along a tile."""
+        return self.tile // self.patch
+
+    def tokens(self, parts: Parts) -> Longs:
+        rows, columns = self.tile_grid(parts) * self._side
+        # the image keeps its shape in the grid; half of what it leaves is cut off at either edge
+        wide = parts.width / parts.height > columns / rows
+        fitted_rows = parts.height * columns // parts.width
+        fitted_columns = parts.width * rows // parts.height
+        rows, columns = (
+            rows - np.where(wide, (rows - fitted_rows) // 2 * 2, 0),
+            columns - np.where(wide, 0, (columns - fitted_columns) // 2 * 2),
+        )
+        if self.most_tiles is not None:
+            ratio = np.maximum(np.sqrt(rows * columns / (self.most_tiles * self._side**2)), 1)
+            over = ratio > 1.1
+            rows, columns = (np.where(over, side // ratio, side).astype(np.int64) for side in (rows, columns))
+        return rows * columns + rows + self._side**2
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        tiles = self.tile_grid(parts).prod(axis=0) + 1
+        return tiles, np.full_like(tiles, self._side**2)
+
+    def tile_grid(self, parts: Parts) -> Longs:
+        """(rows, columns) of each image's tiles; int64 [2, p].
+
+        The grid that keeps most of its pixels, and the smallest of those.
+        """
+        height, width = parts.height, parts.width
+        most, least = np.full(len(parts), -1), np.zeros(len(parts), np.int64)
+        grid = np.ones((2, len(parts)), np.int64)
+        for rows, columns in self.grids:
+            scale = np.minimum(columns * self.tile / width, rows * self.tile / height)
+            scaled = (width * scale).astype(np.int64) * (height * scale).astype(np.int64)
+            kept = np.minimum(scaled, width * height)
+            wasted = rows * columns * self.tile**2 - kept
+            better = (kept > most) | ((kept == most) & (wasted < least))
+            grid[:, better] = [[rows], [columns]]
+            most, least = np.where(better, kept, most), np.where(better, wasted, least)
+        return grid
+
+
 @dataclass(frozen=True)
 class AnyResPixels(BytePixels):
     """A small copy of an image, and its tiles, with the values of the processors of LLaVA-NeXT and OneVision.
@@ -125,7 +303,7 @@ class AnyResPixels(BytePixels):
     width of the image as stored. Other options: see `ImageProcessor`.
     """
 
-    rule: AnyResImages = AnyResImages()  # noqa: RUF009  # pyright: ignore[reportIncompatibleVariableOverride]
+    rule: AnyResImages = AnyResImages()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def fields(self) -> tuple[PartField, ...]:

@@ -1,25 +1,99 @@
-"""WhisperFeatures: the spectrum of audio, as Whisper's encoder takes it."""
+"""Audio through Whisper's encoder: WhisperAudio, and the spectrum that it takes, WhisperFeatures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import PartError
+from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.sound import Sound, decoded_audio
-from meshfeed.parts import Parts, WhisperAudio
-from meshfeed.parts.types import check_counts
+from meshfeed.parts import Kind, PartRule, Parts
+from meshfeed.parts.types import check_counts, check_options
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
 
+Longer = Literal["cut", "error"]
+
 _HIGHEST_HZ = 8000.0
 _MOST_HZ = 768_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperAudio(PartRule):
+    """Audio through Whisper's encoder: `frame_rate` spectrum frames a second, halved, then pooled to tokens.
+
+    Like Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): pool=2, so 25 tokens a second. The encoder (Radford
+    et al. 2022, arXiv 2212.04356) attends over `seconds` of sound, padded.
+
+    Attributes:
+        seconds: of a part, at most.
+        sample_rate: that the processor resamples to, in Hz.
+        frame_rate: spectrum frames per second; a divisor of sample_rate.
+        pool: frames of the encoder's output that become one token.
+        longer: what becomes of a part beyond `seconds`: "cut" leaves its rest out, as the published processor
+            does; "error" refuses the part, by name, when its step is planned.
+
+    Raises RecipeError for options below 1.
+    """
+
+    seconds: int = 30
+    sample_rate: int = 16_000
+    frame_rate: int = 100
+    pool: int = 2
+    alpha: float = 6 * 1280
+    kind: Kind = "audio"
+    longer: Longer = field(default="cut", repr=False)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.longer not in get_args(Longer):
+            raise RecipeError(f"WhisperAudio(longer={self.longer!r}): choose {', '.join(get_args(Longer))}")
+        if self.sample_rate % self.frame_rate:
+            raise RecipeError(
+                f"WhisperAudio(frame_rate={self.frame_rate}): a divisor of sample_rate={self.sample_rate}"
+            )
+
+    def summary(self) -> str:
+        """As its repr, with `longer` unless it is "cut", so that older fingerprints stay."""
+        return super().summary() + ("" if self.longer == "cut" else f" with longer={self.longer!r}")
+
+    def tokens(self, parts: Parts) -> Longs:
+        long = np.flatnonzero(parts.length > self.seconds * parts.rate)
+        if self.longer == "error" and long.size:
+            i = long[0]
+            raise StoreError(
+                f"part {i}, {parts.length[i] / parts.rate[i]:.1f} s of audio, of which WhisperAudio takes "
+                f"{self.seconds} s; cut it into several parts, or leave out longer='error'"
+            )
+        return self.tokens_of_frames(self.frames_of(parts.length, parts.rate))
+
+    def frames_of(self, length: Longs, rate: npt.NDArray[np.float64]) -> Longs:
+        """Spectrum frames of each part that are not padding; int64 [p].
+
+        length, rate: PCM samples of each, and per second; [p].
+        """
+        samples = np.ceil(length * self.sample_rate / rate).astype(np.int64)
+        return np.minimum(-(-samples // (self.sample_rate // self.frame_rate)), self._most_frames)
+
+    def tokens_of_frames(self, frames: Longs) -> Longs:
+        """Tokens of parts of so many spectrum frames; int64 [p] -> int64 [p]."""
+        encoded = (frames - 1) // 2 + 1
+        return np.maximum((encoded - self.pool) // self.pool + 1, 1)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        one = np.ones(len(parts), np.int64)
+        return one, one * (self._most_frames // 2)
+
+    @property
+    def _most_frames(self) -> int:
+        return self.seconds * self.frame_rate
 
 
 @dataclass(frozen=True)
@@ -39,7 +113,7 @@ class WhisperFeatures(Processor):
     below 1.
     """
 
-    rule: WhisperAudio = WhisperAudio()  # noqa: RUF009  # pyright: ignore[reportIncompatibleVariableOverride]
+    rule: WhisperAudio = WhisperAudio()  # pyright: ignore[reportIncompatibleVariableOverride]
     _: KW_ONLY
     mels: int = 128
     window: int = 400

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from meshfeed.cli.calibrate import encoder_times
 from meshfeed.cli.main import main
-from meshfeed.parts import NativeImages, Parts
+from meshfeed.parts import Parts
 from meshfeed.plan import CostModel
+from meshfeed.processors import NativeImages
 from soak import cases
 
 _SMALL = ("--hidden", "32", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "--device", "cpu")

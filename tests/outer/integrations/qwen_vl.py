@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 import meshfeed as mf
-from meshfeed.parts import NativeImages, Parts
-from meshfeed.processors import NativePatches
+from meshfeed.parts import Parts
+from meshfeed.processors import NativeImages, NativePatches
 from meshfeed.store import DatasetWriter
 
 IMAGE, BEGIN, END = 100, 101, 102

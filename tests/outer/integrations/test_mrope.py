@@ -15,7 +15,7 @@ from qwen_vl import PATCHES, Document, positions, write_documents
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
-from meshfeed.parts import FixedImages, NativeImages, WhisperAudio
+from meshfeed.processors import FixedImages, NativeImages, WhisperAudio
 from meshfeed.testing import assert_rule
 from pictures import Listen, Look
 from soak import cases

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
+import meshfeed.parts
 from meshfeed.integrations import loader, megatron
 
 RECIPE = mf.Recipe(data=mf.Lengths(np.ones(8, int)), sequence=mf.Documents(), batch=1)
@@ -46,6 +47,8 @@ def test_processors_are_found_where_they_were() -> None:
     with pytest.warns(DeprecationWarning, match="is meshfeed.processors.NativePatches now") as warned:
         from meshfeed.sequence import NativePatches  # pyright: ignore[reportAttributeAccessIssue]
     assert NativePatches is mf.processors.NativePatches
+    with pytest.warns(DeprecationWarning, match="is meshfeed.processors.NativeImages now"):
+        assert meshfeed.parts.NativeImages is mf.processors.NativeImages
     assert {each.filename for each in warned} == {__file__}, "the line that has the old name"
     with pytest.raises(AttributeError, match="has no attribute 'Patches'"):
         _ = mf.sequence.Patches

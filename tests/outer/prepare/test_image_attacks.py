@@ -10,9 +10,8 @@ from texts import Here
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.parts import NativeImages
 from meshfeed.prepare import Multimodal, Text, prepare
-from meshfeed.processors import NativePatches
+from meshfeed.processors import NativeImages, NativePatches
 from meshfeed.sequence import PartSize
 
 PACKING = {"packing": mf.Packing(capacity=2048)}

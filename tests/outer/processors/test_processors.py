@@ -18,12 +18,17 @@ from PIL import Image
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
-from meshfeed.parts import AnyResImages, FixedImages, NativeImages, NativeVideo, Parts, TiledImages
+from meshfeed.parts import Parts
 from meshfeed.processors import (
+    AnyResImages,
     AnyResPixels,
+    FixedImages,
     FixedPixels,
     ImageProcessor,
+    NativeImages,
     NativePatches,
+    NativeVideo,
+    TiledImages,
     TiledPixels,
     rgb_image,
 )

@@ -21,8 +21,8 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.extras import install
 from meshfeed.formats.sound import decoded_audio
-from meshfeed.parts import KINDS, Parts, WhisperAudio
-from meshfeed.processors import WhisperFeatures
+from meshfeed.parts import KINDS, Parts
+from meshfeed.processors import WhisperAudio, WhisperFeatures
 from meshfeed.processors.whisper import resampled
 from meshfeed.sequence import PartSize
 from meshfeed.sequence.decoding import Bad, Promise, Task, made_of

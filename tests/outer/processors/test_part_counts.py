@@ -13,17 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.parts import (
-    KINDS,
+from meshfeed.parts import KINDS, PartRule, Parts
+from meshfeed.processors import (
     AnyResImages,
     FixedImages,
     NativeImages,
     NativeVideo,
-    PartRule,
-    Parts,
     TiledImages,
     WhisperAudio,
-    check_rules,
 )
 from soak import SEED, cases, only_soak
 
@@ -252,14 +249,6 @@ def test_no_parts() -> None:
         assert rule.tokens(nothing).size == rule.work(nothing).size == 0
 
 
-def test_parts_of_samples() -> None:
-    parts = Parts.of_images([(10, 20), (30, 40), (50, 60)])
-    some = parts.take(np.array([0, 2]))
-    assert len(some) == 2 and some.num_samples == 3 and some.sample.tolist() == [0, 2]
-    assert some.per_sample(some.width).tolist() == [20, 0, 60]
-    assert parts.of_kind("image").tolist() == [0, 1, 2] and parts.of_kind("audio").size == 0
-
-
 def test_refusals() -> None:
     for make, message in (
         (lambda: NativeImages(patch=0), r"NativeImages\(patch=0\): a whole number from 1"),
@@ -268,7 +257,6 @@ def test_refusals() -> None:
         (lambda: WhisperAudio(frame_rate=300), "a divisor of sample_rate=16000"),
         (lambda: NativeVideo(fps=0), r"fps=0\): above 0"),
         (lambda: FixedImages(alpha=-1), r"alpha=-1\): 0 or more"),
-        (lambda: check_rules({"audio": NativeImages()}), "for parts of kind 'image', not 'audio'"),
     ):
         with pytest.raises(RecipeError, match=message):
             make()

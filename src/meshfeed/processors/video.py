@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.parts.images import native_size
-from meshfeed.parts.types import Kind, Longs, PartRule, Parts, check_options
+from meshfeed.parts import Kind, PartRule, Parts
+from meshfeed.parts.types import check_options
+from meshfeed.processors.patches import native_size
+from meshfeed.sequence.runs import Longs
 
 
 @dataclass(frozen=True, kw_only=True)
