@@ -121,7 +121,7 @@ def test_what_nobody_has_used_for_long_is_removed(tmp_path: Path, monkeypatch: p
     assert sorted(each.name for each in tmp_path.iterdir()) == ["new", "new.seen", "old.lock", "swept"]
 
 
-def test_what_a_node_has_derived_and_heard_is_removed_after_a_month(
+def test_what_a_node_has_derived_goes_after_a_month_and_what_it_heard_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not what somebody opens, nor text that was prepared, which is read as a store."""
@@ -136,9 +136,9 @@ def test_what_a_node_has_derived_and_heard_is_removed_after_a_month(
     cached_arrays(cache.kept_path, used, lambda: {})
     assert sorted(each.name for each in cache.kept().iterdir() if each.is_dir()) == [used, "text"]
     answers = tmp_path / "answers"
-    for days in (29, 31):
-        shared(answers, "stat", days, lambda: 1)
+    for hours in (23, 25):
+        shared(answers, "stat", hours, lambda: 1)
         for path in answers.glob("stat-*"):
-            aged(path, days if time.time() - path.stat().st_mtime < DAY_S else 29)
+            aged(path, (hours if time.time() - path.stat().st_mtime < 60 else 23) / 24)
     shared(answers, "stat", 0, lambda: 1)
     assert len([each for each in answers.glob("stat-*") if not each.suffix]) == 2

@@ -1,7 +1,7 @@
 """What storage has answered, shared by the processes of a node.
 
 The first process to need an answer asks for it while it holds a lock, and the others read its file. If the
-storage fails, all that waited raise its error. Answers are removed a month after they were given.
+storage fails, all that waited raise its error. Answers are removed a day after they were given.
 
     KIND-KEY           crc32 of an answer, and the answer as JSON
     KIND-KEY.failed    in the same form, when and how the last request for it failed
@@ -45,7 +45,7 @@ def shared(
         when, text = read_answer(failed) or (0, "")
         if came < when <= time.time():  # another process failed while this one waited
             raise UnavailableError(text)
-        sweep(folder, "*-*", 30 * DAY_S)
+        sweep(folder, "*-*", DAY_S)
         try:
             said = ask()
         except UnavailableError as error:
