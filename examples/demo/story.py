@@ -95,11 +95,14 @@ def _layout(text: str) -> Layout:
 
 def _prepare(out: Path) -> None:
     """An empty directory; a demo's earlier one is cleared, anything else is left alone."""
-    if out.exists() and any(out.iterdir()) and not (out / "demo.json").exists():
-        raise MeshfeedError(f"--out {out}: is not empty and no earlier demo's; name another directory")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / "demo.json").write_text(json.dumps({"arguments": sys.argv[1:]}))
+    try:
+        if out.exists() and any(out.iterdir()) and not (out / "demo.json").exists():
+            raise MeshfeedError(f"--out {out}: is not empty and no earlier demo's; name another directory")
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        (out / "demo.json").write_text(json.dumps({"arguments": sys.argv[1:]}))
+    except OSError as error:
+        raise MeshfeedError(f"--out {out}: {error.strerror or error}; name another directory") from error
 
 
 def _write(

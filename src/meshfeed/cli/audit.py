@@ -124,6 +124,10 @@ class Audit(Command, RecipeOptions):
 
     def _files_of(self, recipe: mf.Recipe, text: str) -> list[tuple[int, Folder, str]]:
         """(source, folder, file of values there) of --by COLUMN, FILE, NAME=COLUMN or NAME=FILE."""
+        if not text:
+            raise MeshfeedError(
+                f"--by {text!r}: give a column that `meshfeed prepare --keep` has kept, or a file"
+            )
         names, sources = recipe.source_names, [*enumerate(recipe.sources)]
         kept = [(source, *place) for source, store in sources if (place := _kept_in(store, text)) is not None]
         if kept:

@@ -109,7 +109,7 @@ class Calibrate(Command):
             layer = _Layer(shape, torch.device(device), getattr(torch, self.dtype))
             measured = self._measured(layer, out)
         except OSError as error:
-            raise MeshfeedError(f"{out}: {error}") from error
+            raise MeshfeedError(f"{out}: {error.strerror or error}; choose another --out") from error
         except (
             RuntimeError,
             AssertionError,
@@ -163,10 +163,11 @@ def encoder_times(table: Path) -> tuple[Floats, Floats]:
         with table.open(newline="", encoding="utf-8-sig") as file:
             rows = [(float(row["patches"]), float(row["seconds"])) for row in csv.DictReader(file)]
     except OSError as error:
-        raise MeshfeedError(f"{table}: {error.strerror or error}") from error
+        raise MeshfeedError(f"{table}: {error.strerror or error}; give a CSV file") from error
     except (KeyError, TypeError, ValueError, csv.Error) as bad:
         raise MeshfeedError(
-            f"{table}: not a table of an encoder's times ({bad!r}); it has columns patches, seconds"
+            f"{table}: not a table of an encoder's times ({type(bad).__name__}: {bad}); it has "
+            f"columns patches, seconds"
         ) from bad
     patches, seconds = np.array(rows, np.float64).reshape(-1, 2).T
     return patches, seconds

@@ -74,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _drop_output()
         return OK
+    except MemoryError as error:
+        _tell(f"not enough memory: {error}; ask for less, such as fewer sequences, steps or ranks", error)
+        return FAILED
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
             _tell(f"cannot write the output: {error.strerror}; free some space, or write it elsewhere", error)

@@ -22,6 +22,8 @@ HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "
     "whose documents are its sequences"
 )
+NUM_POSITIONS = 2**62
+"""Sequences of a stream at most; the numbers of further ones do not fit."""
 OF_STORE = (
     *("sequences", "tokens", "seed", "rule", "window"),
     *("column", "dtype", "tokenizer", "eod", "eod_token", "labels", "ignore", "cache", "storage"),
@@ -145,6 +147,10 @@ def until_of(recipe: mf.Recipe, until: int | None, meaning: str) -> int:
     found = num_steps(recipe) if until is None else until
     if found is None:
         raise MeshfeedError(f"this recipe never ends; give --until STEP, the first step that {meaning}")
+    if recipe.batch.position(found) >= NUM_POSITIONS:
+        raise MeshfeedError(
+            f"--until {found}: beyond the 2**62 positions of the stream; name an earlier step"
+        )
     return found
 
 

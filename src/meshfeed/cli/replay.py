@@ -138,8 +138,10 @@ def _whole_folder(out: Path) -> Generator[Path, None, None]:
     """A new folder to fill, which becomes `out` at a clean end of `with`, and is removed otherwise."""
     if out.exists():
         raise MeshfeedError(f"--out {out}: exists already; name a folder to make")
+    if not out.parent.is_dir():
+        raise MeshfeedError(f"--out {out}: {out.parent} is no folder; make it, or name another")
     partial = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
-    with typed_errors(partial):
+    with typed_errors(out.parent):
         partial.mkdir()
     try:
         yield partial

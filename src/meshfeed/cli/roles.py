@@ -9,6 +9,7 @@ from typing import Any, Literal
 from meshfeed.cli.command import OK, Console, Table, print_json
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.deliver import can_share
+from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Layout
 from meshfeed.report.words import counted
 from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
@@ -16,7 +17,7 @@ from meshfeed.sequence import Windows
 
 DeliveryChoice = Literal["auto", "direct", "broadcast", "share", "tree"]
 
-_MOST_ROWS = 64
+_MOST_ROWS, _MOST_RANKS = 64, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,10 @@ class ShowRoles(Command):
 
     def run(self) -> int:
         layout = Layout.parse(self.layout, ranks_per_node=self.ranks_per_node)
+        if layout.world_size > _MOST_RANKS:
+            raise MeshfeedError(
+                f"layout {layout}: {layout.world_size:,} ranks; give one of up to {_MOST_RANKS:,}"
+            )
         stage_map = StageMap(pp=layout.pp, vpp=self.vpp, mtp=self.mtp, layout=self.stages)
         fields = Windows(self.length).fields
         delivery = self.delivery

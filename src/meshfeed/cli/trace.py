@@ -14,7 +14,7 @@ from meshfeed.cli.command import OK, Console, Table, print_json
 from meshfeed.cli.document_trace import sequences_with
 from meshfeed.cli.options import Command, argument, given, option, refuse_given
 from meshfeed.cli.packing import JobOptions
-from meshfeed.cli.recipes import RecipeOptions
+from meshfeed.cli.recipes import NUM_POSITIONS, RecipeOptions
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.order import position_of, steps_of
@@ -109,7 +109,12 @@ class Trace(Command, JobOptions, RecipeOptions):
         lines: list[Line] = []
         for text in documents:
             source, document = _document(recipe, text)
-            for epoch in self.epochs or range(1):
+            epochs = self.epochs or range(1)
+            if epochs[-1] * recipe.sequence.num_sequences(recipe.sources[source]) >= NUM_POSITIONS:
+                raise MeshfeedError(
+                    f"--epochs {epochs[-1]}: beyond the 2**62 positions of the stream; name an earlier one"
+                )
+            for epoch in epochs:
                 for index in sequences_with(recipe, source, document, epoch).tolist():
                     lines.append(_where(recipe, source, epoch, index) | {"document": document})
         parts: Line = {"parts": []} if isinstance(recipe.sequence, Multimodal) else {}

@@ -75,7 +75,10 @@ def sizes_of(recipe: Recipe) -> Longs:
     sizes = [recipe.sequence.num_sequences(store) for store in recipe.sources]
     for store, size in zip(recipe.sources, sizes):
         if size < 1:
-            raise RecipeError(f"{recipe.sequence.summary()} makes no sequence of store {store}")
+            raise RecipeError(
+                f"{recipe.sequence.summary()} makes no sequence of store {store}; leave it out, or give it "
+                f"longer documents"
+            )
     return np.array(sizes, np.int64)
 
 

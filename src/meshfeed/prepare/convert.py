@@ -90,6 +90,7 @@ class Conversion:
         self._dtypes = {name: self._dtype_of(name, store) for name, store in stores.items()}
         self.num_documents = self.num_tokens = 0
         is_folder = len(self._dtypes) > 1
+        _refuse_ambiguous(path, is_folder=is_folder)
         beside = _beside(self._store)
         self._copied = [name for name in beside if is_folder and name.endswith(VALUES)]
         self._not_copied = [name for name in beside if name not in self._copied]
@@ -223,6 +224,20 @@ def _beside(store: StreamStore) -> list[str]:
     except StoreError:
         return [_UNLISTED]
     return [name for name in names if name.endswith(VALUES) or name == ORIGINS]
+
+
+def _refuse_ambiguous(path: Path, *, is_folder: bool) -> None:
+    """Raises StoreError for a path at which both a pair and something else would be."""
+    if is_folder:
+        for pair in (each for suffix in _SUFFIXES if (each := Path(f"{path}{suffix}")).exists()):
+            raise StoreError(
+                f"{pair}: would be opened in place of the folder {path}; move it away, or choose another path"
+            )
+    elif path.exists():
+        raise StoreError(
+            f"{path}: is a {'folder' if path.is_dir() else 'file'}, in place of which the .bin/.idx pair "
+            f"would be opened; choose another prefix"
+        )
 
 
 def _refuse_stale(path: Path, values: Collection[str]) -> None:

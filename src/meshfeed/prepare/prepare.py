@@ -225,7 +225,12 @@ def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Ou
                 f"--work {os.fspath(work)}: only for an output in storage; one on a disk is "
                 f"made next to {shown}"
             )
-        return OnDisk(Path(local_path(out)).absolute())
+        target = Path(local_path(out)).absolute()
+        for pair in (each for suffix in (".bin", ".idx") if (each := Path(f"{target}{suffix}")).exists()):
+            raise PrepareError(
+                f"{pair}: would be opened in place of {target}; move it away, or choose another --out"
+            )
+        return OnDisk(target)
     if is_http(out):
         raise PrepareError(f"{shown}: cannot write to a web server; give s3://, gs://, az:// or a path")
     if work is None and not isinstance(engine, Local):

@@ -101,8 +101,8 @@ class Cache:
             _checked[own] = _identity(own)
         except OSError as error:
             raise CacheError(
-                f"{own}: {error.strerror or error}; give cache=mf.Cache(folder) a folder that this "
-                f"user can write, on a disk of the node"
+                f"{own}: {error.strerror or error}; give cache=mf.Cache(folder) (--cache) a folder "
+                f"that this user can write, on a disk of the node"
             ) from error
         return own
 

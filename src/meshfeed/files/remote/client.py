@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshfeed.errors import ChangedError, StoreError
+from meshfeed.errors import ChangedError, OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files.byte_file import typed_errors
 from meshfeed.files.remote.errors import REPLACED, reason, refuses_method, refuses_range
@@ -194,7 +194,7 @@ def store_of(
     except BaseException as error:  # it panics on unknown options
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise StoreError(f"{root}: {reason(error)}; check the URL and the storage options") from error
+        raise OptionError(f"{root}: {reason(error)}; check the URL and the storage options") from error
 
 
 _MOST_TIMEOUTS = 4

@@ -1,0 +1,112 @@
+"""What a user may get wrong: each ends with 2 and a line that says what, where and what to do, and changes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from meshfeed.cli.main import main
+
+RECIPE = """
+import meshfeed as mf
+mix = mf.Mixture({"web": (mf.open("web"), 3), "code": (mf.open("code"), 1)})
+recipe = mf.Recipe(data=mix, sequence=mf.Windows(16), batch=mf.Batch(8), seed=7)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path.with_name(f"{tmp_path.name}-cache")))
+    for name, count in (("web", 40), ("code", 10), ("empty", 0)):
+        with mf.IndexedWriter(name, np.uint8) as writer:
+            for length in range(count):
+                writer.add_document(np.full(length, 0xF1, np.uint8))
+    with mf.DatasetWriter("chat", {"tokens": "u1", "loss_mask": "u1"}) as writer:
+        writer.add_document(tokens=np.ones(9, np.uint8), loss_mask=np.ones(9, np.uint8))
+    Path("recipe.py").write_text(RECIPE)
+    Path("list.txt").write_text("web\t3\n")
+    Path("text.jsonl").write_text('{"text": "some"}\n')
+    Path("folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("inspect s3://", "s3://: .*; check the URL and the storage options"),
+        (
+            "inspect text.jsonl --tokenizer bytes --cache /proc/x",
+            r"give cache=mf\.Cache\(folder\) \(--cache\)",
+        ),
+        (
+            "convert web chat",
+            "chat: is a folder, in place of which the .bin/.idx pair would be opened; choose",
+        ),
+        ("convert web chat --overwrite", "chat: is a folder"),
+        ("convert web text.jsonl", r"text\.jsonl: is a file, in place of which"),
+        ("convert web .", r"\.: is a folder"),
+        (
+            "convert chat web --overwrite",
+            r"web\.bin: would be opened in place of the folder web; move it away",
+        ),
+        (
+            "prepare text.jsonl --out web --tokenizer bytes",
+            r"web\.bin: would be opened in place of .*web; move",
+        ),
+        (
+            "audit web --until 99999999999999999999",
+            "--until 9+: beyond the 2..62 positions .* an earlier step",
+        ),
+        (
+            "exposure recipe.py list.txt --until 99999999999999999999",
+            "--until 9+: beyond the 2..62 positions",
+        ),
+        (
+            "trace web --document 3 --epochs 46116860184273879000",
+            "--epochs 46116860184273879000: beyond the 2",
+        ),
+        ("trace web --document 3 --epochs 461168601842738790", "--epochs 461168601842738790: beyond the 2"),
+        (
+            "audit recipe.py --until 4 --by=",
+            "--by '': give a column that `meshfeed prepare --keep` has kept, or",
+        ),
+        (
+            "audit empty --until 4",
+            r"makes no sequence of store IndexedStore\('empty'\); leave it out, or give it",
+        ),
+        (
+            "plan web --layout dp2 --capacity 99 --sequences 4000000000000000",
+            "not enough memory: .*; ask for",
+        ),
+        (
+            "replay recipe.py --steps 0 --rank 0 --out a/b --layout dp1",
+            "--out a/b: a is no folder; make it, or",
+        ),
+        ("roles dp100000000", "layout dp100000000: 100,000,000 ranks; give one of up to 1,048,576"),
+        (
+            "calibrate --out no/x.csv --hidden 8 --heads 1 --kv-heads 1 --ffn 8 --device cpu",
+            "no/x.csv: No such file or directory; choose another",
+        ),
+        (
+            "calibrate --encoder web.bin",
+            r"web\.bin: not a table .*UnicodeDecodeError: 'utf-8' codec can't decode",
+        ),
+        ("demo --out web.bin", r"--out web\.bin: Not a directory; name another directory"),
+        ("demo --out /proc/x", "--out /proc/x: No such file or directory; name another directory"),
+    ],
+)
+def test_a_line_tells_what_to_do_and_nothing_changes(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: str, says: str
+) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    status = main(words.split())
+    err = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("meshfeed: ") and re.search(says, line), line
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
