@@ -69,10 +69,12 @@ $(FRAMEWORKS)/.installed: pyproject.toml $(REQUIREMENTS) requirements-sources.tx
 bench: $(VENV)/.tested
 	$(BIN)/python benchmarks/run.py
 
-# what only a GPU can show, into docs/gpu/; nothing is installed where $(PYTHON) has torch
+# what only a GPU can show, into docs/gpu/; nothing is installed where $(PYTHON) has meshfeed; MEGATRON= is a checkout
+# of Megatron-LM, whose pretrain runs then, too
 gpu:
-	@if $(PYTHON) -c "import numpy, torch" 2>/dev/null; then PYTHONPATH=src $(PYTHON) benchmarks/gpu.py; \
-	else $(MAKE) $(VENV)/.installed && $(BIN)/python benchmarks/gpu.py; fi
+	@if $(PYTHON) -c "import meshfeed" 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) $(VENV)/.tested && python=$(BIN)/python; fi; \
+	$$python benchmarks/gpu.py $(if $(MEGATRON),--megatron $(abspath $(MEGATRON)))
 
 # the wheel and the sdist, into dist/; CC=aarch64-linux-gnu-gcc for a wheel of that machine
 dist: $(VENV)/.tested

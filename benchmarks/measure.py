@@ -114,12 +114,15 @@ def in_turn(contestants: Mapping[str, Callable[[], object]], rounds: int = 7) ->
     return seconds
 
 
-def from_ranks(target: Callable[..., None], num_ranks: int, num_results: int, *args: object) -> Iterator[Any]:
+def from_ranks(
+    target: Callable[..., None], num_ranks: int, num_results: int, *args: object, by: str = "forkserver"
+) -> Iterator[Any]:
     """What num_ranks processes put into their queue; each runs target(rank, port, results, *args).
 
-    port: of 127.0.0.1, free for their rendezvous. Raises SystemExit where a process fails.
+    port: of 127.0.0.1, free for their rendezvous. by: how they start; "spawn" where they need a GPU, which
+    the imports that a fork server shares can claim. Raises SystemExit where a process fails.
     """
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context(by)
     imported_once = ["meshfeed.feed.feed", "meshfeed.store.indexed", "megatron.core.datasets.data_schedule"]
     context.set_forkserver_preload(imported_once)
     with socket.socket() as probe:
