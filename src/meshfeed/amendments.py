@@ -97,7 +97,7 @@ class Reweigh(_Told):
         known = recipe.data.names
         if unknown := [name for name in self.amounts if name not in known]:
             raise RecipeError(f"Reweigh: no source is called {unknown[0]!r}; there are {', '.join(known)}")
-        _check_goes_on(recipe.data, recipe, step, "Reweigh")
+        _check_goes_on(recipe, step, "Reweigh")
         amounts, unit = dict[str, float](), recipe.data.unit_at(step) if self.by is None else self.by
         ends = unit not in ("proportion", "tokens")
         further = {name for _, name in recipe.amendments.grown}
@@ -338,7 +338,7 @@ class Grow(_Told):
         name = f"{self.source}+{self.fingerprint[:8]}"
         if name in known:
             raise RecipeError(f"Grow: {self.path} is {name!r} already")
-        _check_goes_on(recipe.data, recipe, step, "Grow")
+        _check_goes_on(recipe, step, "Grow")
         grown = (*recipe.amendments.grown, (self.source, name))
 
         stores = [self.store if each == self.source else store for each, store in zip(known, recipe.sources)]
@@ -351,9 +351,9 @@ class Grow(_Told):
         return replace(recipe, data=data, amendments=replace(recipe.amendments, grown=grown))
 
 
-def _check_goes_on(data: Mixture, recipe: Recipe, step: int, kind: str) -> None:
+def _check_goes_on(recipe: Recipe, step: int, kind: str) -> None:
     """Refuse other amounts after all are drawn: the stream would go on, and fill its short last step."""
-    last = None if data.parts[-1].is_endless else last_change(recipe)  # which computes the schedule
+    last = last_change(recipe)
     if last is not None and step > last:
         raise RecipeError(
             f"{kind} at step {step}: all amounts are drawn by step {last}, and the stream ends; amounts "
