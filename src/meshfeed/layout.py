@@ -6,17 +6,18 @@ coordinate is a cell of it, a group is a line, a plane or a box in it.
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import LayoutError, MeshfeedError
-from meshfeed.extras import install
+from meshfeed.errors import LayoutError
+from meshfeed.renamed import warn_of_old
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -28,17 +29,6 @@ _MESH_DIMS = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ddp": "dp", "fsdp": "dp",
     "dp_replicate": "dp", "dp_shard": "dp", "dp_shard_mod_ep": "dp", "dp_shard_in_ep": "dp",
 }  # fmt: skip
-
-# Our name, the name in a ProcessGroupCollection, and the getter of parallel_state.
-_MEGATRON_GROUPS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    ("tp", "tp", lambda state: state.get_tensor_model_parallel_group()),
-    ("cp", "cp", lambda state: state.get_context_parallel_group()),
-    ("dp", "dp", lambda state: state.get_data_parallel_group()),
-    ("pp", "pp", lambda state: state.get_pipeline_model_parallel_group()),
-    ("dp-cp", "dp_cp", lambda state: state.get_data_parallel_group(with_context_parallel=True)),
-    ("gtp", "gtp_remat", lambda state: None),  # already part of parallel_state's dp groups
-    ("ep", "ep", lambda state: state.get_expert_model_parallel_group(check_initialized=False)),
-)
 
 
 class Coord(NamedTuple):
@@ -164,7 +154,7 @@ class Layout:
         combine several, such as dp an outer and an inner one.
         Raises LayoutError if groups are missing, do not share exactly one rank, or are not evenly spaced.
         """
-        rank = _common_rank_of(groups)
+        rank = common_rank_of(groups)
         sizes: dict[str, Any] = {dim: len(groups[dim]) for dim in DIMS}
         grid = np.full(1, rank)
         for dim in DIMS:
@@ -189,41 +179,10 @@ class Layout:
 
     @classmethod
     def from_megatron(cls, groups: Any = None, *, ranks_per_node: int | None = None) -> Layout:
-        """The layout of Megatron-core's process groups, from this rank's groups, without communication.
-
-        groups: a ProcessGroupCollection with tp, cp, dp and pp; None takes those of
-        `parallel_state.initialize_model_parallel`. ep divides tp x cp x dp; gtp_remat, whose ranks have
-        different data, is part of dp.
-        Raises MeshfeedError without Megatron-core, LayoutError without such groups; see `from_groups` too.
-        """
-        try:
-            from megatron.core import parallel_state
-        except ImportError as missing:
-            raise MeshfeedError(
-                f"megatron.core cannot be imported ({missing}); {install('megatron')}"
-            ) from missing
-        if groups is None and not parallel_state.model_parallel_is_initialized():
-            raise LayoutError(
-                "Megatron-core has no process groups yet; call parallel_state.initialize_model_parallel first"
-            )
-        ranks_of = parallel_state.torch.distributed.get_process_group_ranks  # this layer imports no torch
-        found: dict[str, list[int]] = {}
-        for dims, name, of_state in _MEGATRON_GROUPS:
-            group = getattr(groups, name, None) if groups is not None else of_state(parallel_state)
-            if group is None and dims in DIMS:
-                raise LayoutError(f"the process groups have no {name!r}; set tp, cp, dp and pp of this rank")
-            try:
-                found |= {} if group is None else {dims: [int(rank) for rank in ranks_of(group)]}
-            except (KeyError, ValueError, TypeError, AttributeError) as foreign:
-                raise LayoutError(
-                    f"this rank is not in a {name!r} group ({foreign!r}); make it a member"
-                ) from None
-        ep, gtp = len(found.pop("ep", [0])), found.pop("gtp", [])
-        if len(gtp) > 1:  # its ranks share weights but have different data: an inner dp
-            rank = _common_rank_of(found)
-            found["dp"] = [int(other) for other in np.add.outer(found["dp"], np.array(gtp) - rank).ravel()]
-            found.pop("dp-cp", None)
-        return cls.from_groups(found, ep=ep, ranks_per_node=ranks_per_node)
+        """The old name of `meshfeed.integrations.megatron.layout`."""
+        new = "meshfeed.integrations.megatron"
+        warn_of_old("Layout.from_megatron", f"{new}.layout")
+        return importlib.import_module(new).layout(groups, ranks_per_node=ranks_per_node)
 
     # -- queries ------------------------------------------------------------------------------------
 
@@ -330,7 +289,7 @@ class Layout:
         return wanted
 
 
-def _common_rank_of(groups: Mapping[str, Sequence[int]]) -> int:
+def common_rank_of(groups: Mapping[str, Sequence[int]]) -> int:
     """The one rank in the groups of all dimensions. Raises LayoutError for groups that form no grid."""
     if missing := [dim for dim in DIMS if not groups.get(dim)]:
         raise LayoutError(f"no {missing[0]!r} group among {sorted(groups)}; give tp, cp, dp and pp")

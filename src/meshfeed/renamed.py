@@ -98,10 +98,15 @@ def moved_names(old: str, names_of_new: Mapping[str, Iterable[str]]) -> Callable
     def found(name: str) -> Any:
         if (new := new_of_name.get(name)) is None:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        _warn(f"{old}.{name} is {new}.{name} now; meshfeed 0.5 refuses the old name")
+        warn_of_old(f"{old}.{name}", f"{new}.{name}")
         return getattr(importlib.import_module(new), name)
 
     return found
+
+
+def warn_of_old(old: str, new: str) -> None:
+    """Tell the caller of a function that it was asked for by an old name."""
+    warnings.warn(f"{old} is {new} now; meshfeed 0.5 refuses the old name", DeprecationWarning, stacklevel=3)
 
 
 def _warn(text: str) -> None:

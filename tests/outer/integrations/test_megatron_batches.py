@@ -53,9 +53,9 @@ WORLD_16 = [
 
 
 def check_layout() -> mf.Layout:
-    layout, rank = mf.Layout.from_megatron(), dist.get_rank()
+    layout, rank = megatron.layout(), dist.get_rank()
     assert layout.table is None
-    assert mf.Layout.from_megatron(ProcessGroupCollection.use_mpu_process_groups()) == layout
+    assert megatron.layout(ProcessGroupCollection.use_mpu_process_groups()) == layout
     theirs = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
@@ -159,7 +159,7 @@ def groups_job(rank: int, path: Path) -> list[str]:
     config = Case(tp=2, pp=2).config
     config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank = "balanced", 64
     assert not parallel_state.model_parallel_is_initialized()
-    layout = mf.Layout.from_megatron(groups)
+    layout = megatron.layout(groups)
     assert layout == mf.Layout(tp=2, dp=2, pp=2)
     recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(8), batch=mf.Batch(sequences=8))
     (step,) = mf.simulate(recipe, layout, 1, ranks=[rank], micro_batch_size=2)

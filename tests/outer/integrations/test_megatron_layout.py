@@ -69,7 +69,7 @@ def test_ranks_that_share_weights_by_gtp_are_data_parallel(monkeypatch, gtp: int
             name: grid[tuple(slice(None) if a == axis else place[a] for a in range(5))].tolist()
             for name, axis in axes.items()
         }
-        found = mf.Layout.from_megatron(SimpleNamespace(**lines))
+        found = megatron.layout(SimpleNamespace(**lines))
         assert (found.tp, found.cp, found.dp, found.pp) == (2, 2, 2 * gtp, 2)
         wanted = grid[place[0], :, place[2], :, place[4]].ravel()
         assert found.group_of(rank, "dp").tolist() == wanted.tolist()
@@ -111,11 +111,11 @@ def test_groups_that_do_not_fit_are_refused(groups: dict[str, list[int]], told: 
 
 def test_without_process_groups_it_says_what_to_call() -> None:
     with pytest.raises(mf.LayoutError, match="initialize_model_parallel"):
-        mf.Layout.from_megatron()
+        megatron.layout()
     with pytest.raises(mf.LayoutError, match="no 'tp'"):
-        mf.Layout.from_megatron(SimpleNamespace())
+        megatron.layout(SimpleNamespace())
     with pytest.raises(mf.LayoutError, match="not in a 'tp' group"):
-        mf.Layout.from_megatron(SimpleNamespace(tp=-100, cp=-100, dp=-100, pp=-100))
+        megatron.layout(SimpleNamespace(tp=-100, cp=-100, dp=-100, pp=-100))
 
 
 def config_of(**options: object) -> SimpleNamespace:

@@ -110,7 +110,7 @@ def equal_job(rank: int, path: Path) -> list[bool]:
             Case(**{**vars(case), "options": {"hybrid_context_parallel": True} if dynamic else {}})
         ):
             config = config_of(case, scheduler)
-            layout = mf.Layout.from_megatron()
+            layout = megatron.layout()
             bare = case is CASES[-1][0]
             config = SimpleNamespace(**BARE) if bare else config
             reads = megatron.is_reader(config=config, readers=loading)

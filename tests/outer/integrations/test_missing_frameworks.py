@@ -20,7 +20,7 @@ recipe = mf.Recipe(data=mf.Lengths([4]), sequence=mf.Documents(), batch=mf.Batch
 pack = dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "total_tokens", "pad_between_seqs"))
 wrapper = megatron.HybridCPDataLoaderWrapper(iter([[]]), None)
 for call in (
-    mf.Layout.from_megatron,
+    megatron.layout,
     megatron.is_reader,
     megatron.readers,
     lambda: megatron.feed(recipe),

@@ -43,6 +43,13 @@ def test_reads_reaches_a_feed_through_an_adapter() -> None:
         megatron.feed(RECIPE, reads=[0], no_such_option=1)
 
 
+def test_the_layout_of_megatron_is_found_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "layout", lambda groups, ranks_per_node: (groups, ranks_per_node))
+    with pytest.warns(DeprecationWarning, match=r"from_megatron is .*\.megatron\.layout now") as warned:
+        assert mf.Layout.from_megatron("groups", ranks_per_node=2) == ("groups", 2)
+    assert [each.filename for each in warned] == [__file__], "the line that has the old name"
+
+
 def test_processors_are_found_where_they_were() -> None:
     with pytest.warns(DeprecationWarning, match="is meshfeed.processors.NativePatches now") as warned:
         from meshfeed.sequence import NativePatches  # pyright: ignore[reportAttributeAccessIssue]

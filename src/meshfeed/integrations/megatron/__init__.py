@@ -17,7 +17,7 @@ from meshfeed.integrations.megatron.iterations import begin, data_iterators
 from meshfeed.integrations.megatron.mock import mock_lengths
 from meshfeed.integrations.megatron.pretrain import DatasetsProvider
 from meshfeed.integrations.megatron.schedule import SequencePacking, Wrapped
-from meshfeed.integrations.megatron.stages import Readers, is_reader, readers, stage_map
+from meshfeed.integrations.megatron.stages import Readers, is_reader, layout, readers, stage_map
 
 __all__ = [
     "MODEL_KEYS",
@@ -35,6 +35,7 @@ __all__ = [
     "feed",
     "get_batch",
     "is_reader",
+    "layout",
     "mock_lengths",
     "packing_of",
     "readers",

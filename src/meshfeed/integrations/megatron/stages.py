@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshfeed.deliver import can_share
-from meshfeed.errors import RoleError
+from meshfeed.errors import LayoutError, RoleError
 from meshfeed.feed.launch import this_layout
 from meshfeed.integrations.loader import framework
-from meshfeed.layout import Layout
+from meshfeed.layout import DIMS, Layout, common_rank_of
 from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
 
@@ -34,6 +36,18 @@ _STORED = (
 _LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences, which have no index
 
 
+# Our name, the name in a ProcessGroupCollection, and the getter of parallel_state.
+_MEGATRON_GROUPS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("tp", "tp", lambda state: state.get_tensor_model_parallel_group()),
+    ("cp", "cp", lambda state: state.get_context_parallel_group()),
+    ("dp", "dp", lambda state: state.get_data_parallel_group()),
+    ("pp", "pp", lambda state: state.get_pipeline_model_parallel_group()),
+    ("dp-cp", "dp_cp", lambda state: state.get_data_parallel_group(with_context_parallel=True)),
+    ("gtp", "gtp_remat", lambda state: None),  # already part of parallel_state's dp groups
+    ("ep", "ep", lambda state: state.get_expert_model_parallel_group(check_initialized=False)),
+)
+
+
 def core(name: str) -> Any:
     """The module megatron.core.NAME. Raises MeshfeedError if Megatron-core lacks it or is not installed."""
     return framework(f"megatron.core.{name}", "megatron")
@@ -46,9 +60,41 @@ def delivery_of(readers: Readers) -> DeliveryName | Literal["auto"]:
     return _DELIVERY[readers]
 
 
+def layout(groups: Any = None, *, ranks_per_node: int | None = None) -> Layout:
+    """The layout of Megatron-core's process groups, from this rank's groups, without communication.
+
+    groups: a ProcessGroupCollection with tp, cp, dp and pp; None takes those of
+    `parallel_state.initialize_model_parallel`. ep divides tp x cp x dp; gtp_remat, whose ranks have
+    different data, is part of dp.
+    Raises MeshfeedError without Megatron-core, LayoutError without such groups; see `Layout.from_groups` too.
+    """
+    state = core("parallel_state")
+    if groups is None and not state.model_parallel_is_initialized():
+        raise LayoutError(
+            "Megatron-core has no process groups yet; call parallel_state.initialize_model_parallel first"
+        )
+    found: dict[str, list[int]] = {}
+    for dims, name, of_state in _MEGATRON_GROUPS:
+        group = getattr(groups, name, None) if groups is not None else of_state(state)
+        if group is None and dims in DIMS:
+            raise LayoutError(f"the process groups have no {name!r}; set tp, cp, dp and pp of this rank")
+        try:
+            found |= {} if group is None else {dims: [int(r) for r in dist.get_process_group_ranks(group)]}
+        except (KeyError, ValueError, TypeError, AttributeError) as foreign:
+            raise LayoutError(
+                f"this rank is not in a {name!r} group ({foreign!r}); make it a member"
+            ) from None
+    ep, gtp = len(found.pop("ep", [0])), found.pop("gtp", [])
+    if len(gtp) > 1:  # its ranks share weights but have different data: an inner dp
+        rank = common_rank_of(found)
+        found["dp"] = [int(other) for other in np.add.outer(found["dp"], np.array(gtp) - rank).ravel()]
+        found.pop("dp-cp", None)
+    return Layout.from_groups(found, ep=ep, ranks_per_node=ranks_per_node)
+
+
 def layout_of(groups: Any = None) -> Layout:
-    """`Layout.from_megatron`, with the launcher's node size. Raises LayoutError."""
-    return this_layout(Layout.from_megatron(groups))
+    """`layout`, with the launcher's node size. Raises LayoutError."""
+    return this_layout(layout(groups))
 
 
 def device_of(given: str | torch.device | None) -> str | torch.device:
