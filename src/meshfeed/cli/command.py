@@ -17,6 +17,7 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 
 from meshfeed.errors import MeshfeedError
+from meshfeed.files.local.durable import durable_file
 from meshfeed.text import visible
 
 OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
@@ -109,9 +110,17 @@ def show_progress(what: str, parts: Iterator[float], *, quiet: bool = False) -> 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that the user named. Raises MeshfeedError."""
+    """Write a file that the user named, whole or not at all. Raises MeshfeedError."""
+    encoded = text.encode(errors="backslashreplace")  # names need not be UTF-8
     try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names need not be UTF-8
+        if path.exists() and not path.is_file():  # a pipe, /dev/stdout
+            path.write_bytes(encoded)
+        else:
+            with durable_file(path.resolve()) as stream:
+                stream.write(encoded)
     except OSError as error:
-        raise MeshfeedError(f"{path}: {error.strerror or error}; choose another file to write") from error
+        reason = error.__cause__ or error
+        raise MeshfeedError(
+            f"{path}: {getattr(reason, 'strerror', None) or reason}; choose another file to write"
+        ) from error
     say(f"wrote {path}", sys.stderr)

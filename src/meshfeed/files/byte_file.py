@@ -417,6 +417,12 @@ def typed(path: str | os.PathLike[str], error: OSError | ValueError) -> StoreErr
         case PermissionError():
             cure = "check the permissions of this user"
             return AccessError(f"{path}: {error.strerror}; {cure}", path=str(path))
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            cure = "free some space there, or choose another disk"
+            return StoreError(f"{path}: {error.strerror}; {cure}", path=str(path))
+        case OSError(errno=errno.EROFS):
+            cure = "choose a folder that can be written"
+            return AccessError(f"{path}: {error.strerror}; {cure}", path=str(path))
         case _:
             return StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path))
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import MeshfeedError, StoreError
+from meshfeed.errors import CacheError, MeshfeedError
 from meshfeed.files.cache.once import mark, once_per_node
 
 Part = TypeVar("Part")
@@ -52,7 +52,7 @@ def cached_arrays(
     damaged: lacks a file, is truncated, or has other bytes at one of 64 places of a file. Errors of `build`
     pass through, and the next process tries again.
 
-    Raises StoreError for a folder that cannot be written, is full, or has no locks.
+    Raises CacheError for a folder that cannot be written, is full, or has no locks.
     """
     entry, of_build = Path(folder) / key, list[OSError]()
 
@@ -72,7 +72,7 @@ def cached_arrays(
     except OSError as error:
         if error in of_build:
             raise
-        raise StoreError(
+        raise CacheError(
             f"{entry}: {error.strerror or error}; give a folder that this process can write and lock: by "
             f"mf.open(path, cache=...) for a store, by mf.Machine(index_cache=...) for MegatronGPT"
         ) from error

@@ -10,6 +10,7 @@ import pytest
 
 import meshfeed as mf
 from meshfeed.cli.main import main
+from services.needs import small_disk
 
 RECIPE = """
 import meshfeed as mf
@@ -110,3 +111,28 @@ def test_a_line_tells_what_to_do_and_nothing_changes(
     (line,) = err.splitlines()
     assert line.startswith("meshfeed: ") and re.search(says, line), line
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_leaves_a_page_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(folder / "disk", "64k"):
+        page, filler = folder / "disk/page.html", folder / "disk/filler"
+        page.write_text("an earlier page")
+        with pytest.raises(OSError, match="No space"), filler.open("wb", buffering=0) as stream:
+            while stream.write(bytes(1 << 10)):
+                pass
+        for words, says in (
+            (
+                f"inspect web --html {page}",
+                "page.html: No space left on device; choose another file to write",
+            ),
+            (
+                "convert web disk/web",
+                "No space left on device; free some space there, or choose another disk",
+            ),
+        ):
+            assert main(words.split()) == 2
+            assert says in capsys.readouterr().err
+        words = f"inspect text.jsonl --tokenizer bytes --cache {folder}/disk/cache"
+        assert main(words.split()) == 2, "a full cache says nothing about the store"
+        assert page.read_text() == "an earlier page"
+        assert {path.name for path in (folder / "disk").iterdir()} <= {"page.html", "filler", "cache"}
