@@ -80,6 +80,7 @@ def instructions(src: Path, corpus: Path) -> dict[str, int]:
         callgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={found}"]
         child = [sys.executable, str(HERE), "-", "--in-valgrind", str(corpus)]
         paths = {"PYTHONPATH": str(src), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        paths["MESHFEED_CACHE"] = f"{folder}/cache"  # of its own: each tree copies the index
         done = subprocess.run([*callgrind, *child], env=os.environ | paths, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
