@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshfeed.cli.command import OK, print_json, say, write_text
 from meshfeed.cli.options import Command, argument, option
+from meshfeed.errors import MeshfeedError
 from meshfeed.report import read_run
 from meshfeed.report.history.page import page
 from meshfeed.report.history.summary import summary_of
@@ -46,6 +47,11 @@ class Report(Command):
 
     def run(self) -> int:
         history = read_run(self.log)
+        if not history.starts:
+            raise MeshfeedError(
+                f"{self.log}: no rank has logged that it began; wait for the run's first step, and check "
+                f"that this version of meshfeed wrote the log"
+            )
         summary = summary_of(history, waits_of(history))
         write_text(self.out, page(history, Path(self.log).resolve().name))
         if self.json:

@@ -417,7 +417,8 @@ def _parsed(given: Any, where: str) -> dict[str, Any]:
         raise StoreError(f'{where}: "format" is {content.get("format")!r}, where {FORMAT!r} belongs')
     if content.get("version") not in (VERSION, WITH_PARTS) or type(content["version"]) is not int:
         raise StoreError(
-            f'{where}: "version" is {content.get("version")!r}; only {VERSION} and {WITH_PARTS} are known'
+            f'{where}: "version" is {content.get("version")!r}; only {VERSION} and {WITH_PARTS} are known; '
+            f"update meshfeed, or write it again"
         )
     return content
 

@@ -201,6 +201,17 @@ def test_a_run_without_steps_and_a_log_that_is_none(
     assert not (tmp_path / "none.html").exists()
 
 
+@pytest.mark.parametrize("line", ["", '{"version": 99}\n'], ids=["empty", "of another version"])
+def test_a_log_without_a_start_is_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/rank-000000.jsonl").write_text(line)
+    assert main(["report", str(tmp_path / "log"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "log: no rank has logged that it began; wait for" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+
+
 def test_the_report_names_a_layout_that_no_text_tells(tmp_path: Path) -> None:
     for layout in (mf.Layout.parse("tp2-dp2"), mf.Layout(dp=2, tp=2, table=(0, 2, 1, 3))):
         log = RunLog(tmp_path)
