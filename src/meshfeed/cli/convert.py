@@ -89,7 +89,7 @@ class Convert(Command, StorageOptions):
             say(f"copied {', '.join(facts['copied'])}")
         if facts["not_copied"]:
             say(
-                f"not copied: {', '.join(facts['not_copied'])}; give `meshfeed audit --by` the path of such "
-                f"values; only of the source does `meshfeed trace` tell the records"
+                f"not copied: {', '.join(facts['not_copied'])}; `meshfeed audit --by` takes the path of such "
+                f"values, and `meshfeed trace` names records of the source alone"
             )
         return OK
