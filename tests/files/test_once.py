@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +70,25 @@ def test_what_is_damaged_or_old_is_made_again(tmp_path: Path) -> None:
     assert once_per_node(entry, read, writes("first")) == "first"
     assert once_per_node(entry, read, writes("second"), is_good=lambda _: False) == "second"  # new is good
     assert once_per_node(entry, read, never, is_good=lambda said: said == "second") == "second"
+
+
+def test_an_entry_that_a_sweep_removes_while_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a month, the first process of a job sweeps an entry away while the others find it damaged."""
+    entry, remove = tmp_path / "key", shutil.rmtree
+
+    def both_remove(path: Path, ignore_errors: bool = False) -> None:
+        remove(path)
+        remove(path, ignore_errors=ignore_errors)
+
+    def make(part: Path) -> None:
+        part.mkdir()
+        (part / "whole").touch()
+
+    entry.mkdir()
+    monkeypatch.setattr("meshfeed.files.cache.once.shutil.rmtree", both_remove)
+    assert once_per_node(entry, lambda path: (path / "whole").exists() or None, make)
 
 
 def test_an_entry_that_is_damaged_at_once_is_an_error(tmp_path: Path) -> None:

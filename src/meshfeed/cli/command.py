@@ -116,7 +116,8 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # a pipe, /dev/stdout
             path.write_bytes(encoded)
         else:
-            with durable_file(path.resolve()) as stream:
+            mode = path.stat().st_mode & 0o777 if path.exists() else 0o666  # it may show private texts
+            with durable_file(path.resolve(), mode) as stream:
                 stream.write(encoded)
     except OSError as error:
         reason = error.__cause__ or error

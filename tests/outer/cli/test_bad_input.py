@@ -136,3 +136,11 @@ def test_a_full_disk_leaves_a_page_as_it_was(folder: Path, capsys: pytest.Captur
         assert main(words.split()) == 2, "a full cache says nothing about the store"
         assert page.read_text() == "an earlier page"
         assert {path.name for path in (folder / "disk").iterdir()} <= {"page.html", "filler", "cache"}
+
+
+def test_a_page_that_is_written_again_is_for_the_same_readers(folder: Path) -> None:
+    page = folder / "page.html"
+    page.write_text("an earlier page of private texts")
+    page.chmod(0o600)
+    assert main(f"inspect web --html {page}".split()) == 0
+    assert page.read_text().startswith("<!doctype") and page.stat().st_mode & 0o777 == 0o600

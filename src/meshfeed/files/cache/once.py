@@ -69,7 +69,7 @@ def once_per_node(
                 for each in (*part.rglob("*"), part):
                     sync(each)
             if entry.is_dir():  # damaged; processes that have it mapped keep it
-                shutil.rmtree(entry)
+                shutil.rmtree(entry, ignore_errors=True)  # another process may sweep it away just now
             part.replace(entry)
             if is_durable:
                 sync(entry.parent)
