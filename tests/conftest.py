@@ -62,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Tests that collect garbage, and forks, need not look at what was imported."""
-    gc.enable()
     forks.settle()
+    gc.enable()
 
 
 def compile_what_the_tree_holds() -> None:

@@ -17,7 +17,6 @@ def settle() -> None:
 
     A page table of small pages takes longer to copy and to drop than most forks run.
     """
-    gc.collect()
     gc.freeze()
     with contextlib.suppress(OSError, AttributeError):  # on Linux alone
         madvise = ctypes.CDLL(None).madvise
