@@ -34,7 +34,7 @@ demo.corpus._MOST_BYTES, demo.corpus._TRAINED_ON_BYTES = 500_000, 100_000
 demo.runs.WINDOW = 32
 demo.remote.STEPS = {"local": 3, "remote": 12, "broadcast": 12}
 demo.remote.HEADROOM = 100.0
-demo.remote._OPTIONS |= {"sequences": 8, "micro-batch-size": 4}
+demo.remote._OPTIONS |= {"window": 64, "sequences": 8, "micro-batch-size": 4}
 demo.story.PACKED_SIZES |= {"capacity": 512, "window": 256, "steps": 3}
 sys.exit(main.main())
 """
