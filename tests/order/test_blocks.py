@@ -19,7 +19,7 @@ from meshfeed.order.permutation import subkeys
 from meshfeed.recipe import Rule
 from soak import cases
 
-laws = settings(max_examples=cases(80), deadline=None)
+laws = settings(max_examples=cases(40), deadline=None)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ blocks_of = st.builds(
 
 
 @st.composite
-def stores(draw: st.DrawFn, most: int = 200) -> Sharded:
-    size = draw(st.integers(1, most))
+def stores(draw: st.DrawFn, most: int = 200, least: int = 1) -> Sharded:
+    size = draw(st.integers(least, most))
     if draw(st.booleans()):
         return Sharded(size)
     edges = draw(st.lists(st.integers(0, size), max_size=12))
@@ -108,7 +108,7 @@ def test_an_epoch_is_what_the_words_say(store: Sharded, blocks: mf.Blocks, key: 
 
 
 @laws
-@given(stores(), blocks_of, st.integers(0, 9))
+@given(stores(least=20), blocks_of, st.integers(0, 9))
 def test_few_shards_are_open_and_none_is_opened_again(store: Sharded, blocks: mf.Blocks, seed: int) -> None:
     epoch = draws_between(recipe_of(store, blocks, seed=seed), 0, store.size).index
     pairs = 0

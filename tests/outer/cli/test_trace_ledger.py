@@ -25,16 +25,16 @@ from meshfeed.store import IndexedWriter
 from soak import cases, some
 
 PLACES = 1 << 10  # a token is (document * PLACES + place) * 2 + source
-SOURCES = {"code": 700, "docs": 500}
+SOURCES = {"code": 350, "docs": 250}
 STEPS = 24
 RECIPES = """
 import meshfeed as mf
 
 sources = {{"code": (mf.open("{folder}/code"), 0.6), "docs": (mf.open("{folder}/docs"), 0.4)}}
 changing = mf.Mixture(sources).then(9, {{"code": 0.3, "docs": 0.7}})
-documents = mf.Recipe(data=changing, sequence=mf.Documents(), batch=mf.Batch(sequences=48), seed=7)
+documents = mf.Recipe(data=changing, sequence=mf.Documents(), batch=mf.Batch(sequences=24), seed=7)
 windows = mf.Recipe(
-    data=changing, sequence=mf.Windows(96), batch=mf.Batch(sequences=32).then(5, 48), seed=7, shuffle="blocks"
+    data=changing, sequence=mf.Windows(96), batch=mf.Batch(sequences=16).then(5, 24), seed=7, shuffle="blocks"
 )
 """
 

@@ -175,9 +175,8 @@ def test_datasets_of_older_versions(options: dict[str, Any], tmp_path: Path) -> 
 
 
 def steps_of(
-    store: Any, sequence: Any, shuffle: Any = "global", **options: Any
+    store: Any, sequence: Any, shuffle: Any = "global", batch: int = 8, **options: Any
 ) -> list[dict[str, list[Any]]]:
-    batch = mf.Batch(sequences=8)
     recipe = mf.Recipe(data=store, sequence=sequence, batch=batch, shuffle=shuffle, seed=3, epochs=2)
     return [
         {name: microbatch[name].tolist() for name in ("tokens", "labels", "position_ids")}
@@ -240,7 +239,8 @@ def test_far_away(options: dict[str, Any], tmp_path: Path) -> None:
         assert_store(store, made)
         assert store.fingerprint == mf.open(folder).fingerprint
         blocks, windows = mf.Blocks(sequences=64, window=2, lanes=2), mf.Windows(128)
-        assert steps_of(store, windows, blocks) == steps_of(opened(folder, tmp_path), windows, blocks)
+        near = opened(folder, tmp_path)
+        assert steps_of(store, windows, blocks, 64) == steps_of(near, windows, blocks, 64)
 
 
 # -- what cannot be read --------------------------------------------------------------------------------------
