@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return OK
     except MemoryError as error:
-        _tell(f"not enough memory: {error}; ask for less, such as fewer sequences, steps or ranks", error)
+        what = f"not enough memory: {error}".removesuffix(": ")  # Python's own has no text
+        _tell(f"{what}; ask for less, such as fewer sequences, steps or ranks", error)
         return FAILED
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:

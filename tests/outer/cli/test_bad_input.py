@@ -144,3 +144,14 @@ def test_a_page_that_is_written_again_is_for_the_same_readers(folder: Path) -> N
     page.chmod(0o600)
     assert main(f"inspect web --html {page}".split()) == 0
     assert page.read_text().startswith("<!doctype") and page.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_lack_of_memory_that_has_no_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parse(*_: object, **__: object) -> mf.Layout:
+        raise MemoryError
+
+    monkeypatch.setattr("meshfeed.cli.roles.Layout.parse", parse)
+    assert main(["roles", "dp2"]) == 2
+    assert capsys.readouterr().err.startswith("meshfeed: not enough memory; ask for less")
