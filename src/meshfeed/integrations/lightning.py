@@ -5,7 +5,8 @@ gradients are synchronised once a step. Lightning fetches batches before it trai
 the trainer's own progress.
 
 Weights do not change within a step. So a checkpoint saved within a step resumes at the beginning of that
-step, and the trainer's progress is reduced by the microbatches whose gradients were lost.
+step, and the trainer's progress is that of its optimizer steps. So a step also begins where accumulation
+begins if a run resumes with another `accumulate_grad_batches`, as on another number of ranks.
 
     data = DataModule(train=recipe, validate=other, micro_batch_size=2)
     Trainer(max_steps=1000, accumulate_grad_batches=4).fit(model, datamodule=data, ckpt_path="last")
@@ -14,6 +15,7 @@ step, and the trainer's progress is reduced by the microbatches whose gradients 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,8 +125,7 @@ class DataModule(_Base):
         if not isinstance(train, Recipe):
             raise RecipeError(f"fit needs one recipe: DataModule(train=recipe), not {type(train).__name__}")
         if self._loader is None:
-            feed = self._feed(train)
-            progress = self._put_back()
+            feed, progress = self._feed(train), self.trainer.fit_loop.epoch_loop.batch_progress
             self._loader = _Loader(
                 feed,
                 self._batch_of,
@@ -137,6 +138,7 @@ class DataModule(_Base):
             if self._state is not None:
                 check_state(self._state, train)
                 self._loader.load_state_dict(self._state)
+            self._put_back(feed)
             self._check_limit(self._loader)
             self._check_max_steps(self._loader)
         return self._loader
@@ -268,13 +270,30 @@ class DataModule(_Base):
         takes_any = self._manual or self.trainer.fast_dev_run
         return None if takes_any else self.trainer.accumulate_grad_batches
 
-    def _put_back(self) -> Any:
-        """The trainer's progress in batches, less those whose gradients were lost."""
-        progress, lost = self.trainer.fit_loop.epoch_loop.batch_progress, self._num_lost
+    def _put_back(self, feed: Feed) -> None:
+        """Set the trainer's count of batches to that of its optimizer steps: it accumulates by this count.
+
+        Its own is another one where gradients were lost, or where this run accumulates another number of
+        batches than the run that saved.
+        """
+        if self._manual:
+            return
+        loop, lost = self.trainer.fit_loop.epoch_loop, self._num_lost
         self._num_lost = 0
-        for count in (progress.total, progress.current) if lost else ():
-            count.ready = count.started = count.completed = count.processed = count.processed - lost
-        return progress
+        progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
+        each = feed.num_microbatches(feed.state_dict()["step"]) or self.trainer.accumulate_grad_batches
+        for count, trained in ((progress.total, steps.total), (progress.current, steps.current)):
+            ending = 0 if lost else count.processed - count.completed  # 1 in a save at the end of a batch
+            if count.processed != trained.completed * each:
+                count.ready = count.started = count.processed = trained.completed * each
+                count.completed = count.processed - ending
+        limit, epochs = self.trainer.limit_train_batches, self.trainer.fit_loop.epoch_progress.current
+        sizes = (self._steps_per_epoch, limit // each if isinstance(limit, int) else None)
+        size = min((size for size in sizes if size is not None), default=math.inf)
+        is_over = steps.current.completed == size and epochs.processed == epochs.ready
+        if is_over or steps.current.completed > size:  # Lightning would train one more batch of this epoch
+            progress.current.reset()
+            steps.current.reset()
 
 
 class _Loader(TrainLoader):

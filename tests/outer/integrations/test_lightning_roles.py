@@ -416,3 +416,76 @@ def test_a_data_module_is_an_ordinary_class(corpus: str) -> None:
     assert type(sent) is fed.DataModule and sent.state_dict() == {}
     with pytest.raises(AttributeError, match="no attribute 'DataModul'"):
         fed.DataModul  # noqa: B018
+
+
+@pytest.mark.parametrize("stop", [None, 5, 6], ids=lambda stop: f"stop={stop}")
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 3])
+def test_a_step_begins_where_accumulation_begins(
+    corpus: str, tmp_path: Path, steps_per_epoch: int | None, stop: int | None
+) -> None:
+    """However many batches the run that saved had trained, of whatever size, and wherever it stopped."""
+
+    class Counting(type(model())):
+        """Gradients are the mean over a step of how often each token is in a sequence."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(loops.VOCAB, dtype=torch.float64))
+            self.steps: list[torch.Tensor] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.seen["train"].append(index)
+            self.trainer.should_stop |= len(self.seen["train"]) == stop
+            return (self.weight * counts(batch["tokens"])).sum()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.steps.append(self.weight.grad.clone())
+
+    def counts(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(tokens.flatten(), minlength=loops.VOCAB) / len(tokens)
+
+    def data(size: int) -> Any:
+        given: dict[str, Any] = {"micro_batch_size": size, "steps_per_epoch": steps_per_epoch}
+        return fed.DataModule(recipe(corpus), held_out(corpus), **given)
+
+    checked: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": 3}
+    first = trainer(tmp_path, accumulate_grad_batches=4, **checked)
+    first.fit(Counting(), datamodule=data(2))
+    first.save_checkpoint(tmp_path / "saved.ckpt")  # after the fit, and perhaps within a step
+    begun = 3 if stop is None else 1
+    made = mf.simulate(recipe(corpus), mf.Layout(), range(begun, begun + 3), micro_batch_size=8)
+    wanted = [counts(step.microbatches[0]["tokens"]) for step in made]
+    for size in (1, 2, 4):
+        resumed = Counting()
+        again = trainer(tmp_path, max_steps=begun + 3, accumulate_grad_batches=8 // size, **checked)
+        stop = None
+        again.fit(resumed, datamodule=data(size), ckpt_path=tmp_path / "saved.ckpt")
+        torch.testing.assert_close(torch.stack(resumed.steps), torch.stack(wanted).double())
+
+
+@pytest.mark.parametrize(
+    "limits", [{"steps_per_epoch": 2}, {}], ids=["steps_per_epoch", "limit_train_batches"]
+)
+def test_a_checkpoint_around_the_end_of_an_epoch_goes_on_with_the_next(
+    corpus: str, tmp_path: Path, limits: dict[str, int]
+) -> None:
+    def data(size: int = 2) -> Any:
+        return fed.DataModule(recipe(corpus), held_out(corpus, 1), micro_batch_size=size, **limits)
+
+    limit = {} if limits else {"limit_train_batches": 8}
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, **limit}
+    trainer(tmp_path, callbacks=[saving(tmp_path)], **options).fit(model(), datamodule=data())
+    for name in ("8", "8-validated", "16", "16-validated"):
+        resumed, run = model(), trainer(tmp_path, **options)
+        run.fit(resumed, datamodule=data(), ckpt_path=tmp_path / f"{name}.ckpt")
+        assert resumed.seen["train"] == rows(corpus, range(int(name.partition("-")[0]) // 4, 6)), name
+        assert (run.global_step, run.current_epoch) == (6, 3)
+        again, run = model(), trainer(tmp_path, accumulate_grad_batches=2, **{**options, **half(limit)})
+        run.fit(again, datamodule=data(4), ckpt_path=tmp_path / f"{name}.ckpt")
+        flat = [row for batch in again.seen["train"] for row in batch]
+        assert flat == [row for batch in resumed.seen["train"] for row in batch], name
+        assert (run.global_step, run.current_epoch) == (6, 3)
+
+
+def half(limits: dict[str, int]) -> dict[str, int]:
+    return {name: limit // 2 for name, limit in limits.items()}
