@@ -598,6 +598,8 @@ class _Resumed(TrainLoader):
                 )
             self.load_state_dict(saved)
         self._begun = True
+        # a callback may have ended the Trainer's epoch within a step, which begins again
+        self._trainer.model.zero_grad()
         if state.global_step < state.max_steps:  # a finished run would train one more step before it notices
             yield from super().__iter__()
 

@@ -281,6 +281,28 @@ def test_a_trainer_that_trains_twice_begins_twice(corpus: str, tmp_path: Path) -
     assert run.trained == rows(corpus, range(3)) * 2
 
 
+@pytest.mark.parametrize("stop", [2, 4, 6], ids=lambda stop: f"after {stop} microbatches")
+def test_a_step_that_begins_again_has_no_gradients_of_before(corpus: str, tmp_path: Path, stop: int) -> None:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        """Ends the Trainer's epoch once, within a step or after it."""
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = len(run.trained) == stop
+
+        on_step_end = on_substep_end
+
+    whole = trainer(tmp_path, recipe(corpus), save_strategy="no")
+    whole.train()
+    run = trainer(tmp_path, recipe(corpus), save_strategy="no")
+    run.add_callback(Stop())
+    run.train()
+    assert run.trained == whole.trained[:stop] + whole.trained[stop // 4 * 4 :]
+    for weight, wanted in zip(run.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(weight, wanted)
+
+
 def test_accelerate_leaves_a_loader_alone_and_keeps_its_state(corpus: str, tmp_path: Path) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
 
