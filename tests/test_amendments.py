@@ -528,6 +528,15 @@ def test_a_file_system_without_locks_keeps_a_ledger(
 
 
 @pytest.mark.parametrize(
+    ("folder", "why"), [("file", "Not a directory"), ("none", "No such file or directory")]
+)
+def test_a_ledger_that_cannot_be_written(tmp_path: Path, folder: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(mf.StateError, match=rf"{folder}/l\.jsonl: cannot write the ledger \(.*{why}"):
+        mf.Ledger().write(tmp_path / folder / "l.jsonl")
+
+
+@pytest.mark.parametrize(
     "what", ["cut", "altered", "without a line", "swapped", "something else", "empty", "kind", "packed"]
 )
 def test_a_damaged_ledger_is_refused_by_line(folder: Path, tmp_path: Path, what: str) -> None:

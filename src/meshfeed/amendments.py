@@ -457,7 +457,8 @@ class Ledger:
             with durable_file(Path(path)) as file:
                 file.write(self.text.encode())
         except StoreError as bad:
-            raise StateError(f"{os.fspath(path)}: cannot write the ledger ({bad})") from bad
+            why = bad.__cause__ or bad  # not that the file, which is to be written, is missing
+            raise StateError(f"{os.fspath(path)}: cannot write the ledger ({why})") from bad
 
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, unless that has it already, maybe with further lines.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +31,8 @@ def durable_file(path: Path, mode: int = 0o666) -> Generator[IO[bytes], None, No
         with typed_errors(path):
             raise
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it would hide why the file cannot be written
+            partial.unlink()
 
 
 def sync(path: Path) -> None:
