@@ -78,6 +78,7 @@ Recipes = Recipe | Sequence[Recipe]
 
 
 _Base: Any = framework("lightning.pytorch", "lightning").LightningDataModule
+_BatchSizeFinder: Any = framework("lightning.pytorch.callbacks", "lightning").BatchSizeFinder
 
 
 class DataModule(_Base):
@@ -186,6 +187,15 @@ class DataModule(_Base):
             if self._loader is not None:
                 self._loader.close()
                 self._loader = None
+
+    def setup(self, stage: str) -> None:
+        """Raises RecipeError for a search of a batch size, which removes itself before it asks for data."""
+        if any(isinstance(each, _BatchSizeFinder) for each in self.trainer.callbacks):
+            raise RecipeError(
+                "BatchSizeFinder, or Tuner.scale_batch_size, would change a batch_size without effect on a "
+                "mf.Recipe; try DataModule(micro_batch_size=): its product with the data-parallel ranks and "
+                "accumulate_grad_batches is the recipe's sequences per step"
+            )
 
     def teardown(self, stage: str) -> None:
         """Keep the position and close files and connections. A fast_dev_run keeps the old position."""

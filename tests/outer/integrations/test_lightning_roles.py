@@ -390,6 +390,19 @@ def test_a_learning_rate_is_found_and_nothing_is_skipped(corpus: str, tmp_path: 
     assert tuned.seen["train"] == rows(corpus, range(3)), "what was only tried comes again"
 
 
+def test_a_batch_size_that_would_change_nothing_is_not_searched(corpus: str, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import BatchSizeFinder
+    from lightning.pytorch.tuner import Tuner
+
+    tried, data = model(), fed.DataModule(recipe(corpus), micro_batch_size=2)
+    tried.batch_size = 2
+    with pytest.raises(mf.RecipeError, match=r"Tuner.scale_batch_size.* DataModule\(micro_batch_size=\)"):
+        Tuner(trainer(tmp_path)).scale_batch_size(tried, datamodule=data, max_trials=1)
+    with pytest.raises(mf.RecipeError, match="BatchSizeFinder"):
+        trainer(tmp_path, callbacks=[BatchSizeFinder(max_trials=1)]).fit(tried, datamodule=data)
+    assert tried.batch_size == 2 and not tried.seen["train"]
+
+
 def test_what_no_feed_takes_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="argument 'micro_batch_sizes'"):
         fed.DataModule(micro_batch_sizes=2)
