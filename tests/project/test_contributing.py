@@ -32,6 +32,13 @@ def test_every_package_has_its_tests() -> None:
     assert named == packages
 
 
+def test_every_top_level_test_stands_in_a_row() -> None:
+    tests = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
+    assert len(tests) > 30
+    named = {name for row in ROWS for name in re.findall(r"tests/test_\w+\.py", row)}
+    assert named == tests
+
+
 def test_every_module_beside_the_packages_has_its_tests() -> None:
     modules = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
     named = {name for row in ROWS for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
