@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +17,12 @@ import torch
 import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.feed.device import OnCuda, OnHost
+from meshfeed.feed.nested import leaves_of
 from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.rows import Rows
 from meshfeed.testing import difference
 from soak import some
+from user_datasets import Rich, samples_recipe
 
 
 @some(2)
@@ -207,6 +210,36 @@ def test_each_microbatch_is_received_when_it_is_taken(
         stream = "last"
         next(last)
         assert received == [(0, "first"), (0, "last")]
+
+
+def test_a_loop_waits_for_the_copies_of_what_it_takes(
+    on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the allocator gives none of its memory to another before the loop's stream is done with it."""
+    waited, recorded = list[Event](), set[int]()
+    current = SimpleNamespace(wait_event=waited.append)
+
+    def memory_of(value: Any) -> set[int]:
+        return {each.untyped_storage().data_ptr() for each in leaves_of(value) if torch.is_tensor(each)}
+
+    def record(tensor: torch.Tensor, stream: Any) -> None:
+        assert stream is current
+        recorded.update(memory_of([tensor]))
+
+    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    data = Rich()
+    ids = mf.Field(name="ids", dtype="int32", split=True)
+    recipe = samples_recipe(data, ids, "image", "pixels", packed=True, lengths=data.lengths())
+    with mf.Feed(recipe, packing=mf.Packing(capacity=32)) as feed:
+        for microbatch in next(iter(feed)).microbatches:
+            held = memory_of(dict(microbatch))
+            assert len(held) > 3
+            assert held <= recorded
+            assert waited and waited[-1] in Event.made
+            recorded.clear()
+            waited.clear()
 
 
 def test_a_loop_that_ends_early_waits_for_its_copies(
