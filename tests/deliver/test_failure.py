@@ -175,6 +175,23 @@ def test_a_rank_keeps_its_own_error_where_a_peer_is_first_to_tell_it(corpus: str
     assert (first[1], second[1]) == ("KeyError('of 0')", "KeyError('of 1')"), "both fail, each keeps its own"
 
 
+def all_mistaken(rank: int, path: str) -> list[tuple[str, str]]:
+    """A layout of another size than the job, then a last step that does not fill the replicas."""
+    recipe = recipe_of(path, sequences=8, epochs=1)
+    return [
+        train(mf.Feed(recipe, layout, timeout_s=600))[:2]
+        for layout in (mf.Layout.parse("tp2-dp4"), mf.Layout(dp=4))
+    ]
+
+
+def test_a_mistake_of_all_ranks_is_told_as_their_own(corpus: str) -> None:
+    told = world.run(all_mistaken, 4, corpus)
+    assert told == [told[0]] * 4
+    (unfit, layout), (short, step) = told[0]
+    assert unfit == "LayoutError" and layout.startswith("layout tp2-dp4 needs 8 ranks, the job has 4")
+    assert short == "OptionError" and step.startswith("step 9, the last, has 6 sequences")
+
+
 def truncated(rank: int, folder: str) -> Any:
     recipe = recipe_of(f"{folder}/{'far' if rank == 2 else 'near'}/text", sequences=8, length=256)
     feed, steps = mf.Feed(recipe, mf.Layout.parse("tp2-dp2"), delivery="share", timeout_s=6000), 0

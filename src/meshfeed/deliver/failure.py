@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn, Self
@@ -20,6 +21,7 @@ from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 _MAX_BYTES = 4096
+_PREFIX = r"^rank \d+ ended at step \d+: "
 
 
 class Failures:
@@ -75,16 +77,17 @@ class Failures:
             ends, record = self._notice(look=True)
         if record is None or ends > step:
             return None
-        error, own = record.exception(), self._own
-        if own is not None and str(own) == str(error):
+        if (own := self._own) is not None and _is_of(record, own):
             return own
+        error = record.exception()
         error.__cause__ = own
         return error
 
     def fail(self, error: Exception, step: int) -> NoReturn:
         """Publish that this rank ends at `step`, and raise the job's error: the first one published.
 
-        A process that is not a member of the run publishes nothing, and raises its own.
+        It raises its own if that says the same: a mistake that all ranks make is not the first one's. A
+        process that is not a member of the run publishes nothing, and raises its own.
 
         A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
         from different steps: they have no step in common.
@@ -93,8 +96,8 @@ class Failures:
         if isinstance(error, MeshfeedError):
             error.rank = self._rank if error.rank is None else error.rank
             error.step = step if error.step is None else error.step
-        own, (_, first) = self._publish(error, step), self._notice()
-        if own is None or first is None or first.text == own.text:
+        is_member, (_, first) = self._publish(error, step), self._notice()
+        if not is_member or first is None or _is_of(first, error):
             raise error
         raise first.exception() from error
 
@@ -109,27 +112,27 @@ class Failures:
     def _is_open(self) -> bool:
         return bool(self._prefix) and self._process == os.getpid()
 
-    def _publish(self, error: Exception, step: int) -> ErrorRecord | None:
+    def _publish(self, error: Exception, step: int) -> bool:
         """Publish a notice unless another ends the run at this step or before.
 
-        Returns the error's record; None if this process is not a member of the run, and publishes nothing.
+        Returns whether this process is a member of the run; another one publishes nothing.
         """
         record = ErrorRecord.of(error)
         if not record.text.startswith("rank "):
             record = replace(record, text=f"rank {self._rank} ended at step {step}: {record.text}")
         if self._meeting is None or not self._is_open:
-            return record
+            return False
         ends = 0 if isinstance(error, PeerError | StateError) else step
         text = json.dumps([self._prefix, ends, record.encode(_MAX_BYTES).decode()])
         try:
             if not self._meeting.is_member():
-                return None
+                return False
             while self._notice(look=True)[0] > ends:
                 if self._meeting.rendezvous.add_notice(text, self._patience_s):
                     break
         except DeliveryError as lost:
             error.add_note(f"rank {self._rank} could not report this error to the other ranks: {lost}")
-        return record
+        return True
 
     def _find_run(self, meeting: Meeting) -> None:
         """Skip failed runs that its peers have counted: this rank was missing, or not among their ranks."""
@@ -161,3 +164,9 @@ class Failures:
         if not own:
             return math.inf, None
         return min(step for step, _ in own), ErrorRecord.decode(own[0][1].encode())
+
+
+def _is_of(record: ErrorRecord, error: Exception) -> bool:
+    """Whether a notice says what this error says, whichever rank published it."""
+    own = ErrorRecord.of(error)
+    return record.kind == own.kind and own.text in (record.text, re.sub(_PREFIX, "", record.text))
