@@ -88,18 +88,22 @@ def moved_settings(objects: Iterable[object]) -> dict[str, Any]:
     return found
 
 
-def moved_names(old: str, names_of_new: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+def moved_names(
+    old: str, names_of_new: Mapping[str, Iterable[str]], **new_of_old: str
+) -> Callable[[str], Any]:
     """The `__getattr__` of a package that still gives names which others have now, and warns.
 
-    old: the package. names_of_new: another -> its names; imported when one is asked for.
+    old: the package. names_of_new: another, or itself -> its names; imported when one is asked for.
+    new_of_old: an old name -> the new one, of those that differ.
     """
     new_of_name = {name: new for new, names in names_of_new.items() for name in names}
 
     def found(name: str) -> Any:
         if (new := new_of_name.get(name)) is None:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        warn_of_old(f"{old}.{name}", f"{new}.{name}")
-        return getattr(importlib.import_module(new), name)
+        renamed = new_of_old.get(name, name)
+        warn_of_old(f"{old}.{name}", f"{new}.{renamed}")
+        return getattr(importlib.import_module(new), renamed)
 
     return found
 

@@ -11,7 +11,9 @@ import pytest
 
 import meshfeed as mf
 import meshfeed.parts
+import meshfeed.plan
 from meshfeed.integrations import loader, megatron
+from meshfeed.report import loads
 
 RECIPE = mf.Recipe(data=mf.Lengths(np.ones(8, int)), sequence=mf.Documents(), batch=1)
 SAYS = "loading= is called readers= now"
@@ -59,6 +61,22 @@ def test_processors_are_found_where_they_were() -> None:
     assert {each.filename for each in warned} == {__file__}, "the line that has the old name"
     with pytest.raises(AttributeError, match="has no attribute 'Patches'"):
         _ = mf.sequence.Patches
+
+
+def test_so_are_the_loads_of_a_plan() -> None:
+    with pytest.warns(DeprecationWarning, match=r"plan\.loads_of is meshfeed\.report\.loads\.loads_of now"):
+        assert meshfeed.plan.loads_of is loads.loads_of
+    with pytest.warns(DeprecationWarning, match=r"plan\.Load is meshfeed\.report\.loads\.Load now"):
+        from meshfeed.plan import Load  # pyright: ignore[reportAttributeAccessIssue]
+    assert Load is loads.Load
+
+
+def test_the_type_of_readers_has_its_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match=r"megatron\.Loading is \S+\.megatron\.Readers now") as warned:
+        assert megatron.Loading is megatron.Readers
+    assert [each.filename for each in warned] == [__file__], "the line that has the old name"
+    with pytest.raises(AttributeError, match="has no attribute 'Reads'"):
+        _ = megatron.Reads
 
 
 @pytest.mark.parametrize(
