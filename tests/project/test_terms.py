@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,14 @@ def test_the_files_that_the_page_names_are_there() -> None:
     assert len(named) > 20
     there = [name for name in named if (ROOT / name).exists() or list(SOURCE.rglob(name))]
     assert sorted(named) == sorted(there)
+
+
+def test_the_tables_of_packages_follow_the_layers_of_the_imports() -> None:
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (each["layers"] for each in rules if each.get("containers") == ["meshfeed"])
+    layer_of = {name: at for at, layer in enumerate(layers) for name in layer.split(" | ")}
+    core, outer = re.findall(r"^\| package \| does \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    cells = [row.split("|")[1] for row in (outer + core).splitlines()]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)/?`", cell) if name != "__main__"]
+    assert sorted(named) == sorted(layer_of)
+    assert [layer_of[name] for name in named] == sorted(layer_of[name] for name in named)

@@ -49,7 +49,7 @@ ORDERS: tuple[LinesFirst, ...] = (
     lambda height, width, to_height, to_width: to_height >= height or height <= 100 * width,
     lambda height, width, to_height, to_width: True,
 )
-"""Of the versions of Pillow, the newest first."""
+"""Pillow 12.2 and 13 each changed the order of its passes, and so its bits. The newest first."""
 
 
 def resized(image: Any, height: int, width: int, resample: Resample) -> Any:
