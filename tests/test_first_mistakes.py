@@ -106,8 +106,6 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
             "'a' is new: give .store, amount.*mf.open.*, not a str",
         ),
         (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
-        (lambda: mf.open("c", tokeniser="bytes"), TypeError, r"^mf\.open\(\) got an .* argument 'tokeniser'"),
-        (lambda: mf.open(), TypeError, r"^mf\.open\(\) missing a required argument: 'path'"),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
         (lambda: mf.Machine(workers=-1), mf.OptionError, r"workers=-1\): give a whole number, 0 or more"),
         (

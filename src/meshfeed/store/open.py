@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import ParamSpec, cast, get_args
+from typing import cast, get_args
 
 import numpy.typing as npt
 
@@ -21,27 +19,9 @@ from meshfeed.store.dataset import NAME
 from meshfeed.store.format import Place, formats, tokenizer_name
 from meshfeed.store.loss_columns import HasColumns
 
-P = ParamSpec("P")
-
 _SHOWN = 8
 
 
-def _known_as_mf_open(function: Callable[P, StreamStore]) -> Callable[P, StreamStore]:
-    """Python's error for a misspelt argument names mf.open, as users call it."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **given: P.kwargs) -> StreamStore:
-        try:
-            signature.bind(*args, **given)
-        except TypeError as error:
-            raise TypeError(f"mf.open() {error}") from None
-        return function(*args, **given)
-
-    return call
-
-
-@_known_as_mf_open
 def open_store(
     path: str | os.PathLike[str],
     *,
