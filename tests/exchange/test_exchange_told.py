@@ -175,6 +175,11 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
             r"item 0: key 'tokens' has shape \(1, 10\).*do not collate",
         ),
         (
+            {"source": [{"tokens": "some text"}]},
+            mf.StoreError,
+            "item 0: key 'tokens' has bytes, but the key that gives the length has one number per token; ",
+        ),
+        (
             {"source": LABELLED, "keys": Keys(SPLIT["tokens"], SPLIT["lables"])},
             mf.StoreError,
             "key 'labels' has one entry per token but is not declared",

@@ -279,8 +279,14 @@ class _Items:
         return self._not_per_token(at, name, has, lengths)
 
     def _not_per_token(self, at: int, name: str, has: str, lengths: Longs | None) -> StoreError:
-        needs = "numbers" if lengths is None else f"{lengths[at]} tokens"
-        return self.wrong(at, f"key {name!r} has {has}, {self.keys.length!r} {needs}; make them equal")
+        if lengths is None:
+            return self.wrong(
+                at,
+                f"key {name!r} has {has}, but the key that gives the length has one number per token; "
+                f"tokenize text in the iterator",
+            )
+        needs = f"{self.keys.length!r} {lengths[at]} tokens"
+        return self.wrong(at, f"key {name!r} has {has}, {needs}; make them equal")
 
 
 def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
