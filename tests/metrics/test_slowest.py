@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train_until_all_know(rank: int, path: str, layout: str, slow_ranks: list[int]) -> list[SlowRank]:
-    """One rank after the other is slow; each phase ends when the stats of all ranks name it.
+    """One rank after the other reads slowly; each phase ends when the stats of all ranks say so.
 
     Ranks take their steps together, as trainers do by a collective.
     """
@@ -54,7 +54,7 @@ def train_until_all_know(rank: int, path: str, layout: str, slow_ranks: list[int
         for step in itertools.islice(feed, MOST_STEPS):
             list(step.microbatches)
             told = step.stats.slowest
-            knows = torch.tensor(told is not None and told.rank == slow_now)
+            knows = torch.tensor(told is not None and (told.rank, told.stage) == (slow_now, "read"))
             dist.all_reduce(knows, dist.ReduceOp.MIN)
             if knows:
                 assert told is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from services.needs import program_path
-from services.processes import answers, free_port, server
+from services.processes import free_port, server
 
 _ATTEMPTS = 4
 ACCOUNT = "devstoreaccount1"
@@ -35,9 +35,7 @@ class Azure:
                 options = ["--blobHost", "127.0.0.1", "--blobPort", str(self._port), "--skipApiVersionCheck"]
                 options += ["--inMemoryPersistence", "--disableTelemetry", "--silent"]
                 try:
-                    stack.enter_context(
-                        server([program, *options], lambda: answers(self._port), home / "log", cwd=home)
-                    )
+                    stack.enter_context(server([program, *options], self._port, home / "log", cwd=home))
                 except RuntimeError:
                     if attempt + 1 == _ATTEMPTS:
                         raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from services.needs import program_path
-from services.processes import answers, free_port, server
+from services.processes import free_port, server
 
 _CONF = """
 worker_processes 1;
@@ -72,9 +72,7 @@ class Nginx:
                 conf.write_text(text)
                 command = [program_path("nginx") or "nginx", "-p", str(self._home), "-c", str(conf)]
                 try:
-                    stack.enter_context(
-                        server(command, lambda: answers(self._port), self._home / "output.log")
-                    )
+                    stack.enter_context(server(command, self._port, self._home / "output.log"))
                     break
                 except RuntimeError:
                     if attempt == 4:

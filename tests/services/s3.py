@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from services.needs import program_path
-from services.processes import answers, free_port, server
+from services.processes import free_port, server
 
 _ATTEMPTS, _UP_S = 4, 45
 _STARTS = 20  # a store that speaks to its monitor before it knows the cluster's id ends: "wrong fsid"
@@ -87,7 +87,7 @@ class S3:
             )
             self._do("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap)
             log = self._home / "output.log"
-            stack.enter_context(server(self._command("ceph-mon", "-i", "a", "-f"), lambda: answers(mon), log))
+            stack.enter_context(server(self._command("ceph-mon", "-i", "a", "-f"), mon, log))
             osd = str(uuid.uuid4())
             self._do("ceph", "osd", "new", osd)
             self._do("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
@@ -104,7 +104,7 @@ class S3:
                 f"--secret-key={SECRET}",
             )
             gateway = self._command("radosgw", "-n", "client.rgw.a", "-f")
-            stack.enter_context(server(gateway, lambda: answers(self._port), log))
+            stack.enter_context(server(gateway, self._port, log))
             self._stack = stack.pop_all()
         return self
 

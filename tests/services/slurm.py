@@ -11,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from services.needs import needs, needs_root, program_path
-from services.processes import answers, free_port, server
+from services.processes import free_port, server
 
 _CONF = """
 ClusterName=tests
@@ -82,11 +82,11 @@ def _start(stack: contextlib.ExitStack, folder: Path, cpus: int) -> dict[str, st
         )
         return told.stdout.strip() == "idle"
 
-    for command, is_up in (
+    for command, up in (
         ([path["munged"], "--foreground", "--force", *own], (folder / "munge.socket").exists),
-        ([path["slurmctld"], "-D"], lambda: answers(controller)),
+        ([path["slurmctld"], "-D"], controller),
         ([path["slurmd"], "-D", "-N", host], idle),
     ):
         log = folder / f"{Path(command[0]).name}.log"
-        stack.enter_context(server(command, is_up, log, env=environment))
+        stack.enter_context(server(command, up, log, env=environment))
     return environment
