@@ -237,30 +237,6 @@ def test_a_dead_rank_is_named_in_every_replica(corpus: str) -> None:
     assert [outcomes[rank].result for rank in (0, 2, 3)] == [(1,)] * 3, outcomes
 
 
-def a_peer_hangs(rank: int, path: str) -> Any:
-    """Rank 2 takes one step and no other, and closes nothing: it waits for the end of the others."""
-    feed = mf.Feed(recipe_of(path), mf.Layout(tp=4), delivery="broadcast", timeout_s=6000)
-    steps = iter(feed)
-    list(next(steps).microbatches)
-    if rank == 2:
-        open_feeds.append(feed)
-        return None
-    feed._run._peers.delivery._group._timeout = timedelta(seconds=1)
-    try:
-        for step in steps:
-            list(step.microbatches)
-    except mf.PeerError as lost:
-        return lost.ranks
-
-
-open_feeds: list[mf.Feed] = []
-
-
-def test_a_rank_that_hangs_is_among_those_named(corpus: str) -> None:
-    told = world.run(a_peer_hangs, 4, corpus)
-    assert all(2 in told[rank] for rank in (0, 1, 3)), told
-
-
 def host_dies(rank: int, path: str, where: str) -> Any:
     """The store lives in rank 0's process, which is killed."""
     meeting = Path(where)

@@ -114,7 +114,7 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self._ranks.index(source), 0
         options.timeout = self._timeout
-        with self._naming_lost():
+        with self._naming_lost([source]):
             self._group.broadcast([torch.from_numpy(buffer)], options).wait(self._timeout)
 
     def all_gather(self, message: bytes | npt.NDArray[Any]) -> list[Bytes]:
@@ -147,7 +147,8 @@ class Group:
         incoming, options = np.empty(sum(in_sizes), np.uint8), AllToAllOptions()
         options.timeout = self._timeout
         sent, got = torch.from_numpy(outgoing), torch.from_numpy(incoming)
-        with self._naming_lost():
+        others = [rank for member, rank in enumerate(self._ranks) if member != self.member]
+        with self._naming_lost(others):
             self._group.alltoall_base(got, sent, list(in_sizes), list(out_sizes), options).wait(self._timeout)
         self.traffic.collectives += 1
         self.traffic.num_bytes += outgoing.size + incoming.size - 2 * out_sizes[self.member]
@@ -169,7 +170,7 @@ class Group:
         sent, got = torch.from_numpy(outgoing), torch.from_numpy(incoming)
         parts, places = sent.split(list(out_sizes)), got.split(list(in_sizes))
         waiting: list[Any] = []
-        with self._naming_lost():
+        with self._naming_lost([rank for rank in self._ranks if rank != self._ranks[self.member]]):
             for sender, place in enumerate(places):
                 if sender != self.member and place.numel():
                     waiting.append(self._group.recv([place], sender, 0))
@@ -200,9 +201,8 @@ class Group:
         return [] if self._links is None else [self._ranks[member] for member in self._links.lost()]
 
     @contextlib.contextmanager
-    def _naming_lost(self) -> Generator[None]:
-        """Raise PeerError if a collective fails. It names all others if no connection is closed: who receives
-        in time waits for one that does not."""
+    def _naming_lost(self, suspects: Sequence[int]) -> Generator[None]:
+        """Raise PeerError if a collective fails. suspects: the ranks to name if no connection is closed."""
         try:
             yield
         except (RuntimeError, dist.DistError) as broken:
@@ -212,7 +212,7 @@ class Group:
                 raise PeerError(
                     f"rank {rank} lost its {self._purpose} group {self._ranks}: {broken}; one of them hangs, "
                     f"{ended}",
-                    [other for other in self._ranks if other != rank],
+                    [suspect for suspect in suspects if suspect != rank],
                 ) from broken
             which = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {lost}"
             raise PeerError(
