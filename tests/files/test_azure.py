@@ -46,6 +46,18 @@ def test_blobs_are_read_listed_and_versioned(azure: Azure) -> None:
         client.stat("raw/nothing.bin")
 
 
+def test_a_listing_of_many_pages(azure: Azure) -> None:
+    """Names of any kind, and folders of which one begins as another does."""
+    names = {f"many/{name}" for name in ("en/a", "en/b", "en-fr/a", "en.txt", "Z", "ü", "\uffee", "😀")}
+    names |= {f"many/{number:02}" for number in range(20)}
+    for name in names:
+        azure.put("corpora", name, b"x")
+    client = Client("az://corpora", azure.options(), SHORT)
+    assert client.list("many") == sorted((name, 1) for name in names)
+    assert client.list("many/en") == [("many/en/a", 1), ("many/en/b", 1)]
+    assert client.list("nothing") == []
+
+
 def test_a_container_that_is_not_there(azure: Azure) -> None:
     with pytest.raises(MissingError):
         Client("az://nowhere", azure.options(), SHORT).list("x")

@@ -45,6 +45,18 @@ def test_objects_are_read_listed_and_versioned(s3: S3) -> None:
         client.stat("raw/nothing.bin")
 
 
+def test_a_listing_of_many_pages(s3: S3) -> None:
+    """Names of any kind, and folders of which one begins as another does."""
+    names = {f"many/{name}" for name in ("en/a", "en/b", "en-fr/a", "en.txt", "Z", "ü", "\uffee", "😀")}
+    names |= {f"many/{number:02}" for number in range(20)}
+    for name in names:
+        s3.put("corpora", name, b"x")
+    client = Client("s3://corpora", s3.options(), SHORT)
+    assert client.list("many") == sorted((name, 1) for name in names)
+    assert client.list("many/en") == [("many/en/a", 1), ("many/en/b", 1)]
+    assert client.list("nothing") == []
+
+
 def test_a_bucket_that_is_not_there(s3: S3) -> None:
     with pytest.raises(MissingError):
         Client("s3://nowhere", s3.options(), SHORT).list("x")

@@ -50,6 +50,7 @@ keyring = {home}/keyring
 rgw data = {home}/rgw
 rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw dns name = 127.0.0.1
+rgw max listing results = 7
 """
 
 

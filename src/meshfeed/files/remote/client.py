@@ -16,11 +16,13 @@ from meshfeed.extras import install
 from meshfeed.files.byte_file import typed_errors
 from meshfeed.files.remote.errors import REPLACED, reason, refuses_method, refuses_range
 from meshfeed.files.remote.hub import HubClient
+from meshfeed.files.remote.listing import Listing
 from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
 
 _log = logging.getLogger("meshfeed")
 
+_UNSORTED = "--x-s3"  # ends the names of S3's directory buckets
 _MODIFIED, _SIZE = "modified ", "size "  # begin a tag that is not an ETag
 
 
@@ -112,16 +114,22 @@ class Client(Retries):
         return self._read(get, path, begin, end)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
-        """(path, size) of all objects below a prefix, sorted."""
+        """(path, size) of all objects below a prefix, sorted and complete; see `Listing`."""
         if self._root.startswith("http"):
             raise StoreError(f"{self._name(prefix)}: HTTP has no listing; name the file itself")
-        import obstore
+        listing = Listing(
+            self._store,
+            prefix,
+            self._name(prefix),
+            self._patience.give_up_s,
+            begins_anywhere=not self._root.startswith(("az", "abfs")),
+        )
+        is_proved = not self._root.endswith(_UNSORTED)
 
-        def listed() -> list[tuple[str, int]]:
-            pages = obstore.list(self._store, prefix)
-            return sorted((item["path"], item["size"]) for page in pages for item in page)
+        def ask() -> list[tuple[str, int]]:  # this thread may have an event loop of its own
+            return self._pool.submit(listing.complete, proved=is_proved).result()
 
-        return self._retry(listed, prefix, self._name(prefix))
+        return self._retry(ask, prefix, self._name(prefix))
 
 
 class LocalReader:
