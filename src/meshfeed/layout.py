@@ -6,7 +6,6 @@ coordinate is a cell of it, a group is a line, a plane or a box in it.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import LayoutError
-from meshfeed.renamed import warn_of_old
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -176,13 +174,6 @@ class Layout:
                     f"imply {_shown(layout.group_of(rank, dims).tolist())}; pass groups of one arrangement"
                 )
         return layout
-
-    @classmethod
-    def from_megatron(cls, groups: Any = None, *, ranks_per_node: int | None = None) -> Layout:
-        """The old name of `meshfeed.integrations.megatron.layout`."""
-        new = "meshfeed.integrations.megatron"
-        warn_of_old("Layout.from_megatron", f"{new}.layout")
-        return importlib.import_module(new).layout(groups, ranks_per_node=ranks_per_node)
 
     # -- queries ------------------------------------------------------------------------------------
 

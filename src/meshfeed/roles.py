@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from meshfeed.errors import LayoutError, RoleError
 from meshfeed.layout import Layout
-from meshfeed.renamed import renamed
 
 DeliveryName = Literal["direct", "broadcast", "share", "tree"]
 StageKind = Literal["first", "last", "mtp", "all"]
@@ -235,7 +234,6 @@ class Roles:
         return self._members_of_group[group]
 
 
-@renamed(reads="readers")
 def assign_roles(
     layout: Layout,
     stage_map: StageMap,
@@ -348,7 +346,6 @@ def _leaders(
     return ranks[order[first]][pair]
 
 
-@renamed(reads="readers")
 def choose_delivery(
     layout: Layout,
     stage_map: StageMap,

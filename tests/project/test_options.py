@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-import warnings
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -70,37 +68,3 @@ def test_options_hold_what_was_given(kind: Any) -> None:
     others = {name: each.default for name, each in keywords_of(kind).items() if name not in OWN_OF_EXCHANGE}
     kept = {name: getattr(options, name) for name in others.keys() - {"packing", "timeout_s", "name"}}
     assert kept == {name: others[name] for name in kept}
-
-
-READERS_OF: dict[str, tuple[str, Any, Callable[..., Any]]] = {
-    "Feed": ("reads", [0], lambda **given: mf.Feed(RECIPE, LAYOUT, 0, packing=PACKING, **given)._readers),
-    "Exchange": (
-        "owners",
-        [0],
-        lambda **given: mf.Exchange([], LAYOUT, 0, packing=PACKING, **given)._readers,
-    ),
-    "assign_roles": (
-        "reads",
-        [1],
-        lambda **given: [
-            role.reads for role in mf.assign_roles(LAYOUT, mf.StageMap(), FIELDS, "broadcast", **given)
-        ],
-    ),
-    "choose_delivery": (
-        "reads",
-        [1],
-        lambda **given: mf.roles.choose_delivery(LAYOUT, mf.StageMap(), FIELDS, can_share=True, **given),
-    ),
-}
-
-
-@pytest.mark.parametrize("old, value, made", READERS_OF.values(), ids=READERS_OF)
-def test_readers_still_have_their_old_name(old: str, value: Any, made: Callable[..., Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wanted = made(readers=value)
-    with pytest.warns(DeprecationWarning, match=f"{old}= is called readers= now") as warned:
-        assert made(**{old: value}) == wanted
-    assert [each.filename for each in warned] == [__file__], "the line that has the old name"
-    with pytest.raises(TypeError, match=f"{old}= is the old name of readers="):
-        made(**{old: value}, readers=value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,31 +114,6 @@ def test_what_cannot_be_shared_is_refused(folder: str) -> None:
         mf.Feed(text, encoder="balanced", **SPLIT)
     with pytest.raises(OptionError, match="choose one of with sample, balanced"):
         mf.Feed(recipe_of(folder), encoder="all", **SPLIT)
-
-
-def test_the_old_spellings_warn_and_do_the_same(folder: str) -> None:
-    rule = {"image": LookFirst(), "audio": Listen()}
-    with pytest.warns(DeprecationWarning) as warned:
-        old = mf.Multimodal(**rule, encoder="balanced", workers=1, timeout_s=9)
-    assert {each.filename for each in warned} == {__file__}, "the line that has them"
-    assert sorted(str(each.message).split(";")[0] for each in warned) == [
-        "encoder= is an argument of the Feed now, encoder=...",
-        "timeout_s= is an argument of the Feed now, machine=mf.Machine(item_timeout_s=...)",
-        "workers= is an argument of the Feed now, machine=mf.Machine(workers=...)",
-    ]
-    recipe = recipe_over(mf.open(folder), old)
-    feed = mf.Feed(recipe, **SPLIT)
-    assert feed._machine == mf.Machine(workers=1, item_timeout_s=9) and feed._stepping.rule.sees_step
-    assert mf.Feed(recipe, machine=mf.Machine(workers=3), **SPLIT)._machine == mf.Machine(
-        workers=3, item_timeout_s=9
-    )
-    new = recipe_over(mf.open(folder), mf.Multimodal(**rule))
-    assert feed.recipe.fingerprint == recipe.fingerprint == new.fingerprint
-    assert set(inspect.signature(mf.Multimodal).parameters) == {
-        "image", "audio", "video", "on_bad", "positions", "max_bad_share",
-    }  # fmt: skip
-    with pytest.raises(TypeError, match="decoder"):
-        mf.Multimodal(**rule, decoder=None)  # pyright: ignore[reportCallIssue]
 
 
 # -- real ranks -----------------------------------------------------------------------------------

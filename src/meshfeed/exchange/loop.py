@@ -46,7 +46,6 @@ from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing, StepPlan
-from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 from meshfeed.state import check_step
 
@@ -100,7 +99,6 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
     PeerError for a lost rank or ranks whose items differ, VerifyError by `verify`.
     """
 
-    @renamed(owners="readers")
     def __init__(
         self,
         iterator: Iterable[Any] | None,

@@ -44,7 +44,6 @@ from meshfeed.order import edges_of, has_step, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe, entered, whole
-from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
 from meshfeed.sequence.fetched import cut_by_shards, warning_of
@@ -113,7 +112,6 @@ class Feed(ChangingSource):
     fed, PeerError if a peer is missing or dies, StoreError from storage.
     """
 
-    @renamed(reads="readers")
     def __init__(
         self,
         recipe: Recipe,

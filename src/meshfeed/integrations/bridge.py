@@ -26,7 +26,6 @@ from meshfeed.integrations.loader import state_at
 from meshfeed.machine import Machine
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
-from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 from meshfeed.state import State
 
@@ -276,9 +275,6 @@ class DatasetConfig(_Provider, _Callback):
     def on_test_end(self, context: Any) -> None:
         """Close the test data."""
         self._streams["test"].close()
-
-
-DatasetConfig.__init__ = renamed(loading="readers")(DatasetConfig.__init__)
 
 
 def get_batch(

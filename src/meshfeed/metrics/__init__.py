@@ -15,7 +15,6 @@ from meshfeed.metrics.run_log import RunLog
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.stages import FOLLOWS, RAY_STAGES, STAGE_TABLE, STAGES, Span, Stage
 from meshfeed.metrics.stats import SlowRank, StepStats
-from meshfeed.renamed import moved_names
 
 __all__ = [
     "FOLLOWS",
@@ -36,19 +35,3 @@ __all__ = [
     "StepRecord",
     "StepStats",
 ]
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "meshfeed.report": (
-            "DecodeHistory",
-            "MixtureHistory",
-            "RankHistory",
-            "RunHistory",
-            "RunReader",
-            "Start",
-            "read_run",
-        ),
-        "meshfeed.sinks": ("Spans", "Telemetry", "TensorBoard", "WandB"),
-    },
-)

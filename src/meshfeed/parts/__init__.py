@@ -5,20 +5,5 @@ Read `types` first, then `expansion`.
 
 from meshfeed.parts.expansion import Expansion
 from meshfeed.parts.types import KINDS, Kind, PartRule, Parts, Rules, check_rules
-from meshfeed.renamed import moved_names
 
 __all__ = ["KINDS", "Expansion", "Kind", "PartRule", "Parts", "Rules", "check_rules"]
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "meshfeed.processors": (
-            "AnyResImages",
-            "FixedImages",
-            "NativeImages",
-            "NativeVideo",
-            "TiledImages",
-            "WhisperAudio",
-        )
-    },
-)

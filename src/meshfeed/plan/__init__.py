@@ -12,7 +12,6 @@ from meshfeed.plan.encoders import EncoderPlan, EncoderRoute, encoder_routes, pl
 from meshfeed.plan.packing import CostModel, ModelShape, Packing, cp_groups
 from meshfeed.plan.step import plan_fixed, plan_step
 from meshfeed.plan.types import Align, CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
-from meshfeed.renamed import moved_names
 
 __all__ = [
     "Account",
@@ -36,5 +35,3 @@ __all__ = [
     "plan_step",
     "slices_of",
 ]
-
-__getattr__ = moved_names(__name__, {"meshfeed.report.loads": ("Load", "loads_of")})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -49,24 +49,18 @@ class ImageProcessor(Processor):
     std: Color = (0.26862954, 0.26130258, 0.27577711)
     resample: Resample = "bicubic"
     dtype: Dtype = "float32"
-    alpha: Alpha = field(default="white", repr=False)
+    alpha: Alpha = "white"
 
     def __post_init__(self) -> None:
         check_choice(self, "resample", get_args(Resample))
         check_choice(self, "dtype", get_args(Dtype))
         check_choice(self, "alpha", get_args(Alpha))
         check_counts(self)
-        if hasattr(self, "values"):  # which earlier versions called: another processor's pixels, silently
-            raise RecipeError(f"{type(self).__name__}.values is not called; define __call__, for its fields")
         mean, std = np.array(self.mean, float), np.array(self.std, float)
         if not (mean.shape == std.shape == (3,) and np.isfinite([mean, std]).all() and (std > 0).all()):
             raise RecipeError(
                 f"{type(self).__name__}(mean={self.mean}, std={self.std}): three numbers each, std above 0"
             )
-
-    def summary(self) -> str:
-        """As its repr, with alpha unless it is "white", so that older fingerprints stay."""
-        return super().summary() + ("" if self.alpha == "white" else f" with alpha={self.alpha!r}")
 
     def resized(self, image: Any, height: int, width: int) -> Any:
         """An image of that many pixels. Raises PartError for more than Pillow decodes."""

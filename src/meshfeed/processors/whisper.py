@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -49,7 +49,7 @@ class WhisperAudio(PartRule):
     pool: int = 2
     alpha: float = 6 * 1280
     kind: Kind = "audio"
-    longer: Longer = field(default="cut", repr=False)
+    longer: Longer = "cut"
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -59,10 +59,6 @@ class WhisperAudio(PartRule):
             raise RecipeError(
                 f"WhisperAudio(frame_rate={self.frame_rate}): a divisor of sample_rate={self.sample_rate}"
             )
-
-    def summary(self) -> str:
-        """As its repr, with `longer` unless it is "cut", so that older fingerprints stay."""
-        return super().summary() + ("" if self.longer == "cut" else f" with longer={self.longer!r}")
 
     def tokens(self, parts: Parts) -> Longs:
         long = np.flatnonzero(parts.length > self.seconds * parts.rate)

@@ -1,7 +1,6 @@
 """Draws and slices -> tensors: sequence rules, and the bytes that each of them reads."""
 
 from meshfeed.columns import Arrays, Columns
-from meshfeed.renamed import moved_names
 from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
@@ -43,18 +42,3 @@ __all__ = [
     "table_of_pack",
     "widened",
 ]
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "meshfeed.processors": (
-            "AnyResPixels",
-            "FixedPixels",
-            "ImageProcessor",
-            "NativePatches",
-            "TiledPixels",
-            "WhisperFeatures",
-            "rgb_image",
-        )
-    },
-)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast, get_args
 from weakref import WeakKeyDictionary
@@ -26,13 +26,11 @@ from meshfeed.order import Draws, first_step_at
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
-from meshfeed.renamed import moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
 
-_PLAIN = asdict(Machine())
 _TOGETHER = 1 << 18
 """Sequences that are looked up together. A store of no more is counted in less time than it takes to share
 what was counted."""
@@ -334,19 +332,14 @@ def of_draws(recipe: Recipe, draws: Draws) -> SequenceRule:
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:
-    """The recipe, its rule set as a feed runs it; and the machine, completed by settings of old spellings.
+    """The recipe, its rule set as a feed runs it; and the machine. Both are checked here, for every caller.
 
-    Both are checked here, for every caller. Raises OptionError; see `SequenceRule.run_by` too.
+    Raises OptionError; see `SequenceRule.run_by` too.
     """
-    old = moved_settings((recipe.sequence, *recipe.sources))
-    old_encoder = old.pop("encoder", "with sample")
-    for each in (encoder, old_encoder):
-        if each not in get_args(Encoder):
-            raise OptionError(f"encoder={each!r}: choose one of {', '.join(get_args(Encoder))}")
+    if encoder not in get_args(Encoder):
+        raise OptionError(f"encoder={encoder!r}: choose one of {', '.join(get_args(Encoder))}")
     if not isinstance(cast(object, machine), Machine):
         raise OptionError(f"machine={machine!r}: give a mf.Machine, such as mf.Machine(workers=8)")
-    encoder = old_encoder if encoder == "with sample" else encoder
-    machine = Machine(**(old | {n: v for n, v in asdict(machine).items() if v != _PLAIN[n]}))
     given = cast(SequenceRule, recipe.sequence)
     rule = given.run_by(machine, encoder)
     return (recipe if rule is given else replace(recipe, sequence=rule)), machine

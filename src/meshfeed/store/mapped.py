@@ -25,7 +25,6 @@ from meshfeed.files import FileStats
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
-from meshfeed.renamed import Moved, moved
 from meshfeed.store.workers import Failure, Workers
 
 I64 = npt.NDArray[np.int64]
@@ -73,7 +72,6 @@ class Mapped(Store):
     Raises StoreError for an object that is not a dataset, or lengths that do not fit it.
     """
 
-    @moved(workers="workers", timeout_s="item_timeout_s")
     def __init__(
         self,
         dataset: EpochDataset,
@@ -81,7 +79,6 @@ class Mapped(Store):
         lengths: npt.ArrayLike | None = None,
         valid: npt.ArrayLike | None = None,
         version: str = "",
-        _moved: Moved = (),
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise StoreError(
@@ -94,7 +91,6 @@ class Mapped(Store):
         self._lengths = self._counts("lengths", lengths)
         self._valid = self._counts("valid", valid)
         self.stats = FileStats()
-        self._moved = _moved
         self._depth = 0
         self._workers: Workers[EpochIndex] | None = None
 

@@ -16,7 +16,6 @@ from meshfeed.layout import Layout
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
-from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, StageMap, assign_roles
 from meshfeed.sequence import Windows, rule_of
 from meshfeed.simulation import SimulatedStep, simulate
@@ -167,7 +166,6 @@ def _run(feed: Feed, steps: int) -> tuple[list[Any], list[dict[str, Any]]]:
     return seen, states
 
 
-@renamed(reads="may_read")
 def assert_roles(
     layout: Layout | str,
     *,

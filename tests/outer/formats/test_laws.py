@@ -65,12 +65,3 @@ def test_a_tokenizer_that_breaks_a_promise_is_found(
     monkeypatch.setattr(tokenizers.Bytes, name, value)
     with pytest.raises(AssertionError, match=says):
         assert_tokenizer("bytes", TEXTS)
-
-
-def test_the_former_place_of_the_base_class_warns() -> None:
-    from meshfeed.formats import tokenizer
-
-    with pytest.warns(DeprecationWarning, match="from meshfeed.store import Tokenizer"):
-        assert tokenizer.Tokenizer is mf.store.Tokenizer
-    with pytest.warns(DeprecationWarning, match=r"from meshfeed\.store\.tokenizer import tokenizer_file"):
-        assert tokenizer.tokenizer_file is mf.store.tokenizer.tokenizer_file

@@ -233,8 +233,6 @@ def options_of_no_effect(rank: int, folder: Path) -> list[str]:
     from meshfeed.integrations import bridge
 
     bw.no_gpu()
-    with pytest.warns(DeprecationWarning, match="loading= is called readers="):
-        assert bridge.DatasetConfig(recipe=recipe(folder), loading="broadcast").readers == "broadcast"
     told = []
     for dataset, train in (({"num_workers": 0}, {}), ({}, {"decrease_batch_size_if_needed": True})):
         data = bridge.DatasetConfig(recipe=recipe(folder), **dataset)

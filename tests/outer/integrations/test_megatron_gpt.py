@@ -319,30 +319,13 @@ def test_caches_give_the_same_samples_and_are_shared(corpora, tmp_path):
     entries = sorted((tmp_path / "cache").iterdir())
     made = {entry: entry.stat().st_mtime_ns for entry in entries if entry.is_dir()}
     assert len(made) == 4
-    with pytest.warns(
-        DeprecationWarning, match=r"cache= is an argument of the Feed now, machine=mf.Machine\(index_cache"
-    ):
-        old = ours(corpora[:3], weights, length=24, samples=50, cache=str(tmp_path / "cache"))
-    assert old.fingerprint == plain.fingerprint
-    assert old.sequence.index_cache == str(tmp_path / "cache")
     again = samples_of(plain, machine=machine)
-    for one, *others in zip(samples_of(plain), samples_of(cached), again, samples_of(old), strict=True):
+    for one, *others in zip(samples_of(plain), samples_of(cached), again, strict=True):
         assert all(torch.equal(one["tokens"], other["tokens"]) for other in others)
     assert {entry: entry.stat().st_mtime_ns for entry in made} == made
     more, _ = run_by(ours(corpora[:3], weights, length=24, samples=51), machine, "with sample")
     more.sequence.prepare(more)
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) > 4
-
-
-def test_the_folder_of_an_old_spelling_goes_where_the_rule_goes(tmp_path):
-    with pytest.warns(DeprecationWarning, match="machine=mf.Machine"):
-        rule = mf.MegatronGPT(8, samples=4, cache=tmp_path)
-    for each in (rule, replace(rule, samples=5), pickle.loads(pickle.dumps(rule)), copy.deepcopy(rule)):
-        assert each.index_cache == tmp_path
-        recipe = mf.Recipe(data=mf.Lengths([9] * 50), sequence=each, batch=mf.Batch(2))
-        feed = mf.Feed(mf.Feed(recipe).recipe)
-        assert feed._machine.index_cache == feed.recipe.sequence.index_cache == tmp_path
-    assert rule.summary() == mf.MegatronGPT(8, samples=4).summary()
 
 
 def test_a_rule_travels_without_what_it_has_open(corpora):

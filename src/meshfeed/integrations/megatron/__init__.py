@@ -18,7 +18,6 @@ from meshfeed.integrations.megatron.mock import mock_lengths
 from meshfeed.integrations.megatron.pretrain import DatasetsProvider
 from meshfeed.integrations.megatron.schedule import SequencePacking, Wrapped
 from meshfeed.integrations.megatron.stages import Readers, is_reader, layout, readers, stage_map
-from meshfeed.renamed import moved_names
 
 __all__ = [
     "MODEL_KEYS",
@@ -42,5 +41,3 @@ __all__ = [
     "readers",
     "stage_map",
 ]
-
-__getattr__ = moved_names(__name__, {__name__: ("Loading",)}, Loading="Readers")

@@ -14,11 +14,9 @@ from meshfeed.integrations.megatron.config import options_of
 from meshfeed.integrations.megatron.stages import Readers, delivery_of, device_of, layout_of, stages_of
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
-from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 
 
-@renamed(loading="readers", reads="readers")
 def feed(
     recipe: Recipe,
     config: Any = None,

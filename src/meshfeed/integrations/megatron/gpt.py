@@ -25,7 +25,6 @@ from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.renamed import Moved, moved, moved_settings
 from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion
@@ -82,13 +81,11 @@ class MegatronGPT(Rows, OwnOrder):
     add_extra_token_to_sequence: bool = True
     drop_last_partial_validation_sequence: bool = True
     mid_level_dataset_surplus: float = 0.005
-    _moved: Moved = field(default=(), repr=False, compare=False)
     index_cache: str | os.PathLike[str] | None = field(default=None, init=False, compare=False, repr=False)
     _memo: _Memo = field(default_factory=_Memo, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "index_cache", moved_settings((self,)).get("index_cache"))
         if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
             raise RecipeError(f"MegatronGPT(samples={self.samples!r}): a whole number from 1, or None")
         if self.part not in PARTS:
@@ -221,9 +218,6 @@ class MegatronGPT(Rows, OwnOrder):
         out[:] = 0
         out[places < tokens[:, None]] = recipe.sources[source].read_stream(*ranges)
         return None
-
-
-MegatronGPT.__init__ = moved(cache="index_cache")(MegatronGPT.__init__)
 
 
 def _places(cut: Slices) -> Longs:

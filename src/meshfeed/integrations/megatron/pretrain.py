@@ -15,7 +15,6 @@ from meshfeed.integrations.megatron.iterations import data_iterators, unfollowed
 from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.renamed import renamed
 from meshfeed.sequence.columns import rule_of
 
 CONFIG_FIELDS: dict[str, str] = {
@@ -122,7 +121,6 @@ class DatasetsProvider:
 
     is_distributed = True  # every rank has iterators, which `pretrain` then passes on
 
-    @renamed(loading="readers")
     def __init__(
         self,
         *,

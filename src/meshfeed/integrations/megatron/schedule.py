@@ -35,7 +35,6 @@ from meshfeed.integrations.megatron.stages import (
 from meshfeed.plan import Align, StepPlan
 from meshfeed.plan.packing import shape_of
 from meshfeed.plan.problem import room_of
-from meshfeed.renamed import renamed
 from meshfeed.roles import Role
 
 _BEGINS = "(begins)"  # marks the first sample of a pack to keep
@@ -123,7 +122,6 @@ class SequencePacking:
         timeout_s: how long to wait for other ranks.
     """
 
-    @renamed(loading="readers")
     def __init__(
         self,
         *,

@@ -14,7 +14,6 @@ from meshfeed.errors import LayoutError, RoleError
 from meshfeed.feed.launch import this_layout
 from meshfeed.integrations.loader import framework
 from meshfeed.layout import DIMS, Layout, common_rank_of
-from meshfeed.renamed import renamed
 from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
 
 Readers = Literal["replicated", "broadcast", "shared"]
@@ -146,7 +145,6 @@ def scheduler_of(config: Any) -> str | None:
     return None if given is None else str(getattr(given, "value", given))
 
 
-@renamed(loading="readers")
 def is_reader(
     vp_stage: Any = None,
     *,
@@ -182,7 +180,6 @@ def is_reader(
     return reads and bool(needs)
 
 
-@renamed(loading="readers")
 def readers(config: Any = None, *, readers: Readers = "broadcast", groups: Any = None) -> tuple[int, ...]:
     """All ranks whose `is_reader` is True, ascending: those that have an iterator."""
     layout = layout_of(groups)

@@ -25,7 +25,6 @@ from meshfeed.parts import Expansion, Kind, Parts, check_rules
 from meshfeed.plan import EncoderPlan, Slices, StepPlan
 from meshfeed.plan.encoders import ROUTE, Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.renamed import Moved, moved, moved_settings
 from meshfeed.roles import Field
 from meshfeed.sequence.decoding import Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
@@ -108,15 +107,11 @@ class Multimodal(DocumentRule, TokenRule):
     on_bad: OnBad = "error"
     positions: Positions = "tokens"
     max_bad_share: float = dataclass_field(default=0.01, repr=False)
-    _moved: Moved = dataclass_field(default=(), repr=False, compare=False)
     _encoder: Encoder = dataclass_field(default="with sample", init=False, repr=False)
     _machine: Machine = dataclass_field(default=Machine(), init=False, repr=False, compare=False)
     _decoder: Decoder | None = dataclass_field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if old := moved_settings((self,)):
-            object.__setattr__(self, "_encoder", old.pop("encoder", self._encoder))
-            object.__setattr__(self, "_machine", Machine(**old))
         for kind, processor in self.processors.items():
             check_processor(f"Multimodal({kind}=...)", processor)
         check_rules({kind: processor.rule for kind, processor in self.processors.items()})
@@ -407,11 +402,6 @@ class Multimodal(DocumentRule, TokenRule):
             return self._chosen(recipe, portion)
         none = np.zeros(0, np.int64)
         return Chosen(self._whole(recipe, portion), none, none > 0)
-
-
-Multimodal.__init__ = moved(workers="workers", timeout_s="item_timeout_s", encoder="encoder")(
-    Multimodal.__init__
-)
 
 
 def _summary(processor: Processor) -> str:
