@@ -6,6 +6,7 @@ both fetched and trained microbatches, and its state follows the trained ones.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import warnings
@@ -132,16 +133,19 @@ class EvalLoader:
     """
 
     def __init__(self, feed: Feed, batch_of: BatchOf = dict) -> None:
-        self._feed, self._batch_of = feed, batch_of
+        self._feed, self._batch_of, self._pass = feed, batch_of, object()
 
     def __iter__(self) -> Iterator[Any]:
         return (self._batch_of(microbatch) for _, microbatch in self._microbatches())
 
     def _microbatches(self) -> Iterator[tuple[Step, Microbatch]]:
         """The microbatches of a pass, each with its step."""
+        this = self._pass = object()
         self._feed.load_state_dict(state_at(self._feed.recipe, 0))
-        with self._feed:
-            for step in self._feed:
+        with contextlib.ExitStack() as stack:
+            # one that is collected late does not end a later one
+            stack.push(lambda *error: self._feed.__exit__(*error) if self._pass is this else None)
+            for step in self._feed.__enter__():
                 for microbatch in step.microbatches:
                     yield step, microbatch
 

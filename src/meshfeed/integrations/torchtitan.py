@@ -239,6 +239,7 @@ class DataLoader(_Base):
         **sizes: Any,
     ) -> None:
         self._config, self._given_layout = config, layout
+        self._batches: Iterator[Batch] | None = None  # of the loop that runs
         self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
         refuse_options(changed_options(config, "dataloader."), CONFIG_FIELDS)
         # now, so that a misspelt name or wrong sizes do not fail only at the first batch
@@ -251,10 +252,17 @@ class DataLoader(_Base):
             self._shape = rows(self._recipe, sizes["seq_len"], sizes["local_batch_size"])
 
     def __iter__(self) -> Iterator[Batch]:
-        try:
-            yield from self._loader
-        finally:
+        if (
+            self._batches is not None
+        ):  # not when it is collected: somebody may keep the traceback of its error
             self._loader.close()
+        batches = self._batches = iter(self._loader)
+        try:
+            yield from batches
+        finally:
+            if self._batches is batches:
+                self._batches = None
+                self._loader.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed out. Raises StateError within a step."""

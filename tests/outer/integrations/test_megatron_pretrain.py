@@ -278,3 +278,80 @@ def test_packs_have_the_shape_that_a_pipeline_sends() -> None:
         args = pretrain_driver.arguments(seq_length=length, **one_length)
         with pytest.raises(MeshfeedError, match="packs of 2048 tokens, and pipeline stages expect"):
             pretrain.check_shape("train", made, args, rows)
+
+
+LEDGERS: list[tuple[dict[str, Any], list[tuple[int, Any]], str]] = [
+    ({}, [(2, mf.SkipSteps(2, 4))], "leaves out 2 iterations from 3 to 4 .* --iterations-to-skip 3 4 "),
+    (
+        {"iterations_to_skip": [4]},
+        [(1, mf.SkipSteps(3, 99))],
+        "out 2 iterations from 5 to 6 .* --iterations-to-skip 4 5 6 ",
+    ),
+    ({"iterations_to_skip": [3, 4]}, [(2, mf.SkipSteps(2, 4))], ""),
+    ({"iteration": 4, "consumed_train_samples": 64}, [(2, mf.SkipSteps(2, 4))], ""),
+    (
+        {"iteration": 3, "consumed_train_samples": 48},
+        [(1, mf.Exclude([*range(40)])), (4, mf.Exclude([50]))],
+        "",
+    ),
+]
+"""Arguments, amendments, and how they are refused. A ledger is of the training data, and changes no evaluation."""
+
+
+def with_ledger(args: SimpleNamespace, recipes: dict[str, Any], path: str) -> dict[str, Any]:
+    """Loss masks by step, of training and of evaluations."""
+    seen: dict[str, dict[int, Any]] = {"train": {}, "valid": {}}
+
+    def step(iterator: Any, count: int, name: str) -> None:
+        at = args.curr_iteration if name == "train" else args.consumed_valid_samples // 16
+        seen[name][at] = [megatron.get_batch(iterator)["loss_mask"].tolist() for _ in range(count)]
+
+    with (
+        initialized(Case()),
+        pretrain_driver.global_args(args),
+        megatron.DatasetsProvider(**recipes, ledger=path, device="cpu") as provider,
+    ):
+        pretrain_driver.Driver(args, step).pretrain(provider)
+    return seen
+
+
+def ledgers_job(rank: int, folder: Path) -> list[Any]:
+    os.chdir(folder)
+    names = page_names()
+    exec(page_snippets()[1].partition("\n\nwith ")[0], names)
+    recipes, told = {"train": names["recipe"], "valid": names["valid"]}, list[Any]()
+    for at, (options, amendments, _) in enumerate(LEDGERS):
+        mf.Ledger(tuple(mf.Amendment(*each) for each in amendments)).write(f"{at}.jsonl")
+        try:
+            told.append(with_ledger(pretrain_driver.arguments(**options), recipes, f"{at}.jsonl"))
+        except MeshfeedError as refused:
+            told.append(str(refused))
+    return told
+
+
+def test_a_ledger_is_followed_or_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    monkeypatch.chdir(tmp_path)
+    names = page_names()
+    exec(page_snippets()[1].partition("\n\nwith ")[0], names)
+    for told, (options, amendments, refused) in zip(run(ledgers_job, 1, tmp_path)[0], LEDGERS, strict=True):
+        if refused:
+            assert isinstance(told, str) and re.search(refused, told), told
+            continue
+        args = pretrain_driver.arguments(**options)
+        trained = names["recipe"].amended(amendments)
+        for name, recipe, steps in (
+            ("train", trained, range(args.iteration, ITERATIONS)),
+            ("valid", names["valid"], range(len(told["valid"]))),
+        ):
+            made = mf.simulate(recipe, mf.Layout(), steps, micro_batch_size=2)
+            wanted = {
+                step.batch.step: [each["loss_mask"].tolist() for each in step.microbatches]
+                for step in made
+                if name == "valid" or step.batch.step + 1 not in args.iterations_to_skip
+            }
+            assert {at: masks == wanted.get(at) for at, masks in told[name].items()} == dict.fromkeys(
+                wanted, True
+            )

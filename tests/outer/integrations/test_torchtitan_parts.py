@@ -88,6 +88,22 @@ def test_a_dataset_beside_the_recipe_is_refused(corpus: str) -> None:
             config.build(**PLACE)
 
 
+@pytest.mark.parametrize("taken", [4, 6], ids=["a whole step", "within a step"])
+def test_an_iterator_that_is_collected_late_ends_no_other_loop(corpus: str, taken: int) -> None:
+    loader = fed.DataLoader.Config(recipe=recipe(corpus)).build(**PLACE)
+    abandoned = iter(loader)  # as by a traceback that somebody keeps
+    for _ in range(taken):
+        next(abandoned)
+    running = iter(loader)
+    seen = [loops.rows(next(running)[0]["input"])]
+    abandoned.close()
+    seen += [loops.rows(next(running)[0]["input"]) for _ in range(7)]
+    assert seen == [rows for _, rows in loops.wanted(corpus, (1, 2), 0, window=32, sequences=8, dp=1)]
+    with pytest.raises(StopIteration):
+        next(abandoned)
+    loader.close()
+
+
 DEGREES = (  # of four ranks, in the order in which ParallelDims takes them
     {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1},
     {"dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 2},

@@ -274,6 +274,10 @@ def test_every_evaluation_begins_at_the_beginning(corpus: str) -> None:
     wanted = stream(corpus, 4)
     for most in (2, 5, 12, 1, 12):  # some passes are left midway
         assert [batch for batch, _ in zip(loader, range(most))] == wanted[:most]
+    abandoned, running = iter(loader), iter(loader)  # as by a traceback that somebody keeps
+    assert [next(abandoned), next(running)] == wanted[:1] * 2
+    abandoned.close()
+    assert [*running] == wanted[1:]
 
 
 def test_encoders_on_other_ranks_are_refused_where_the_model_does_not_call_the_exchange(

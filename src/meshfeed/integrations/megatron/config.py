@@ -30,7 +30,8 @@ CONFIG_FIELDS: dict[str, str] = {
     "fp8": "honoured: packs are multiples of 16 on each rank, of 32 for fp8_recipe mxfp8",
     "fp4": "honoured: packs are multiples of 32 on each rank",
     "fp8_recipe": "honoured: see fp8",
-    "variable_seq_lengths": "honoured: False is refused for packs of different lengths in a pipeline",
+    "variable_seq_lengths": "honoured: False is refused for packs of different lengths in a pipeline; "
+    'with True Megatron wants moe_token_dispatcher_type="alltoall", even of a dense model',
     "max_seqlen_per_dp_cp_rank": "honoured: the capacity of a pack on each rank",
     "sequence_packing_scheduler": "honoured: by `SequencePacking`; see its names below",
     "hybrid_context_parallel": "honoured: by `SequencePacking` and `HybridCPDataLoaderWrapper`",
@@ -231,7 +232,8 @@ def _check_shapes(packing: Packing, config: Any, layout: Layout) -> None:
     if layout.pp > 1 and getattr(config, "variable_seq_lengths", None) is False and not one_length:
         raise RecipeError(
             "packs differ in length, and pipeline stages expect one length; set variable_seq_lengths=True, "
-            "or Packing(fixed_shapes=True, max_sequences=...)"
+            "with which Megatron wants moe_token_dispatcher_type='alltoall' even of a dense model, or "
+            "Packing(fixed_shapes=True, max_sequences=...)"
         )
 
 

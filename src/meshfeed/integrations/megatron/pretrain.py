@@ -11,7 +11,7 @@ from meshfeed.feed import Feed
 from meshfeed.integrations.loader import framework, state_at
 from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
-from meshfeed.integrations.megatron.iterations import data_iterators, unfollowed_iterators
+from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of, unfollowed_iterators
 from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
@@ -22,15 +22,18 @@ CONFIG_FIELDS: dict[str, str] = {
     "--micro-batch-size": "honoured: rows of a microbatch; packs are made by `packing=`",
     "--global-batch-size": "honoured: a step of another size is refused; with packs, a step of another "
     "number of microbatches",
-    "--rampup-batch-size": "honoured: a step of another size is refused; `Batch.then` makes the same ramp",
-    "--step-batch-size-schedule": "honoured: as --rampup-batch-size",
+    "--rampup-batch-size": "honoured: up to Megatron-core 0.17, where `Batch.then` makes the same ramp; "
+    "later versions ignore it, with a warning: use --step-batch-size-schedule",
+    "--step-batch-size-schedule": "honoured: a step of another size is refused; `batch_of_schedule` makes "
+    "its Batch",
     "--train-iters": "honoured: a recipe that ends earlier is refused",
     "--train-samples": "honoured: a recipe that ends earlier is refused",
     "--seq-length": "honoured: rows of another length are refused; packs, where a pipeline without "
     "variable_seq_lengths sends them. No effect on other packs: see `Packing(capacity=)`",
     "--encoder-seq-length": "honoured: Megatron takes it as its --seq-length",
     "--load": "honoured: training begins at the checkpoint's iteration, after its consumed samples",
-    "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages",
+    "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages. It "
+    "must name what a ledger's `SkipSteps` leave out, too",
     "--eval-iters": "honoured: without `valid=` it must be 0",
     "--eval-interval": "honoured: each evaluation continues where the last one ended",
     "--start-eval-at-iter": "honoured: earlier evaluations take nothing of `valid`",
@@ -116,7 +119,7 @@ class DatasetsProvider:
         test: what to test on; None for no test.
         readers: who reads; see `Readers`.
         packing: of packed sequences; `microbatches=` gives each step the number that Megatron takes.
-        options: all others of `megatron.feed`, such as device and verify.
+        options: all others of `megatron.feed`, such as device and verify. A ledger is that of `train`.
     """
 
     is_distributed = True  # every rank has iterators, which `pretrain` then passes on
@@ -193,14 +196,18 @@ class DatasetsProvider:
         if name != "train":
             rows = getattr(args, "eval_micro_batch_size", None) or rows
         packed = rule_of(recipe).packed
+        options = self._options if name == "train" else self._options | {"ledger": None}
         made = feed(
             recipe,
             args,
             readers=self._readers,
             name=name,
             **({"packing": self._packing} if packed else {"micro_batch_size": rows}),
-            **self._options,
+            **options,
         )
+        recipe = made.recipe  # with the amendments of a ledger
+        if name == "train":
+            _check_left_out(recipe.amendments.skipped, args)
         made.load_state_dict(state_at(recipe, _first_step(name, recipe, args)))
         self._feeds.enter_context(made)
         check_shape(name, made, args, rows)
@@ -244,6 +251,19 @@ def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
         raise RecipeError(
             f"{option} is set among Megatron's arguments, and {name} has {rule.summary()}; give the rule "
             f"{of_rule}=True"
+        )
+
+
+def _check_left_out(skipped: Sequence[tuple[int, int]], args: Any) -> None:
+    """Refuse steps that a ledger leaves out and Megatron would train. skipped: (first, stop) of each."""
+    told, end = set(skipped_of(args)), args.train_iters
+    ranges = [range(max(first, args.iteration), min(stop, end)) for first, stop in skipped]
+    if missing := {step + 1 for steps in ranges for step in steps} - told:
+        first, last = min(missing), max(missing)
+        raise RecipeError(
+            f"the ledger leaves out {len(missing)} iterations from {first} to {last} (from 1) that Megatron "
+            f"would train: it skips only what its own option names; pass --iterations-to-skip "
+            f"{' '.join(map(str, sorted(told | missing)))} with the ledger"
         )
 
 
