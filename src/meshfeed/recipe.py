@@ -7,12 +7,14 @@ A change of any part changes the fingerprint, so that a saved state refuses to l
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import operator
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter, itemgetter
 from os import PathLike
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
@@ -377,6 +379,13 @@ class Recipe:
         if what:
             raise RecipeError(f"{what}: not with {self.sequence.summary()}, whose lengths change")
 
+    def source_key(self, source: int) -> int:
+        """A source's part in the key of everything random in it, int64: it follows from the name alone.
+
+        So it stays where later changes give sources other numbers. 0 for a store alone.
+        """
+        return _source_key(self.source_names[source])
+
     def source_names_at(self, step: int) -> tuple[str, ...]:
         """The same without those that an amendment adds after a step: equal on all ranks that plan it."""
         names, grown = self.source_names, len(self.amendments.grown)
@@ -495,6 +504,13 @@ def whole(given: Any) -> Any:
         return given if isinstance(given, bool) else operator.index(given)
     except TypeError:
         return given
+
+
+@lru_cache(1 << 12)
+def _source_key(name: str) -> int:
+    if not name:
+        return 0
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _hint(data: object) -> str:

@@ -7,7 +7,6 @@ No list is built and no state is kept: position 10**12 costs the same as positio
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -134,7 +133,8 @@ class Stream:
         if isinstance(recipe.sequence, OwnOrder):
             self._prepare()
             return
-        self._seed, self._numbers = recipe.seed, [_number_of(name) for name in recipe.source_names]
+        self._seed, self._names = recipe.seed, recipe.source_names
+        self._source_keys = [recipe.source_key(source) for source in range(len(self._names))]
         self.sizes = sizes_of(recipe)
         self._shuffle = recipe.shuffle
         self._blocks: BlockShuffle | None = None
@@ -142,11 +142,13 @@ class Stream:
             ends = [recipe.sequence.shard_ends(store) for store in recipe.sources]
             self._blocks = BlockShuffle(recipe.shuffle, self.sizes, ends)
         self._parts = parts_of(recipe)
+        self._sums: dict[tuple[str, int], Longs] = {} if before is None else before._sums
+        if before is not None and any(ours != theirs for ours, theirs in zip(self._names, before._names)):
+            before = None  # the rest is by the numbers of sources
         known = {} if before is None else dict(zip(before._parts, before._turns))
         self._turns = [known.get(each) or turns_of(recipe, self.sizes, *each) for each in self._parts]
         self._is_cut = len(recipe.sequence.pieces) > 1
         self._segments = {} if before is None else self._shared_with(before)
-        self._edges: dict[tuple[int, int], Longs] = {} if before is None else before._edges
         self._some = lru_cache(2)(self._make_some)
         self._prepare()
 
@@ -337,7 +339,7 @@ class Stream:
 
     @cached_property
     def _tokens(self) -> Tokens:
-        return Tokens(self._of, self.sizes, self._draws_in_epoch, self._key, self._edges)
+        return Tokens(self._of, self.sizes, self._draws_in_epoch, self._key, self._sums)
 
     def check_tokens(self) -> None:
         """Raises RecipeError if no source that is drawn from some step on has a token."""
@@ -381,12 +383,12 @@ class Stream:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
         of_one = source.size and (self.sizes.size == 1 or (source == source[0]).all())
         if of_one and (epoch == epoch[0]).all():
-            return np.array(key_of(self._seed, self._numbers[source[0]], int(epoch[0])), np.uint64)
+            return np.array(key_of(self._seed, self._source_keys[source[0]], int(epoch[0])), np.uint64)
         few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
         return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
 
     def _key(self, source: int, epoch: int) -> int:
-        return key_of(self._seed, self._numbers[source], epoch)
+        return key_of(self._seed, self._source_keys[source], epoch)
 
 
 def _spans(segments: Sequence[Segment], start: int, stop: int) -> Iterator[tuple[Segment, int, int]]:
@@ -481,13 +483,6 @@ def extend(recipe: Recipe, before: Recipe) -> None:
     known = _streams.get(id(before))
     if known is not None:
         stream_of(recipe, known[1])
-
-
-def _number_of(name: str) -> int:
-    """A source's part in the shuffle's key: 0 for a store alone, else a digest of its name; int64."""
-    if not name:
-        return 0
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def start_of_step(recipe: Recipe, step: int) -> int:

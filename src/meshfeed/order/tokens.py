@@ -54,7 +54,8 @@ class Tokens:
         sizes: sequences in an epoch of each source; int64 [num_sources].
         draws: (source, epoch, start, stop) -> the sequences at places of an epoch.
         key: (source, epoch) -> the key of its shuffle.
-        sums: tokens of an epoch before each block, by source and epoch, as far as known; more are added.
+        sums: tokens of an epoch before each block, as far as known; more are added. Streams of one job share
+            them, so they are by the content of a source and the key of an epoch's shuffle, never by a number.
 
     Attributes:
         of_epochs: those of an epoch of each source.
@@ -66,10 +67,10 @@ class Tokens:
         sizes: Longs,
         draws: Callable[[int, int, int, int], Any],
         key: Callable[[int, int], int],
-        sums: dict[tuple[int, int], Longs],
+        sums: dict[tuple[str, int], Longs],
     ) -> None:
         self._recipe, self._sizes = recipe, sizes.tolist()
-        self._draws, self._key, self._edges = draws, key, sums
+        self._draws, self._key, self._known = draws, key, sums
         rule = recipe().sequence
         self.of_epochs = [rule.epoch_tokens(recipe(), source) for source in range(sizes.size)]
 
@@ -94,12 +95,11 @@ class Tokens:
 
     def _until(self, source: int, epoch: int, block: int) -> Longs:
         """Tokens of an epoch before each block, up to this one at least; int64."""
-        edges = self._edges.get((source, epoch))
-        if edges is None:
-            edges = np.zeros(1, np.int64)
+        of = self._recipe().sources[source].fingerprint, self._key(source, epoch)
+        edges = self._known.get(of, np.zeros(1, np.int64))
         while edges.size <= block:
             edges = np.concatenate((edges, edges[-1] + np.cumsum(self._sums(source, epoch, edges.size - 1))))
-        self._edges[source, epoch] = edges
+        self._known[of] = edges
         return edges
 
     def _sums(self, source: int, epoch: int, first: int) -> Longs:

@@ -299,7 +299,7 @@ class Decoder:
         return {kind: processor.columns for kind, processor in self._processors.items()}
 
     def _seeds(self, at: PartPlace) -> tuple[int, ...]:
-        return self._recipe.seed, at.epoch, at.index, at.part, at.source
+        return self._recipe.seed, at.epoch, at.index, at.part, self._recipe.source_key(at.source)
 
     def told(self, at: PartPlace) -> str:
         """What messages call a part."""

@@ -1,8 +1,8 @@
 """Masked: documents in rows of one length with some tokens hidden, for BERT and protein models.
 
-The hidden tokens are keyed by (seed, source, epoch, index) and depend only on a document's length. So every
-rank computes them for the whole document, uses those in its own slices, and knows their number beforehand.
-Only the stored tokens are sent.
+The hidden tokens are keyed by (seed, source, epoch, index), the source by its name, and depend only on a
+document's length. So every rank computes them for the whole document, uses those in its own slices, and knows
+their number beforehand. Only the stored tokens are sent.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Masked(DocumentRule):
         spare = (whole.stored - self._room).clip(0)
         skipped = np.zeros_like(spare)
         for at in np.flatnonzero(spare).tolist():
-            place = int(draws.source[at]), int(draws.epoch[at]), int(draws.index[at])
+            place = recipe.source_key(draws.source[at]), int(draws.epoch[at]), int(draws.index[at])
             skipped[at] = key_of(recipe.seed, *place, _CROP) % (int(spare[at]) + 1)
         return replace(whole, begins=whole.begins + skipped, stored=whole.stored - skipped)
 
@@ -180,18 +180,19 @@ class Masked(DocumentRule):
         return np.minimum(np.maximum(hidden, int(self.mask_fraction > 0)), sizes)
 
     def masks(
-        self, size: int, seed: int, source: int, epoch: int, index: int, special: Longs | None = None
+        self, size: int, seed: int, key: int, epoch: int, index: int, special: Longs | None = None
     ) -> Masks:
         """The hidden tokens of one document with `size` tokens in its row; the same on every machine.
 
-        special: indices of those that are never hidden; int64 [k].
+        key: of the source, see `Recipe.source_key`. special: indices of those that are never hidden; int64
+        [k].
         """
         allowed = np.ones(size, np.bool_)
         allowed[[] if special is None else special] = False
         candidates = np.flatnonzero(allowed)
         count = int(self.num_hidden(np.array(candidates.size)))
         # Raw words are stable; NumPy's distributions may change from release to release.
-        words = philox(seed, source, epoch, index, _TAG).random_raw(size + 2 * count)
+        words = philox(seed, key, epoch, index, _TAG).random_raw(size + 2 * count)
         places = np.sort(candidates[np.argsort(words[candidates], kind="stable")[:count]])
         chance = (words[size : size + count] >> np.uint64(11)) * _UNIT
         first, stop = self._random_range
@@ -274,7 +275,7 @@ class Masked(DocumentRule):
                 special[row] = marks.places(at, at + size)
         rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist(), special)
         return [
-            self.masks(size, recipe.seed, source, epoch, index, own)
+            self.masks(size, recipe.seed, recipe.source_key(source), epoch, index, own)
             for size, source, epoch, index, own in rows
         ]
 

@@ -101,8 +101,9 @@ class Windows(Rows, TokenRule):
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
         first, unit = draws.index * self.length, self.unit
+        seed, key = recipe.seed, recipe.source_key(source)
         for epoch in set(draws.epoch.tolist()) - {0}:
-            first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, unit) % unit
+            first[draws.epoch == epoch] += key_of(seed, key, epoch, unit) % unit
         return first
 
     def left_over(self, recipe: Recipe, source: int, epochs: range) -> tuple[Longs, Longs]:
