@@ -57,8 +57,10 @@ class Row:
 
     @property
     def figure(self) -> str:
-        """The value to three digits, with its unit."""
-        return f"{_digits(self.value)} {self.unit}".rstrip()
+        """The value to three digits, or to as many as tell a miss from the target, with its unit."""
+        shown = (_digits(self.value, more) for more in range(18))
+        aim = "" if self.aim is None or self.holds else _digits(self.aim)
+        return f"{next(digits for digits in shown if digits != aim)} {self.unit}".rstrip()
 
     @property
     def target(self) -> str:
@@ -152,8 +154,8 @@ def ratio(of: list[float], to: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
-def _digits(value: float) -> str:
+def _digits(value: float, more: int = 0) -> str:
     """Three digits or more, thousands apart."""
     if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) >= 0.1 else f"{value:.2g}"
+        return f"{value:,.{more}f}"
+    return f"{value:.{3 + more}f}".rstrip("0").rstrip(".") if abs(value) >= 0.1 else f"{value:.{2 + more}g}"

@@ -43,6 +43,14 @@ def test_the_tables_are_what_was_measured(runner: ModuleType) -> None:
         assert page == made, "run benchmarks/run.py --tables"
 
 
+@pytest.mark.parametrize("value", [0.98992, 0.9899999, 99.996, 0.0099998, 2.0049, 100.4, 5000.3])
+def test_a_miss_never_reads_as_its_target(runner: ModuleType, value: float) -> None:
+    for aim, at_least in ((0.99, True), (100, True), (0.01, True), (2, False), (100, False), (5000, False)):
+        row = runner.Row(name="E", value=value, aim=aim, at_least=at_least)
+        assert row.holds or row.figure.removesuffix(" ×") != row.target[2:]
+    assert runner.Row(name="E", value=0.99004, aim=0.99, at_least=True).figure == "0.99 ×", "it holds"
+
+
 def test_every_benchmark_is_in_the_tables() -> None:
     assert list(results()["benchmarks"]) == NAMES
 
