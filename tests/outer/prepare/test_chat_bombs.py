@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers.models import BPE
 from meshfeed.errors import StoreError
 from meshfeed.prepare.encoding import chat_process
 from meshfeed.prepare.encoding.chat import ChatEncoder
+from meshfeed.prepare.without_torch import command
 from soak import only_soak, some
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -84,6 +86,18 @@ def test_the_memory_of_the_run_itself_stays_small(tmp_path):
     done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
     grown, child = map(int, done.stdout.split())
     assert grown < 100 and child <= 1100
+
+
+def test_a_process_whose_run_is_gone_ends_without_a_word(tmp_path):
+    """As where another worker's error ends the run while this one renders."""
+    conversations = made(tmp_path, SOUND)._conversations._conversations
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command(chat_process.__name__), **pipes) as process:
+        process.stdout.close()
+        process.stdin.write(pickle.dumps((conversations, chat_process.MEMORY_BYTES, chat_process.CPU_S)))
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_the_process_ends_with_the_encoder_and_one_that_was_killed_is_replaced(tmp_path):

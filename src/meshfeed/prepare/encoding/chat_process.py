@@ -130,7 +130,8 @@ def _end(owner: int, process: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """Compile the templates, then render each request on standard input, until there are no more."""
     requests = sys.stdin.buffer
-    with os.fdopen(os.dup(1), "w") as responses, contextlib.suppress(EOFError):
+    # the run may end at any time: then nobody asks, or reads what is told
+    with contextlib.suppress(EOFError, BrokenPipeError), os.fdopen(os.dup(1), "w") as responses:
         os.dup2(2, 1)  # a template's own prints are not responses
         conversations, memory_bytes, cpu_s = pickle.load(requests)
         _limit("RLIMIT_AS", memory_bytes)

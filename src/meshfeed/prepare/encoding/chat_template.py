@@ -275,7 +275,7 @@ def _added(
         raise StoreError(
             f"message {k} (assistant): {apart} is another, so the template does not show what the "
             f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
-            f"answer and train_on='last'"
+            f"answer and train_on='last' (--train-on last)"
         )
     _refuse_header(template, messages, tools, k, prompt, turn)
     return len(prompt), len(turn)
