@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfeed as mf
 import quick
+from meshfeed.order import draws_of_step
 from services.needs import needs, program_path
 
 ROOT = Path(__file__).parents[2]
@@ -137,17 +139,22 @@ def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("finetuning.md", 11)
+    names = run_page("finetuning.md", 12)
     assert len(names["losses"]("tokenized.txt")) == 15
 
 
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("pytorch.md", 12)
+    run_page("pytorch.md", 14)
     alone = trained_alone()
     lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
     assert [int(step) for step, _ in lines] == list(range(6))
     assert [float(loss) for _, loss in lines] == pytest.approx(alone["losses"], abs=2e-4)
+    packed = [float(line) for line in (tmp_path / "packs.txt").read_text().splitlines()]
+    assert packed == pytest.approx(trained_one_by_one(), abs=2e-5)
+    assert packed != pytest.approx(trained_one_by_one(together=True), abs=2e-4), (
+        "attention is seen in the loss"
+    )
     saved = torch.load("ddp.pt")
     assert saved["feed"]["step"] == 3
     torch.testing.assert_close(saved["model"]["weight"], alone["weights"], rtol=0, atol=1e-3)
@@ -205,6 +212,32 @@ def trained_alone() -> dict[str, Any]:
             if step.index == 2:
                 made["weights"] = model.weight.detach().clone()
     return made
+
+
+def trained_one_by_one(together: bool = False) -> list[float]:
+    """The losses of the page's packs.py without packs. together: all documents of a step in one sequence."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=2, num_attention_heads=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recipe = mf.Recipe(
+        data=mf.open("tokens"), sequence=mf.Documents(), batch=mf.Batch(sequences=16), seed=1234
+    )
+    losses = list[float]()
+    for step in range(4):
+        lengths = 100 + draws_of_step(recipe, step).index  # of the page's documents
+        documents = [torch.arange(length) * 7 % 400 for length in lengths.tolist()]
+        total = torch.zeros(())
+        for some in [documents] if together else [[each] for each in documents]:
+            scores = model(input_ids=torch.cat(some)[None], use_cache=False).logits[0]
+            for part, tokens in zip(scores.split([len(each) for each in some]), some):
+                total += torch.nn.functional.cross_entropy(part[:-1], tokens[1:], reduction="sum")
+        loss = total / int((lengths - 1).sum())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def test_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
