@@ -50,9 +50,11 @@ class Exposure(Command, JobOptions, RecipeOptions):
         "sequences, tokens": "how many sequences held them; how many of their tokens, also of one sequence",
         "first_step, last_step": "of the steps that held any; null if none did",
         "restart_step": "the last checkpoint that has seen none of them: train on from this step",
+        "last_step_with_loss, restart_step_with_loss": "the same of the sequences that are not excluded",
         "step, place": "of a sequence: the step, and which of its sequences",
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document": "which document of the source the sequence held",
+        "excluded": "whether --amendments had excluded the document by then: its tokens bear no loss",
         "origin": "of a store that meshfeed prepare made on this disk: file, and line, row, item or sample",
         "ranks": "with --ranks: global ranks that held some of these tokens, all of tp and pp",
     }
@@ -99,8 +101,8 @@ class Exposure(Command, JobOptions, RecipeOptions):
         return ranks
 
     def _facts(self, found: Exposures, num_documents: int, until: int) -> dict[str, Any]:
-        first, last = (int(found.step[0]), int(found.step[-1])) if len(found) else (None, None)
-        clean = until if first is None else first
+        first, last, restart = self._ends(found.step, until)
+        _, last_with_loss, restart_with_loss = self._ends(found.step[~found.excluded], until)
         return {
             "until": until,
             "documents": num_documents,
@@ -109,8 +111,16 @@ class Exposure(Command, JobOptions, RecipeOptions):
             "tokens": int((found.end - found.begin).sum()),
             "first_step": first,
             "last_step": last,
-            "restart_step": clean - clean % (self.checkpoint_every or 1),
+            "restart_step": restart,
+            "last_step_with_loss": last_with_loss,
+            "restart_step_with_loss": restart_with_loss,
         }
+
+    def _ends(self, steps: npt.NDArray[np.int64], until: int) -> tuple[int | None, int | None, int]:
+        """The first and last of some steps, and the last checkpoint before all of them."""
+        first, last = (int(steps[0]), int(steps[-1])) if steps.size else (None, None)
+        clean = until if first is None else first
+        return first, last, clean - clean % (self.checkpoint_every or 1)
 
 
 def documents_in(path: Path, recipe: mf.Recipe) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -161,10 +171,10 @@ def _lines(
     """One line of the answer for each exposure. documents: of each."""
     names, draws = recipe.source_names, found.draws
     each = found.step, found.place, draws.source, draws.epoch, draws.index, documents, found.end - found.begin
-    rows = zip(*(column.tolist() for column in each))
-    for at, (step, place, source, epoch, index, document, tokens) in enumerate(rows):
+    rows = zip(*(column.tolist() for column in (*each, found.excluded)))
+    for at, (step, place, source, epoch, index, document, tokens, excluded) in enumerate(rows):
         line = {"step": step, "place": place, "source": names[source], "epoch": epoch, "index": index}
-        line |= {"document": document, "tokens": tokens}
+        line |= {"document": document, "tokens": tokens, "excluded": excluded}
         yield line if ranks is None else line | {"ranks": ranks[at]}
 
 
@@ -184,4 +194,10 @@ def _print(facts: dict[str, Any], lines: list[Line]) -> None:
         f"\n{seen}: {counted(facts['tokens'], 'token')}, in {counted(facts['sequences'], 'sequence')} of "
         f"steps {facts['first_step']} to {facts['last_step']}"
     )
-    console.print(f"train again from the state of step {facts['restart_step']}, the last that saw none")
+    restart, trained = facts["restart_step"], facts["restart_step_with_loss"]
+    if (last := facts["last_step_with_loss"]) != facts["last_step"]:
+        which = "excluded in all of them" if last is None else f"excluded after step {last}"
+        console.print(f"{which}: tokens of an excluded document bear no loss")
+    console.print(f"train again from the state of step {restart}, the last that saw none")
+    if trained != restart:
+        console.print(f"from that of step {trained}, the last that was trained on none")

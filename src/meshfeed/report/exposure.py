@@ -26,6 +26,7 @@ class Exposures:
         step, place: the step, and which of its sequences.
         draws: the sequences.
         begin, end: the tokens of the sequence that are the document's; see `Held`.
+        excluded: bool [n], whether an amendment had excluded the document by then: its tokens bear no loss.
     """
 
     document: Longs
@@ -34,6 +35,7 @@ class Exposures:
     draws: Draws
     begin: Longs
     end: Longs
+    excluded: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return self.document.size
@@ -42,8 +44,8 @@ class Exposures:
 def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs, until: int) -> Exposures:
     """The sequences of the steps before `until` that held a token of some documents.
 
-    Not those of steps that an amendment has skipped, nor documents that it had excluded by then, except in
-    rows that span documents, which keep their tokens.
+    Not those of steps that an amendment has skipped, nor documents that it had excluded by then. Rows that
+    span documents keep the tokens of these: their sequences are told as `excluded`.
     sources, documents: index of the store, and of the document in it; [n]. The stores must be entered.
 
     The time is that of the documents and their epochs, not of the steps; in a mixture, each block of 4,096
@@ -77,11 +79,13 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     order = np.argsort(positions, kind="stable")
     order = order[positions[order] >= 0]
     step, place = steps_of(recipe, positions[order])
-    seen = np.ones(order.size, np.bool_)
+    seen, excluded = np.ones(order.size, np.bool_), np.zeros(order.size, np.bool_)
     for first, stop in recipe.amendments.skipped:
         seen &= (step < first) | (stop <= step)
-    for first, source, gone in () if rule.spans_documents else recipe.amendments.excluded:
+    for first, source, gone in recipe.amendments.excluded:
         mine = np.flatnonzero((step >= first) & (draws.source[order] == source))
-        seen[mine[among(gone, documents[document[order[mine]]])]] = False
-    order, step, place = order[seen], step[seen], place[seen]
-    return Exposures(document[order], step, place, draws.take(order), begin[order], end[order])
+        excluded[mine[among(gone, documents[document[order[mine]]])]] = True
+    if not rule.spans_documents:
+        seen &= ~excluded
+    order, step, place, excluded = order[seen], step[seen], place[seen], excluded[seen]
+    return Exposures(document[order], step, place, draws.take(order), begin[order], end[order], excluded)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
 
@@ -86,7 +87,37 @@ def test_each_sight_and_its_ranks_are_those_of_trace(
         "first_step": lines[0]["step"],
         "last_step": lines[-1]["step"],
         "restart_step": lines[0]["step"],
+        "last_step_with_loss": lines[-1]["step"],
+        "restart_step_with_loss": lines[0]["step"],
     }
+    assert not any(line["excluded"] for line in lines)
+
+
+def test_what_is_excluded_is_told_to_bear_no_loss(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows keep the tokens of a document that is excluded; packs of documents do not."""
+    monkeypatch.setenv("COLUMNS", "300")
+    ledger = tmp_path / "ledger.jsonl"
+    mf.Ledger(
+        (mf.Amendment(0, mf.Exclude({"docs": [11]})), mf.Amendment(12, mf.Exclude({"code": [3, 41]})))
+    ).write(ledger)
+    ends = {"code": 12, "docs": 0}  # the first step without loss
+    file = listed(folder, "code\t3\ncode\t41\ndocs\t11\n")
+    of = "--until", "30", "--amendments", str(ledger), "--checkpoint-every", "5"
+    summary, *lines = told(capsys, "exposure", f"{folder}/recipes.py:windows", file, *of)
+    assert all(line["excluded"] == (line["step"] >= ends[line["source"]]) for line in lines)
+    before = [line["step"] for line in lines if not line["excluded"]]
+    assert before and before[-1] == summary["last_step_with_loss"] < 12 < summary["last_step"]
+    assert summary["restart_step_with_loss"] == before[0] // 5 * 5
+    assert main(["exposure", f"{folder}/recipes.py:windows", file, *of]) == 0
+    assert f"excluded after step {before[-1]}: tokens of an excluded document bear no loss\n" in (
+        capsys.readouterr().out
+    )
+    summary, *lines = told(capsys, "exposure", f"{folder}/recipes.py:documents", file, *of)
+    assert lines and all(line["source"] == "code" and line["step"] < 12 for line in lines)
+    assert summary["last_step_with_loss"] == summary["last_step"]
+    assert not any(line["excluded"] for line in lines)
 
 
 def test_the_last_checkpoint_that_saw_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
