@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import meshfeed as mf
+from meshfeed.order import asked_until
 from meshfeed.store import IndexedWriter
 
 
@@ -40,6 +41,13 @@ def recipe_of(
         seed=seed,
         **options,
     )
+
+
+def shares_at(recipe: mf.Recipe, step: int) -> list[float]:
+    """The recipe's share of each source in the sequences of a step."""
+    before, after = asked_until(recipe, step), asked_until(recipe, step + 1)
+    assert before is not None and after is not None
+    return ((after - before) / (after - before).sum()).tolist()
 
 
 def recipe_in(folder: Path, name: str) -> mf.Recipe:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from corpus import write_corpus
-from meshfeed.order import asked_at, drawn_until, draws_of_step, num_positions, num_steps, position_of
+from corpus import shares_at, write_corpus
+from meshfeed.order import drawn_until, draws_of_step, num_positions, num_steps, position_of
 from soak import cases
 
 
@@ -203,8 +203,8 @@ def test_the_share_that_is_asked_changes_with_the_very_step() -> None:
         mf.Mixture({"a": (store(50), 3), "b": (store(70), 1)}).then(5, {"b": 1}).then(6, {"a": 1, "b": 4})
     )
     recipe = recipe_of(mixture)
-    asked = [asked_at(recipe, step).tolist() for step in range(8)]
-    assert asked == [[0.75, 0.25]] * 5 + [[0, 1]] + [[0.2, 0.8]] * 2
+    asked = [shares_at(recipe, step) for step in range(8)]
+    np.testing.assert_allclose(asked, [[0.75, 0.25]] * 5 + [[0, 1]] + [[0.2, 0.8]] * 2, atol=1e-12)
     for step, (first, _) in enumerate(asked):
         drawn = sum(source == 0 for source, _, _ in steps_of(recipe, 8)[step])
         assert abs(drawn - 16 * first) <= 1, "and so does what is drawn"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_mixture import check_sources, recipe_of, steps_of, store
 
 import meshfeed as mf
+from corpus import shares_at
 from meshfeed.order import (
-    asked_at,
     drawn_until,
     draws_between,
     num_positions,
@@ -35,7 +35,7 @@ def test_without_amounts_sources_are_mixed_by_their_sizes() -> None:
     weighed = recipe_of(mf.Mixture({"a": (A, 100), "b": (B, 30)}))
     assert steps_of(bare, 40) == steps_of(weighed, 40)
     assert num_steps(bare) is None
-    assert asked_at(bare, 0).tolist() == pytest.approx([100 / 130, 30 / 130])
+    assert shares_at(bare, 0) == pytest.approx([100 / 130, 30 / 130])
     assert bare.fingerprint != weighed.fingerprint, "where the rule makes other sequences, it weighs by those"
     assert "by size" in bare.summary()["data"]
 
@@ -46,13 +46,13 @@ def test_by_size_goes_by_what_the_rule_makes_of_a_store() -> None:
             return super().num_sequences(store) // (2 if store is A else 1)
 
     recipe = mf.Recipe(data=mf.Mixture({"a": A, "b": B}), sequence=Half(), batch=mf.Batch(sequences=8))
-    assert asked_at(recipe, 0).tolist() == pytest.approx([50 / 80, 30 / 80])
+    assert shares_at(recipe, 0) == pytest.approx([50 / 80, 30 / 80])
 
 
 def test_a_later_part_may_go_by_size_and_bring_stores() -> None:
     mixture = mf.Mixture({"a": (A, 0.5), "b": (B, 0.5)}).then(3, {"a": A, "b": B, "c": C}).then(5, {"c": 1})
     recipe = recipe_of(mixture)
-    shares = [asked_at(recipe, step).tolist() for step in range(6)]
+    shares = [shares_at(recipe, step) for step in range(6)]
     assert shares[2] == [0.5, 0.5, 0] and shares[5] == [0, 0, 1]
     assert shares[3] == shares[4] == pytest.approx([100 / 137, 30 / 137, 7 / 137])
     check_sources(steps_of(recipe, 9), [100, 30, 7])
@@ -100,7 +100,7 @@ def test_a_source_of_nothing_rests_and_keeps_its_place(by: Any) -> None:
     mixture = mf.Mixture({"a": (A, 3), "b": (B, 0), "c": (C, 1)}, by=by)
     recipe = recipe_of(mixture)
     assert {s for batch in steps_of(recipe, 20) for s, _, _ in batch} == {0, 2}
-    assert drawn_until(recipe, 1)[0][1] == 0 and asked_at(recipe, 0)[1] == 0
+    assert drawn_until(recipe, 1)[0][1] == 0 and shares_at(recipe, 0)[1] == 0
     assert position_of(recipe, 1, 0, 0) is None
     if by == "proportion":
         later = recipe_of(mixture.then(4, {"b": 1, "c": 0}))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from corpus import shares_at
 from meshfeed.order import (
-    asked_at,
     drawn_until,
     draws_between,
     draws_of_step,
@@ -103,8 +103,7 @@ def test_steps_of_a_mixture_are_those_that_a_plain_loop_cuts(
         assert of.tolist() == [step, step] and place.tolist() == [stop - 1 - start, 0]
         drawn, _ = drawn_until(recipe, step) or (None, None)
         assert drawn is not None and drawn.sum() == start
-        shares = asked_at(recipe, step)
-        assert shares is not None and set(draws.source.tolist()) <= set(np.flatnonzero(shares).tolist())
+        assert set(draws.source.tolist()) <= set(np.flatnonzero(shares_at(recipe, step)).tolist())
     last = draws_of_step(recipe, len(starts) - 2)
     where = position_of(recipe, int(last.source[0]), int(last.epoch[0]), int(last.index[0]))
     assert where == starts[-2]

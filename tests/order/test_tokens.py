@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.order import asked_at, drawn_until, draws_between, draws_of_step, num_steps
+from corpus import shares_at
+from meshfeed.order import drawn_until, draws_between, draws_of_step, num_steps
 from soak import cases
 
 
@@ -24,12 +25,6 @@ def lengths_of(seed: int, count: int, mean: int) -> np.ndarray:
 def recipe_of(data: mf.Mixture, sequences: int = 16, rule: Any = None, **options: Any) -> mf.Recipe:
     batch = mf.Batch(sequences=sequences)
     return mf.Recipe(data=data, sequence=rule or mf.Documents(), batch=batch, **options)
-
-
-def shares_at(recipe: mf.Recipe, step: int) -> list[float]:
-    shares = asked_at(recipe, step)
-    assert shares is not None
-    return shares.tolist()
 
 
 def tokens_of(recipe: mf.Recipe, lengths: list[np.ndarray], start: int, stop: int) -> np.ndarray:
@@ -129,7 +124,7 @@ def test_later_amounts_stay_in_tokens() -> None:
     asked = [shares_at(recipe_of(mixture), step) for step in (0, 3, 5, 7)]
     assert asked[0] == pytest.approx([1 / 11, 10 / 11, 0])
     assert asked[1] == pytest.approx([1 / 101, 0, 100 / 101])
-    assert asked[2] == [0.5, 0.5, 0] and asked[3] == [0.75, 0.25, 0]
+    assert asked[2] == pytest.approx([0.5, 0.5, 0]) and asked[3] == pytest.approx([0.75, 0.25, 0])
 
 
 # -- what is refused ------------------------------------------------------------------------------------
@@ -163,7 +158,7 @@ def test_sources_whose_tokens_are_not_known_are_refused_by_name() -> None:
     with pytest.raises(mf.RecipeError, match=r"Samples.* not known beforehand; give it lengths="):
         draws_of_step(recipe_of(mf.Mixture({"a": (items, 1)}, by="tokens"), rule=mf.Samples("x")), 0)
     counted = mf.Mapped(Item(), version="1", lengths=[3] * 5)
-    assert asked_at(recipe_of(mf.Mixture({"a": (counted, 1)}, by="tokens"), rule=mf.Samples("x")), 0) == [1]
+    assert shares_at(recipe_of(mf.Mixture({"a": (counted, 1)}, by="tokens"), rule=mf.Samples("x")), 0) == [1]
 
 
 def test_units_that_do_not_go_together_are_refused() -> None:

@@ -197,20 +197,18 @@ def straggler_of(ranks: Sequence[Standing], stages: Sequence[str], step_s: float
 
 
 def shares_of(mixture: MixtureHistory | None) -> tuple[Share, ...]:
-    """The shares of the sources since the recipe's current shares began."""
+    """The shares of the sources between the first and the last line about them; of a single line, in all."""
     if mixture is None or not len(mixture.steps):
         return ()
-    asked, last = mixture.asked[-1], len(mixture.steps) - 1
-    others = np.flatnonzero((mixture.asked != asked).any(axis=1))
-    first = int(others[-1]) + 1 if others.size else 0
-    before = mixture.drawn[first - 1] if first else np.zeros_like(mixture.drawn[0])
-    drawn = mixture.drawn[last] - (mixture.drawn[first] if last > first else before)
-    if drawn.sum() <= 0:
+    drawn, asked = (
+        each[-1] - each[0] if len(each) > 1 else each[0] for each in (mixture.drawn, mixture.asked)
+    )
+    total = drawn.sum()
+    if total <= 0:
         return ()
-    realised = drawn / drawn.sum()
     return tuple(
         Share(name=name, realised=float(part), asked=float(wanted))
-        for name, part, wanted in zip(mixture.names, realised, asked)
+        for name, part, wanted in zip(mixture.names, drawn / total, asked / total)
     )
 
 

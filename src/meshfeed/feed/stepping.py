@@ -25,7 +25,7 @@ from meshfeed.layout import Coord, Layout
 from meshfeed.metrics import StageClock, StepStats
 from meshfeed.order import (
     Draws,
-    asked_at,
+    asked_until,
     drawn_until,
     draws_of_step,
     lanes_of_step,
@@ -194,7 +194,7 @@ class Stepping:
         stats, names = StepStats(), self.recipe.source_names_at(step)
         if (known := len(names)) > 1:  # a rank may know further ones, which amendments add later
             drawn, epochs = drawn_until(self.recipe, step + 1) or (None, None)
-            asked = asked_at(self.recipe, step)
+            asked = asked_until(self.recipe, step + 1)
             stats = StepStats(
                 source_drawn=None if drawn is None else drawn[:known],
                 source_epochs=None if epochs is None else epochs[:known],

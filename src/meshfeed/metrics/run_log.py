@@ -138,7 +138,7 @@ def _step(record: StepRecord, decodes: bool) -> list[float | None]:
 
 
 def _mixture(record: StepRecord, sources: tuple[str, ...]) -> dict[str, Any]:
-    """Draws of each source until the end of a step, and the recipe's shares in that step.
+    """Sequences of each source until the end of a step: drawn, and by the recipe's shares.
 
     sources: those of the run's start; the names are written if there are others.
     """

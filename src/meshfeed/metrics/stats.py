@@ -62,8 +62,8 @@ class StepStats(Mapping[str, Any]):
         oversize, empty: the sequences that were too long, and those without tokens.
         source_drawn, source_epochs: sequences of each source up to this step, and the same in epochs; arrays.
             None for a single source, as is the next.
-        source_asked: the recipe's share of each source in the sequences of this step; an array. Under
-            by="tokens", the share of its tokens over their mean length.
+        source_asked: sequences of each source up to this step by the recipe's shares, with fractions; an
+            array. Under by="tokens", from the share of its tokens over their mean length.
         source_names: of the sources, which an amendment may add to.
         metrics_lost: steps that a metrics sink has failed to take so far; None without sinks.
         slowest: the rank that waits longest for its own work, as told last; None if no rank does so for a

@@ -26,6 +26,7 @@ from meshfeed.order.tokens import Reached, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.integer] | slice
 """Indices of some entries of arrays, or a range of them."""
 
@@ -328,12 +329,22 @@ class Stream:
         """Draws of each source before a position; int64 [num_sources]."""
         return _at(self.segments, position).counts(position)
 
-    def shares(self, step: int) -> npt.NDArray[np.float64]:
+    def shares(self, step: int) -> Floats:
         """The recipe's share of each source in the sequences of a step; float64 [num_sources]."""
         turns = [each for each in self._turns if each.step <= step][-1]
         shares = np.zeros(self.sizes.size)
         shares[turns.sources] = turns.turns.weights
         return shares
+
+    def asked(self, stop: int, segments: Sequence[Segment]) -> Floats:
+        """The sequences of each source that the shares make before a position; float64 [num_sources].
+
+        segments: those that begin before it.
+        """
+        asked = np.zeros(self.sizes.size)
+        for segment, first, last in _spans(segments, 0, stop):
+            asked[segment.sources] += max(last - first, 0) * segment.turns.weights
+        return asked
 
     # -- tokens -----------------------------------------------------------------------------------------
 
@@ -605,7 +616,7 @@ def lanes_of_step(recipe: Recipe, step: int) -> Longs | None:
     return stream.places(*stream.bounds(step), stream.segments_before(step + 1))[2] % recipe.shuffle.lanes
 
 
-def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
+def drawn_until(recipe: Recipe, step: int) -> tuple[Longs, Floats] | None:
     """Draws of each source before `step`: sequences, int64 [num_sources], and epochs, float64.
 
     None for a rule with its own order.
@@ -618,9 +629,12 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
     return segment.num_drawn(position), segment.counts(position) / (stream.sizes * segment.pieces)
 
 
-def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
-    """The recipe's share of each source in the sequences of a step; float64 [num_sources].
+def asked_until(recipe: Recipe, step: int) -> Floats | None:
+    """The sequences of each source that the shares make before `step`; float64 [num_sources].
 
     None for a rule with its own order.
     """
-    return None if isinstance(recipe.sequence, OwnOrder) else stream_of(recipe).shares(step)
+    if isinstance(recipe.sequence, OwnOrder):
+        return None
+    stream = stream_of(recipe)
+    return stream.asked(stream.bounds(step)[0], stream.segments_before(step + 1))

@@ -119,7 +119,7 @@ class MixtureHistory:
         names: of the sources.
         steps: int64 [m].
         drawn: sequences of each source up to and including the step; int64 [m, sources].
-        asked: the recipe's share of each source in the sequences of that step; float64 [m, sources].
+        asked: the same by the recipe's shares, with fractions; float64 [m, sources].
     """
 
     names: tuple[str, ...]

@@ -106,7 +106,7 @@ class Telemetry(Sink):
                 self._record_mixture(last.source_drawn, last.source_asked, last.source_names or start.sources)
 
     def _record_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
-        shares = (drawn / drawn.sum()).tolist()
-        for name, share, wanted in zip(names, shares, asked.tolist()):
+        shares, of_recipe = ((each / drawn.sum()).tolist() for each in (drawn, asked))
+        for name, share, wanted in zip(names, shares, of_recipe):
             self._share(share, {"source": name})
             self._asked(wanted, {"source": name})

@@ -173,20 +173,21 @@ def test_a_new_start_with_another_layout_shows_its_own_ranks_and_steps() -> None
 
 @given(st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=1, max_size=8), st.data())
 @settings(max_examples=cases(100), deadline=None)
-def test_shares_are_those_since_what_is_asked_for_changed(gained: Any, data: Any) -> None:
+def test_shares_are_asked_and_realised_over_the_same_steps(gained: Any, data: Any) -> None:
     change = data.draw(st.integers(0, len(gained)))
-    asked = np.array([[0.2, 0.3, 0.5]] * change + [[0.6, 0.4, 0.0]] * (len(gained) - change))
-    drawn = np.cumsum(np.array(gained, np.int64), axis=0)
+    each = np.array([[0.2, 0.3, 0.5]] * change + [[0.6, 0.4, 0.0]] * (len(gained) - change))
+    new = np.array(gained, np.int64)
+    wanted = each * new.sum(axis=1, keepdims=True)
+    drawn, asked = np.cumsum(new, axis=0), np.cumsum(wanted, axis=0)
     shares = shares_of(
         MixtureHistory(names=("a", "b", "c"), steps=np.arange(len(gained)), drawn=drawn, asked=asked)
     )
-    since = change if change < len(gained) else 0
-    of_late = np.array(gained)[since + 1 :] if since + 1 < len(gained) else np.array(gained)[since:]
-    total = of_late.sum()
+    since = min(1, len(gained) - 1)
+    total = new[since:].sum()
     assert bool(shares) == bool(total)
     for k, share in enumerate(shares):
-        assert share.realised == pytest.approx(of_late[:, k].sum() / total)
-        assert share.asked == asked[-1, k]
+        assert share.realised == pytest.approx(new[since:, k].sum() / total)
+        assert share.asked == pytest.approx(wanted[since:, k].sum() / total)
 
 
 def test_before_a_run_there_is_a_frame_too() -> None:
@@ -207,7 +208,7 @@ def write_log(path: Path, num_ranks: int, *, waits: dict[int, float] | None = No
             "exposed_wait_s": {"read": (waits or {}).get(rank, 0.002)},
             "work_s": {"read": 0.1},
             "source_drawn": np.array([3, 1]),
-            "source_asked": np.array([0.75, 0.25]),
+            "source_asked": np.array([3.0, 1.0]),
         } | dict.fromkeys(
             ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives"), 1
         )

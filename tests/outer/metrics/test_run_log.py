@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import time
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunStart, StepRecord, StepStats
 from meshfeed.report import RunReader, read_run
-from soak import cases
+from meshfeed.report.history.tables import mixture_table
+from soak import SEED, cases
 
 PATIENCE_S = 600.0
 LAYOUT = mf.Layout.parse("tp2-dp2")
@@ -93,11 +96,11 @@ def test_the_mixture_is_told_as_it_was_drawn_and_as_it_was_asked(corpus: str, tm
     recipe = mf.Recipe(data=mixture, sequence=mf.Windows(64), batch=mf.Batch(sequences=16), steps=6)
     with mf.Feed(recipe, metrics=RunLog(tmp_path)) as feed:
         stats = [step.stats for step in feed]
-    assert stats[0]["source_asked"].tolist() == [0.75, 0.25, 0]
+    assert stats[0]["source_asked"].tolist() == [12, 4, 0]
     told = read_run(tmp_path).mixture
     assert told is not None and told.names == ("code", "docs", "math")
     assert told.steps[-1] == 5 and told.drawn[-1].tolist() == [48, 32, 16] and told.drawn[-1].sum() == 6 * 16
-    assert told.asked[-1].tolist() == [0, 0.5, 0.5]
+    assert told.asked[-1].tolist() == [48, 32, 16], "0.75 and 0.25 in 4 steps of 16, then 0.5 and 0.5 in 2"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,82 @@ def test_a_layout_is_told_where_its_text_tells_it_all(layout: mf.Layout, text: s
     assert told.layout == text
     assert text is None or np.array_equal(mf.Layout.parse(text).coords(), layout.coords())
     assert told.is_lowest == (layout.table == (3, 1)), "rank 1 is the lowest of 3 and 1"
+
+
+SIZES = {"a": 5, "b": 14, "c": 23, "more": 7}  # windows of 16
+
+
+@dataclass
+class Shares:
+    """A schedule of random shares, and what it makes of each step, worked out with plain numbers."""
+
+    recipe: mf.Recipe
+    amounts: list[tuple[int, dict[str, int]]]
+    grown: int | None = None  # from this step on, a has grown
+
+    def change(self, rng: np.random.Generator, step: int, folder: Path) -> Shares:
+        """Another recipe from a step on."""
+        if (kind := rng.integers(2 if self.grown is not None else 3)) == 0:
+            new = step, {name: int(rng.integers(name == "a", 5)) for name in "abc"}
+            amounts = sorted([*(each for each in self.amounts if each[0] != step), new], key=itemgetter(0))
+            return replace(self, recipe=self.recipe.amended([(step, mf.Reweigh(new[1]))]), amounts=amounts)
+        if kind == 1:
+            size = mf.BatchSize(int(rng.integers(1, 9)))
+            return replace(self, recipe=self.recipe.amended([(step, size)]))
+        growth = mf.Grow("a", str(folder / "more"))
+        return replace(self, recipe=self.recipe.amended([(step, growth)]), grown=step)
+
+    def of_step(self, step: int) -> dict[str, float]:
+        """Source -> its share."""
+        amounts = [amounts for first, amounts in self.amounts if first <= step][-1]
+        shares = {name: amount / sum(amounts.values()) for name, amount in amounts.items()}
+        if self.grown is not None and self.grown <= step:
+            whole, shares["more"] = SIZES["a"] + SIZES["more"], shares["a"]
+            shares |= {name: shares[name] * SIZES[name] / whole for name in ("a", "more")}
+        return shares
+
+
+def some_shares(rng: np.random.Generator, folder: Path) -> Shares:
+    first = {name: int(rng.integers(1, 5)) for name in "abc"}
+    mixture = mf.Mixture({name: (mf.open(folder / name), amount) for name, amount in first.items()})
+    batch, amounts = mf.Batch(int(rng.integers(1, 9))), [(0, first)]
+    for step in sorted(rng.choice(np.arange(1, 30), rng.integers(4), replace=False).tolist()):
+        amounts.append((step, {name: int(rng.integers(name == "a", 5)) for name in "abc"}))
+        mixture, batch = mixture.then(*amounts[-1]), batch.then(step, int(rng.integers(1, 9)))
+    return Shares(mf.Recipe(data=mixture, sequence=mf.Windows(16), batch=batch), amounts)
+
+
+def test_what_a_run_was_asked_for_is_the_sum_of_the_shares_of_its_steps(tmp_path: Path) -> None:
+    """Whatever changes shares and batches, whenever a line is written, whatever a kill undoes."""
+    for name, windows in SIZES.items():
+        write_corpus(tmp_path / name, num_tokens=16 * windows + 1)
+    for life in range(cases(20)):
+        rng = np.random.default_rng((SEED, life))
+        now, step, entries = some_shares(rng, tmp_path), 0, list[RunStart | StepRecord]()
+        true = dict[int, tuple[dict[str, float], int]]()  # of each step: shares, sequences
+        for _ in range(rng.integers(1, 5)):
+            stop = step + int(rng.integers(1, 14))
+            entries.append(start_at(step, sources=now.recipe.source_names))
+            true = {before: each for before, each in true.items() if before < step}
+            for simulated in mf.simulate(now.recipe, mf.Layout(), range(step, stop)):
+                batch = simulated.batch
+                entries.append(StepRecord(batch.step, float(len(entries)), batch.tokens, batch.stats()))
+                true[batch.step] = now.of_step(batch.step), len(batch.draws)
+            step = int(rng.integers(step, stop + 1))
+            if rng.random() < 0.7:
+                now = now.change(rng, step + int(rng.integers(3)), tmp_path)
+        log = RunLog(folder := tmp_path / f"log {life}")
+        while entries:
+            some, entries = entries[: (count := int(rng.integers(1, 9)))], entries[count:]
+            log.take(some)
+        log.close()
+        told = read_run(folder).mixture
+        assert told is not None
+        drawn = {name.replace("a+", "more+").split("+")[0]: k for k, name in enumerate(told.names)}
+        for name, k in drawn.items():
+            asked = sum(shares.get(name, 0) * size for shares, size in true.values())
+            assert told.asked[-1, k] == pytest.approx(asked), (life, name)
+            assert f"<td>{told.drawn[-1, k] - asked:+.2f}</td>" in mixture_table(told), (life, name)
 
 
 # -- what is read back -----------------------------------------------------------------------------

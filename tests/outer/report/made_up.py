@@ -84,10 +84,8 @@ def history(
 
 def mixed(step: np.ndarray) -> MixtureHistory:
     """Three sources of fixed shares, a batch of 64."""
-    asked = np.array([0.6, 0.3, 0.1])
     steps = np.unique(step)
-    drawn = np.floor(np.arange(1, len(steps) + 1)[:, None] * 64 * asked).astype(np.int64)
+    asked = np.arange(1, len(steps) + 1)[:, None] * 64 * np.array([0.6, 0.3, 0.1])
+    drawn = np.floor(asked).astype(np.int64)
     drawn[:, 0] += np.arange(1, len(steps) + 1) * 64 - drawn.sum(axis=1)
-    return MixtureHistory(
-        names=("web", "code", "math"), steps=steps, drawn=drawn, asked=np.tile(asked, (len(steps), 1))
-    )
+    return MixtureHistory(names=("web", "code", "math"), steps=steps, drawn=drawn, asked=asked)

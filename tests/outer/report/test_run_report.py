@@ -32,7 +32,7 @@ from soak import only_soak
 DELAYED, SLOW = (4, 7, 9), 2  # calls of read that are delayed, on this rank
 STEPS, LAYOUTS = 12, ("tp2-dp2", "dp4")  # of each start
 SHARES = {"web": 0.6, "code": 0.3, "math": 0.1}
-SECTIONS = ("waits", "moment", "mixture", "traffic", "balance", "queue", "starts", "ranks", "how")
+SECTIONS = ("waits", "moment", "mixture", "traffic", "queue", "starts", "ranks", "how")
 
 
 def train(rank: int, folder: str, layout: str, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -134,6 +134,7 @@ def test_the_page_in_a_browser(made: Made, chromium: Any) -> None:
         assert f"Look at rank {SLOW}" in tab.inner_text("#finding")
         for section in SECTIONS:
             assert tab.is_visible(f"#{section} h2"), section
+        assert not tab.locator("#balance").count(), "these are windows: nothing is packed"
         for chart in ("waits", "traffic", "queue", "step"):
             assert tab.locator(f"#chart-{chart} svg path").count() >= 1, chart
         assert tab.locator("#starts tbody tr").count() == len(LAYOUTS)
@@ -183,6 +184,14 @@ def test_a_long_run_of_many_ranks_stays_small_and_hides_nothing(tmp_path: Path, 
         assert "Step 1,234" in tab.inner_text("#chosen")
         tab.click("#moment summary")
         assert "117" in tab.locator("#moment-table tr td:first-child").all_inner_texts()
+
+
+def test_only_packs_have_padding_and_balance(tmp_path: Path, chromium: Any) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page(made_up.history(2), "packs"))
+    with opened(chromium, path) as tab:
+        for chart in ("padding", "imbalance"):
+            assert tab.locator(f"#chart-{chart} svg path").count() >= 1, chart
 
 
 def test_a_run_without_steps_and_a_log_that_is_none(

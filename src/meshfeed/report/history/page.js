@@ -259,8 +259,8 @@ function drawAll() {
   drawSeries("chart-traffic", [entry("read", "read", "--read"), entry("fetched from remote storage", "fetched", "--exchange"), entry("between ranks", "delivered", "--deliver")]
     .filter(({ series }) => series.mean.some((each) => each)), rate, "bytes per second");
   if (series.decoded) drawSeries("chart-decoding", [entry("parts of all ranks", "decoded", "--decode")], (value) => value == null ? "–" : `${digits(value)}/s`, "parts decoded per second");
-  drawSeries("chart-padding", [entry("padding", "padding", "--build")], percent, "padding over steps");
-  drawSeries("chart-imbalance", [entry("imbalance", "imbalance", "--plan")], plain, "imbalance over steps", 1);
+  if (byId("balance")) drawSeries("chart-padding", [entry("padding", "padding", "--build")], percent, "padding over steps");
+  if (byId("balance")) drawSeries("chart-imbalance", [entry("imbalance", "imbalance", "--plan")], plain, "imbalance over steps", 1);
   drawSeries("chart-queue", [entry("ready ahead", "queue_depth", "--copy", "emptiest rank")], plain, "queue depth over steps");
   drawSeries("chart-step", [entry("a step", "step", "--mark")], (value) => value == null ? "–" : value ? duration(value) : "0", "time of a step");
   choose(state.column);

@@ -16,6 +16,7 @@ from meshfeed.report.history.decoding import decoded_of
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.starvation import starvation_of
 from meshfeed.report.history.tables import (
+    balance_section,
     decoding_section,
     mixture_table,
     ranks_table,
@@ -43,6 +44,7 @@ def page(history: RunHistory, name: str) -> str:
         ),
         decoding=decoding_section(history, waits, decoded) if decoded else "",
         mixture=mixture_table(history.mixture),
+        balance=balance_section(history),
         traffic=escape(summary.traffic(history)),
         resumes=escape(summary.resumes(history)),
         starts=starts_table(history),

@@ -33,6 +33,15 @@ _DECODING_HEAD = (
     "busy",
     "of a core",
 )
+_BALANCE = """<section id="balance">
+<h2>Padding and imbalance</h2>
+<p>Padding is the part of all tokens of a step that carries nothing; imbalance is the work of the busiest rank
+over the mean, as planned: 1 is even.</p>
+<div class="two"><div class="panel"><h3>Padding</h3><div class="chart" id="chart-padding"></div></div>
+<div class="panel"><h3>Imbalance</h3><div class="chart" id="chart-imbalance"></div></div></div>
+</section>
+
+"""
 _MIXTURE_HEAD = ("source", "", "realised", "asked", "sequences", "off by")
 
 
@@ -128,13 +137,16 @@ def starts_table(history: RunHistory) -> str:
     return table(("start", "UTC", "from step", "layout", "ranks", "delivery", "hosts", "recipe"), lines)
 
 
+def balance_section(history: RunHistory) -> str:
+    """The section about packs: the places of two charts; nothing for rows, which have neither."""
+    return _BALANCE if any(np.isfinite(rank.padding).any() for rank in history.ranks.values()) else ""
+
+
 def mixture_table(mixture: MixtureHistory | None) -> str:
     """Draws of each source and the recipe's share: a bar for each, with a tick at its target."""
     if mixture is None or not mixture.steps.size:
         return "<p>The run drew from a single source.</p>"
-    drawn = mixture.drawn[-1].astype(np.float64)
-    new = np.diff(mixture.drawn.sum(axis=1), prepend=0)
-    asked = (new[:, None] * mixture.asked).sum(axis=0)  # shares may change during the run
+    drawn, asked = mixture.drawn[-1].astype(np.float64), mixture.asked[-1]
     total = max(float(drawn.sum()), 1.0)
     order = np.argsort(-asked, kind="stable")
     shown = order[:_MOST_SOURCES]
