@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.files.local.durable import durable_file
-from meshfeed.files.local.lock import locked
+from meshfeed.files.local.lock import LIMIT_S, locked
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.order import last_change
 from meshfeed.recipe import Amendment, Change, Recipe, whole
@@ -460,16 +460,20 @@ class Ledger:
             why = bad.__cause__ or bad  # not that the file, which is to be written, is missing
             raise StateError(f"{os.fspath(path)}: cannot write the ledger ({why})") from bad
 
-    def keep(self, path: str | os.PathLike[str]) -> None:
+    def keep(self, path: str | os.PathLike[str], *, timeout_s: float = LIMIT_S) -> None:
         """Write it to a file, unless that has it already, maybe with further lines.
 
         Processes write one after the other, by a lock on a file beside it, so a shorter ledger never
         replaces a longer one. Where the file system has no locks, the longer one is written again before the
-        next step is planned. Raises StateError, also for the file of another job.
+        next step is planned.
+
+        timeout_s: how long another process may hold that lock; a minute at most.
+
+        Raises StateError, also for the file of another job.
         """
         target = Path(path)
         if not self._is_kept(target):
-            with _alone(target):
+            with _alone(target, min(timeout_s, LIMIT_S)):
                 if not self._is_kept(target):
                     self.write(target)
 
@@ -489,11 +493,11 @@ class Ledger:
 
 
 @contextlib.contextmanager
-def _alone(target: Path) -> Generator[None]:
+def _alone(target: Path, limit_s: float) -> Generator[None]:
     """Alone among the processes that write a ledger. Raises StateError."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(target.with_name(f"{target.name}.lock"), 0o666))
+            stack.enter_context(locked(target.with_name(f"{target.name}.lock"), 0o666, limit_s=limit_s))
         except OSError as bad:
             if bad.errno not in _NO_LOCKS:
                 raise StateError(f"{target}: cannot write the ledger ({bad})") from bad

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,27 @@ def test_descriptors_that_others_took_are_made_up_for(
         read(files[0])
     for file in files:
         file.__exit__()
+
+
+def test_the_trainer_has_three_quarters_of_the_descriptors(tmp_path: Path) -> None:
+    for i in range(120):
+        (tmp_path / str(i)).write_bytes(bytes([i]) * SIZE)
+    script = """
+import contextlib, os, resource, sys
+import numpy as np
+from meshfeed.files import LocalFile
+files = [LocalFile(f"{sys.argv[1]}/{i}") for i in range(120)]
+out, here = np.empty(64, np.uint8), len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with contextlib.ExitStack() as stack:
+    for file in files:
+        stack.enter_context(file).read_into(out, np.array([0]), np.array([64]))
+    own = [open("/dev/null") for _ in range(48 - here)]
+    for file in files:
+        file.read_into(out, np.array([0]), np.array([64]))
+    open("/dev/null").close()
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
 
 
 def test_a_forked_child_reads_on_whatever_threads_of_the_parent_held(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from meshfeed.files.cached import CachedFile
 from meshfeed.files.fetcher import protocol
 from meshfeed.files.local.lock import locked
 from meshfeed.files.remote.errors import options_of_environment, without_credentials
+from services.faults import Fault, Faults
 from services.needs import immutable, needs, small_disk
 from services.nginx import Nginx
 
@@ -176,6 +179,21 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(server: Nginx, tmp_path: 
             read(file, 9 * BLOCK)
     with file_of(server, tmp_path) as file:
         read(file, 9 * BLOCK)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cache_folder_that_is_removed_at_any_time(server: Nginx, tmp_path: Path, seed: int) -> None:
+    """Also while blocks are fetched into it."""
+    rng, cache = random.Random(seed), tmp_path / "cache"
+    with Faults(server.url) as faults, file_at(faults.url, cache, 20) as file:
+        read(file, 0)
+        faults.plan = lambda *_: Fault(delay_s=rng.uniform(0, 0.02))
+        remove = threading.Timer(rng.uniform(0, 0.2), shutil.rmtree, [cache], {"ignore_errors": True})
+        remove.start()
+        with pytest.raises(CacheError, match="was the cache folder cleared during this run"):
+            while True:
+                read(file, rng.randrange(NUM_BLOCKS - 4) * BLOCK, 3 * BLOCK)
+        remove.join()
 
 
 def test_a_cache_folder_that_becomes_immutable(server: Nginx, tmp_path: Path) -> None:

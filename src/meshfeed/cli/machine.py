@@ -136,7 +136,7 @@ def _descriptors() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    says = f"limit {soft} (hard {hard}); a feed uses about 10 and up to half for stores"
+    says = f"limit {soft} (hard {hard}); a feed uses about 10 and up to a quarter for stores"
     if soft < _FEW_DESCRIPTORS:
         return Finding("open files", "note", f"{says}; raise it with ulimit -n {min(hard, 65_536)}")
     return Finding("open files", "ok", says)

@@ -62,14 +62,18 @@ class Amending:
     Args:
         ledger: what the job begins with; equal on all ranks.
         path: of the file that keeps it; the same text on all ranks.
+        timeout_s: how long another process may hold that file.
         meeting: -> where the ranks meet; None for one process.
 
     Attributes:
         loads: states that this rank has loaded; equal on all ranks that plan.
     """
 
-    def __init__(self, ledger: Ledger, path: str, meeting: Callable[[], Meeting | None]) -> None:
+    def __init__(
+        self, ledger: Ledger, path: str, timeout_s: float, meeting: Callable[[], Meeting | None]
+    ) -> None:
         self.ledger, self.began, self._path, self._meeting = ledger, ledger.digest, path, meeting
+        self._timeout_s = timeout_s
         self.loads = 0
         self._alone = HashStore()
         self._planned = 0, 0  # after so many loads, this rank may plan the steps before
@@ -124,7 +128,7 @@ class Amending:
 
     def keep(self) -> None:
         """Write the ledger, unless another rank has written one that goes on from it. Raises StateError."""
-        self.ledger.keep(self._path)
+        self.ledger.keep(self._path, timeout_s=self._timeout_s)
 
     @contextlib.contextmanager
     def _held(self) -> Generator[None]:

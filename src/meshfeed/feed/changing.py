@@ -95,7 +95,8 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         return ledger.amendments[-1].step
 
     def _amends(self, ledger: Ledger) -> Amending:
-        return Amending(ledger, os.fspath(self._options.ledger or ""), self._meeting)
+        options = self._options
+        return Amending(ledger, os.fspath(options.ledger or ""), options.timeout_s, self._meeting)
 
     def _check_ledger(self, ledger: Ledger) -> None:
         recipe = self._recipes.under(ledger)

@@ -1,7 +1,7 @@
 """Bytes at random offsets: the interface of a store to its files, and a file on this machine, read by preadv.
 
 A recipe may have more files than a process may have descriptors. So idle files use at
-most half of them; opening one more closes the least recently used. There is no lock: each step on the
+most a quarter of them; opening one more closes the least recently used. There is no lock: each step on the
 table of open files is atomic, so threads, forks and garbage collection may come at any point.
 """
 
@@ -489,7 +489,7 @@ def _opened(opens: Callable[[], Descriptor]) -> Descriptor:
     while True:
         try:
             return opens()
-        except StoreError as error:  # other code may have used up the other half
+        except StoreError as error:  # other code may have used up the rest
             reason = getattr(error.__cause__, "errno", None)
             if reason not in (errno.EMFILE, errno.ENFILE) or not _closed_one():
                 raise
@@ -504,10 +504,11 @@ def _closed_one() -> bool:
 
 
 def most_open() -> int:
-    """Half of the descriptors that this process may have now."""
+    """A quarter of the descriptors that this process may have now: the trainer, its libraries and its
+    connections need the rest."""
     try:
         import resource
     except ImportError:  # not on every system
         return 128
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 62 if soft == resource.RLIM_INFINITY else max(soft // 2, 1)
+    return 1 << 62 if soft == resource.RLIM_INFINITY else max(soft // 4, 1)

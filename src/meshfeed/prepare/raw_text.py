@@ -112,7 +112,7 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStor
 
     if (store := found()) is not None:
         return store
-    with locked(entry.with_name(f"{entry.name}.lock")):
+    with locked(entry.with_name(f"{entry.name}.lock"), works=True):
         if (store := found()) is not None:  # another process has made it meanwhile
             return store
         if is_there():  # but some of its files are not
@@ -150,9 +150,12 @@ def _prepare(place: Place, inputs: Sequence[str], encoding: Text, entry: Path) -
         raise OptionError(str(error)) from error
     try:
         prepare(inputs, entry, encoding, engine=engine, resume=True, overwrite=True, on_progress=say)
+    except ChangedError as error:
+        raise ChangedError(f"{place.shown}: was changed while it was opened; open it again") from error
     except PrepareError as error:
+        again = str(error).replace("continue with --resume", "open it again to continue")
         raise StoreError(
-            f"{error}\nTo set these options, run `meshfeed prepare`, and open its output"
+            f"{again}\nTo set these options, run `meshfeed prepare`, and open its output"
         ) from error
 
 

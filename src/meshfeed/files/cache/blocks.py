@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from meshfeed.files.cache.cut import SHARED, Cut
-from meshfeed.files.local.lock import locked
+from meshfeed.files.local.lock import locked, take
 
 SUM_BYTES = 4
 """Of the checksum behind each block."""
@@ -321,7 +321,7 @@ class CachedBlocks:
         except OSError:  # also if there are too many open files
             return None
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            take(fd, path, fcntl.LOCK_SH)
             if _is_same(fd, path):
                 return fd
         os.close(fd)
@@ -330,7 +330,8 @@ class CachedBlocks:
     def claim(self, block: int, *, wait: bool) -> Claim | None:
         """The right to fetch a block; None if it exists.
 
-        wait: for another process that is fetching it; if False, None may also mean that one is.
+        wait: for another process that is fetching it; if False, None may also mean that one is. Raises
+        CacheError if that one is stopped for a minute.
         """
         path = self.path(block)
         part = path.with_suffix(_PART)
@@ -361,14 +362,17 @@ class CachedBlocks:
         except FileNotFoundError:  # this is the object's first block, or its last one was just evicted
             self.folder.mkdir(mode=0o700, exist_ok=True)
             return self._locked_part(part, wait=wait)
+        is_held = False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same(fd, part):
+            if is_held := _is_same(fd, part):
                 return fd
         except BlockingIOError:
             if wait:
-                fcntl.flock(fd, fcntl.LOCK_SH)  # until the other process has published it or died
-        os.close(fd)
+                take(fd, part, fcntl.LOCK_SH, works=True)  # until the other process has published it or died
+        finally:
+            if not is_held:
+                os.close(fd)
         if wait:
             time.sleep(random.uniform(0, _PAUSE_S))  # others waited too, and only one can hold it
         return None

@@ -129,6 +129,8 @@ class Cache:
 
 def cache_error(where: Path, error: OSError) -> CacheError:
     """What an error of a cache's disk means, and what to do. where: unless the error names a file."""
+    if isinstance(error, CacheError):
+        return error
     said = f"{error.filename or where}: {error.strerror or error}"
     match error.errno:
         case code if code in FULL:

@@ -1,8 +1,9 @@
 """Entries that one process of a node makes and the others read.
 
-The first process to ask makes the entry while it holds a lock (flock) on a file; the others sleep until the
-lock is free. No messages are sent, nothing times out, and the kernel frees the lock of a killed process. An
-entry appears by one rename, so a killed process leaves only a `.part`, which the next one removes.
+The first process to ask makes the entry while it holds a lock (flock) on a file; the others wait until the
+lock is free, for as long as the first one runs. No messages are sent, and the kernel frees the lock of a
+killed process. An entry appears by one rename, so a killed process leaves only a `.part`, which the next one
+removes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def once_per_node(
         is_durable: whether the entry is synced to the disk. If not, its name must change when the machine
             restarts.
 
-    Raises OSError.
+    Raises CacheError if the process that makes it is stopped for a minute; OSError.
     """
 
     def there() -> T | None:
@@ -59,7 +60,7 @@ def once_per_node(
     if (found := there()) is not None:
         return found
     part = entry.with_name(f"{entry.name}.part")
-    with locked(lock or entry.with_name(f"{entry.name}.lock"), lock_mode):
+    with locked(lock or entry.with_name(f"{entry.name}.lock"), lock_mode, works=True):
         if (found := there()) is not None:  # another process may have made it meanwhile
             return found
         _remove(part)

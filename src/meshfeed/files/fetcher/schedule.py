@@ -249,6 +249,8 @@ class Scheduler:
                 has_room = self._fetch_run(run, urgent, present)
             except MeshfeedError as known:
                 error = known
+            except OSError as of_disk:  # also of giving claims up
+                error = cache_error(run[0][0].blocks.folder, of_disk)
             except BaseException as unknown:  # if the thread died, its readers would wait endlessly
                 error = StoreError(f"{run[0][0].address.url}: {type(unknown).__name__}: {unknown}")
             with self._lock:
@@ -286,10 +288,6 @@ class Scheduler:
             return True
         except _NoRoomError:
             return False
-        except OSError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise cache_error(one.blocks.folder, error) from error
         finally:
             if claims:
                 one.blocks.cache.give_up(claims)
