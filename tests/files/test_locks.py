@@ -66,7 +66,7 @@ def test_a_lock_that_nobody_else_should_hold_for_long(
         os.kill(holder.pid, signal.SIGSTOP)
         with (
             pytest.raises(
-                CacheError, match=rf"process {holder.pid} .*, which is stopped \(SIGSTOP\) has held"
+                CacheError, match=rf"process {holder.pid} \(host .+, stopped by SIGSTOP\) has held"
             ),
             locked(tmp_path / "a.lock", limit_s=0.3, works=True),
         ):
@@ -124,7 +124,7 @@ def test_what_a_stopped_process_makes_is_not_waited_for_without_end(
             )
 
         os.kill(maker.pid, signal.SIGSTOP)
-        with pytest.raises(CacheError, match=f"process {maker.pid} .*is stopped"):
+        with pytest.raises(CacheError, match=f"process {maker.pid} .*, stopped by SIGSTOP"):
             ask()
         os.kill(maker.pid, signal.SIGCONT)
         threading.Timer(1.0, maker.kill).start()

@@ -15,7 +15,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.formats.quick_bpe import quick_bpe
-from meshfeed.store.tokenizer import TIKTOKEN, Tokenizer, TokenizerFile
+from meshfeed.store.tokenizer import END, TIKTOKEN, Tokenizer, TokenizerFile
 
 
 class Bytes(Tokenizer):
@@ -54,6 +54,8 @@ class Fast(Tokenizer):
         self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
         end = file.settings.get("eos_token")
         end = cast(dict[str, Any], end).get("content") if isinstance(end, dict) else end
+        if end is None and [each.content for each in self._own.get_added_tokens_decoder().values()] == [END]:
+            end = END
         self.end = None if end is None else self.id_of(end)
 
     def encode(self, texts: Sequence[str]) -> list[Array]:

@@ -151,9 +151,10 @@ def _prepare(place: Place, inputs: Sequence[str], encoding: Text, entry: Path) -
     try:
         prepare(inputs, entry, encoding, engine=engine, resume=True, overwrite=True, on_progress=say)
     except ChangedError as error:
-        raise ChangedError(f"{place.shown}: was changed while it was opened; open it again") from error
+        raise ChangedError(f"{str(error).partition('; restore')[0]}; open it again") from error
     except PrepareError as error:
         again = str(error).replace("continue with --resume", "open it again to continue")
+        again = again.replace(" (add --resume to keep what is done)", "")
         raise StoreError(
             f"{again}\nTo set these options, run `meshfeed prepare`, and open its output"
         ) from error

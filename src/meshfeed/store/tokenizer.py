@@ -24,6 +24,8 @@ KNOWN = (
     "of NAME.ENCODING.tiktoken; or tiktoken:ENCODING"
 )
 TIKTOKEN = "tiktoken:"
+END = "<|endoftext|>"
+"""The end of a document, where a tokenizer has no other special token, as those that meshfeed trains."""
 
 
 class Tokenizer(ABC):

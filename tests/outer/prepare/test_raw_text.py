@@ -271,7 +271,9 @@ def test_a_file_that_changes_while_it_is_opened(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch(monkeypatch, str(tmp_path / "made"), lambda progress: os.utime(corpus / "c-3.jsonl.gz"))
-    with pytest.raises(ChangedError, match=r"c-3\.jsonl\.gz: was changed while it was prepared"):
+    with pytest.raises(
+        ChangedError, match=r"c-3\.jsonl\.gz: was changed while it was prepared; open it again$"
+    ):
         opened(corpus / "c-*", tmp_path / "cache")
 
 
@@ -299,6 +301,21 @@ def test_a_record_that_is_no_document_is_named(corpus: Path, tmp_path: Path, lin
         opened(corpus / "e.jsonl.gz", tmp_path / "cache")
     jsonl(corpus / "e.jsonl.gz", SOME[:4])
     assert opened(corpus / "e.jsonl.gz", tmp_path / "cache").num_documents == 4
+
+
+def test_a_tokenizer_that_was_trained_here_says_how_documents_end(corpus: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "out", str(corpus / "c-*")
+    assert main(["prepare", given, "--out", str(out), "--train-bpe", "300", "--eod"]) == 0
+    store = mf.open(given, tokenizer=out / "tokenizer.json", eod=True, cache=tmp_path / "cache")
+    assert store.fingerprint == mf.open(out).fingerprint
+    whole = json.loads((out / "tokenizer.json").read_text())
+    for names in ([], ["[UNK]"], ["<|endoftext|>", "<|im_end|>"]):
+        known = [
+            {**whole["added_tokens"][0], "id": number, "content": name} for number, name in enumerate(names)
+        ]
+        (tmp_path / "other.json").write_text(json.dumps({**whole, "added_tokens": known}))
+        with pytest.raises(OptionError, match=r"does not say which token ends a document; name it by eod= "):
+            mf.open(given, tokenizer=tmp_path / "other.json", eod=True, cache=tmp_path / "cache")
 
 
 def test_what_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ class _Holder:
     def __str__(self) -> str:
         if not self.pid:
             return self.signed or "a process that cannot be seen from here"
-        doing = ", which is stopped (SIGSTOP)" if self.is_stopped else ""
-        return f"process {self.pid} (host {os.uname().nodename}){doing}"
+        doing = ", stopped by SIGSTOP" if self.is_stopped else ""
+        return f"process {self.pid} (host {os.uname().nodename}{doing})"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -16,12 +16,10 @@ from meshfeed.prepare.inputs.records import Columns
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
-from meshfeed.store.tokenizer import BYTES, Tokenizer
+from meshfeed.store.tokenizer import BYTES, END, Tokenizer
 
 TRAINED = "tokenizer.json"
 """File name of a tokenizer that was trained for a job."""
-END = "<|endoftext|>"
-"""Its token at the end of a document."""
 DTYPES = ("uint8", "uint16", "int32")
 
 
@@ -128,8 +126,8 @@ class Text:
             most = np.iinfo(dtype).max + 1
             if vocab_size > most:
                 raise PrepareError(
-                    f"{tokenizer or '--eod-token'}: {vocab_size} tokens, of which {dtype} holds {most}; use "
-                    f"a wider --dtype, or auto"
+                    f"{tokenizer or f'eod={self.eod!r}'}: {vocab_size} tokens, of which {dtype} holds "
+                    f"{most}; use a wider --dtype, or auto"
                 )
         return TextEncoder(column, {"tokens": dtype}, digest, end)
 
@@ -143,13 +141,15 @@ def _end(column: TokenColumn, eod: str | bool) -> int:
     if not column.is_text:
         if isinstance(eod, str) and eod.isdecimal():
             return int(eod)
-        raise PrepareError("the token that ends a document: lists of tokens need its number: --eod-token 0")
+        raise PrepareError(
+            'lists of tokens need the number of the token that ends a document: eod="0" (--eod-token 0)'
+        )
     tokenizer: Tokenizer = column.encoder
     if eod is True:
         end = 256 if column.tokenizer == BYTES else tokenizer.end
         if end is None:
             raise PrepareError(
-                f"{column.tokenizer}: does not say which token ends a document; name it by --eod-token"
+                f"{column.tokenizer}: does not say which token ends a document; name it by eod= (--eod-token)"
             )
         return end
     end = tokenizer.id_of(str(eod))

@@ -9,9 +9,9 @@ from typing import Any
 from meshfeed.errors import PrepareError
 from meshfeed.extras import install
 from meshfeed.files.local.durable import durable_file
-from meshfeed.prepare.encoding.text import END
 from meshfeed.prepare.inputs.records import records
 from meshfeed.prepare.job.job import Job
+from meshfeed.store.tokenizer import END
 
 TRAINED_ON_BYTES = 256 << 20
 """At most: more text hardly changes which pairs are frequent, and costs memory."""
