@@ -36,6 +36,11 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
     return mf.Recipe(**given)
 
 
+def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
+    with mf.Feed(ROWS, micro_batch_size=2) as feed:
+        return use(next(iter(feed)))
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
@@ -104,6 +109,34 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
             lambda: mf.Mixture({"a": "corpus"}),
             mf.RecipeError,
             "'a' is new: give .store, amount.*mf.open.*, not a str",
+        ),
+        (lambda: mf.open("corpus", vocab_size=7), TypeError, r"^open\(\) got an unexpected .*'vocab_size'"),
+        (
+            lambda: next(mf.simulate(ROWS, "dp2", 1)),
+            mf.LayoutError,
+            r"layout='dp2' .*mf\.Layout\.parse\('dp2'\)",
+        ),
+        (
+            lambda: next(mf.simulate(STORE, mf.Layout(), 1)),
+            mf.OptionError,
+            r"simulate takes a mf\.Recipe, not a L",
+        ),
+        (lambda: mf.Documents("64"), mf.RecipeError, r"Documents\(max_len='64'\): at least one token"),
+        (lambda: mf.StageMap(pp="2"), mf.LayoutError, r"StageMap\(pp='2', vpp=1\): each is at least 1"),
+        (
+            lambda: in_first_step(lambda step: step["x"]),
+            TypeError,
+            r"a Step has no items.*: microbatch\['x'\]",
+        ),
+        (
+            lambda: in_first_step(lambda step: next(step.microbatches).tokens),
+            AttributeError,
+            "a Microbatch has no attribute 'tokens'$",
+        ),
+        (
+            lambda: in_first_step(lambda step: next(step.microbatches).x),
+            AttributeError,
+            r"it is a mapping: microbatch\['x'\]",
         ),
         (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
@@ -254,3 +287,8 @@ def test_the_package_tells_its_version() -> None:
     from importlib.metadata import version
 
     assert mf.__version__ == version("meshfeed")
+
+
+def test_microbatches_are_counted_before_and_after_they_are_taken() -> None:
+    assert in_first_step(lambda step: (len(step.microbatches), len([*step.microbatches]))) == (2, 2)
+    assert in_first_step(lambda step: ([*step.microbatches], len(step.microbatches))[1]) == 2

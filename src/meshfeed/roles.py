@@ -71,8 +71,8 @@ class StageMap:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        if self.pp < 1 or self.vpp < 1:
-            raise LayoutError(f"StageMap(pp={self.pp}, vpp={self.vpp}): each is at least 1")
+        if not all(isinstance(each, int) and each >= 1 for each in (self.pp, self.vpp)):
+            raise LayoutError(f"StageMap(pp={self.pp!r}, vpp={self.vpp!r}): each is at least 1")
         if self.layout is not None:
             if self.vpp != 1 or self.mtp:
                 raise LayoutError("StageMap: give either layout or vpp and mtp, not both")

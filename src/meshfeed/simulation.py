@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from meshfeed.feed.batch import Microbatch, Sources
 from meshfeed.feed.device import OnHost, built_by, microbatches_of
+from meshfeed.feed.launch import given_layout
+from meshfeed.feed.options import check_recipe
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
 from meshfeed.machine import Machine
@@ -35,7 +39,7 @@ class SimulatedStep:
 
 def simulate(
     recipe: Recipe,
-    layout: Layout,
+    layout: Layout | DeviceMesh | None,
     steps: int | Iterable[int],
     *,
     ranks: Iterable[int] | None = None,
@@ -49,8 +53,11 @@ def simulate(
     """The data of every rank, step by step and rank by rank, without processes or delivery.
 
     steps: a number of steps from 0, or the steps; those that an amendment skips are left out. ranks: only
-    these; None for all. The other arguments are those of `Feed`. Ends with the stream.
+    these; None for all. The other arguments are those of `Feed`. Ends with the stream. Raises OptionError for
+    anything but a recipe, and LayoutError for anything but a layout.
     """
+    check_recipe(recipe, "simulate")
+    layout = given_layout(layout) or Layout()
     recipe, machine = run_by(recipe, machine, encoder)
     stages = stage_map or StageMap(pp=layout.pp)
     stages.check(layout)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -192,6 +192,12 @@ class Microbatch(Mapping[str, Any]):
         fields = {name: changed(value, _apart) for name, value in self.fields.items()}
         return Microbatch, (self.index, fields, self._portion, self._sources)
 
+    if not TYPE_CHECKING:  # for a type checker, other attributes do not exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f"; it is a mapping: microbatch[{name!r}]" if name in self.fields else ""
+            raise AttributeError(f"a Microbatch has no attribute {name!r}{hint}")
+
     def __repr__(self) -> str:
         shapes = {
             name: tuple(value.shape) if isinstance(value, torch.Tensor) else len(value)
@@ -210,8 +216,12 @@ def _apart(value: Any) -> Any:
 class Microbatches(Iterator[Microbatch]):
     """The microbatches of one step, each handed out once. A second pass raises StateError."""
 
-    def __init__(self, taken: Generator[Microbatch]) -> None:
-        self._taken = taken
+    def __init__(self, taken: Generator[Microbatch], num_microbatches: int) -> None:
+        self._taken, self._num_microbatches = taken, num_microbatches
+
+    def __len__(self) -> int:
+        """Those of the step, also of the ones that were taken."""
+        return self._num_microbatches
 
     def __iter__(self) -> Iterator[Microbatch]:
         if inspect.getgeneratorstate(self._taken) == inspect.GEN_CLOSED:
@@ -255,6 +265,12 @@ class Step:
     def stats(self) -> StepStats:
         """Costs of the step on this rank so far; complete once the loop has asked for the next step."""
         return self._costs.stats
+
+    def __getitem__(self, name: object) -> NoReturn:
+        raise TypeError(
+            f"a Step has no items: its microbatches do. For microbatch in step.microbatches: "
+            f"microbatch[{name!r}]"
+        )
 
     def __repr__(self) -> str:
         return (

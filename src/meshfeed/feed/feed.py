@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -33,7 +33,7 @@ from meshfeed.feed.batch import Sources
 from meshfeed.feed.changing import ChangingSource
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import num_processes
-from meshfeed.feed.options import FeedOptions
+from meshfeed.feed.options import FeedOptions, check_recipe
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.stepping import Ahead, ranks_beside
 from meshfeed.layout import Layout
@@ -48,7 +48,7 @@ from meshfeed.roles import DeliveryName, Field, StageMap
 from meshfeed.sequence import Columns, Portion, run_by
 from meshfeed.sequence.fetched import cut_by_shards, warning_of
 from meshfeed.state import State, check_step
-from meshfeed.store import Mapped, StreamStore
+from meshfeed.store import Mapped
 from meshfeed.store.vocabulary import check_stores, check_tokens
 
 _log = logging.getLogger("meshfeed")
@@ -139,7 +139,7 @@ class Feed(ChangingSource):
         ledger: str | PathLike[str] | None = None,
         name: str = "",
     ) -> None:
-        _check_recipe(recipe)
+        check_recipe(recipe, "a Feed")
         options = FeedOptions.of(locals())
         given, self._machine = run_by(recipe, machine, encoder)
         super().__init__(given, layout, rank, options)
@@ -456,22 +456,3 @@ class Feed(ChangingSource):
 def _is_over(delivery: Delivery, portions: Sequence[Portion]) -> bool:
     """Whether a stopped producer ends here. A step of no portions may have no next one that has some."""
     return delivery.interrupted and (delivery.ends_at_once or not portions)
-
-
-def _check_recipe(given: Any) -> None:
-    if isinstance(given, Recipe):
-        return
-    kind, hint = type(given).__name__, ""
-    if isinstance(given, (str, PathLike)):
-        hint = (
-            f"; for a store: mf.Recipe(data=mf.open({str(given)!r}), sequence=mf.Windows(4096), "
-            f"batch=mf.Batch(sequences=16))"
-        )
-    elif isinstance(given, StreamStore):
-        hint = "; for a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
-    elif isinstance(given, Sized):
-        hint = (
-            "; for a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
-            "mf.Mapped(mf.SameEveryEpoch(dataset)) if its items are indexed by integers"
-        )
-    raise OptionError(f"a Feed takes a mf.Recipe, not a {kind}{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, Self, cast, get_args
@@ -16,7 +16,9 @@ from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
+from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, StageMap
+from meshfeed.store import StreamStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,26 @@ def check_flags(**given: Any) -> None:
     for name, value in given.items():
         if type(value) is not bool:
             raise OptionError(f"{name}={value!r}: give True or False")
+
+
+def check_recipe(given: Any, who: str) -> None:
+    """Raises OptionError for anything but a recipe, and says what to write instead."""
+    if isinstance(given, Recipe):
+        return
+    kind, hint = type(given).__name__, ""
+    if isinstance(given, (str, PathLike)):
+        hint = (
+            f"; for a store: mf.Recipe(data=mf.open({str(given)!r}), sequence=mf.Windows(4096), "
+            f"batch=mf.Batch(sequences=16))"
+        )
+    elif isinstance(given, StreamStore):
+        hint = "; for a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
+    elif isinstance(given, Sized):
+        hint = (
+            "; for a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
+            "mf.Mapped(mf.SameEveryEpoch(dataset)) if its items are indexed by integers"
+        )
+    raise OptionError(f"{who} takes a mf.Recipe, not a {kind}{hint}")
 
 
 def _check_device(device: Any) -> None:

@@ -88,7 +88,7 @@ def left_out(step: int, sources: tuple[str, ...], layout: Layout) -> Step:
         sum_sq=0,
         sources=sources,
         plan=plan_fixed(np.zeros(0, np.int64), dp=layout.dp, cp=layout.cp, micro_batch_size=1),
-        microbatches=Microbatches(_no_microbatches()),
+        microbatches=Microbatches(_no_microbatches(), 0),
         _costs=StepCosts(StepStats),
     )
 

@@ -229,7 +229,7 @@ class Run:
             sum_sq=batch.sum_sq,
             sources=batch.sources,
             plan=batch.plan,
-            microbatches=Microbatches(self._microbatches(view, batch)),
+            microbatches=Microbatches(self._microbatches(view, batch), batch.plan.num_microbatches),
             _costs=costs,
         )
 

@@ -152,8 +152,8 @@ class Documents(DocumentRule, TokenRule):
     max_len: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_len is not None and self.max_len < 1:
-            raise RecipeError(f"Documents(max_len={self.max_len}): at least one token, or None for all")
+        if self.max_len is not None and not (isinstance(self.max_len, int) and self.max_len >= 1):
+            raise RecipeError(f"Documents(max_len={self.max_len!r}): at least one token, or None for all")
 
     @property
     def packed(self) -> bool:

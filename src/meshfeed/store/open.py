@@ -97,6 +97,10 @@ def open_store(
     raise _none_there(place)
 
 
+# the name that its callers know, as errors of its arguments say
+open_store.__module__, open_store.__name__, open_store.__qualname__ = "meshfeed", "open", "open"
+
+
 def _used_as(store: StreamStore, labels: LabelsAre | None, ignore: frozenset[str]) -> StreamStore:
     """The store, with its columns used as given. Raises OptionError if it has none."""
     if labels is None and not ignore:
