@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError,
 from meshfeed.files import url
 from meshfeed.files.remote.client import Client
 from meshfeed.files.remote.retries import Patience
-from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, Fault, Faults
+from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, SKEWED, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx
 
@@ -116,13 +117,14 @@ def test_what_fails_in_passing_is_tried_again(faults: Faults, fault: Fault) -> N
         (Fault(answer=(404, b"")), MissingError, "no such object"),
         (Fault(answer=FORBIDDEN), AccessError, "no permission"),
         (Fault(answer=EXPIRED), AccessError, "credentials have expired"),
+        (Fault(answer=SKEWED), AccessError, "clock of this machine is wrong"),
         (Fault(answer=OTHER_REGION), AccessError, "another region; give its region, which is eu-central-1"),
         (Fault(answer=(412, b"")), ChangedError, "replaced"),
         (Fault(answer=(503, b"")), UnavailableError, "failed 3 times.*503"),
         (Fault(reset=10), UnavailableError, "failed 3 times"),
         (Fault(cut=10), UnavailableError, "failed 3 times"),
     ],
-    ids=["missing", "forbidden", "expired", "region", "changed", "503", "reset", "cut"],
+    ids=["missing", "forbidden", "expired", "skewed", "region", "changed", "503", "reset", "cut"],
 )
 def test_what_fails_for_good_is_an_error_of_its_own(
     faults: Faults, fault: Fault, kind: type[StoreError], says: str
@@ -270,6 +272,15 @@ def test_web_addresses_are_unescaped_and_queries_refused() -> None:
 def test_what_the_network_says_is_told(where: str, says: str) -> None:
     with pytest.raises(UnavailableError, match=says):
         Client(where, {}, Patience(attempts=1)).stat("x")
+
+
+def test_a_host_that_nobody_knows_is_given_up_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        UnavailableError, match=r"no-such-host\.invalid/x: failed 3 times .*check the URL, the network"
+    ):
+        Client("http://no-such-host.invalid", {}).stat("x")
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("options", [{"allow_http": "true"}, {"aws_allow_http": "true"}, {"timeout": "30s"}])

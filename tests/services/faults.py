@@ -23,6 +23,11 @@ EXPIRED = (
     403,
     b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>",
 )
+SKEWED = (
+    403,
+    b"<?xml version='1.0'?><Error><Code>RequestTimeTooSkewed</Code><Message>The difference between the request time "
+    b"and the current time is too large.</Message></Error>",
+)
 FORBIDDEN = (
     403,
     b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>",

@@ -28,7 +28,9 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "UnknownConfigurationKeyError": StoreError,
 }
 _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|[Rr]egion")
-_EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|expired")
+_EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestExpired|expired")
+_CLOCK = re.compile(r"RequestTimeTooSkewed|[Dd]ate header too old")
+_UNKNOWN_HOST = re.compile(r"Name or service not known|No address associated|nodename nor servname")
 _STATUS = re.compile(r"\bstatus(?: code)?:? ([345]\d\d)\b")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>),]+")
 _CLOUDS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -52,7 +54,7 @@ def kind_of(error: BaseException, path: str = "") -> type[StoreError] | None:
     kind = _KINDS.get(type(error).__name__)
     if kind in (MissingError, ChangedError):
         return kind
-    if _EXPIRED.search(text) or _is_region(text):
+    if _CLOCK.search(text) or _EXPIRED.search(text) or _is_region(text):
         return AccessError
     if _MISSING_BUCKET.search(text):
         return MissingError
@@ -74,6 +76,11 @@ def kind_of(error: BaseException, path: str = "") -> type[StoreError] | None:
 def _shown(url: re.Match[str]) -> str:
     """A URL without passwords and signatures."""
     return without_secrets(url[0])
+
+
+def is_unknown_host(error: BaseException) -> bool:
+    """Whether the name of a host is not known, as opposed to a name service that does not answer."""
+    return _UNKNOWN_HOST.search(str(error)) is not None
 
 
 def refuses_method(error: Exception) -> bool:
@@ -109,6 +116,8 @@ def reason(error: BaseException, path: str = "") -> str:
             return f"{hint} ({brief})"
     if kind is not AccessError:
         return brief or type(error).__name__
+    if _CLOCK.search(text):
+        return f"the clock of this machine is wrong; set it, as NTP does, and start again ({brief})"
     if _EXPIRED.search(text):
         return f"the credentials have expired; renew them and start again ({brief})"
     if _is_region(text):
