@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,11 @@ def simulated(
         }
         for made in mf.simulate(recipe, layout, steps, ranks=[rank], **options)
     ]
+
+
+def content_of(state: Mapping[str, str]) -> dict[str, Any]:
+    """What a state holds."""
+    return json.loads(state["meshfeed"])
 
 
 def digest(value: Any) -> str:

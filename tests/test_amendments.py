@@ -33,6 +33,7 @@ from meshfeed.metrics import RunLog
 from meshfeed.order import draws_between, draws_of_step, num_steps, stream
 from meshfeed.recipe import Change
 from meshfeed.store.base import extents_of
+from observe import content_of
 from soak import SEED, cases
 
 STEPS = 24
@@ -338,7 +339,7 @@ def test_ranks_that_share_reads_follow_each_other(folder: Path, tmp_path: Path) 
     state = results[0][1]
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=ledger) as feed:  # resumed in one process
         feed.load_state_dict(state)
-        assert next(iter(feed)).index >= state["step"]
+        assert next(iter(feed)).index >= content_of(state)["step"]
 
 
 # -- what an excluded document leaves -----------------------------------------------------------------
@@ -759,12 +760,12 @@ def test_steps_that_come_again_can_be_skipped(folder: Path, tmp_path: Path) -> N
             if step.index == 30:
                 break
         feed.load_state_dict(state)
-        assert feed.amend(mf.SkipSteps(12, 20)) == state["step"]
+        assert feed.amend(mf.SkipSteps(12, 20)) == content_of(state)["step"]
         for step in feed:
             seen.append(step.index)
             if step.index == 22:
                 break
-    assert seen == [*range(state["step"], 12), 20, 21, 22]
+    assert seen == [*range(content_of(state)["step"], 12), 20, 21, 22]
 
 
 def test_what_was_trained_before_cannot_be_amended(folder: Path, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_loop_that_waits_raises(
                     taken += 1
         ending.join(SOON_S)
         step = taken // 2
-        assert source.state_dict()["step"] == step and (step == at // BATCH or prefetch)
+        assert source.next_step == step and (step == at // BATCH or prefetch)
         assert next(iter(source)).index == step, "a new loop goes on where that one was"
     assert threading.active_count() == threads, "nothing runs on"
 

@@ -20,7 +20,7 @@ import meshfeed as mf
 import meshfeed.feed.run
 import world
 from corpus import recipe_of, write_corpus
-from observe import seen_microbatch, seen_step, simulated, take
+from observe import content_of, seen_microbatch, seen_step, simulated, take
 from soak import SOAK, some
 
 before: set[threading.Thread] = set()
@@ -76,7 +76,7 @@ def test_break_in_the_middle_of_a_step_goes_on_with_that_step(corpus: str) -> No
         next(step.microbatches)
         if step.index == 2:
             break
-    assert feed.state_dict()["step"] == 2, "steps 0 and 1 were passed over, step 2 was not"
+    assert feed.next_step == 2, "steps 0 and 1 were passed over, step 2 was not"
     assert take(feed, 2) == sequence_of(recipe, [2, 3])
     feed.close()
 
@@ -86,7 +86,7 @@ def test_a_step_counts_with_its_last_microbatch(corpus: str) -> None:
     steps = iter(feed)
     for index in range(2):
         step = next(steps)
-        counted = [feed.state_dict()["step"] for _ in step.microbatches]
+        counted = [feed.next_step for _ in step.microbatches]
         assert counted == [index, index, index, index + 1]
     feed.close()
 
@@ -114,7 +114,7 @@ def told_of(source: Any, steps: Iterator[mf.Step]) -> list[int]:
             own = [int(x) for microbatch in step.microbatches for x in microbatch["x"]]
             seen += own
     except mf.MeshfeedError:
-        assert source.state_dict()["step"] == step.index, "not the step after it"
+        assert source.next_step == step.index, "not the step after it"
     return seen
 
 
@@ -133,10 +133,10 @@ def test_a_step_that_cannot_be_read_is_trained_after_a_repair(prefetch: int, pla
 
     with feed_of(place) as feed:
         seen = told_of(feed, iter(feed))
-        assert seen[:40] == list(range(40)) and feed.state_dict()["step"] == 10
+        assert seen[:40] == list(range(40)) and feed.next_step == 10
         with pytest.raises(mf.StoreError):
             take(feed, 1)
-        assert feed.state_dict()["step"] == 10, "nor does it count when it fails again"
+        assert feed.next_step == 10, "nor does it count when it fails again"
         state = feed.state_dict()
     with feed_of(None) as repaired:
         repaired.load_state_dict(state)
@@ -155,7 +155,7 @@ def test_a_loop_after_the_end_is_refused(corpus: str, prefetch: int) -> None:
             mf.StateError, match=r"all its 10 steps were handed out; for another pass .*epochs="
         ):
             take(feed)
-    assert feed.state_dict()["step"] == 10 and threads() == 0 and recipe.data._depth == 0
+    assert feed.next_step == 10 and threads() == 0 and recipe.data._depth == 0
     with mf.Feed(recipe, prefetch=prefetch) as done:
         done.load_state_dict(feed.state_dict())
         assert take(done) == [], "a job that is done, started again, has nothing to do"
@@ -370,10 +370,10 @@ def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
     recipe = recipe_of(corpus)
     for prefetch in (0, 1, 4):
         feed = mf.Feed(recipe, prefetch=prefetch)
-        assert feed.state_dict()["step"] == 0
+        assert feed.next_step == 0
         for step in feed:
             before = feed.state_dict()
-            assert before["step"] == step.index, "none of it is taken"
+            assert content_of(before)["step"] == step.index, "none of it is taken"
             assert len(list(step.microbatches)) == 16
             text = json.dumps(feed.state_dict())
             assert len(text) <= 4096
@@ -383,7 +383,7 @@ def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
         resumed = mf.Feed(recipe, mf.Layout(), prefetch=prefetch)
         resumed.load_state_dict(json.loads(text))
         assert take(resumed, 2) == sequence_of(recipe, [5, 6])
-        assert resumed.state_dict()["step"] == 7, "a second save after resume advances"
+        assert resumed.next_step == 7, "a second save after resume advances"
         feed.close()
         resumed.close()
 
@@ -450,14 +450,14 @@ def test_views_interleaved_in_any_order_get_the_same_stream(corpus: str, seed: i
             step = next(views[view])
             assert step.index == asked[view]
             asked[view] += 1
-            before = feed.state_dict()["step"]
+            before = feed.next_step
             for microbatch, expected in zip(step.microbatches, whole[step.index].microbatches, strict=True):
                 assert set(microbatch) == names[view]
                 full = seen_microbatch(expected)
                 mine = seen_microbatch(microbatch)
                 assert mine["fields"] == {name: full["fields"][name] for name in names[view]}
                 assert mine["draws"] == full["draws"]
-                assert feed.state_dict()["step"] == (before if microbatch.index < 15 else min(asked))
+                assert feed.next_step == (before if microbatch.index < 15 else min(asked))
     assert set().union(*names) == set(whole[0].microbatches[0])
 
 

@@ -72,13 +72,13 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
         (
             lambda: mf.Feed(ROWS).load_state_dict({}),
             mf.StateError,
-            "lacks version, recipe, step, fingerprint",
+            "not 'meshfeed' alone",
         ),
         (lambda: mf.Feed(ROWS).load_state_dict(None), mf.StateError, "the state is a NoneType"),
         (
             lambda: mf.Exchange([], packing=PACKING).load_state_dict({}),
             mf.StateError,
-            "lacks version, step, taken",
+            "not 'meshfeed' alone",
         ),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),

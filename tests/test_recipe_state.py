@@ -18,7 +18,9 @@ import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Rule
+from meshfeed.state import sealed
 from meshfeed.summary import brief, code_of, digest_of, same_text
+from observe import content_of
 from soak import cases
 
 
@@ -34,9 +36,9 @@ def test_a_state_of_another_step_than_the_models_is_refused(corpus: Path) -> Non
     state = mf.State.at(feed.recipe, 3).to_json()
     with pytest.raises(mf.StateError, match="data is at step 3, the model at step 4"):
         feed.load_state_dict(state, step=4)
-    assert feed.state_dict()["step"] == 0
+    assert feed.next_step == 0
     feed.load_state_dict(state, step=3)
-    assert feed.state_dict()["step"] == 3
+    assert feed.next_step == 3
 
 
 def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Path) -> None:
@@ -122,15 +124,11 @@ def test_a_state_loads_where_the_steps_before_it_are_the_same(
     )
     if says is None:
         feed.load_state_dict(state)
-        assert same and feed.state_dict()["step"] == step
+        assert same and feed.next_step == step
     else:
         with pytest.raises(mf.StateError, match=says):
             feed.load_state_dict(state)
         assert not same
-    if step <= (then.num_steps or step):  # of version 1, too
-        old = {**state, "version": 1, "fingerprint": digest_of(state["recipe"])}
-        if says is None:
-            feed.load_state_dict(old)
 
 
 def test_no_flipped_bit_passes(corpus: Path) -> None:
@@ -158,7 +156,7 @@ def test_a_step_past_the_end_is_refused(corpus: Path) -> None:
     feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=20), step=20).to_json())
     with pytest.raises(mf.StateError, match="step 21, but the recipe ends after 20 steps"):
         feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=21), step=21).to_json())
-    assert feed.state_dict()["step"] == 20 and list(feed) == [], "a job that is done ends at once"
+    assert feed.next_step == 20 and list(feed) == [], "a job that is done ends at once"
 
 
 class Wordy(Rule):
@@ -246,42 +244,38 @@ def test_a_state_survives_json_and_is_small(corpus: Path, step: int) -> None:
     mf.State.from_json(mf.State(recipe=endless.summary(), step=step).to_json()).check(endless)
 
 
-def test_states_that_jobs_have_saved_stay_readable() -> None:
-    """Text of version 1, as it lies in checkpoints."""
-    saved = (
-        '{"version": 1, "fingerprint": "0ce87f60b5896de78f34dc3cec0830e4", "recipe": {"data": "d1", '
-        '"sequence": "Windows(length=64, reset_position_ids=False, reset_attention_mask=False, '
-        'eod_mask_loss=True)", "batch": "sequences=16", "seed": "-5", "epochs": "None", '
-        '"shuffle": "global"}, "step": 41}'
-    )
-    state = mf.State.from_json(json.loads(saved))
-    assert state.step == 41
-    assert mf.State.from_json(state.to_json()) == state, "and are saved again in the form of today"
-    rule = mf.Windows(64, eod_mask_loss=True)
-    assert rule.summary() == state.recipe["sequence"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=9), some, max_size=3),
+    max_leaves=6,
+)
 
 
 @settings(max_examples=cases(100), deadline=None)
 @given(
     st.dictionaries(st.text(max_size=9), st.text(max_size=20)),
     st.integers(0),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=9), some, max_size=3),
-        max_leaves=6,
-    ),
-    st.sampled_from(["version", "fingerprint", "recipe", "step"]),
+    JSON,
+    st.sampled_from(["version", "recipe", "step", "data", "microbatches_done", "more"]),
 )
 def test_a_state_is_read_whole_or_refused(summary: dict[str, str], step: int, junk: object, key: str) -> None:
     saved = mf.State(recipe=summary, step=step).to_json()
     assert mf.State.from_json(json.loads(json.dumps(saved))).to_json() == saved
-    with pytest.raises(mf.StateError):
-        mf.State.from_json({k: v for k, v in saved.items() if k != key})
-    try:
-        read = mf.State.from_json(saved | {key: junk})
-    except mf.StateError:
-        return
-    assert read.to_json() == saved | {key: junk}, "what was read is what was given"
+    content = {name: value for name, value in content_of(saved).items() if name != "fingerprint"}
+    without = {name: value for name, value in content.items() if name != key}
+    for spoilt in (
+        sealed(content | {key: junk}),
+        sealed(without),
+        {"meshfeed": junk},
+    ):  # as an attacker seals it
+        try:
+            read = mf.State.from_json(spoilt)
+        except mf.StateError:
+            continue
+        assert read.to_json() == spoilt, "what was read is what was given"
+
+
+DEEP = "[" * 200_000
 
 
 @pytest.mark.parametrize(
@@ -294,39 +288,36 @@ def test_a_state_is_read_whole_or_refused(summary: dict[str, str], step: int, ju
         lambda s: 5,
         lambda s: [s],
         lambda s: {"model": {}, "optimizer": {}},
-        lambda s: s | {"version": 3},
-        lambda s: s | {"step": 5},
-        lambda s: s | {"mine": 5},
-        lambda s: s | {"version": 0},
-        lambda s: s | {"version": "1"},
-        lambda s: s | {"version": True},
-        lambda s: s | {"version": 1.0},
-        lambda s: s | {"version": None},
-        lambda s: s | {"version": np.ones(2)},
-        lambda s: s | {"step": None},
-        lambda s: s | {"step": [4]},
-        lambda s: s | {"step": float("nan")},
-        lambda s: s | {"step": np.ones(2)},
-        lambda s: s | {"fingerprint": None},
-        lambda s: s | {"recipe": None},
-        lambda s: s | {"recipe": {}},
-        lambda s: s | {"recipe": [1, 2]},
-        lambda s: s | {"recipe": s["recipe"] | {"seed": 5}},
-        lambda s: s | {"recipe": s["recipe"] | {"seed": object()}},
-        lambda s: s | {"recipe": s["recipe"] | {5: "seed"}},
-        lambda s: s | {"recipe": s["recipe"] | {"more": "parts"}},
-        lambda s: s | {"recipe": {k: v for k, v in s["recipe"].items() if k != "seed"}},
-        lambda s: {k: v for k, v in s.items() if k != "version"},
-        lambda s: {k: v for k, v in s.items() if k != "fingerprint"},
-        lambda s: {k: v for k, v in s.items() if k != "recipe"},
-        lambda s: s | {"step": -1},
-        lambda s: s | {"step": True},
-        lambda s: s | {"step": 3.0},
-        lambda s: s | {"step": "3"},
-        lambda s: s | {"fingerprint": "0" * 32},
-        lambda s: s | {"recipe": s["recipe"] | {"seed": "6"}},
-        lambda s: s | {"recipe": 5},
-        lambda s: {k: v for k, v in s.items() if k != "step"},
+        lambda s: content_of(s),
+        lambda s: {"meshfeed": s},
+        lambda s: {"meshfeed": None},
+        lambda s: {"meshfeed": np.ones(2)},
+        lambda s: {"meshfeed": b"{}"},
+        lambda s: {"meshfeed": ""},
+        lambda s: {"meshfeed": "{}"},
+        lambda s: {"meshfeed": "[]"},
+        lambda s: {"meshfeed": DEEP},
+        lambda s: {"meshfeed": '{"a":' * 100_000},
+        lambda s: {"meshfeed": f'{{"step":{"9" * 5_000}}}'},
+        lambda s: {"meshfeed": s["meshfeed"] + " "},
+        lambda s: {"meshfeed": s["meshfeed"][:-1]},
+        lambda s: {"meshfeed": s["meshfeed"].replace("4", "5", 1)},
+        lambda s: sealed(content_of(s)),  # with a fingerprint within
+        *(
+            lambda s, changed=changed: sealed(_content(s) | changed)
+            for changed in (
+                *({"version": version} for version in (0, 1, 2, 4, "3", True, 3.0, None, [3])),
+                *({"step": step} for step in (None, [4], float("nan"), -1, True, 3.0, "3")),
+                *({"microbatches_done": done} for done in (None, -1, 1.0, "1")),
+                *({"recipe": recipe} for recipe in (None, {}, [1, 2], 5, {"seed": 5}, {"seed": "6"})),
+                *({"data": data} for data in (None, [1], {"a": "b"}, "text", [None])),
+                {"mine": 5},
+            )
+        ),
+        *(
+            lambda s, name=name: sealed({k: v for k, v in _content(s).items() if k != name})
+            for name in ("recipe", "step", "data", "microbatches_done")
+        ),
     ],
 )
 def test_what_is_no_state_is_refused_and_nothing_changes(spoil: object, corpus: Path) -> None:
@@ -338,6 +329,19 @@ def test_what_is_no_state_is_refused_and_nothing_changes(spoil: object, corpus: 
     assert feed.state_dict() == good
 
 
+def _content(state: dict[str, str]) -> dict[str, object]:
+    return {name: value for name, value in content_of(state).items() if name != "fingerprint"}
+
+
+def test_a_state_of_an_exchange_is_told_from_one_of_a_feed(corpus: Path) -> None:
+    feed = mf.Feed(recipe_of(corpus))
+    with mf.Exchange([], packing=mf.Packing(capacity=8)) as exchange:
+        with pytest.raises(mf.StateError, match=r"something else: it has 'recipe', 'step'.*'taken'"):
+            exchange.load_state_dict(feed.state_dict())
+        with pytest.raises(mf.StateError, match=r"something else: it has 'step', 'taken'.*'recipe'"):
+            feed.load_state_dict(exchange.state_dict())
+
+
 def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None:
     saved = mf.State(recipe=recipe_of(corpus, seed=5).summary(), step=4).to_json()
     feed = mf.Feed(recipe_of(corpus, seed=77, sequences=8))
@@ -346,7 +350,7 @@ def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None
     for word in ("seed", "'5'", "'77'", "sequences=16", "sequences=8"):
         assert word in str(refused.value)
     assert "data" not in str(refused.value), "what is the same is not shown"
-    assert feed.state_dict()["step"] == 0
+    assert feed.next_step == 0
 
 
 def test_a_state_of_other_data_names_both(corpus: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import meshfeed as mf
 import world
 from corpus import write_corpus
 from meshfeed.feed import changing, stepping
+from observe import content_of
 from soak import SEED, cases
 
 LAYOUTS = ("dp1", "dp2", "dp3", "dp4", "tp2", "cp2", "tp2-dp2", "cp2-dp2", "pp2-dp2")
@@ -332,7 +333,7 @@ def test_a_step_that_an_amendment_leaves_out_is_empty(recipe: mf.Recipe, tmp_pat
                 == (10 <= number < 12)
             )
         state = feed.state_dict()
-        assert state["step"] == 14
+        assert content_of(state)["step"] == 14
         feed.load_state_dict(state)
         given: Any = (np.int64(14), mf.Layout(), np.int64(0))
         assert feed.at(*given).index == 14

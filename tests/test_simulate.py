@@ -280,7 +280,7 @@ def test_two_hundred_kills_and_resumes_under_other_layouts(corpus: Path) -> None
         saved = json.dumps(mf.State(recipe=recipe.summary(), step=killed).to_json())
         again = mf.Feed(recipe_of(corpus, length=32, sequences=12), new, rank=0)
         again.load_state_dict(json.loads(saved))
-        resumed = again.state_dict()["step"]
+        resumed = again.next_step
         start, stop = max(0, killed - 3), min(steps, resumed + 3)
         part = ledger(recipe, old, start, killed, dice.randint(1, 4), dice)
         part += ledger(recipe, new, resumed, stop, dice.randint(1, 4), dice)

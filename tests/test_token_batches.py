@@ -12,6 +12,7 @@ import meshfeed as mf
 import world
 from meshfeed.order import draws_of_step, num_steps, start_of_step
 from meshfeed.testing import assert_resumable
+from observe import content_of
 from raw_index import write_raw
 
 PACKING = mf.Packing(capacity=64)
@@ -49,7 +50,10 @@ def train(rank: int, text: str, state: Any, steps: int | None) -> tuple[Any, dic
 
 def test_a_job_goes_on_under_another_layout() -> None:
     (state, first), *_ = world.run(train, 1, "dp1", None, 5)
-    assert state["step"] == 5 and "tokens=300, 450 from step 4" in state["recipe"]["batch"]
+    assert (
+        content_of(state)["step"] == 5
+        and "tokens=300, 450 from step 4" in content_of(state)["recipe"]["batch"]
+    )
     rest = world.run(train, 2, "dp2", state, None)
     count = num_steps(recipe_of()) or 0
     assert {*first} == set(range(5)) and all({*seen} == set(range(5, count)) for _, seen in rest)

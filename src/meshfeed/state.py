@@ -5,6 +5,7 @@ The position in each source of a mixture follows from the step and the recipe, s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,9 @@ from meshfeed.order import has_step, num_positions, num_steps, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.summary import digest_of, same_text
 
-VERSION = 2
-"""2: the fingerprint covers all other entries. In version 1 it covered only the recipe."""
+KEY = "meshfeed"
+"""The one key of every saved state."""
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,13 @@ class State:
         step: the next step, from 0.
         data: digests of every byte of the sources before the step, as `Recipe.grouped` gives them; empty
             unless the recipe has verify_data="full".
+        microbatches_done: microbatches of the step that a loop had trained; their gradients are lost.
     """
 
     recipe: Mapping[str, str]
     step: int
     data: tuple[str, ...] = ()
+    microbatches_done: int = 0
 
     @classmethod
     def at(cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None) -> State:
@@ -46,26 +50,24 @@ class State:
         """The fingerprint of the recipe that this state was saved under."""
         return digest_of(self.recipe)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types, at most 4 KB of text."""
-        data = {"data": [*self.data]} if self.data else {}
-        return sealed({"version": VERSION, "recipe": dict(self.recipe), "step": self.step, **data})
+    def to_json(self) -> dict[str, str]:
+        """As one text of JSON under one key, at most 4 KB."""
+        told = {"recipe": dict(self.recipe), "step": self.step, "data": [*self.data]}
+        return sealed({**told, "microbatches_done": self.microbatches_done})
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
         """Read what `to_json` wrote. Raises StateError if anything is missing, unknown or altered."""
-        check_is_state(saved, ("version", "recipe", "step", "fingerprint"))
-        try:
-            version, step, parts = saved["version"], saved["step"], dict(saved["recipe"])
-            data = tuple(saved.get("data", ()))
-        except (TypeError, ValueError) as bad:
-            raise StateError(f"not a meshfeed state ({bad!r}); pass what state_dict() returned") from bad
-        if type(version) is not int or version not in (1, VERSION):
-            raise StateError(f"state of version {version}; this meshfeed reads versions 1 and {VERSION}")
-        check_seal(saved, parts if version == 1 else None)
-        if type(step) is not int or step < 0:
-            raise StateError(f"state has step {step!r}; a step is a whole number from 0")
-        return cls(recipe=parts, step=step, data=data)
+        told = unsealed(saved, ("recipe", "step", "data", "microbatches_done"))
+        recipe, data = told["recipe"], told["data"]
+        texts = [*recipe.values(), *data] if (type(recipe), type(data)) == (dict, list) else [None]
+        numbers = {name: told[name] for name in ("step", "microbatches_done")}
+        for name, number in numbers.items():
+            if type(number) is not int or number < 0:
+                raise StateError(f"state has {name} {number!r}; it is a whole number from 0")
+        if not all(isinstance(text, str) for text in texts):
+            raise StateError("the state's recipe is not made of texts; pass what state_dict() returned")
+        return cls(recipe=recipe, data=tuple(data), **numbers)
 
     def check(self, recipe: Recipe) -> None:
         """Raises StateError if `recipe` has different steps before this one, or ends before it.
@@ -140,37 +142,51 @@ def check_step(saved: Any, wanted: int | None) -> None:
         )
 
 
-def check_is_state(saved: Any, names: Sequence[str]) -> None:
-    """Raises StateError for anything but a mapping with these entries."""
+def sealed(content: Mapping[str, Any]) -> dict[str, str]:
+    """Content of plain JSON types as one text with a fingerprint, under the one key of every state.
+
+    torch.distributed.checkpoint loads the keys that a fresh object has: so they are the same whatever a state
+    holds.
+    """
+    told = {"version": VERSION, **content}  # that of the content, if it has one
+    return {KEY: json.dumps({**told, "fingerprint": digest_of(told)}, separators=(",", ":"))}
+
+
+def unsealed(saved: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What `sealed` was given, which has these entries. Raises StateError for anything else."""
     if isinstance(saved, (str, bytes)):
         raise StateError("the state is text; pass what state_dict() returned: json.loads(text)")
     if not isinstance(saved, Mapping):
         raise StateError(f"the state is a {type(saved).__name__}; pass what state_dict() returned")
-    if lacking := [name for name in names if name not in saved]:
+    if {*saved} != {KEY}:
         raise StateError(
-            f"not a state of meshfeed: it lacks {', '.join(lacking)}; pass what state_dict() returned"
+            f"not a state of meshfeed: it has {[*saved][:5]}, not {KEY!r} alone; pass what state_dict() "
+            f"returned"
         )
+    text: object = saved[KEY]  # pyright: ignore[reportUnknownVariableType]
+    told, found = _told(text)
+    if found is None or found != text:
+        raise StateError(
+            f"state is damaged: its text, {str(text)[:40]!r}..., does not fit its fingerprint; pass what "
+            f"state_dict() returned, or load another checkpoint"
+        )
+    version = told.pop("version")
+    if type(version) is not int or version != VERSION:
+        raise StateError(f"state of version {version!r}; this meshfeed reads version {VERSION}")
+    if told.keys() != {*names}:
+        has, wants = (", ".join(map(repr, each)) for each in (told, names))
+        raise StateError(f"a state of something else: it has {has}, not {wants}; load it where it was saved")
+    return told
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a fingerprint to content of plain JSON types."""
-    rest = {name: value for name, value in content.items() if name != "fingerprint"}
-    return {**rest, "fingerprint": digest_of(rest)}
-
-
-def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = None) -> None:
-    """Raises StateError if a saved fingerprint does not match `content`; None for all other entries."""
-    if content is None:
-        content = {name: value for name, value in saved.items() if name != "fingerprint"}
+def _told(text: object) -> tuple[dict[str, Any], str | None]:
+    """The content of a sealed text, and its sealed text; None if there is none."""
     try:
-        found = digest_of(content)
-    except (TypeError, ValueError) as bad:
-        raise StateError(f"state is not plain JSON ({bad}); pass what state_dict() returned") from bad
-    if (fingerprint := saved.get("fingerprint")) != found:
-        raise StateError(
-            f"state is damaged: fingerprint {fingerprint}, content {found}; pass what state_dict() "
-            f"returned, or load another checkpoint"
-        )
+        told = json.loads(text if isinstance(text, str) else "")
+        del told["fingerprint"]
+        return told, sealed(told)[KEY]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return {}, None
 
 
 def _lead(differ: list[str], amended: bool) -> str:
@@ -200,10 +216,4 @@ def _hint(differ: list[str], recipe: Recipe) -> str:
         hint += " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."
     if "data" in differ and isinstance(recipe.data, Mixture):
         hint += " To change amounts from this step on, keep the old ones: Mixture(...).then(step, {...})."
-    used = sorted({name for store in recipe.sources for name in getattr(store, "used_columns", ())})
-    if "data" in differ and used:
-        hint += (
-            f" A state of a meshfeed that did not use {', '.join(used)} yet resumes without: "
-            f"mf.open(path, ignore={used})."
-        )
     return hint

@@ -14,6 +14,8 @@ from giving import item_of, plain
 
 import meshfeed as mf
 import world
+from meshfeed.state import sealed
+from observe import content_of
 from soak import some
 
 PACKING = mf.Packing(capacity=64)
@@ -113,7 +115,7 @@ def resumed(rank: int, layout: mf.Layout, prefetch: int) -> list[Any]:
         exchange.load_state_dict(state)
         rest = seen(exchange, 99)
     assert len(straight) == 5
-    return [parts == straight, rest == straight[3:], state["step"], state["iterator"]]
+    return [parts == straight, rest == straight[3:], content_of(state)["step"], content_of(state)["iterator"]]
 
 
 @some(3)
@@ -127,15 +129,17 @@ def test_a_state_goes_on_where_it_was_taken(layout: mf.Layout, prefetch: int) ->
 def test_a_foreign_state_is_refused() -> None:
     with exchange_of(0, mf.Layout(), Numbered(0, 4)) as exchange:
         state = exchange.state_dict()
-        without = {name: value for name, value in state.items() if name != "fingerprint"}
+        content = content_of(state)
+        del content["fingerprint"]
         for bad in (
             {},
-            without,
-            {**state, "version": 3},
+            content,
             {**state, "step": 5},
-            {**state, "taken": 1},
-            {**without, "version": 1, "step": -1},
-            {**without, "version": 1, "step": "1"},
+            {"meshfeed": state["meshfeed"].replace('"taken":0', '"taken":1')},
+            *(
+                sealed(content | changed)
+                for changed in ({"version": 4}, {"step": -1}, {"step": "1"}, {"more": 1})
+            ),
         ):
             with pytest.raises(mf.StateError):
                 exchange.load_state_dict(bad)
@@ -152,7 +156,9 @@ def test_a_foreign_state_is_refused() -> None:
 
 def torn(rank: int) -> str:
     with exchange_of(rank, mf.Layout(dp=2), Numbered(rank, 8)) as exchange:
-        exchange.load_state_dict({**exchange.state_dict(), "version": 1, "step": rank})
+        content = content_of(exchange.state_dict())
+        del content["fingerprint"]
+        exchange.load_state_dict(sealed(content | {"step": rank}))
         try:
             next(iter(exchange))
         except mf.StateError as error:

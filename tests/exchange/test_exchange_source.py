@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import meshfeed as mf
 import world
 from meshfeed.exchange.values import tensor_of, value_of
 from meshfeed.feed import run
+from meshfeed.state import sealed
+from observe import content_of
 
 
 def numbered(number: int) -> dict[str, Any]:
@@ -58,10 +65,75 @@ def test_a_state_is_no_longer_the_iterators() -> None:
         list(next(steps).microbatches)
         state = exchange.state_dict()
         next(steps)
-        assert state["iterator"] == {"at": 1}
+        assert content_of(state)["iterator"] == {"at": 1}
         exchange.load_state_dict(state)
         next(iter(exchange))
-        assert state["iterator"] == {"at": 1}
+        assert content_of(state)["iterator"] == {"at": 1}
+
+
+class Having(Epochs):
+    """Its state also holds `more` from its second item on, so that keys come and go."""
+
+    def __init__(self, more: Any) -> None:
+        super().__init__(9)
+        self.more = more
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.live | ({"more": {"of": self.more}} if self.live["at"] > 1 else {})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        None,
+        {"a": [1.5, None]},
+        (1, (2,)),
+        {1: 2},
+        b"bytes",
+        float("inf"),
+        torch.arange(3),
+        np.arange(3.0),
+        np.random.default_rng(5).bit_generator.state,
+        np.random.RandomState(5).get_state(),
+        torch.Generator().get_state(),
+        random.Random(5).getstate(),
+    ],
+)
+def test_an_iterators_state_passes_every_way(more: Any, tmp_path: Path) -> None:
+    with exchange_of(Having(more)) as exchange:
+        dcp.save({"rank 0": exchange}, checkpoint_id=tmp_path / "0")
+        for number, step in enumerate(exchange, 1):
+            list(step.microbatches)
+            dcp.save({"rank 0": exchange}, checkpoint_id=tmp_path / f"{number}")
+            if number == 3:
+                break
+        state = json.loads(json.dumps(exchange.state_dict()))
+        for number in (1, 3, 0):
+            for into in (exchange, exchange_of(Having(more))):
+                dcp.load({"rank 0": into}, checkpoint_id=tmp_path / f"{number}")
+                assert (into.next_step, numbers(next(iter(into)))) == (number, [number])
+                into.close()
+    source = Having(more)
+    exchange_of(source).load_state_dict(state)
+    assert repr(source.live) == repr({"at": 3, "more": {"of": more}})
+
+
+@pytest.mark.parametrize("more", [Epochs, mf.Layout(dp=2), lambda: None])
+def test_an_iterators_state_that_only_pickle_reads_is_refused_when_it_is_saved(more: Any) -> None:
+    with exchange_of(Having(more)) as exchange:
+        list(next(iter(exchange)).microbatches)
+        list(next(iter(exchange)).microbatches)
+        with pytest.raises(mf.StateError, match="let it give tensors, arrays, numbers and texts"):
+            exchange.state_dict()
+
+
+@pytest.mark.parametrize("hostile", [[], ["?"], ["AAAA"], [5], [[]]])
+def test_a_hostile_state_of_an_iterator_is_refused(hostile: Any) -> None:
+    with exchange_of(Epochs(9)) as exchange:
+        content = content_of(exchange.state_dict())
+        del content["fingerprint"]
+        with pytest.raises(mf.StateError, match="iterator's state cannot be read"):
+            exchange.load_state_dict(sealed(content | {"iterator": hostile}))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -207,9 +279,9 @@ def test_a_step_that_was_not_handed_out_whole_is_begun_again() -> None:
             for step in exchange:
                 next(step.microbatches)
                 break
-            assert exchange.state_dict()["step"] == 0
+            assert exchange.next_step == 0
             step = next(iter(exchange))
-            counted = [exchange.state_dict()["step"] for _ in step.microbatches]
+            counted = [exchange.next_step for _ in step.microbatches]
             assert (step.index, counted) == (0, [0, 0, 1])
             assert [numbers(step) for step in exchange] == [[3, 4, 5]]
 
@@ -244,7 +316,7 @@ def test_what_was_pulled_before_an_error_is_given_after_it() -> None:
         state = exchange.state_dict()
         given.extend(numbers(step) for step in exchange)
     assert given == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert (state["step"], state["taken"]) == (1, 2)
+    assert (content_of(state)["step"], content_of(state)["taken"]) == (1, 2)
 
 
 def test_an_item_that_cannot_be_does_not_take_others_with_it() -> None:

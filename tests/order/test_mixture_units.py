@@ -22,6 +22,7 @@ from meshfeed.order import (
     num_steps,
     position_of,
 )
+from observe import content_of
 from soak import cases
 
 A, B, C = store(100), store(30), store(7)
@@ -247,7 +248,7 @@ def test_a_feed_of_such_batches_resumes_under_another_layout() -> None:
             if step.index == 4:
                 break
         saved = json.loads(json.dumps(feed.state_dict()))
-    wanted = steps_of(recipe, 8)[saved["step"]]
+    wanted = steps_of(recipe, 8)[content_of(saved)["step"]]
     layout = mf.Layout(dp=2)
     seen: list[tuple[int, int, int]] = []
     for rank in range(2):

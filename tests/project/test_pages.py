@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshfeed as mf
 import quick
 from meshfeed.order import draws_of_step
+from observe import content_of
 from services.needs import needs, program_path
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,7 @@ def test_datasets() -> None:
 def test_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("exchange.md", 9)
-    assert names["state"]["step"] == 2 and len(names["packs"]) == 1
+    assert content_of(names["state"])["step"] == 2 and len(names["packs"]) == 1
 
 
 def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,7 @@ def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "attention is seen in the loss"
     )
     saved = torch.load("ddp.pt")
-    assert saved["feed"]["step"] == 3
+    assert content_of(saved["feed"])["step"] == 3
     torch.testing.assert_close(saved["model"]["weight"], alone["weights"], rtol=0, atol=1e-3)
     lines = [line.split() for line in (tmp_path / "validation.txt").read_text().splitlines()]
     assert [[int(number) for number in line[:-1]] for line in lines] == [

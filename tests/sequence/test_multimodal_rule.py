@@ -28,7 +28,7 @@ from meshfeed.order import draws_of_step
 from meshfeed.sequence import Processor, decoding
 from meshfeed.store.workers import Failure
 from meshfeed.testing import assert_rule
-from observe import simulated, take
+from observe import content_of, simulated, take
 from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, recipe_over, write_pictures
 from soak import SEED, cases
 
@@ -758,7 +758,7 @@ def live(recipe: mf.Recipe, layout: mf.Layout, state: Any, stop: int, saved: int
             if state is not None:
                 feed.load_state_dict(state)
             kept = feed.state_dict()
-            for step in feed if kept["step"] < stop else ():
+            for step in feed if feed.next_step < stop else ():
                 for m in step.microbatches:
                     images = images_of(recipe, step.index, m)
                     if layout.coord(rank).cp == 0 and step.index < saved:
@@ -785,8 +785,8 @@ def test_no_life_of_a_job_loses_repeats_or_changes_a_part(folder: Path, tmp_path
     for life in range(cases(3, 100)):
         rng = np.random.default_rng((SEED, life))
         state, lived = None, Ledger()
-        while state is None or state["step"] < STEPS:
-            begin = 0 if state is None else state["step"]
+        while state is None or content_of(state)["step"] < STEPS:
+            begin = 0 if state is None else content_of(state)["step"]
             stop = min(begin + int(rng.integers(1, 7)), STEPS)
             layout = mf.Layout.parse(LAYOUTS[rng.integers(len(LAYOUTS))])
             state, ledger = live(recipe, layout, state, stop, int(rng.integers(begin, stop + 1)))

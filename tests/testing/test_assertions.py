@@ -18,7 +18,6 @@ import torch
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.sequence import Portion
-from meshfeed.state import sealed
 from meshfeed.testing import (
     assert_deterministic,
     assert_elastic,
@@ -285,7 +284,8 @@ class Forgetful(mf.Feed):
     """Goes on one step late."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(sealed(state_dict | {"step": state_dict["step"] + 1}))
+        state = mf.State.from_json(state_dict)
+        super().load_state_dict(replace(state, step=state.step + 1).to_json())
 
 
 class Fickle(mf.Feed):

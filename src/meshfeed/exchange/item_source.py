@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
+import io
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,10 +19,16 @@ from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.items import Given, elements_of, encode, failed, nothing
 from meshfeed.exchange.keys import Keys
 from meshfeed.feed.nested import changed
-from meshfeed.state import check_is_state, check_seal
-from meshfeed.summary import digest_of
+from meshfeed.state import sealed, unsealed
 
-_VERSION = 2  # of a state; version 1 had no fingerprint
+_ARRAYS: list[Any] = [
+    np.zeros(0).__reduce__()[0],
+    np.int64(0).__reduce__()[0],
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["All"]},
+]
+"""What torch.load(weights_only=True) needs for arrays and numbers of NumPy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,42 +104,28 @@ class ItemSource:
         """The step, and the position of the iterator before it.
 
         iterator: its own state. taken: items so far. pulled: elements since its start. ended: whether it had
-        ended. The fingerprint excludes the iterator's own state, which need not be plain JSON.
+        ended. Raises StateError for a state of the iterator that is neither JSON nor made of tensors, arrays,
+        numbers and texts.
         """
         after = self._pulled.get(step - 1) or self._now()
-        own = {
-            "version": _VERSION,
-            "step": step,
-            "taken": after.taken,
-            "pulled": after.pulled,
-            "ended": after.ended,
-        }
-        return {**own, "iterator": copy.deepcopy(after.state), "fingerprint": digest_of(own)}
+        own = {"step": step, "taken": after.taken, "pulled": after.pulled, "ended": after.ended}
+        return sealed({**own, "iterator": _in_text(after.state)})
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raises StateError for anything but a result of `state`, or if this iterator cannot resume there."""
-        check_is_state(saved, ("version", "step", "taken", "pulled", "ended", "iterator"))
-        try:
-            own = {name: saved[name] for name in ("version", "step", "taken", "pulled", "ended")}
-            state, version = saved["iterator"], own["version"]
-            for name in ("version", "step", "taken", "pulled"):
-                if type(own[name]) is not int or own[name] < 0:
-                    raise ValueError(f"{name} {own[name]!r}")
-        except (KeyError, TypeError, ValueError) as bad:
-            raise StateError(
-                f"not a state of an exchange ({bad!r}); pass what state_dict() returned"
-            ) from bad
-        if version == _VERSION:
-            check_seal(saved, own)
-        elif version != 1:
-            raise StateError(f"state of version {version!r}; this meshfeed reads versions 1 and {_VERSION}")
+    def checked(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What `state` had. Raises StateError for anything else, or if this iterator cannot resume there."""
+        told = unsealed(saved, ("step", "taken", "pulled", "ended", "iterator"))
+        for name in ("step", "taken", "pulled"):
+            if type(told[name]) is not int or told[name] < 0:
+                raise StateError(f"state has {name} {told[name]!r}; it is a whole number from 0")
+        state = told["iterator"] = _of_text(told["iterator"])
         if state is not None and not hasattr(self._source, "load_state_dict"):
             raise StateError(
                 f"the state holds the state of an iterator, but {type(self._source).__name__} has no "
                 f"load_state_dict; give the same kind of iterator"
             )
-        if state is None and self._source is not None and not self._has_kept(saved):
-            self._check_reaches(own["taken"], own["pulled"])
+        if state is None and self._source is not None and not self._has_kept(told):
+            self._check_reaches(told["taken"], told["pulled"])
+        return told
 
     def _has_kept(self, saved: Mapping[str, Any]) -> bool:
         """Whether all steps pulled since a state are kept, so the iterator need not go back to it."""
@@ -168,7 +163,7 @@ class ItemSource:
         if saved["iterator"] is None and self._has_kept(saved):
             return
         if saved["iterator"] is not None:
-            self._source.load_state_dict(copy.deepcopy(saved["iterator"]))  # type: ignore
+            self._source.load_state_dict(saved["iterator"])  # type: ignore
         self._iterator, self._pulled, self._waiting, self._restarted = None, {}, [], None
         self._last = _Pulled(nothing(), None, saved["taken"], saved["pulled"], bool(saved["ended"]))
 
@@ -224,6 +219,34 @@ def _iterator_of(source: Any, at: int) -> Iterator[Any]:
 def _state_of(source: Any) -> Any:
     """A copy of its state: many iterators return a dict that they keep changing."""
     return copy.deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None
+
+
+def _in_text(state: Any) -> Any:
+    """An iterator's state as JSON: itself, or else what torch.save makes of it, in a list."""
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        if json.loads(json.dumps(state)) == state and not isinstance(state, list):
+            return state
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        made = [base64.b64encode(file.getvalue()).decode()]
+        _of_text(made)
+    except Exception as bad:  # whatever its classes raise
+        raise StateError(
+            f"the iterator's state_dict() gives what torch.load(weights_only=True) does not read ({bad!r}); "
+            f"let it give tensors, arrays, numbers and texts"
+        ) from bad
+    return made
+
+
+def _of_text(told: Any) -> Any:
+    if not isinstance(told, list):
+        return told
+    try:
+        with torch.serialization.safe_globals(_ARRAYS):
+            return torch.load(io.BytesIO(base64.b64decode(told[0])), weights_only=True)
+    except Exception as bad:  # of a hostile text, anything
+        raise StateError(f"the iterator's state cannot be read ({bad!r}); load another checkpoint") from bad
 
 
 def _own(element: Any) -> Any:

@@ -230,7 +230,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         The latter is the iterator's `state_dict()`, if it has one, after the last item before that step. It
         differs between ranks and is valid for the same layout.
         """
-        return self._puller.state(self._step)
+        return self._puller.state(self.next_step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Resume at a state; then start a new loop.
@@ -240,8 +240,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         anything but a result of `state_dict`, or if the iterator does not return from its current item; the
         iterator is unchanged then.
         """
-        self._puller.check(state_dict)
-        check_step(state_dict["step"], step)
+        check_step(self._puller.checked(state_dict)["step"], step)
         with self._changing:
             self._stop()
             if self._busy.locked():
@@ -249,9 +248,9 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
                     f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be "
                     f"reset; load the state again once it has returned"
                 )
-            self._puller.check(state_dict)  # again: it may have reached its end before it stopped
-            self._puller.load(state_dict)
-            self._next_step, self._loaded = state_dict["step"], True
+            told = self._puller.checked(state_dict)  # again: it may have reached its end before it stopped
+            self._puller.load(told)
+            self._next_step, self._loaded = told["step"], True
 
     def _ended(self, num_views: int) -> None:
         super()._ended(num_views)

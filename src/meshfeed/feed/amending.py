@@ -42,6 +42,10 @@ class Recipes:
     def __init__(self, given: Recipe) -> None:
         self._first = self._last = Ledger(), given
 
+    def before(self, step: int, ledger: Ledger) -> Recipe:
+        """The recipe of a state of this step: with the amendments that were agreed before it."""
+        return self._first[1].amended(each for each in ledger if each.known < step)
+
     def under(self, ledger: Ledger) -> Recipe:
         """The recipe as the ledger amends it. Raises RecipeError for a ledger that it cannot have."""
         known, recipe = self._last

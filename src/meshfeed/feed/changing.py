@@ -90,7 +90,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
                 "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
                 "mf.Feed(..., ledger=path)"
             )
-        ledger = self._amending.amend(change, at, self._step, self._check_ledger)
+        ledger = self._amending.amend(change, at, self.next_step, self._check_ledger)
         self._amending.keep()
         return ledger.amendments[-1].step
 

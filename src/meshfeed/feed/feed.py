@@ -249,12 +249,12 @@ class Feed(ChangingSource):
     # -- the training loop's side ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to resume: at most 4 KB, JSON-able, equal on every rank.
+        """Where to resume: one text of JSON under one key, at most 4 KB, equal on every rank.
 
         It names the first step that was not fully handed out. A step counts as handed out once all its
         microbatches were taken, or once the loop has asked for the next one.
         """
-        return State.at(self.recipe, self._step, self._digests).to_json()
+        return State.at(self.recipe, self.next_step, self._digests).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Resume at a state, under any layout; then start a new loop.
@@ -264,14 +264,14 @@ class Feed(ChangingSource):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
-        state.check(self._recipes.under(self.ledger))
+        state.check(self._recipes.before(state.step, self.ledger))
         with self._changing:
             self._go_on_at(state.step)
             if self._amending is not None:
                 self._amending.loads += 1
 
     def __repr__(self) -> str:
-        return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
+        return f"Feed({self.recipe!r}, {self._given_layout}, at step {self.next_step})"
 
     @property
     def _steps_hint(self) -> str:

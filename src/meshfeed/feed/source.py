@@ -250,8 +250,8 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         return self._begin(None)
 
     @property
-    def _step(self) -> int:
-        """The first step that has not been fully handed out."""
+    def next_step(self) -> int:
+        """The first step that was not fully handed out: that of a state taken now."""
         run = self._run
         return run.step if run is not None else self._next_step
 

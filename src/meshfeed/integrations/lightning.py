@@ -37,6 +37,7 @@ from meshfeed.integrations.loader import (
 )
 from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
+from meshfeed.state import State
 
 CONFIG_FIELDS: dict[str, str] = {
     "accumulate_grad_batches": "honoured: microbatches of a step, which must be those of the recipe",
@@ -168,11 +169,12 @@ class DataModule(_Base):
                 return state_at(train, 0)
             return self._state or {}
         state = self._loader.state_dict()
-        step, done = at_step_start(state)
-        if done and self._manual:
+        at = State.from_json(state)
+        if at.microbatches_done and self._manual:
             raise StateError(
-                f"a checkpoint after {done} microbatches of step {step['step']}, under manual optimization: "
-                f"it is unknown which of them changed the weights; save between steps (every_n_train_steps)"
+                f"a checkpoint after {at.microbatches_done} microbatches of step {at.step}, under manual "
+                f"optimization: it is unknown which of them changed the weights; save between steps "
+                f"(every_n_train_steps)"
             )
         return state
 
@@ -291,7 +293,7 @@ class DataModule(_Base):
         loop, lost = self.trainer.fit_loop.epoch_loop, self._num_lost
         self._num_lost = 0
         progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
-        each = feed.num_microbatches(feed.state_dict()["step"]) or self.trainer.accumulate_grad_batches
+        each = feed.num_microbatches(feed.next_step) or self.trainer.accumulate_grad_batches
         for count, trained in ((progress.total, steps.total), (progress.current, steps.current)):
             ending = 0 if lost else count.processed - count.completed  # 1 in a save at the end of a batch
             if count.processed != trained.completed * each:

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,13 +27,12 @@ from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
-from meshfeed.state import State, sealed
+from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
 """Microbatch -> the loop's batch."""
 
 IGNORED = -100  # torch's cross entropy ignores this label
-_DONE = "microbatches_done"
 
 
 def framework(module: str, extra: str) -> Any:
@@ -246,8 +245,7 @@ class TrainLoader:
         """The state after the steps that were trained; JSON-able, equal on every rank."""
         self._settle()
         done = self._trained() - self._base if self._out else 0
-        state = state_at(self._feed.recipe, self._position())
-        return sealed(state | {_DONE: done}) if done else state
+        return replace(State.at(self._feed.recipe, self._position()), microbatches_done=done).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state. Raises StateError for one taken within a step, or of another recipe."""
@@ -271,7 +269,7 @@ class TrainLoader:
 
     def _position(self) -> int:
         if self._next is None:
-            self._next = int(self._feed.state_dict()["step"])
+            self._next = self._feed.next_step
         return self._next
 
     def _settle(self) -> None:
@@ -333,7 +331,7 @@ def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
     """Raises StateError for a state of another recipe, or one taken within a step."""
     state = State.from_json(state_dict)
     state.check(recipe)
-    if done := state_dict.get(_DONE):
+    if done := state.microbatches_done:
         raise StateError(
             f"this state was taken after {done} microbatches of step {state.step}, and a checkpoint does not "
             f"keep their gradients; resume from a checkpoint that was saved between optimizer steps"
@@ -345,7 +343,8 @@ def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
     Raises StateError for anything but a state.
     """
-    return State.from_json(state_dict).to_json(), int(state_dict.get(_DONE, 0))
+    state = State.from_json(state_dict)
+    return replace(state, microbatches_done=0).to_json(), state.microbatches_done
 
 
 def state_at(recipe: Recipe, step: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ is this difference. The sizes that the trainer passes decide which one applies.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,7 +72,6 @@ CONFIG_FIELDS: dict[str, str] = {
     "dataloader.repeat": "no effect on data: the validator sets it, and the recipe says whether it ends",
 }
 """How each option of torchtitan, 0.3 and main, that concerns data is treated."""
-_KEY = "feed"
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
 
@@ -210,9 +208,8 @@ class DataLoader(_Base):
     sizes: seq_len and local_batch_size (tokens per sequence, sequences per microbatch), or max_context_length
         and num_tokens_per_batch. Other arguments of the trainer, such as its tokenizer, have no effect.
 
-    The state is one string under one key, equal on every rank, so torch.distributed.checkpoint saves it once
-    and it loads under any mesh. Iterating begins at the loaded state. A validator makes a new loader for each
-    pass and loads no state, so it begins at the start of the recipe.
+    The state is equal on every rank and loads under any mesh. Iterating begins at the loaded state. A
+    validator makes a new loader for each pass and loads no state, so it begins at the start of the recipe.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -278,16 +275,13 @@ class DataLoader(_Base):
                 f"has {step.num_microbatches} microbatches, {done} of them taken; {self._shape.setting} must "
                 f"be that of the recipe's step, {len(draws_of_step(self._recipe, step.index))} sequences"
             )
-        return {_KEY: json.dumps(state)}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state, under any mesh. An empty state changes nothing."""
         if state_dict:
-            if _KEY not in state_dict:
-                raise StateError(f"state of another data loader: it has {sorted(state_dict)}, not {_KEY!r}")
-            state = json.loads(state_dict[_KEY])
-            check_state(state, self._recipe)
-            self._loader.load_state_dict(state)
+            check_state(state_dict, self._recipe)
+            self._loader.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Close files and connections to other ranks."""

@@ -26,6 +26,7 @@ import loops
 import meshfeed as mf
 import world
 from meshfeed.store import IndexedWriter
+from observe import content_of
 from services.needs import checkout
 
 STEPS, WINDOW = 6, 32
@@ -317,7 +318,7 @@ def test_its_loop_trains_the_same_killed_and_resumed_under_another_dp(place: Pat
     for name in ("share", "killed", "packs", "page"):
         assert all(run[name][1] == runs[0][name][1] for run in runs), name
         assert (tmp_path / name / "LATEST/dataloader.pt").is_file()
-    assert runs[0]["killed"][1] == runs[0]["share"][1] and runs[0]["share"][1]["step"] == STEPS
+    assert runs[0]["killed"][1] == runs[0]["share"][1] and content_of(runs[0]["share"][1])["step"] == STEPS
     # killed in step 4 at dp 2, resumed at dp 4 from the checkpoint of step 3
     assert [run["killed"][2] for run in runs] == [4] * 4
     again, whole = ([logs[name][step] for step in (4, 5)] for name in ("killed", "share"))

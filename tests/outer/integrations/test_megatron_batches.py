@@ -127,7 +127,7 @@ def check_batches(case: Case, path: Path, dataset: Any, loading: Any) -> None:
                     assert batch["packed_seq_params"] is None
                     for key in TOKEN_KEYS:
                         assert plain(batch[key]) == plain(wanted[key]), (case, loading, step, v, key)
-            assert feed.state_dict()["step"] == step + 1
+            assert feed.next_step == step + 1
         with pytest.raises(StopIteration):
             next(iterators[0])
 

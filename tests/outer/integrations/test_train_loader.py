@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
 from meshfeed.integrations.loader import EvalLoader, TrainLoader, check_encoder
+from observe import content_of
 from pictures import Listen, LookFirst, recipe_over, write_pictures
 from soak import cases
 
@@ -84,18 +86,21 @@ def test_whatever_the_loop_fetches_what_it_trains_is_the_stream(corpus: str, liv
         for steps in epochs:
             loop.epoch(EACH * steps)
             state = loop.loader.state_dict()
-            assert state["step"] == (len(trained) + len(loop.trained)) // EACH
+            assert content_of(state)["step"] == (len(trained) + len(loop.trained)) // EACH
             assert len(json.dumps(state)) <= 4096
         loop.loader.close()
         trained += loop.trained
     assert trained == stream(corpus, 40)[: len(trained)]
 
 
-def test_a_state_within_a_step_says_so_and_is_refused(corpus: str) -> None:
+def test_a_state_within_a_step_says_so_and_is_refused(corpus: str, tmp_path: Path) -> None:
     loop = Loop(corpus, 1, None, None)
     loop.epoch(EACH + 2)
+    dcp.save({"data": loop.loader}, checkpoint_id=tmp_path)
+    with pytest.raises(mf.StateError, match="after 2 microbatches of step 1"):
+        dcp.load({"data": Loop(corpus, 1, None, None).loader}, checkpoint_id=tmp_path)
     state = loop.loader.state_dict()
-    assert (state["step"], state["microbatches_done"]) == (1, 2)
+    assert (content_of(state)["step"], content_of(state)["microbatches_done"]) == (1, 2)
     with pytest.raises(mf.StateError, match="after 2 microbatches of step 1"):
         Loop(corpus, 1, None, state)
     with pytest.raises(mf.RecipeError, match="ended its epoch after 2 of 3"):
@@ -199,7 +204,9 @@ def test_a_step_that_fails_is_the_state(corpus: str, monkeypatch: pytest.MonkeyP
             trained.append(batch)
     state = loader.state_dict()
     loader.close()
-    assert len(trained) == 2 * EACH and state["step"] == 2 == loader.state_dict()["step"]
+    assert (
+        len(trained) == 2 * EACH and content_of(state)["step"] == 2 == content_of(loader.state_dict())["step"]
+    )
     loop = Loop(corpus, 0, None, state)
     loop.epoch(EACH)
     assert trained + loop.trained == stream(corpus, 3)

@@ -19,6 +19,7 @@ from loops import recipe
 from meshfeed.integrations.loader import TrainLoader
 from meshfeed.integrations.transformers import FeedTrainer, causal_batch
 from meshfeed.store import IndexedWriter
+from observe import content_of
 from soak import only_soak, some
 from user_datasets import Plain
 
@@ -114,7 +115,7 @@ def test_a_state_travels_with_its_step_and_only_fits_its_recipe(corpus: str, tmp
     trainer(tmp_path, recipe(corpus)).train()
     kept = tmp_path / "checkpoint-2/trainer_state.json"
     state = json.loads(kept.read_text())
-    assert state["global_step"] == state["stateful_callbacks"]["meshfeed"]["step"] == 2
+    assert state["global_step"] == content_of(state["stateful_callbacks"]["meshfeed"])["step"] == 2
     with pytest.raises(mf.StateError, match="another recipe"):
         trainer(tmp_path, recipe(corpus, seed=1), max_steps=4).train(f"{tmp_path}/checkpoint-2")
 
