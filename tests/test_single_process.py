@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -253,3 +255,17 @@ def test_the_number_of_microbatches_is_known_before_the_step(corpus: Path, rows:
         told = [feed.num_microbatches(step) for step in range(3)]
         made = [len(list(step.microbatches)) for step in feed]
     assert told == [*made, 0]
+
+
+@pytest.mark.parametrize("rule", [mf.Windows(64), mf.Documents()])
+def test_no_process_imports_masked_arrays(
+    corpus: Path, rule: mf.Windows | mf.Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """np.unique would, in the first step of each rank."""
+    monkeypatch.setitem(sys.modules, "numpy.ma", None)
+    monkeypatch.delitem(vars(np), "ma", raising=False)
+    packing = mf.Packing(capacity=4096) if isinstance(rule, mf.Documents) else None
+    recipe = dataclasses.replace(recipe_of(corpus), sequence=rule, shuffle=mf.Blocks())
+    with mf.Feed(recipe, layout=mf.Layout(tp=2, cp=2), rank=0, delivery="direct", packing=packing) as feed:
+        for _, step in zip(range(2), feed):
+            assert [microbatch["tokens"] for microbatch in step.microbatches]

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import LIMIT_S, locked
+from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.order import last_change
 from meshfeed.recipe import Amendment, Change, Recipe, whole
@@ -547,7 +548,7 @@ def _numbers(given: Any, where: str) -> Longs:
         raise RecipeError(f"Exclude: {where}: give the numbers of documents, whole numbers from 0, in a list")
     if found.size and int(found.max()) >= 2**62:
         raise RecipeError(f"Exclude: {where}: no store has a document {found.max()}")
-    return np.unique(found.astype(np.int64))
+    return distinct(found.astype(np.int64))
 
 
 def _numbers_in(path: str) -> Longs:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
 Longs = npt.NDArray[np.int64]
+N = TypeVar("N", bound=np.integer)
+
+
+def distinct(numbers: npt.NDArray[N]) -> npt.NDArray[N]:
+    """The different ones of some whole numbers, ascending.
+
+    Without counts, np.unique imports numpy.ma: 20 ms of every process, 80 where Python may not keep what it
+    has compiled.
+    """
+    return np.unique(numbers, return_counts=True)[0]
 
 
 def numbers_in(first: npt.NDArray[np.integer], counts: npt.NDArray[np.integer]) -> Longs:
@@ -24,7 +36,7 @@ def common(begins: Longs, ends: Longs, others: Longs, other_ends: Longs) -> tupl
 
     Each list is ascending and apart, and counts from 0; int64 [n], [m] -> [k].
     """
-    cuts = np.unique(np.concatenate((begins, others)))
+    cuts = distinct(np.concatenate((begins, others)))
     one, other = (np.searchsorted(each, cuts, side="right") - 1 for each in (begins, others))
     stops = np.minimum(np.append(ends, 0)[one], np.append(other_ends, 0)[other])  # 0 before the first range
     some = np.flatnonzero(cuts < stops)

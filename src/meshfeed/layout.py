@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import LayoutError
+from meshfeed.intervals import distinct
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -157,7 +158,7 @@ class Layout:
         grid = np.full(1, rank)
         for dim in DIMS:
             grid = np.add.outer(np.array(groups[dim]) - rank, grid).ravel()
-        if np.unique(grid).size < grid.size:
+        if distinct(grid).size < grid.size:
             shown = ", ".join(f"{dim} {_shown(groups[dim])}" for dim in DIMS)
             raise LayoutError(f"the groups {shown} of rank {rank} put a rank into two cells of the grid")
         wide = [dim for dim in DIMS if sizes[dim] > 1]

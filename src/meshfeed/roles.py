@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import LayoutError, RoleError
+from meshfeed.intervals import distinct
 from meshfeed.layout import Layout
 
 DeliveryName = Literal["direct", "broadcast", "share", "tree"]
@@ -262,7 +263,7 @@ def assign_roles(
     needs = np.array([any(f.stored for f in of_stage) for of_stage in needed])[coords[:, 3]]
     allowed = np.ones(ranks.size, bool)
     if readers is not None:
-        policy = np.unique(np.fromiter(readers, np.int64))
+        policy = distinct(np.fromiter(readers, np.int64))
         layout.coords(policy)  # refuses ranks that do not exist
         allowed = np.isin(ranks, policy)
 

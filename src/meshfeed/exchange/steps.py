@@ -27,6 +27,7 @@ from meshfeed.exchange.values import bits_of, nested_bytes, nested_value, tensor
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
+from meshfeed.intervals import distinct
 from meshfeed.layout import Coord, Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
 from meshfeed.plan.packing import shape_of
@@ -125,7 +126,7 @@ def plan(
         plan=made,
         tokens=made.tokens,
         valid_tokens=(
-            made.tokens if all_valid else int(gathered.valid[np.unique(made.sequence[made.kept])].sum())
+            made.tokens if all_valid else int(gathered.valid[distinct(made.sequence[made.kept])].sum())
         ),
         sum_sq=made.sum_sq,
         stats=partial(stats_of_packs, made, gathered.draws, packing, pp=layout.pp, vpp=vpp),

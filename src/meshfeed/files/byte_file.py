@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.forks import at_fork
+from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 I64 = npt.NDArray[np.int64]
@@ -244,7 +245,7 @@ class _Entries:
         """Entries anywhere in the file. Each page that holds some of them is read once."""
         size = self._dtype.itemsize
         at = self._begin + places * size
-        pages = np.unique(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))
+        pages = distinct(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))
         begins = pages * _PAGE_BYTES
         sizes = np.minimum(begins + _PAGE_BYTES, self._file.size_bytes) - begins
         held = np.empty(sizes.sum(), np.uint8)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import distinct
 from meshfeed.order.permutation import permute, subkeys, unpermute
 from meshfeed.recipe import Blocks
 
@@ -67,7 +68,7 @@ class BlockShuffle:
             shards = Even.of(self._sizes[source[even]], self._blocks.sequences, keys[even])
             turned[even] = turn(values[even], keys[even], shards, self._blocks)
         for own in self._ends:
-            for key in np.unique(keys[source == own]):
+            for key in distinct(keys[source == own]):
                 mine = (source == own) & (keys == key)
                 turned[mine] = turn(values[mine], np.array(key), self._epoch(own, int(key)), self._blocks)
         return turned

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 Longs = npt.NDArray[np.int64]
@@ -91,7 +92,7 @@ class Interleaving:
         self._word = np.array([word % 2**64 for word in self._words], np.uint64)
         self.weights = np.array([word / 2**64 for word in self._words])
         octaves = np.array([(65 - word.bit_length()) // 2 for word in self._words])
-        self._rarest_first = [np.flatnonzero(octaves == octave) for octave in np.unique(octaves)[::-1]]
+        self._rarest_first = [np.flatnonzero(octaves == octave) for octave in distinct(octaves)[::-1]]
         self._groups = np.concatenate(self._rarest_first)
         self._ends = np.cumsum([own.size for own in self._rarest_first])
         self._edge = lru_cache(maxsize=256)(self._make_edge)
@@ -126,7 +127,7 @@ class Interleaving:
             return counts.copy()
         found = np.full(counts.size, -1, np.int64)
         together = (
-            self._by_block(s, np.flatnonzero(sources == s), counts) for s in np.unique(sources).tolist()
+            self._by_block(s, np.flatnonzero(sources == s), counts) for s in distinct(sources).tolist()
         )
         for block, source, mine in heapq.merge(*together, key=itemgetter(0)):
             made = self._block(block)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
@@ -84,9 +85,7 @@ class Draws:
         """(source, places of its draws in this run, these draws), for each that has any, ascending."""
         if self.source.size and (self.source == self.source[0]).all():
             return [(int(self.source[0]), np.arange(self.source.size), self)]
-        found = (
-            (source, np.flatnonzero(self.source == source)) for source in np.unique(self.source).tolist()
-        )
+        found = ((source, np.flatnonzero(self.source == source)) for source in distinct(self.source).tolist())
         return [(source, places, self.take(places)) for source, places in found]
 
     def take(self, places: Places) -> Draws:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.problem import EXACT, Microbatch, Sequences, narrowest_holding, narrowest_sizes
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
@@ -576,6 +577,6 @@ def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray
         trying, at = trying[found], at[found]
         groups.take(sequences, left[at], trying)
         left, ascending = np.delete(left, at), np.delete(ascending, at)
-        trying = np.unique(trying)
+        trying = distinct(trying)
         trying = trying[groups.open()[trying]]
     return left

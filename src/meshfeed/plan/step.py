@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
+from meshfeed.intervals import distinct
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.encoders.even_out import MOST_COSTS, even_out
 from meshfeed.plan.fill import Filled, deal, fill_step
@@ -532,7 +533,7 @@ def first_ranks_of(microbatches: list[Microbatch], num_ranks: int, *, exchange: 
         first = np.cumsum(sizes) - sizes
         if exchange:
             free = np.ones(num_ranks, bool)
-            for size in np.unique(sizes)[::-1].tolist():
+            for size in distinct(sizes)[::-1].tolist():
                 own = np.flatnonzero(sizes == size)
                 end = num_ranks // size * size
                 open_ranges = np.flatnonzero(free[:end].reshape(-1, size).all(axis=1))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
+from meshfeed.intervals import distinct
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
@@ -357,7 +358,7 @@ def cut_at(bounds: LongArray, start: LongArray, stop: LongArray) -> Slices:
     bounds: sequence starts and the pack's end, int64 [k + 1]. start, stop: ranges, ascending, int64 [m].
     """
     inside = bounds[((bounds[:, None] > start) & (bounds[:, None] < stop)).any(axis=1)]
-    starts, stops = np.unique(np.concatenate((start, inside))), np.unique(np.concatenate((stop, inside)))
+    starts, stops = distinct(np.concatenate((start, inside))), distinct(np.concatenate((stop, inside)))
     filled = starts < stops  # an empty pack has the one range [0, 0)
     starts, stops = starts[filled], stops[filled]
     sequence = np.searchsorted(bounds, starts, side="right") - 1

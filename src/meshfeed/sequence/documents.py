@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import distinct
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.plan import Slices
@@ -93,7 +94,7 @@ class DocumentRule(SequenceRule):
             return
         found = [self._ranges(recipe, portion) for portion in portions]
         source, _, starts, stops = map(np.concatenate, zip(*found))
-        for s in np.unique(source).tolist():
+        for s in distinct(source).tolist():
             mine = source == s
             recipe.sources[s].will_need(starts[mine], stops[mine])
 
@@ -106,7 +107,7 @@ class DocumentRule(SequenceRule):
             if size.size:
                 recipe.sources[0].read_stream(starts, stops, out=tokens)
             return {"tokens": tokens}
-        for s in np.unique(source).tolist():
+        for s in distinct(source).tolist():
             mine = np.flatnonzero(source == s)
             runs = Runs(at[mine], np.cumsum(size[mine]) - size[mine], size[mine])
             runs.copy(recipe.sources[s].read_stream(starts[mine], stops[mine]), tokens)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.intervals import among
+from meshfeed.intervals import among, distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.order import Draws, Places
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
@@ -419,5 +419,5 @@ def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
     """The type that holds the tokens of all stores of some draws; the first store's if there are none."""
     if len(recipe.sources) == 1:
         return recipe.sources[0].dtype
-    sources = np.unique(draws.source).tolist() or [0]
+    sources = distinct(draws.source).tolist() or [0]
     return np.result_type(*(recipe.sources[source].dtype for source in sources))

@@ -19,7 +19,7 @@ from meshfeed.files.cached import CachedFile
 from meshfeed.files.local.version import wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse, wrong_block
 from meshfeed.files.url import join
-from meshfeed.intervals import numbers_in, together
+from meshfeed.intervals import distinct, numbers_in, together
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
 from meshfeed.store.checksums import checksums_of, compare, refuse_others
 from meshfeed.store.content import digest_of_files, digest_of_sums
@@ -414,10 +414,10 @@ class GuardedFile(LocalFile):
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
             return none
-        asked = np.unique(numbers_in(first, last - first + 1))
+        asked = distinct(numbers_in(first, last - first + 1))
         # those around them, too: few large reads cost less than many small ones, and an epoch needs all
         group = min(max(_COMPARED_BYTES // sums.block_bytes, 1), _MOST_COMPARED)
-        groups = np.unique(asked[seen[asked] == 0] // group)
+        groups = distinct(asked[seen[asked] == 0] // group)
         around = (groups[:, None] * group + np.arange(group)).ravel()
         around = around[around < seen.size]
         return around[seen[around] == 0]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.intervals import numbered
+from meshfeed.intervals import distinct, numbered
 
 I64 = npt.NDArray[np.int64]
 SHARED = "+"
@@ -56,7 +56,7 @@ def cut_at(joints: tuple[I64, I64], size_bytes: int, block_bytes: int, unit_byte
     low, high = joints[0] // unit_bytes * unit_bytes, -(-joints[1] // unit_bytes) * unit_bytes
     if size_bytes < block_bytes // LEAST * (low.size + 1):
         return Cut(size_bytes, block_bytes)
-    edges = np.unique(np.concatenate((low, high, [0, size_bytes])).clip(0, size_bytes))
+    edges = distinct(np.concatenate((low, high, [0, size_bytes])).clip(0, size_bytes))
     sizes = np.diff(edges)
     # between two edges, blocks of about one size: 0 10, most 4 -> 0 4 8 10
     counts = -(-sizes // block_bytes)
