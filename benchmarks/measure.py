@@ -13,18 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import shutil
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # corpora, servers and worlds of real ranks
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles what it imports late, measured
 
 NOT_MEASURED = 77
 """Exit status of a benchmark that lacks a program; the reason is the last line of its errors."""
@@ -39,6 +41,7 @@ class Row:
         against: the peer or limit of the same run that a ratio divides by; "" for a figure by itself.
         value: in `unit`; "×" is a ratio to `against`.
         aim: what it should reach: at least this where `at_least`, otherwise at most. None for no aim.
+        runs: values of several runs, of which `value` is the median.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Row:
     unit: str = "×"
     aim: float | None = None
     at_least: bool = False
+    runs: Sequence[float] = ()
 
     @property
     def holds(self) -> bool:
@@ -60,7 +64,9 @@ class Row:
         """The value to three digits, or to as many as tell a miss from the target, with its unit."""
         shown = (_digits(self.value, more) for more in range(18))
         aim = "" if self.aim is None or self.holds else _digits(self.aim)
-        return f"{next(digits for digits in shown if digits != aim)} {self.unit}".rstrip()
+        value = f"{next(digits for digits in shown if digits != aim)} {self.unit}".rstrip()
+        low, high = (_digits(of(self.runs, default=0.0)) for of in (min, max))
+        return value if low == high else f"{value} ({low} to {high}, {len(self.runs)} runs)"
 
     @property
     def target(self) -> str:

@@ -4,7 +4,8 @@
     python benchmarks/run.py --only read,order    measure these again, and keep the others' rows
     python benchmarks/run.py --tables             measure nothing: make the tables again out of results.json
 
-Rows go to results.json, the table to docs/figures.md, those that miss their target to README.md.
+Rows go to results.json, each with its runs: date, processor and value of the last nine. The tables show their
+median and range: all rows in docs/figures.md, those that miss their target in README.md.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ ROOT = HERE.parent
 RESULTS, UNFINISHED = HERE / "results.json", ROOT / "bench-out"
 PAGES = {"README.md": True, "docs/figures.md": False}  # whether a page shows the hardest rows alone
 BEGIN, END = "<!-- figures: made by benchmarks/run.py -->\n", "<!-- end of figures -->"
+MOST_RUNS = 9
 NAMES = tuple(path.stem.removeprefix("bench_") for path in sorted(HERE.glob("bench_*.py")))
 
 
@@ -45,12 +50,11 @@ def main() -> None:
     if unknown := set(only) - set(NAMES):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}")
     if not args.tables:
-        kept = json.loads(RESULTS.read_text())["benchmarks"] if args.only and RESULTS.exists() else {}
-        found = kept | measure_all(only)
+        kept = json.loads(RESULTS.read_text())["benchmarks"] if RESULTS.exists() else {}
+        found = kept | {name: joined(kept.get(name, {}), new) for name, new in measure_all(only).items()}
         ordered = {name: found.get(name, {"not_measured": "make bench takes it"}) for name in NAMES}
-        results = {"machine": machine(), "benchmarks": ordered}
-        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-        shutil.rmtree(UNFINISHED)
+        RESULTS.write_text(written({"machine": machine(), "benchmarks": ordered}))
+        shutil.rmtree(UNFINISHED, ignore_errors=True)
     results = json.loads(RESULTS.read_text())
     for name, only_hardest in PAGES.items():
         page = ROOT / name
@@ -88,12 +92,43 @@ def measure_one(name: str) -> dict[str, Any]:
     return {"rows": json.loads(rows.read_text())}
 
 
+def joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What a benchmark gave now, and the runs of its rows before."""
+    runs = {(row["name"], row["against"]): row["runs"] for row in before.get("rows", ())}
+    for row in now.get("rows", ()):
+        this = [datetime.now(UTC).date().isoformat(), processor(), row.pop("value")]
+        row["runs"] = [*runs.get((row["name"], row["against"]), ()), this][-MOST_RUNS:]
+    return now
+
+
+def row_of(stored: dict[str, Any]) -> Row:
+    """A row of results.json: the median of its runs."""
+    values: list[float] = [value for _, _, value in stored["runs"]]
+    told: dict[str, Any] = stored | {"value": statistics.median(values), "runs": values}
+    return Row(**told)
+
+
+def written(results: dict[str, Any]) -> str:
+    """The text of results.json: a line for each row."""
+    text = json.dumps(results, ensure_ascii=False)
+    return re.sub(r' ?(\{"name"|"\w+": \{"(?:rows|not_measured)")', r"\n\1", text) + "\n"
+
+
+def processor() -> str:
+    """Its name, family and model, as the system tells them."""
+    info = Path("/proc/cpuinfo")
+    told = dict(re.findall(r"^(.*?)\s*: (.*)$", info.read_text(), re.M)) if info.exists() else {}
+    if "model name" not in told:
+        return platform.machine()
+    return f"{told['model name']} (family {told.get('cpu family')}, model {told.get('model')})"
+
+
 def machine() -> str:
     """Where the figures were taken, as a phrase."""
     names = ("torch", "megatron-core")
     versions = (f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
     cores = f"{len(os.sched_getaffinity(0))} cores"
-    return ", ".join((cores, "no GPU", f"Python {platform.python_version()}", *versions))
+    return ", ".join((processor(), cores, "no GPU", f"Python {platform.python_version()}", *versions))
 
 
 def with_table(page: str, results: dict[str, Any], *, only_hardest: bool) -> str:
@@ -108,7 +143,7 @@ def with_table(page: str, results: dict[str, Any], *, only_hardest: bool) -> str
 def table(results: dict[str, Any], *, only_hardest: bool) -> str:
     """Markdown: a line for each row, or for the hardest of each benchmark; missed targets in bold."""
     rows_of = {
-        name: [Row(**row) for row in given.get("rows", ())] for name, given in results["benchmarks"].items()
+        name: [row_of(row) for row in given.get("rows", ())] for name, given in results["benchmarks"].items()
     }
     aimed = [row for rows in rows_of.values() for row in rows if row.aim is not None]
     missed = f"{sum(not row.holds for row in aimed)} of {len(aimed)} miss it"

@@ -32,6 +32,11 @@ def runner() -> ModuleType:
     return module
 
 
+def stored(name: str, *values: float, **row: Any) -> dict[str, Any]:
+    """A row of results.json, of a run for each value."""
+    return {"name": name, "runs": [["2026-11-26", "a processor", value] for value in values], **row}
+
+
 def results() -> dict[str, Any]:
     return json.loads((BENCHMARKS / "results.json").read_text())
 
@@ -109,10 +114,37 @@ def test_a_benchmark_that_lacks_a_program_says_so(
 
 
 def test_a_missed_aim_is_set_in_bold(runner: ModuleType) -> None:
-    row = {"name": "speed", "against": "a peer", "value": 1.5, "aim": 2.0, "at_least": True}
-    given = {"machine": "m", "benchmarks": {"x": {"rows": [row, row | {"value": 2.0}]}}}
+    row = stored("speed", 1.5, against="a peer", aim=2.0, at_least=True)
+    other = stored("speed", 2.0, against="a peer", aim=2.0, at_least=True)
+    given = {"machine": "m", "benchmarks": {"x": {"rows": [row, other]}}}
     table = runner.table(given, only_hardest=False)
     assert "| `x` | speed | a peer | **1.5 ×** | ≥ 2 |\n" in table and "1 of 2 miss it; " in table
+
+
+def test_a_figure_is_the_median_of_its_runs_and_no_run_is_dropped_for_a_better_one(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the command keeps them: a row of each run, and the page that is made of them."""
+    told = iter([1.5, 2.5, 1.75])
+    row = {"name": "speed", "against": "a peer", "unit": "×", "aim": 2.0, "at_least": True}
+
+    def measured(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: {"rows": [row | {"value": next(told)}]} for name in names}
+
+    monkeypatch.setattr(runner, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(runner, "PAGES", {"page.md": False})
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "NAMES", ("x",))
+    monkeypatch.setattr(runner, "measure_all", measured)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    (tmp_path / "page.md").write_text(runner.BEGIN + runner.END)
+    for _ in range(3):
+        runner.main()
+    (kept,) = json.loads((tmp_path / "results.json").read_text())["benchmarks"]["x"]["rows"]
+    assert [value for _, _, value in kept["runs"]] == [1.5, 2.5, 1.75]
+    page = (tmp_path / "page.md").read_text()
+    assert "| `x` | speed | a peer | **1.75 × (1.5 to 2.5, 3 runs)** | ≥ 2 |\n" in page
+    assert "1 of 1 miss it" in page and runner.processor() in page
 
 
 @pytest.mark.parametrize(
@@ -135,7 +167,7 @@ def test_the_readme_shows_all_rows_that_miss_or_else_the_closest(
 ) -> None:
     """Of all rows with a target, whichever a benchmark yields first; and says how many miss."""
     rows = [
-        {"name": name, "value": value, "aim": aim, "at_least": at_least}
+        stored(name, value, aim=aim, at_least=at_least)
         for name, value, aim, at_least in (*others, ("as it was", 1.1, 1.0, True))
     ]
     table = runner.table({"machine": "m", "benchmarks": {"x": {"rows": rows}}}, only_hardest=True)
@@ -145,7 +177,7 @@ def test_the_readme_shows_all_rows_that_miss_or_else_the_closest(
 
 
 def test_of_a_benchmark_without_targets_the_readme_shows_nothing(runner: ModuleType) -> None:
-    rows = [{"name": "speed", "value": 1.5}]
+    rows = [stored("speed", 1.5)]
     given = {"machine": "m", "benchmarks": {"x": {"rows": rows}, "y": {"not_measured": "why"}}}
     assert "`x`" not in runner.table(given, only_hardest=True)
     assert "`y`" not in runner.table(given, only_hardest=True)
