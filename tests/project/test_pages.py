@@ -104,9 +104,10 @@ def test_choices() -> None:
 
 
 def test_datasets() -> None:
-    names = run_page("datasets.md", 5)
+    names = run_page("datasets.md", 6)
     assert names["starts"].tolist()[0] == 0
-    assert len(names["pictures"]) == len(names["microbatch"].draws)
+    assert len(names["middles"]) == len(names["microbatch"].draws) and len(names["pictures"]) > 0
+    assert names["made"].batch.valid_tokens == 16
     assert len(names["view"]) == 300 and len(names["first"]) == 4
     assert names["step"].valid_tokens > 0
 

@@ -137,7 +137,7 @@ def value_in(
         if name in record:
             return record[name]
     there = ", ".join(map(repr, list(record)[:8])) or "nothing"
-    hint = hint_for(names, has_text=isinstance(record.get("text"), str))
+    hint = hint_for(names, record, has_text=isinstance(record.get("text"), str))
     if any(name.partition(".")[0] in record for name in names):
         hint = f"nested keys are not searched: lift the key first, as jq -c '{{text: .{names[0]}}}' does"
     raise wrong(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")

@@ -271,7 +271,7 @@ def name_in(schema: Any, names: Sequence[str], url: str) -> str:
     has_text = "text" in there and _is_text(schema.field("text").type)
     raise OptionError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
-        f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, has_text=has_text)}"
+        f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, there, has_text=has_text)}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -140,8 +140,16 @@ class TokenColumn:
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
 
-def hint_for(names: Sequence[str], *, has_text: bool) -> str:
-    """Advice if none of the columns `names` exists. has_text: whether there is text in "text"."""
+PAIRS = (
+    "'chosen' and 'rejected' are a pair, not one document: train on pairs by mf.Mapped(dataset) and "
+    "mf.Samples(..., packed=True), see Pairs in docs/datasets.md"
+)
+
+
+def hint_for(names: Sequence[str], there: Iterable[str], *, has_text: bool) -> str:
+    """Advice if none of the columns `names` is `there`. has_text: whether there is text in "text"."""
+    if {"chosen", "rejected"} <= {*there}:
+        return PAIRS
     if has_text and TOKEN_COLUMNS[0] in names:
         return 'to read its text, name a tokenizer: tokenizer="tokenizer.json" (--tokenizer)'
     return "name it by column= (--column)"

@@ -217,6 +217,24 @@ def test_files_of_polars_are_read(tmp_path: Path, wanted: dict[str, bytes]) -> N
         assert stores(tmp_path / f"out{i}") == wanted, i
 
 
+@pytest.mark.parametrize("file", ["pairs.jsonl", "pairs.parquet"])
+def test_pairs_of_answers_are_no_documents(tmp_path: Path, file: str) -> None:
+    """Of which one side, or the prompt, would be dropped. Where the prompt is in both, one side may be trained on."""
+    pair = {"chosen": "yes", "rejected": "no"}
+
+    def prepared(row: dict[str, str], column: str | None) -> None:
+        (tmp_path / file).write_text(json.dumps(row) + "\n")
+        if file.endswith("parquet"):
+            pq.write_table(pa.Table.from_pylist([row]), tmp_path / file)
+        prepare([tmp_path / file], tmp_path / "out", Text(tokenizer="bytes", column=column), engine=Here())
+
+    for row, column in ((pair, None), (pair | {"prompt": "?"}, None), (pair | {"prompt": "?"}, "chosen")):
+        with pytest.raises(MeshfeedError, match=r"'chosen' and 'rejected' are a pair, .*docs/datasets\.md"):
+            prepared(row, column)
+    prepared(pair, "chosen")
+    assert mf.open(tmp_path / "out").num_documents == 1
+
+
 def test_what_datasets_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "saved")
     with pytest.raises(StoreError, match=r"a DatasetDict; give the path of one split: .*/test, .*/train"):

@@ -19,6 +19,7 @@ from meshfeed.files.url import parent, without_secrets
 from meshfeed.formats.documents import FileSpan, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
+from meshfeed.formats.tokens import PAIRS
 from meshfeed.prepare.inputs.arrow import batches_in, rows_of
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
@@ -79,7 +80,7 @@ class Columns:
 
     def value(self, record: Mapping[str, Any]) -> Any:
         """The value of a record. Raises StoreError."""
-        self.refuse_lost([name for name in self.refused if record.get(name) is not None])
+        self.refuse_lost([name for name, value in record.items() if value is not None])
         for name in self.masks:
             if record.get(name) is not None:
                 _refuse_padding(name, record[name])
@@ -89,6 +90,8 @@ class Columns:
 
     def refuse_lost(self, there: Sequence[str]) -> None:
         """Raises StoreError for columns that would be lost. there: the names of all columns."""
+        if {"chosen", "rejected", "prompt"} <= {*there} and self.names[0] in ("chosen", "rejected"):
+            raise StoreError(f"{HERE}: the prompt would be lost; {PAIRS}")
         lost = [name for name in self.refused if name in there]
         if lost:
             raise StoreError(

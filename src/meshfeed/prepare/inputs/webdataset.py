@@ -92,8 +92,8 @@ def sample_of(key: str, files: Mapping[str, bytes], told: Mapping[str, Any], how
             raise StoreError(f".{text}: not valid UTF-8: {error}") from error
     if "json" not in files and text is None:
         raise StoreError(
-            f"no .json or .txt among its files: {', '.join(sorted(files))}; the files of a sample must be "
-            f"adjacent in the tar: make it with its files sorted by name"
+            f"no .json or .txt among its files: {', '.join(sorted(files))}; the files of a sample are "
+            f"side by side in the tar, named alike up to the first dot: sort them, without further dots"
         )
     stem = f"{key.rpartition('/')[2]}.".lower()
 
