@@ -11,7 +11,7 @@ transformers' padding-free form.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -174,8 +174,9 @@ class FeedTrainer(_Base):
     For another trainer's loop, list that trainer second: `class MyTrainer(FeedTrainer, Seq2SeqTrainer)`.
 
     layout: of all ranks; None takes accelerate's device mesh, or plain data parallelism.
-    feed_options: other arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
-        gradient_accumulation_steps microbatches; a step that needs more is refused.
+    feed_options: other arguments of `Feed`: packing, delivery, verify, ... The packing is for the sets whose
+        rule needs one; other sets are rows. A training step is packed into gradient_accumulation_steps
+        microbatches; a step that needs more is refused.
     batch_of: the model's inputs from a microbatch: those of `causal_batch`, or for rows of `Masked` those of
         `masked_batch`, and further fields of the recipe, such as pixel_values, that the model's forward
         names. A recipe without a field named tokens gives its fields alone, by the model's own names. A field
@@ -210,10 +211,13 @@ class FeedTrainer(_Base):
                 self._check_returned(chosen)
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         self._collator = kwargs.get("data_collator", bound.get("data_collator"))
-        if any(
-            isinstance(given, Recipe) for given in (self.train_dataset, *self._evaluation_sets().values())
-        ):
+        if recipes := [
+            given
+            for given in (self.train_dataset, *self._evaluation_sets().values())
+            if isinstance(given, Recipe)
+        ]:
             self._check_options()
+            self._check_packing(recipes)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -391,6 +395,20 @@ class FeedTrainer(_Base):
                 f"at its own token, and no shift_labels; leave out label_names or compute_loss_func"
             )
 
+    def _check_packing(self, recipes: Sequence[Recipe]) -> None:
+        """Raises RecipeError now for sets that a feed would refuse in the midst of training."""
+        given = self._feed_options.get("packing") is not None
+        packed = [recipe for recipe in recipes if rule_of(recipe).packed]
+        if given and not packed:
+            raise RecipeError(
+                "feed_options has a packing, but all sets have sequences of one length; leave it out"
+            )
+        if packed and not given:
+            rule = type(packed[0].sequence).__name__
+            raise RecipeError(
+                f"{rule}() is packed; give feed_options={{'packing': mf.Packing(capacity=...)}}"
+            )
+
     def _check_options(self) -> None:
         """Raises RecipeError for options that would have no effect on any set that this trainer has."""
         args = self.args
@@ -428,6 +446,8 @@ class FeedTrainer(_Base):
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
         layout = layout or Layout(dp=self.args.world_size)
         options: dict[str, Any] = {"device": self.args.device, **self._feed_options}
+        if not rule_of(recipe).packed:
+            options.pop("packing", None)
         if isinstance(packing := options.get("packing"), Packing):
             check_packing(packing, mesh)
             options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)

@@ -144,7 +144,7 @@ def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_pa
         trainer(tmp_path, recipe(corpus), recipe(corpus)).evaluate()
     packing = {"packing": mf.Packing(capacity=128, policy="dynamic_cp")}
     with pytest.raises(mf.RecipeError, match="choose policy='balanced'"):
-        trainer(tmp_path, recipe(corpus), feed=packing).train()
+        trainer(tmp_path, documents(tmp_path / "docs"), feed=packing).train()
 
 
 def test_arguments_that_say_nothing_are_refused_at_construction(corpus: str, tmp_path: Path) -> None:
@@ -272,6 +272,22 @@ def test_packs_are_trained_and_evaluated(tmp_path: Path) -> None:
         mf.RecipeError, match=r"packed into \d+ .*gradient_accumulation_steps is 4; .* now 64"
     ):
         trainer(tmp_path, given, feed={"packing": mf.Packing(capacity=64)}).train()
+
+
+def test_packs_and_rows_stand_beside_each_other(corpus: str, tmp_path: Path) -> None:
+    packs, lines = documents(tmp_path / "docs"), recipe(corpus, shuffle="none", steps=2)
+    packing = {"packing": mf.Packing(capacity=128)}
+    run = trainer(tmp_path, packs, {"rows": lines, "packs": packs}, packing)
+    run.train()
+    run.evaluate(lines)
+    assert run.evaluated == rows(corpus, range(2), micro=4, shuffle="none")
+    run = trainer(tmp_path, lines, packs, packing, max_steps=2)
+    run.train()
+    assert run.trained == rows(corpus, range(2), shuffle="none")
+    with pytest.raises(mf.RecipeError, match=r"Documents\(\) is packed; give feed_options={'packing'"):
+        trainer(tmp_path, lines, packs)
+    with pytest.raises(mf.RecipeError, match="a packing, but all sets have sequences of one length"):
+        trainer(tmp_path, lines, lines, packing)
 
 
 @only_soak
