@@ -61,7 +61,7 @@ def _from(checkout: str, pattern: str, path: str = "", name: str = "", beside: s
 
 MEGATRON = ("import megatron",)
 LIGHTNING = ("outer/integrations/test_lightning_*.py", "outer/integrations/test_loop_pages.py")
-TRANSFORMERS = ("outer/integrations/test_transformers_*.py",)
+TRANSFORMERS = ("outer/integrations/test_transformers_*.py", "outer/integrations/test_accelerate_*.py")
 IMAGES = ("outer/integrations/test_vlm_trainers.py",)
 ROWS = (
     Row("megatron-core, pinned", MEGATRON, "megatron-core", path="pinned"),

@@ -5,8 +5,9 @@ gradients are synchronised once a step. Lightning fetches batches before it trai
 the trainer's own progress.
 
 Weights do not change within a step. So a checkpoint saved within a step resumes at the beginning of that
-step, and the trainer's progress is that of its optimizer steps. So a step also begins where accumulation
-begins if a run resumes with another `accumulate_grad_batches`, as on another number of ranks.
+step. Lightning accumulates by its own count of an epoch's batches, and ends epochs by it. When a fit begins,
+this count is set to what the recipe says of the position, whatever a checkpoint has; at every batch it is
+compared. So a run may resume with another `accumulate_grad_batches`, or with epochs of another length.
 
     data = DataModule(train=recipe, validate=other, micro_batch_size=2)
     Trainer(max_steps=1000, accumulate_grad_batches=4).fit(model, datamodule=data, ckpt_path="last")
@@ -15,8 +16,7 @@ begins if a run resumes with another `accumulate_grad_batches`, as on another nu
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshfeed.errors import RecipeError, StateError
@@ -27,7 +27,6 @@ from meshfeed.integrations.loader import (
     EvalLoader,
     Settings,
     TrainLoader,
-    at_step_start,
     check_feed_options,
     check_state,
     framework,
@@ -37,7 +36,6 @@ from meshfeed.integrations.loader import (
 )
 from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
-from meshfeed.state import State
 
 CONFIG_FIELDS: dict[str, str] = {
     "accumulate_grad_batches": "honoured: microbatches of a step, which must be those of the recipe",
@@ -111,10 +109,10 @@ class DataModule(_Base):
         self._recipes = {"train": train, "validate": validate, "test": test, "predict": predict}
         self._layout, self._batch_of, self._steps_per_epoch = layout, batch_of, steps_per_epoch
         self._feed_options = feed_options
-        self._loader: TrainLoader | None = None
+        self._loader: _Loader | None = None
         self._state: dict[str, Any] | None = None
         self._evaluating: list[Feed] = []
-        self._num_lost = 0  # microbatches that a checkpoint counts, but whose gradients it lacks
+        self._cut: str | None = None  # why the next fit cannot go on from the last one
 
     @property
     def step(self) -> Step | None:
@@ -127,20 +125,18 @@ class DataModule(_Base):
         if not isinstance(train, Recipe):
             raise RecipeError(f"fit needs one recipe: DataModule(train=recipe), not {type(train).__name__}")
         if self._loader is None:
-            feed, progress = self._feed(train), self.trainer.fit_loop.epoch_loop.batch_progress
+            if self._cut is not None:
+                raise StateError(self._cut)
             self._loader = _Loader(
-                feed,
+                self.trainer,
+                self._feed(train),
                 self._batch_of,
                 steps_per_epoch=self._steps_per_epoch,
                 accumulated=self._accumulated,
-                trained=lambda: progress.total.processed,
-                settings=_SETTINGS,
+                state=self._state,
             )
-            self._loader.resumes = lambda: self.trainer.fit_loop.restarting
-            if self._state is not None:
-                check_state(self._state, train)
-                self._loader.load_state_dict(self._state)
-            self._put_back(feed)
+            if not self.trainer.fast_dev_run:
+                self._loader.align()
             self._check_limit(self._loader)
             self._check_max_steps(self._loader)
         return self._loader
@@ -167,24 +163,20 @@ class DataModule(_Base):
             train, run = self._recipes["train"], self.trainer and self.trainer.state.fn
             if self._state is None and isinstance(train, Recipe) and run == "fit":
                 return state_at(train, 0)
+            if self._cut is not None:
+                raise StateError(self._cut)
             return self._state or {}
-        state = self._loader.state_dict()
-        at = State.from_json(state)
-        if at.microbatches_done and self._manual:
-            raise StateError(
-                f"a checkpoint after {at.microbatches_done} microbatches of step {at.step}, under manual "
-                f"optimization: it is unknown which of them changed the weights; save between steps "
-                f"(every_n_train_steps)"
-            )
-        return state
+        if cut := self._loader.cut:
+            raise StateError(cut)
+        self._loader.compare()
+        return self._loader.saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume training there. A checkpoint loaded to validate, test or predict changes nothing."""
         train = self._recipes["train"]
         if state_dict and isinstance(train, Recipe) and self.trainer.state.fn == "fit":
-            state, num_lost = at_step_start(state_dict)
-            check_state(state, train)
-            self._state, self._num_lost = state, num_lost
+            check_state(state_dict, train)
+            self._state, self._cut = dict(state_dict), None
             # during a fit, as lr_find restores its start: the next loader begins there
             if self._loader is not None:
                 self._loader.close()
@@ -201,7 +193,11 @@ class DataModule(_Base):
 
     def teardown(self, stage: str) -> None:
         """Keep the position and close files and connections. A fast_dev_run keeps the old position."""
-        self._let_go()
+        try:
+            if self._loader is not None:
+                self._loader.compare()
+        finally:
+            self._let_go()
 
     def on_exception(self, exception: BaseException) -> None:
         """As `teardown`, after an error: the next run resumes at the first step that is not fully trained."""
@@ -211,8 +207,7 @@ class DataModule(_Base):
         loader, self._loader = self._loader, None
         if loader is not None:
             if not self.trainer.fast_dev_run:
-                state = loader.state_dict()
-                self._state = state if self._manual else at_step_start(state)[0]
+                self._state, self._cut = loader.saved, loader.cut
             loader.close(during)
         while self._evaluating:  # an unfinished pass leaves its feed open
             self._evaluating.pop().__exit__(None, during, None)
@@ -282,53 +277,121 @@ class DataModule(_Base):
         takes_any = self._manual or self.trainer.fast_dev_run
         return None if takes_any else self.trainer.accumulate_grad_batches
 
-    def _put_back(self, feed: Feed) -> None:
-        """Set the trainer's count of batches to that of its optimizer steps: it accumulates by this count.
-
-        Its own is another one where gradients were lost, or where this run accumulates another number of
-        batches than the run that saved.
-        """
-        if self._manual:
-            return
-        loop, lost = self.trainer.fit_loop.epoch_loop, self._num_lost
-        self._num_lost = 0
-        progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
-        each = feed.num_microbatches(feed.next_step) or self.trainer.accumulate_grad_batches
-        for count, trained in ((progress.total, steps.total), (progress.current, steps.current)):
-            ending = 0 if lost else count.processed - count.completed  # 1 in a save at the end of a batch
-            if count.processed != trained.completed * each:
-                count.ready = count.started = count.processed = trained.completed * each
-                count.completed = count.processed - ending
-        limit, epochs = self.trainer.limit_train_batches, self.trainer.fit_loop.epoch_progress.current
-        sizes = (self._steps_per_epoch, limit // each if isinstance(limit, int) else None)
-        size = min((size for size in sizes if size is not None), default=math.inf)
-        is_over = steps.current.completed == size and epochs.processed == epochs.ready
-        if is_over or steps.current.completed > size:  # Lightning would train one more batch of this epoch
-            progress.current.reset()
-            steps.current.reset()
-
 
 class _Loader(TrainLoader):
-    """The loader that Lightning iterates and whose state it saves.
+    """The loader that Lightning iterates, and all that is known here of Lightning's counters.
 
-    Lightning would repeat empty epochs forever, so no epoch begins after the end of the stream, except in a
-    run that resumes there.
+    state: where training begins; None for the start of the stream.
+
+    Lightning would repeat empty epochs forever, so no epoch begins after the end of the stream.
     """
 
-    resumes: Callable[[], bool]
+    def __init__(
+        self, trainer: Any, feed: Feed, batch_of: BatchOf, *, state: Mapping[str, Any] | None, **options: Any
+    ) -> None:
+        self._trainer, self._fit = trainer, trainer.fit_loop
+        self._batches = self._fit.epoch_loop.batch_progress
+        super().__init__(
+            feed, batch_of, trained=lambda: self._batches.total.processed, settings=_SETTINGS, **options
+        )
+        if state is not None:
+            super().load_state_dict(state)
+        self._start = (self.position, trainer.global_step)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.has_ended and not self.resumes():
+        if self.has_ended and not self._fit.done:
             raise RecipeError(
                 f"the stream has ended after {self._feed.num_steps} steps, and another epoch would be empty; "
                 f"end the training there (max_steps or max_epochs), or give the recipe more (epochs=, steps=)"
             )
-        return super().__iter__()
+        return self._compared()
+
+    def _compared(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.compare()
+            yield batch
 
     def __len__(self) -> int:
-        if self._steps_per_epoch is None and not self.resumes():  # Lightning counts the rest of the stream
-            return num_microbatches(self._feed, self._position(), self._feed.num_steps)
-        return super().__len__()
+        first, at = self._first_of_epoch(), self.position
+        before = num_microbatches(self._feed, first, at) if first < at else 0
+        return super().__len__() - before + (at - first) * self._each()  # as if all were of today's size
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The state at the start of the step in training."""
+        return state_at(self._feed.recipe, self.position)
+
+    @property
+    def cut(self) -> str | None:
+        """Why nothing can go on from here; None if it can, as everywhere under automatic optimization."""
+        if self._trainer.lightning_module.automatic_optimization or not (done := self.num_done):
+            return None
+        return (
+            f"after {done} microbatches of step {self.position}, under manual optimization, it is unknown "
+            f"which of them changed the weights; save between steps (every_n_train_steps)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the data module has the state. Lightning takes loaders without one for not resumable."""
+        return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(at_step_start(state_dict)[0])
+        """Nothing; see `state_dict`."""
+
+    def align(self) -> None:
+        """Make the trainer's counters those of a run that goes on from this position, whatever they were.
+
+        Within an epoch they are those of a checkpoint from the end of a batch: Lightning goes on with the
+        next one. Elsewhere a fresh epoch begins.
+        """
+        loop, epochs, batches = self._fit.epoch_loop, self._fit.epoch_progress, self._batches
+        steps, each = loop.automatic_optimization.optim_progress.optimizer.step, self._each()
+        trained = self._trained_of_epoch()
+        within, begun = int(trained > 0), epochs.current.started
+        manual = not self._trainer.lightning_module.automatic_optimization
+        has_trained = batches.current.processed if manual else steps.current.completed
+        ended = max(begun - 1, 0) if within else begun if has_trained else epochs.current.processed
+        total = batches.total.processed if manual else steps.total.completed * each
+        _set(epochs.total, ended + within, ended)
+        _set(epochs.current, ended + within, ended)
+        _set(batches.total, total, total - within, processed=total)
+        _set(batches.current, trained, trained - within, processed=trained)
+        steps.current.ready = steps.current.completed = 0 if manual else trained // each
+        batches.is_last_batch = False
+        loop._batches_that_stepped = (total if manual else steps.total.completed) - within
+        self._fit._restarting = loop.restarting = bool(within)
+        loop.val_loop.restarting = False  # a validation begins at its beginning
+
+    def compare(self) -> None:
+        """Raises RecipeError if Lightning does not accumulate and step where the recipe's steps are."""
+        each = self._accumulated()
+        if each is None:
+            return
+        position, before = self._start
+        taken, batches = self._trainer.global_step - before, self._batches.current.processed
+        if (self.position - position, self.num_done) != (taken, batches % each):
+            raise RecipeError(
+                f"step {self.position} of the recipe has {self.num_done} microbatches trained, but Lightning "
+                f"has taken {taken} optimizer steps since step {position} and has accumulated "
+                f"{batches % each} batches (accumulate_grad_batches={each}); leave its counters and epochs "
+                f"to it: no hook may skip a batch, or change accumulate_grad_batches within a step"
+            )
+
+    def _each(self) -> int:
+        """Microbatches of the next step, as the recipe has them."""
+        return self._feed.num_microbatches(self.position) or self._trainer.accumulate_grad_batches
+
+    def _first_of_epoch(self) -> int:
+        at, size, end = self.position, self._steps_per_epoch, self._feed.num_steps
+        return at if at == end else at // size * size if size else 0
+
+    def _trained_of_epoch(self) -> int:
+        """Microbatches of Lightning's epoch that were trained, counted as accumulated now."""
+        trained = (self.position - self._first_of_epoch()) * self._each()
+        limit = self._trainer.limit_train_batches
+        return trained % limit if isinstance(limit, int) else trained
+
+
+def _set(count: Any, ready: int, completed: int, *, processed: int | None = None) -> None:
+    count.ready = count.started = ready
+    count.processed, count.completed = completed if processed is None else processed, completed

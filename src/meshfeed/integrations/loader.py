@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, Field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -140,10 +140,14 @@ class EvalLoader:
     def _microbatches(self) -> Iterator[tuple[Step, Microbatch]]:
         """The microbatches of a pass, each with its step."""
         this = self._pass = object()
+
+        def leave(*error: Any) -> None:
+            if self._pass is this:  # one that is collected late does not end a later one
+                self._feed.__exit__(*error)
+
         self._feed.load_state_dict(state_at(self._feed.recipe, 0))
         with contextlib.ExitStack() as stack:
-            # one that is collected late does not end a later one
-            stack.push(lambda *error: self._feed.__exit__(*error) if self._pass is this else None)
+            stack.push(leave)
             for step in self._feed.__enter__():
                 for microbatch in step.microbatches:
                     yield step, microbatch
@@ -156,8 +160,8 @@ class EvalLoader:
 class TrainLoader:
     """The training stream. Each iteration is an epoch of the loop and continues after the last one.
 
-    The state is the first step that is not fully trained. Take it between steps: a state taken within a step
-    records that, and is refused when it is loaded, since the gradients are lost.
+    The state is the first step that is not fully trained. Take it between steps, after the optimizer's step:
+    within one it is refused, since a checkpoint does not keep the gradients.
 
     feed: used by this loader alone.
     batch_of: the batch from a microbatch; by default a dict of its fields.
@@ -192,6 +196,7 @@ class TrainLoader:
         self._num_fetched = 0
         self._base = 0  # the count of `trained` when all steps before out[0] were trained
         self._next: int | None = None  # the next step to train: out[0], if there is one
+        self._recent: Step | None = None  # the last one that left `out`
 
     # -- the loop's side ------------------------------------------------------------------------------
 
@@ -228,7 +233,7 @@ class TrainLoader:
         """Steps of the stream that are not fully trained; None for an endless stream."""
         self._settle()
         end = self._feed.num_steps
-        return None if end is None else max(end - self._position(), 0)
+        return None if end is None else max(end - self.position, 0)
 
     @property
     def has_ended(self) -> bool:
@@ -239,19 +244,38 @@ class TrainLoader:
     def step(self) -> Step | None:
         """The step in training, with its totals such as `valid_tokens`; None before the first."""
         self._settle()
-        return self._out[0] if self._out else None
+        return self._out[0] if self._out else self._recent
+
+    @property
+    def position(self) -> int:
+        """The first step that is not fully trained."""
+        self._settle()
+        return self._position()
+
+    @property
+    def num_done(self) -> int:
+        """Microbatches of that step that were trained; 0 between steps."""
+        self._settle()
+        return self._trained() - self._base if self._out else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the steps that were trained; JSON-able, equal on every rank."""
-        self._settle()
-        done = self._trained() - self._base if self._out else 0
-        return replace(State.at(self._feed.recipe, self._position()), microbatches_done=done).to_json()
+        """The state after the steps that were trained; JSON-able, equal on every rank.
+
+        Raises StateError within a step.
+        """
+        if done := self.num_done:
+            raise StateError(
+                f"saved after {done} of {self._out[0].num_microbatches} microbatches of step "
+                f"{self._position()}, and a checkpoint does not keep their gradients; save after the "
+                f"optimizer's step"
+            )
+        return state_at(self._feed.recipe, self._position())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume at a state. Raises StateError for one taken within a step, or of another recipe."""
+        """Resume at a state. Raises StateError for one of another recipe."""
         check_state(state_dict, self._feed.recipe)
         self._feed.load_state_dict(state_dict)
-        self._steps, self._next = None, None
+        self._steps, self._next, self._recent = None, None, None
         self._out.clear()
 
     def close(self, during: BaseException | None = None) -> None:
@@ -259,10 +283,9 @@ class TrainLoader:
 
         during: an error that is being raised; errors of closing become its notes.
         """
-        self._settle()
-        self._next = self._position()
+        self._next = self.position
         self._out.clear()
-        self._steps = None
+        self._steps, self._recent = None, None
         self._feed.__exit__(None, during, None)
 
     # -- what was fetched, and what was trained -------------------------------------------------------
@@ -276,14 +299,13 @@ class TrainLoader:
         """Forget the steps that are fully trained."""
         done = self._trained() - self._base
         while self._out and done >= self._out[0].num_microbatches:
-            size = self._out.popleft().num_microbatches
+            self._recent = self._out.popleft()
+            size = self._recent.num_microbatches
             done, self._base, self._next = done - size, self._base + size, self._position() + 1
 
     def _begin(self) -> Iterator[Step]:
         """The steps from the first untrained one; fetched and dropped microbatches are made again."""
-        self._settle()
-        done = self._trained() - self._base if self._out else 0
-        if done:
+        if done := self.num_done:
             raise RecipeError(
                 f"the loop ended its epoch after {done} of {self._out[0].num_microbatches} microbatches "
                 f"of step {self._position()}; let it end between steps ({self._settings.epoch})"
@@ -328,23 +350,8 @@ def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name
 
 
 def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raises StateError for a state of another recipe, or one taken within a step."""
-    state = State.from_json(state_dict)
-    state.check(recipe)
-    if done := state.microbatches_done:
-        raise StateError(
-            f"this state was taken after {done} microbatches of step {state.step}, and a checkpoint does not "
-            f"keep their gradients; resume from a checkpoint that was saved between optimizer steps"
-        )
-
-
-def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The state at the start of its step, and the microbatches of the step that had been trained.
-
-    Raises StateError for anything but a state.
-    """
-    state = State.from_json(state_dict)
-    return replace(state, microbatches_done=0).to_json(), state.microbatches_done
+    """Raises StateError for a state of another recipe."""
+    State.from_json(state_dict).check(recipe)
 
 
 def state_at(recipe: Recipe, step: int) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from meshfeed.integrations.loader import (
     BatchOf,
     Settings,
     TrainLoader,
-    at_step_start,
     changed_options,
     check_state,
     framework,
@@ -268,14 +267,14 @@ class DataLoader(_Base):
                 "steps can differ in their number of packs, and the trainer takes the same number for each; "
                 "set DataLoader.Config(microbatches=) to gradient accumulation x pipeline microbatches"
             )
-        state, done = at_step_start(self._loader.state_dict())
-        if step := self._loader.step:
+        step, done = self._loader.step, self._loader.num_done
+        if step is not None and done:
             raise StateError(
                 f"saved within step {step.index}: on each of dp_world_size={self._dp_world_size} ranks it "
                 f"has {step.num_microbatches} microbatches, {done} of them taken; {self._shape.setting} must "
                 f"be that of the recipe's step, {len(draws_of_step(self._recipe, step.index))} sequences"
             )
-        return state
+        return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state, under any mesh. An empty state changes nothing."""

@@ -58,6 +58,7 @@ class Truth:
     """
 
     def __init__(self, recipe: mf.Recipe, steps: int, **options: Any) -> None:
+        self.recipe = recipe
         self.before = [torch.zeros(2, VOCAB, dtype=torch.float64)]
         for step in mf.simulate(recipe, mf.Layout(), steps, **options):
             counts, num_valid = torch.zeros_like(self.before[0]), 0.0

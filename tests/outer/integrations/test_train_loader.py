@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,16 +92,14 @@ def test_whatever_the_loop_fetches_what_it_trains_is_the_stream(corpus: str, liv
     assert trained == stream(corpus, 40)[: len(trained)]
 
 
-def test_a_state_within_a_step_says_so_and_is_refused(corpus: str, tmp_path: Path) -> None:
+def test_a_state_within_a_step_is_refused_when_it_is_taken(corpus: str) -> None:
     loop = Loop(corpus, 1, None, None)
     loop.epoch(EACH + 2)
-    dcp.save({"data": loop.loader}, checkpoint_id=tmp_path)
-    with pytest.raises(mf.StateError, match="after 2 microbatches of step 1"):
-        dcp.load({"data": Loop(corpus, 1, None, None).loader}, checkpoint_id=tmp_path)
-    state = loop.loader.state_dict()
-    assert (content_of(state)["step"], content_of(state)["microbatches_done"]) == (1, 2)
-    with pytest.raises(mf.StateError, match="after 2 microbatches of step 1"):
-        Loop(corpus, 1, None, state)
+    assert (loop.loader.position, loop.loader.num_done) == (1, 2)
+    with pytest.raises(
+        mf.StateError, match=r"after 2 of 3 microbatches of step 1, .*after the optimizer's step"
+    ):
+        loop.loader.state_dict()
     with pytest.raises(mf.RecipeError, match="ended its epoch after 2 of 3"):
         loop.epoch(1)
 
@@ -140,17 +137,15 @@ def test_wherever_a_loop_breaks_it_goes_on(corpus: str) -> None:
             while len(loop.trained) < k:
                 loop.epoch(k - len(loop.trained))
             assert loop.trained == whole[:k]
-            state = loop.loader.state_dict()
             if k % EACH:
-                with pytest.raises(mf.StateError, match=f"after {k % EACH} microbatches of step {k // EACH}"):
-                    Loop(corpus, ahead, per_epoch, state)
-                with pytest.raises(
-                    mf.RecipeError, match=f"after {k % EACH} of 3 microbatches of step {k // EACH}"
-                ):
+                told = f"after {k % EACH} of 3 microbatches of step {k // EACH}"
+                with pytest.raises(mf.StateError, match=told):
+                    loop.loader.state_dict()
+                with pytest.raises(mf.RecipeError, match=told):
                     loop.epoch(1)
                 loop.loader.close()
             else:
-                states.setdefault(k, []).append(state)
+                states.setdefault(k, []).append(loop.loader.state_dict())
                 assert to_the_end(loop) == whole, (ahead, per_epoch, prefetch, k)
     for saved in states.values():
         assert saved == [saved[0]] * len(HABITS)
@@ -173,6 +168,16 @@ def test_a_loop_that_trains_what_it_fetches_may_break_after_any_step(corpus: str
             trained += batches
         loader.close()
         assert trained == whole
+
+
+@pytest.mark.parametrize("each", [1, EACH])
+def test_a_plain_loop_knows_its_step_at_every_microbatch(corpus: str, each: int) -> None:
+    loader = TrainLoader(feed_of(corpus, sequences=2 * each, steps=3), named, steps_per_epoch=2)
+    assert loader.step is None
+    seen = [loader.step.index for _ in range(2) for _ in loader if loader.step is not None]
+    assert seen == [step for step in range(3) for _ in range(each)]
+    loader.close()
+    assert loader.step is None
 
 
 def test_a_feeds_own_state_is_one_too(corpus: str) -> None:
