@@ -7,6 +7,7 @@ from meshfeed.deliver.failure import Failures
 from meshfeed.deliver.group import Group
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.deliver.rendezvous import default_store
+from meshfeed.deliver.roll_call import Whereabouts
 from meshfeed.deliver.share import can_share
 from meshfeed.deliver.verify import Digester, Digests, Verifier
 
@@ -22,6 +23,7 @@ __all__ = [
     "Meeting",
     "Traffic",
     "Verifier",
+    "Whereabouts",
     "can_share",
     "default_store",
     "levels_of",

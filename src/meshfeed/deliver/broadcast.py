@@ -8,6 +8,7 @@ ranks remember the excess.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -55,6 +56,9 @@ class Broadcast(Delivery):
             raise
         self._send(message, num_bytes)
         return columns
+
+    def awaited(self) -> Sequence[int]:
+        return self._group.awaited()
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
         self._send(wire.error_message(error), num_bytes)

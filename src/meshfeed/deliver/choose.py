@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfeed.columns import Columns
@@ -93,6 +94,8 @@ class Relay(Delivery):
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         try:
             columns = self._across.deliver(columns, num_bytes)
+        except TimeoutError:
+            raise
         except Exception as error:
             self._forward(error, num_bytes)
             raise
@@ -102,6 +105,9 @@ class Relay(Delivery):
             except EndOfStream:
                 self._leave()
         return columns
+
+    def awaited(self) -> Sequence[int]:
+        return self._across.awaited() or self._within.awaited()
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -72,6 +73,10 @@ class Delivery(abc.ABC):
 
     def fail(self, error: BaseException, num_bytes: int) -> None:  # noqa: B027
         """On the reader, instead of `deliver`: send the peers the error that ends the data."""
+
+    def awaited(self) -> Sequence[int]:
+        """From another thread: the ranks that `deliver` waits for, or waited for until its TimeoutError."""
+        return ()
 
     def interrupt(self) -> None:
         """From another thread: stop. `deliver` raises EndOfStream as soon as its peers allow."""

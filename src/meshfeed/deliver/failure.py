@@ -12,12 +12,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn, Self
+from typing import NoReturn, Self, cast
 
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.meeting import Meeting
+from meshfeed.deliver.roll_call import Append, RollCall, Whereabouts
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 _MAX_BYTES = 4096
@@ -34,10 +35,18 @@ class Failures:
         meeting: where the ranks meet; None for one process.
         rank: this rank.
         wake: called from another thread when a notice arrives.
+        where: where this rank is, for a roll call; called from another thread.
     """
 
-    def __init__(self, meeting: Meeting | None, rank: int, wake: Callable[[], None]) -> None:
-        self._meeting, self._rank, self._wake = meeting, rank, wake
+    def __init__(
+        self,
+        meeting: Meeting | None,
+        rank: int,
+        wake: Callable[[], None],
+        where: Callable[[], Whereabouts] | None = None,
+    ) -> None:
+        self._meeting, self._rank, self._wake, self._where = meeting, rank, wake, where
+        self._roll_call: RollCall | None = None
         self._own: Exception | None = None
         self._prefix = ""
         self._has_looked = False
@@ -51,8 +60,11 @@ class Failures:
             self._process, start = os.getpid(), meeting.start
             meeting.on_error = lambda error: self._publish(error, start)
             self._find_run(meeting)
+            if self._where is not None:
+                self._roll_call = RollCall(meeting, self._prefix, self._where)
             meeting.rendezvous.watch(self)
-            self.on_notice()  # for notices that arrived between the two calls
+            # for notices that arrived between the two calls
+            self.on_notice(lambda key, text: meeting.later(lambda store: store.append(key, text)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,9 +113,23 @@ class Failures:
             raise error
         raise first.exception() from error
 
-    def on_notice(self) -> None:
+    def late(self, waited: str, awaited: Sequence[int]) -> DeliveryError:
+        """The error of a rank that has waited too long: it names who holds it up, see `RollCall`.
+
+        waited: what it has waited for, in words. awaited: the ranks to name if the store is lost.
+        """
+        try:
+            return cast(RollCall, self._roll_call).hold(waited, self._patience_s)
+        except DeliveryError as lost:
+            return PeerError(f"{waited} from ranks {list(awaited)}, which cannot be asked: {lost}", awaited)
+
+    def on_notice(self, append: Append) -> None:
+        if self._roll_call is not None:
+            self._roll_call.answer(append)
         (ends, record), meeting = self._notice(), self._meeting
         if record is not None and meeting is not None:
+            if self._roll_call is not None:
+                self._roll_call.over.set()
             if ends <= meeting.start:
                 meeting.cancelled.set()
             self._wake()
@@ -160,7 +186,11 @@ class Failures:
         if not (notices := meeting.rendezvous.notices):
             return math.inf, None
         texts = list(notices.values())
-        own = [(step, error) for run, step, error in map(json.loads, texts) if run == self._prefix]
+        own = [
+            (step, error)
+            for run, step, error in map(json.loads, texts)
+            if run == self._prefix and step is not None  # which opens a roll call
+        ]
         if not own:
             return math.inf, None
         return min(step for step, _ in own), ErrorRecord.decode(own[0][1].encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -57,6 +58,7 @@ class Group:
         self._purpose = purpose
         self._timeout = _NO_TIMEOUT if patience_s is None else timedelta(seconds=patience_s)
         self._links: Links | None = None
+        self._awaits = False
         self._room, self._largest = max(_ROOM, min(_FIRST_ROOM, _FIRST_BYTES // self.size)), 0
         self._kept = np.zeros(0, np.uint8)
 
@@ -91,7 +93,13 @@ class Group:
 
     def close(self) -> None:
         """Stop using the connections. Those that the group has made are closed; the peers detect that."""
+        if self._awaits and self._links is not None:
+            self._links.shut()  # else gloo waits for the collective that this rank no longer waits for
         self._group = None
+
+    def awaited(self) -> Sequence[int]:
+        """The other members, while this one waits for them in a collective, or has waited too long."""
+        return self._others if self._awaits else ()
 
     @property
     def size(self) -> int:
@@ -113,9 +121,9 @@ class Group:
         """Fill `buffer` with that of rank `source`. Raises PeerError if a member is lost."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self._ranks.index(source), 0
-        options.timeout = self._timeout
-        with self._naming_lost([source]):
-            self._group.broadcast([torch.from_numpy(buffer)], options).wait(self._timeout)
+        options.timeout = _NO_TIMEOUT
+        with self._naming_lost():
+            self._wait(self._group.broadcast([torch.from_numpy(buffer)], options))
 
     def all_gather(self, message: bytes | npt.NDArray[Any]) -> list[Bytes]:
         """Every member's message, in order; one collective unless one is over twice as long as any before.
@@ -145,11 +153,10 @@ class Group:
         if self.size == 1:
             return outgoing.copy()
         incoming, options = np.empty(sum(in_sizes), np.uint8), AllToAllOptions()
-        options.timeout = self._timeout
+        options.timeout = _NO_TIMEOUT
         sent, got = torch.from_numpy(outgoing), torch.from_numpy(incoming)
-        others = [rank for member, rank in enumerate(self._ranks) if member != self.member]
-        with self._naming_lost(others):
-            self._group.alltoall_base(got, sent, list(in_sizes), list(out_sizes), options).wait(self._timeout)
+        with self._naming_lost():
+            self._wait(self._group.alltoall_base(got, sent, list(in_sizes), list(out_sizes), options))
         self.traffic.collectives += 1
         self.traffic.num_bytes += outgoing.size + incoming.size - 2 * out_sizes[self.member]
         return incoming
@@ -170,7 +177,7 @@ class Group:
         sent, got = torch.from_numpy(outgoing), torch.from_numpy(incoming)
         parts, places = sent.split(list(out_sizes)), got.split(list(in_sizes))
         waiting: list[Any] = []
-        with self._naming_lost([rank for rank in self._ranks if rank != self._ranks[self.member]]):
+        with self._naming_lost():
             for sender, place in enumerate(places):
                 if sender != self.member and place.numel():
                     waiting.append(self._group.recv([place], sender, 0))
@@ -182,7 +189,7 @@ class Group:
                         waiting.append(self._group.send([part], receiver, 0))
                         self.traffic.num_bytes += part.numel()
             for work in waiting:
-                work.wait(self._timeout)
+                self._wait(work)
         self.traffic.collectives += 1
         self.traffic.num_bytes += sum(
             place.numel() for sender, place in enumerate(places) if sender != self.member
@@ -200,9 +207,27 @@ class Group:
         """The ranks whose connections to this one are closed: they died or left the group first."""
         return [] if self._links is None else [self._ranks[member] for member in self._links.lost()]
 
+    @property
+    def _others(self) -> list[int]:
+        return [rank for member, rank in enumerate(self._ranks) if member != self.member]
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective. Raises TimeoutError; the collective goes on.
+
+        gloo has no timeout of its own: there it would close all connections, as if this rank had died.
+        """
+        began = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError:
+            if time.monotonic() - began < self._timeout.total_seconds():
+                raise
+            raise TimeoutError from None
+
     @contextlib.contextmanager
-    def _naming_lost(self, suspects: Sequence[int]) -> Generator[None]:
-        """Raise PeerError if a collective fails. suspects: the ranks to name if no connection is closed."""
+    def _naming_lost(self) -> Generator[None]:
+        """Raise PeerError if a collective fails, naming the ranks whose connections are closed."""
+        self._awaits = True
         try:
             yield
         except (RuntimeError, dist.DistError) as broken:
@@ -210,9 +235,9 @@ class Group:
             ended = "died, or left its loop without closing its Feed or Exchange (use it in `with`)"
             if not lost:
                 raise PeerError(
-                    f"rank {rank} lost its {self._purpose} group {self._ranks}: {broken}; one of them hangs, "
+                    f"rank {rank} lost its {self._purpose} group {self._ranks}: {broken}; one of them "
                     f"{ended}",
-                    [suspect for suspect in suspects if suspect != rank],
+                    self._others,
                 ) from broken
             which = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {lost}"
             raise PeerError(
@@ -220,6 +245,7 @@ class Group:
                 f"closed ({broken}); it {ended}",
                 lost,
             ) from broken
+        self._awaits = False
 
 
 def _rounded(num_bytes: int) -> int:

@@ -50,6 +50,13 @@ class Links:
         for member, column in np.argwhere(np.isin(ends, theirs)).tolist():
             self._member_at[int(ends[member, column])] = member
 
+    def shut(self) -> None:
+        """Close all connections at both ends; their descriptors stay open."""
+        for descriptor, (file, *_) in self._links.items():
+            with contextlib.suppress(OSError), _borrowed(descriptor) as link:
+                if os.fstat(descriptor).st_ino == file:
+                    link.shutdown(socket.SHUT_RDWR)
+
     def lost(self) -> list[int]:
         """Members whose connections are closed."""
         ended = {there for descriptor, (file, _, there) in self._links.items() if _is_over(descriptor, file)}

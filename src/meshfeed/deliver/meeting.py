@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -188,13 +189,30 @@ class Meeting:
 
     def _is_alone(self) -> bool:
         """Whether no other process has claimed this rank. A process claims it once, not in every run."""
-        key, process = f"{self.prefix.rpartition('/')[0]}/rank/{self.rank}", _identity(os.getpid())
+        key, process = self._claim_of(self.rank), _identity(os.getpid())
         claim = (process, self._space, self.name, self.rank)
         if claim not in _claimed:
             if self.rendezvous.say(key, process, self.timeout_s) != process:
                 return False
             _claimed.add(claim)
         return True
+
+    def _claim_of(self, rank: int) -> str:
+        """The key under which a rank's process has written its identity."""
+        return f"{self.prefix.rpartition('/')[0]}/rank/{rank}"
+
+    def places(self, ranks: Sequence[int], within_s: float) -> list[str]:
+        """Each of these ranks with its host and pid, as far as they are known. Raises DeliveryError."""
+
+        def claim(store: Any, key: str) -> list[str]:
+            return store.get(key).decode().split()[1:] if store.check([key]) else []
+
+        keys = [self._claim_of(rank) for rank in ranks]
+        claims = self.rendezvous.call(lambda store: [claim(store, key) for key in keys], within_s)
+        return [
+            f"rank {rank} (host {found[0]}, pid {found[1]})" if found else f"rank {rank}"
+            for rank, found in zip(ranks, claims)
+        ]
 
     def meet(self, purpose: str, peers: Sequence[int]) -> str:
         """Wait until every peer has arrived for a purpose. Returns a key prefix of this meeting alone.
@@ -294,8 +312,8 @@ class Meeting:
 
 @functools.cache
 def _identity(pid: int) -> str:
-    """A unique id of this process; a forked child has another."""
-    return uuid.uuid4().hex
+    """A unique id of this process, with its host and pid; a forked child has another."""
+    return f"{uuid.uuid4().hex} {socket.gethostname()} {pid}"
 
 
 def required(meeting: Meeting | None, purpose: str, rank: int, peers: Sequence[int]) -> Meeting:

@@ -52,8 +52,11 @@ def key_of(text: str) -> str:
 class Watcher(Protocol):
     """Is called when notices arrive."""
 
-    def on_notice(self) -> None:
-        """New notices have arrived; called on the client's own thread."""
+    def on_notice(self, append: Callable[[str, str], object]) -> None:
+        """New notices have arrived; called on the client's own thread.
+
+        append: adds a text to that under a key, even while the user's thread waits on the store.
+        """
         ...
 
 
@@ -182,6 +185,9 @@ class Rendezvous:
     def _wake_listener(self, store: Any) -> None:
         store.set(self._wake_key, "1")
 
+    def _append(self, key: str, text: str) -> None:
+        self.later(lambda store: store.append(key, text))
+
     def _read(self, store: Any) -> None:
         while store.check([_notice(number := len(self.notices))]):
             self.notices.setdefault(number, store.get(_notice(number)).decode())
@@ -191,6 +197,7 @@ class Rendezvous:
             own = _clone(self._store())
             if own is not None:
                 own.append(_WAKE_KEYS, f"{self._wake_key} ")
+            append = self._append if own is None else own.append
             num_read = 0
             while True:
                 self._watched.wait()
@@ -205,7 +212,7 @@ class Rendezvous:
                 if len(self.notices) > num_read:
                     num_read = len(self.notices)
                     for watcher in list(self._watchers):
-                        watcher.on_notice()
+                        watcher.on_notice(append)
                 if own is not None and self._watchers:
                     own.wait([self._wake_key], _NO_TIMEOUT)
                     own.delete_key(self._wake_key)

@@ -17,6 +17,7 @@ import selectors
 import socket
 import struct
 import uuid
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -76,7 +77,7 @@ class ShareLeader(Delivery):
         self._slots: list[_Slot] = []
         self._peers: dict[int, socket.socket] = {}
         self._returned: dict[int, int] = {}
-        self._next = 0
+        self._next = self._needed = 0
         self._wake = -1
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
@@ -117,6 +118,9 @@ class ShareLeader(Delivery):
     def fail(self, error: BaseException, num_bytes: int) -> None:
         self._send(wire.error_message(error))
 
+    def awaited(self) -> Sequence[int]:
+        return [rank for rank in list(self._peers) if self._returned[rank] < self._needed]
+
     def interrupt(self) -> None:
         super().interrupt()
         with contextlib.suppress(OSError, ValueError):  # already closed
@@ -156,7 +160,7 @@ class ShareLeader(Delivery):
 
     def _await_tickets(self, count: int) -> None:
         """Wait until every peer has returned `count` tickets; handle peers that leave meanwhile."""
-        timeout = 0.0  # read what has arrived even if there is nothing to wait for
+        self._needed, timeout = count, 0.0  # read what has arrived even if there is nothing to wait for
         while True:
             ready = self._selector.select(timeout)
             if not ready and timeout:
@@ -198,6 +202,7 @@ class ShareFollower(Delivery):
         self._private = Private()
         self._slots: list[_Slot] = []
         self._held: int | None = None
+        self._awaits = False
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
         rank, leader = self._role.rank, self._leader
@@ -236,7 +241,9 @@ class ShareFollower(Delivery):
             with contextlib.suppress(OSError):  # a leader that has ended takes no tickets back
                 self._link.send(_TICKET.pack(self._held, 0))
             self._held = None
+        self._awaits = True
         data = _read_ticket(self._link)
+        self._awaits = False
         if self.interrupted:
             raise EndOfStream
         if not data:
@@ -259,6 +266,9 @@ class ShareFollower(Delivery):
         if kind == wire.ERROR:
             raise wire.decode_error(buffer)
         return wire.decode(buffer)
+
+    def awaited(self) -> Sequence[int]:
+        return [self._leader] if self._awaits else ()
 
     def interrupt(self) -> None:
         super().interrupt()

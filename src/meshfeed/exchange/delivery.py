@@ -65,6 +65,9 @@ class ExchangeDelivery(Delivery):
         with contextlib.suppress(EndOfStream, TimeoutError, DeliveryError):
             self._delivery.fail(error, num_bytes)
 
+    def awaited(self) -> Sequence[int]:
+        return self.group.awaited() or self._delivery.awaited()
+
     def interrupt(self) -> None:
         self.interrupted = True
         self._delivery.interrupt()

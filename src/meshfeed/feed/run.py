@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
-from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
+from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier, Whereabouts
 from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.feed.device import Placer
@@ -136,9 +136,11 @@ class Run:
         self._prefetcher = Prefetcher(
             self._reporting(items, start), clock, options.prefetch, lambda item: isinstance(item, Made)
         )
-        self._failures = Failures(peers.meeting, peers.role.rank, self._wake)
+        self._failures = Failures(peers.meeting, peers.role.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to
-        self._left = 0  # its microbatches that were not handed out
+        self._planned = self._left = 0  # its microbatches, and those that were not handed out
+        self._taken = 0  # microbatches, in all steps
+        self._waits, self._since = "", time.monotonic()  # what the loop waits for, since when
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
         self._stopping = threading.RLock()  # held while the run is started or stopped
@@ -281,7 +283,8 @@ class Run:
 
     def _pull(self) -> None:
         """Pass the producer's next item to all views."""
-        asked = time.monotonic()
+        asked = self._since = time.monotonic()
+        self._waits = "batch"
         try:
             with self._recorder.around("wait"):
                 item, spans = self._prefetcher.get(self._timeout_s, self._job_error)
@@ -293,13 +296,14 @@ class Run:
         except EndOfStream as end:
             self._publish(self._source_closed(end))
         except TimeoutError:
-            self._publish(self._late())
+            self._publish(self._late("for its next batch"))
         except PeerError as lost:
             self._publish(lost)
         if self._stopped:
             raise self._why_stopped()
         if isinstance(item, StepStart):
-            batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
+            batch, self._due, self._planned = item.batch, item.batch.step, item.batch.plan.num_microbatches
+            self._left = self._planned
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
@@ -315,15 +319,20 @@ class Run:
             for view in self._views:
                 view.items.append(item.without(view.hidden) if view.hidden else item)
             self._left -= len(item.microbatches)
+            self._taken += 1
             if self._verifier is not None and self._left == 0:
                 self._verifier.taken(self._due)
         else:
             self._enqueue(item)
+        self._waits, self._since = "", time.monotonic()
 
     def _compare(self, verifier: Verifier, step: int) -> None:
+        self._waits = "comparison"
         try:
             with self._recorder.stage("verify"):
                 verifier.check(step, self._job_error)
+        except TimeoutError:
+            self._publish(self._late(f"to compare step {step} with ranks {verifier.others}"))
         except DeliveryError as error:
             self._publish(error)
 
@@ -403,15 +412,29 @@ class Run:
             [rank for rank in ended if rank is not None],
         )
 
-    def _late(self) -> DeliveryError:
-        role = self._peers.role
-        waited = f"rank {role.rank} waited {self._timeout_s:g} s for its next batch"
-        if role.reads and self._clock.now == "deliver":
-            others = [peer for peer in role.peers if peer != role.rank]
-            return PeerError(f"{waited}: it was read, but some of ranks {others} do not take theirs", others)
-        if role.source is None or role.reads:
-            return DeliveryError(f"{waited}, and {self._origin}")
-        return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])
+    def _late(self, what: str) -> DeliveryError:
+        waited, at = f"rank {self._peers.role.rank} waited {self._timeout_s:g} s {what}", self._where()
+        if awaited := at.loops or at.producers:
+            return self._failures.late(waited, awaited)
+        return DeliveryError(f"{waited}, and {self._origin}")
+
+    def _where(self) -> Whereabouts:
+        """Where this rank is, for a roll call."""
+        verifier, producers = self._verifier, self._peers.delivery.awaited()
+        away = (
+            f"is in its loop, not in its feed, since microbatch {self._planned - self._left} of "
+            f"{self._planned} of step {self._due}, {time.monotonic() - self._since:.1f} s ago; look at its "
+            f"stack"
+        )
+        return Whereabouts(
+            made=self._prefetcher.num_made,
+            taken=self._taken,
+            loop="has closed its feed" if self._stopped else "" if self._waits else away,
+            loops=verifier.others if verifier is not None and self._waits == "comparison" else (),
+            producer=f"waits too: {self._origin if self._peers.role.reads else self._clock.now}",
+            producers=producers,
+            is_full=self._prefetcher.is_full or not (self._prefetcher.depth or self._waits),
+        )
 
 
 def _of_finished_step() -> StateError:
@@ -465,7 +488,10 @@ class Prefetcher(Generic[T]):
     collective that its peer never joins.
 
     Attributes:
-        num_ready: heavy items made ahead and not taken yet.
+        depth: see above.
+        num_made: heavy items made.
+        num_ready: those of them that were not taken yet.
+        is_full: whether it waits until one is taken, or has made all.
     """
 
     def __init__(
@@ -475,8 +501,8 @@ class Prefetcher(Generic[T]):
         depth: int,
         heavy: Callable[[T], bool] = lambda item: True,
     ) -> None:
-        self._items, self._clock, self._depth, self._heavy = items, clock, depth, heavy
-        self.num_ready = 0
+        self._items, self._clock, self.depth, self._heavy = items, clock, depth, heavy
+        self.num_ready, self.num_made, self.is_full = 0, 0, False
         self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
         self._changed = threading.Condition()
@@ -489,7 +515,7 @@ class Prefetcher(Generic[T]):
 
     def start(self) -> None:
         """Start producing."""
-        if self._depth:
+        if self.depth:
             self._thread.start()
 
     def get(self, timeout_s: float, error_of_job: ErrorOfJob = lambda: None) -> tuple[T, list[Span]]:
@@ -499,14 +525,14 @@ class Prefetcher(Generic[T]):
         Raises StopIteration at the end and, at once, after `stop`; TimeoutError after `timeout_s`, the
         producer's own error, or the job's. With a depth of 0 it makes the item, however long that takes.
         """
-        if self._depth and os.getpid() != self._process:
+        if self.depth and os.getpid() != self._process:
             raise DeliveryError(
                 "this Feed belongs to the parent of this forked process, and its reader thread does not run "
                 "here; make a new Feed in this process"
             )
         self._taking.yes = True
         try:
-            return self._take(timeout_s, error_of_job) if self._depth else self._make(error_of_job)
+            return self._take(timeout_s, error_of_job) if self.depth else self._make(error_of_job)
         finally:
             self._taking.yes = False
 
@@ -516,7 +542,9 @@ class Prefetcher(Generic[T]):
         with self._making:
             if self._stopped:
                 raise StopIteration
-            return next(self._items), self._clock.take()
+            item = next(self._items)
+            self.num_made += self._heavy(item)
+            return item, self._clock.take()
 
     def _take(self, timeout_s: float, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
         with self._changed:
@@ -580,11 +608,14 @@ class Prefetcher(Generic[T]):
 
     def _has_room(self, heavy: bool) -> bool:
         # there are few light items, but the queue must be bounded
-        return self.num_ready < self._depth if heavy else len(self._queue) < 3 * self._depth
+        return self.num_ready < self.depth if heavy else len(self._queue) < 3 * self.depth
 
     def _offer(self, item: T, heavy: bool) -> None:
         with self._changed:
+            self.num_made += heavy
+            self.is_full = True
             self._changed.wait_for(lambda: self._stopped or self._has_room(heavy))
+            self.is_full = False
             if not self._stopped:
                 self._queue.append((item, self._clock.take()))
                 self.num_ready += heavy
@@ -599,5 +630,5 @@ class Prefetcher(Generic[T]):
                 self._error = None if self._stopped else error
         finally:
             with self._changed:
-                self._finished = True
+                self._finished = self.is_full = True
                 self._changed.notify_all()
