@@ -597,7 +597,8 @@ def test_a_state_knows_what_was_agreed_for_later_steps(folder: Path, tmp_path: P
             if rank == 0:
                 feed.amend(mf.BatchSize(3), at=200)
     assert states[0] == states[1]
-    assert "amendments" not in states[0][1]["recipe"] and "amendments" in states[0][12]["recipe"]
+    assert "amendments" not in content_of(states[0][1])["recipe"]
+    assert "amendments" in content_of(states[0][12])["recipe"]
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]))
     mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][12])

@@ -5,7 +5,8 @@ before its step, and an amended recipe is a recipe like any other: every rank, u
 tool computes the same stream from it. A feed agrees on amendments while it runs: see `Feed.amend`.
 
 A ledger is a file of lines of JSON, one for each amendment, in the order in which they were agreed. Each line
-has a digest of itself and all lines before it.
+has a digest of itself and all lines before it. Reading a ledger compares digests first, and asks for nothing
+that a line names: a store is opened, and a file read, when a recipe is amended with it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import RecipeError, StateError, StoreError
+from meshfeed.errors import MeshfeedError, RecipeError, StateError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import LIMIT_S, locked
 from meshfeed.intervals import distinct
@@ -38,8 +40,11 @@ from meshfeed.summary import digest_of
 
 Longs = npt.NDArray[np.int64]
 
-_HEAD = {"ledger": "meshfeed", "version": 1}
+_HEAD = json.dumps({"ledger": "meshfeed", "version": 2})
 _OF_LINE = ("step", "agreed", "digest")
+_MOST_STEP = 2**62
+_MOST_CHARACTERS = 16 << 20  # of a line; ranks pass on amendments of 4 MiB
+_MOST_PACKED = 1 << 23  # documents of a source in a line
 _NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP  # errors of file systems without locks
 _MOST_LISTED = 1000  # documents that a line of a ledger lists as numbers, for readers
 
@@ -184,7 +189,7 @@ class Exclude(_Told):
 
     Attributes:
         documents: source -> numbers of its documents; int64, ascending. Numbers alone are of a recipe without
-            a mixture, whose source is "".
+            a mixture, whose source is "". At most 2**23 of a source.
         files: source -> path of a file of such numbers, one in each line or as .npy. A ledger keeps the path
             and a digest, and every rank reads the file: for a million documents.
 
@@ -194,7 +199,8 @@ class Exclude(_Told):
 
     documents: Mapping[str, Sequence[int] | Longs] | Sequence[int] | Longs = field(default_factory=dict)
     files: Mapping[str, str | os.PathLike[str]] | str | os.PathLike[str] = field(default_factory=dict)
-    _read: dict[str, Longs] = field(default_factory=dict[str, Longs], init=False, repr=False)
+    _digests: dict[str, str] = field(default_factory=dict[str, str], repr=False, kw_only=True)  # of the files
+    _line: dict[str, Any] = field(default_factory=dict[str, Any], repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         listed = self.documents if isinstance(self.documents, Mapping) else {"": self.documents}
@@ -203,8 +209,9 @@ class Exclude(_Told):
         listed = {name: _numbers(numbers, f"source {name!r}") for name, numbers in listed.items()}
         object.__setattr__(self, "documents", {name: found for name, found in listed.items() if found.size})
         object.__setattr__(self, "files", {name: os.fspath(path) for name, path in paths.items()})
-        self._read.update({name: _numbers_in(path) for name, path in self._paths.items()})
-        if not any(numbers.size for numbers in self.all_documents.values()):
+        new = {name: _numbers_in(path) for name, path in self._paths.items() if name not in self._digests}
+        self._digests.update({name: _digest(numbers) for name, numbers in new.items()})
+        if not self._listed and not any(new[name].size if name in new else True for name in self._paths):
             raise RecipeError("Exclude: it names no document; give some, such as {'web': [17, 203]}")
 
     @property
@@ -212,40 +219,51 @@ class Exclude(_Told):
         return cast("dict[str, str]", self.files)
 
     @property
+    def _listed(self) -> dict[str, Longs]:
+        return cast("dict[str, Longs]", self.documents)
+
+    @property
     def told(self) -> dict[str, Any]:
         """Few documents as numbers, many packed; files with their digests."""
-        listed = cast("dict[str, Longs]", self.documents)
-        told: dict[str, Any] = {"documents": {name: _packed(numbers) for name, numbers in listed.items()}}
-        told["files"] = {name: [path, _digest(self._read[name])] for name, path in self._paths.items()}
-        return {name: value for name, value in told.items() if value}
+        if not self._line:
+            listed = {name: _packed(numbers) for name, numbers in self._listed.items()}
+            files = {name: [path, self._digests[name]] for name, path in self._paths.items()}
+            told = {"documents": listed, "files": files}
+            self._line.update({name: value for name, value in told.items() if value})
+        return self._line
 
     @classmethod
     def of_told(cls, told: Mapping[str, Any]) -> Self:
         """The change that `told` describes. Raises RecipeError for anything else."""
         listed = {name: _unpacked(packed) for name, packed in told.get("documents", {}).items()}
-        files = told.get("files", {})
-        made = cls(listed, {name: path for name, (path, _) in files.items()})
-        for name, (path, digest) in files.items():
-            if _digest(made._read[name]) != digest:
-                raise RecipeError(
-                    f"{path}: it has other documents than when they were excluded; restore the file"
-                )
-        return made
+        files = {name: (path, digest) for name, (path, digest) in told.get("files", {}).items()}
+        if not {*told} <= {"documents", "files"} or not all(map(_are_texts, files.values())):
+            raise RecipeError("Exclude: it has something else than documents, and files with digests")
+        paths, digests = ({name: each[at] for name, each in files.items()} for at in range(2))
+        return cls(listed, paths, _digests=digests, _line=dict(told))  # packed as it was, by any zlib
 
     @property
     def digest(self) -> str:
-        """Of the documents, wherever they are listed."""
-        return digest_of({name: _digest(numbers) for name, numbers in self.all_documents.items()})
+        """Of the documents."""
+        listed = {name: _digest(numbers) for name, numbers in self._listed.items()}
+        return digest_of({"documents": listed, "files": self._digests})
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources that it names."""
+        return sorted({*self._listed, *self._paths})
 
     @cached_property
     def all_documents(self) -> dict[str, Longs]:
         """Source -> numbers of its documents, of the list and of the files; int64, ascending."""
-        listed = cast("dict[str, Longs]", self.documents)
-        none = np.zeros(0, np.int64)
-        return {
-            name: np.union1d(listed.get(name, none), self._read.get(name, none))
-            for name in sorted({*listed, *self._read})
-        }
+        none, read = np.zeros(0, np.int64), dict[str, Longs]()
+        for name, path in self._paths.items():
+            read[name] = _numbers_in(path)
+            if _digest(read[name]) != self._digests[name]:
+                raise RecipeError(
+                    f"{path}: it has other documents than when they were excluded; restore the file"
+                )
+        return {name: np.union1d(self._listed.get(name, none), read.get(name, none)) for name in self.sources}
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
         """The documents are empty from `step` on."""
@@ -273,8 +291,10 @@ class Exclude(_Told):
         return replace(recipe, amendments=amended)
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{numbers.size} of {name!r}" for name, numbers in self.all_documents.items())
-        return f"Exclude({counts or 'nothing'})"
+        listed = [f"{numbers.size} of {name!r}" for name, numbers in self._listed.items()]
+        return (
+            f"Exclude({', '.join([*listed, *(f'{name!r} by {path}' for name, path in self._paths.items())])})"
+        )
 
 
 @dataclass(frozen=True)
@@ -291,7 +311,8 @@ class Grow(_Told):
         path, column, dtype, tokenizer, eod: of the store, as for `open`; every rank opens it.
         fingerprint: of the store; "" when the change is made, which fills it in.
 
-    Raises StoreError if there is no such store, RecipeError if it has another fingerprint.
+    Raises StoreError if there is no such store. One of another fingerprint is a RecipeError when a recipe is
+    amended.
     """
 
     source: str
@@ -304,19 +325,31 @@ class Grow(_Told):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.fspath(self.path))
-        found = self.store.fingerprint
-        if self.fingerprint not in ("", found):
-            raise RecipeError(
-                f"Grow: {self.path} has fingerprint {found}, and had {self.fingerprint} when {self.source!r} "
-                f"grew by it; restore the files"
-            )
-        object.__setattr__(self, "fingerprint", found)
+        if not self.fingerprint:
+            object.__setattr__(self, "fingerprint", self.store.fingerprint)
+
+    @classmethod
+    def of_told(cls, told: Mapping[str, Any]) -> Self:
+        """The change that `told` describes. Raises RecipeError for anything else."""
+        made = cls(**{"fingerprint": "none", **told})
+        texts = {
+            name: value for name, value in made.told.items() if name != "eod" or not isinstance(value, bool)
+        }
+        if not _are_texts(texts.values()) or made.fingerprint == "none":
+            raise RecipeError(f"Grow: source, path and fingerprint are texts: {told}")
+        return made
 
     @cached_property
     def store(self) -> StreamStore:
-        """What the source grows by."""
+        """What the source grows by. Raises StoreError, and RecipeError if it has another fingerprint."""
         how = {name: getattr(self, name) for name in ("column", "dtype", "tokenizer", "eod")}
-        return open_store(self.path, **how)
+        opened = open_store(self.path, **how)
+        if self.fingerprint not in ("", opened.fingerprint):
+            raise RecipeError(
+                f"Grow: {self.path} has fingerprint {opened.fingerprint}, and had {self.fingerprint} when "
+                f"{self.source!r} grew by it; restore the files"
+            )
+        return opened
 
     @property
     def digest(self) -> str:
@@ -386,13 +419,19 @@ class Ledger:
     amendments: tuple[Amendment, ...] = ()
 
     @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Each as plain JSON, with a digest of it and all before it."""
+        lines, before = list[dict[str, Any]](), ""
+        for each in self.amendments:
+            line = {**_when(each), type(each.change).__name__: cast(_Told, each.change).told}
+            before = digest_of({**line, "before": before})
+            lines.append({**line, "digest": before})
+        return lines
+
+    @property
     def digests(self) -> tuple[str, ...]:
         """Of each amendment and all before it."""
-        digests, before = list[str](), ""
-        for each in self.amendments:
-            before = digest_of({"before": before, **_when(each), "change": each.change.digest})
-            digests.append(before)
-        return tuple(digests)
+        return tuple(line["digest"] for line in self.lines)
 
     @property
     def digest(self) -> str:
@@ -408,33 +447,27 @@ class Ledger:
         return Ledger((*self.amendments, amendment))
 
     @property
-    def lines(self) -> list[dict[str, Any]]:
-        """Each as plain JSON."""
-        return [
-            {**_when(each), type(each.change).__name__: cast(_Told, each.change).told, "digest": digest}
-            for each, digest in zip(self.amendments, self.digests)
-        ]
-
-    @property
     def text(self) -> str:
         """As lines of JSON."""
-        return "".join(f"{json.dumps(line)}\n" for line in (_HEAD, *self.lines))
+        return "".join(f"{line}\n" for line in (_HEAD, *map(json.dumps, self.lines)))
 
     @classmethod
     def of_text(cls, text: str, where: str = "the ledger") -> Ledger:
         """The ledger that `text` gave. Raises StateError for anything else, and names the line."""
-        head, *lines = text.splitlines() or [""]
-        if _json_of(head, f"{where}, line 1") != _HEAD:
+        head, *lines = text.split("\n")
+        if head != _HEAD:
             raise StateError(f"{where}: not a ledger of this version of meshfeed; it begins {head[:80]!r}")
-        made = cls()
-        for number, line in enumerate(lines, 2):
+        told, before = list[tuple[dict[str, Any], str]](), ""
+        for number, line in enumerate(lines[:-1], 2):
             at = f"{where}, line {number}"
-            told = _json_of(line, at)
-            made = made.added(amendment_of(told, at))
-            if made.digest != told.get("digest"):
-                raise StateError(f"{at}: it does not follow from the lines before it; restore the file")
-        if not text.endswith("\n"):
+            told.append((_json_of(line, before, at), at))
+            before = told[-1][0]["digest"]
+        if not lines or lines[-1]:
             raise StateError(f"{where} is cut off in line {len(lines) + 1}; restore the file")
+        made = cls(tuple(amendment_of(line, at) for line, at in told))
+        for (line, at), again in zip(told, made.lines):
+            if line != again:
+                raise StateError(f"{at}: not as meshfeed writes it; restore the file")
         return made
 
     @classmethod
@@ -444,18 +477,32 @@ class Ledger:
         missing_ok: a file that does not exist is an empty ledger.
         """
         try:
-            return cls.of_text(Path(path).read_text(encoding="utf-8"), os.fspath(path))
+            with _regular(path) as file:
+                head = file.readline(len(_HEAD) + 1)
+                text = head + (file.read() if head == f"{_HEAD}\n".encode() else b"")
+            return cls.of_text(text.decode(), os.fspath(path))
         except FileNotFoundError as missing:
             if missing_ok:
                 return cls()
             raise StateError(f"{os.fspath(path)}: no such ledger") from missing
-        except (OSError, UnicodeDecodeError) as bad:
+        except (OSError, ValueError) as bad:
             raise StateError(f"{os.fspath(path)}: cannot read the ledger ({bad})") from bad
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, which has the old content or the new one at any time. Raises StateError."""
+        """Write it to a file, which has the old content or the new one at any time. Raises StateError.
+
+        A link stays, and what it points to is replaced. A file that is replaced keeps its group and mode.
+        """
+        target = Path(os.path.realpath(path))
         try:
-            with durable_file(Path(path)) as file:
+            with durable_file(target) as file:
+                with contextlib.suppress(FileNotFoundError):
+                    before = target.stat()
+                    if not stat.S_ISREG(before.st_mode):
+                        raise StoreError("Not a regular file")
+                    with contextlib.suppress(PermissionError):
+                        os.fchown(file.fileno(), -1, before.st_gid)
+                    os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
                 file.write(self.text.encode())
         except StoreError as bad:
             why = bad.__cause__ or bad  # not that the file, which is to be written, is missing
@@ -472,7 +519,7 @@ class Ledger:
 
         Raises StateError, also for the file of another job.
         """
-        target = Path(path)
+        target = Path(os.path.realpath(path))
         if not self._is_kept(target):
             with _alone(target, min(timeout_s, LIMIT_S)):
                 if not self._is_kept(target):
@@ -509,8 +556,12 @@ def amendment_of(line: Mapping[str, Any], where: str) -> Amendment:
     """The amendment that a line of a ledger describes. Raises StateError for anything else."""
     try:
         ((kind, told),) = ((name, value) for name, value in line.items() if name not in _OF_LINE)
-        return Amendment(line["step"], KINDS[kind].of_told(told), line.get("agreed"))
-    except (KeyError, ValueError, TypeError, AttributeError, zlib.error) as bad:
+        made = Amendment(line["step"], KINDS[kind].of_told(told), line.get("agreed"))
+        for step in _when(made).values():
+            if type(step) is not int or not 0 <= step < _MOST_STEP:
+                raise ValueError(f"step {step!r}")
+        return made
+    except (LookupError, ValueError, TypeError, AttributeError, zlib.error, MeshfeedError) as bad:
         raise StateError(f"{where}: not an amendment ({bad!r}); restore the file") from bad
 
 
@@ -520,14 +571,29 @@ def _when(amendment: Amendment) -> dict[str, int]:
     return {"step": amendment.step, **of_all}
 
 
-def _json_of(line: str, where: str) -> dict[str, Any]:
+def _json_of(line: str, before: str, where: str) -> dict[str, Any]:
+    """A line that follows from what is before it. Raises StateError for any other."""
     try:
-        found = json.loads(line)
-    except ValueError as bad:
+        if len(line) > _MOST_CHARACTERS:
+            raise ValueError(f"{len(line):,} characters")
+        found: dict[str, Any] = {**json.loads(line)}
+        digest = digest_of(
+            {**{name: each for name, each in found.items() if name != "digest"}, "before": before}
+        )
+    except (ValueError, TypeError, RecursionError) as bad:
         raise StateError(f"{where}: not JSON ({bad}); the file is cut off or altered, restore it") from bad
-    if not isinstance(found, dict):
-        raise StateError(f"{where}: not an amendment; restore the file")
-    return cast("dict[str, Any]", found)
+    if found.get("digest") != digest:
+        raise StateError(f"{where}: it does not follow from the lines before it; restore the file")
+    return found
+
+
+def _regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file to read. Raises OSError for anything else, and waits for no pipe."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+    return file
 
 
 def _real(given: Any, where: str) -> float:
@@ -541,6 +607,10 @@ def _real(given: Any, where: str) -> float:
         raise RecipeError(f"{where} has amount {given!r}: give a number") from bad
 
 
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(each, str) for each in values)
+
+
 def _numbers(given: Any, where: str) -> Longs:
     """Numbers of documents, ascending, each once."""
     found = np.asarray(given)
@@ -552,14 +622,17 @@ def _numbers(given: Any, where: str) -> Longs:
 
 
 def _numbers_in(path: str) -> Longs:
+    wanted = "give a file with one document number in each line"
     try:
-        if path.endswith(".npy"):
-            return _numbers(np.load(path), path)
-        return _numbers(np.array(Path(path).read_text(encoding="utf-8").split(), np.int64), path)
-    except (OSError, ValueError, OverflowError) as bad:
-        raise RecipeError(
-            f"Exclude: {path}: {bad}; give a file with one document number in each line"
-        ) from bad
+        with _regular(path) as file:
+            given = (
+                np.load(file) if path.endswith(".npy") else np.array(file.read().decode().split(), np.int64)
+            )
+        return _numbers(given, path)
+    except OSError as bad:
+        raise RecipeError(f"Exclude: {path}: {bad}; {wanted}") from bad
+    except (ValueError, OverflowError, EOFError, MemoryError):  # they quote it, and it may be any file
+        raise RecipeError(f"Exclude: {path}: it has something else; {wanted}") from None
 
 
 def _digest(numbers: Longs) -> str:
@@ -569,11 +642,19 @@ def _digest(numbers: Longs) -> str:
 def _packed(numbers: Longs) -> list[int] | str:
     if numbers.size <= _MOST_LISTED:
         return numbers.tolist()
+    if numbers.size > _MOST_PACKED:
+        raise RecipeError(
+            f"Exclude: {numbers.size:,} documents; put more than {_MOST_PACKED:,} in a file, files="
+        )
     steps = np.diff(numbers, prepend=0).astype("<i8")
     return base64.b64encode(zlib.compress(steps.tobytes())).decode()
 
 
-def _unpacked(packed: list[int] | str) -> Longs:
+def _unpacked(packed: list[int] | str) -> list[int] | Longs:
     if isinstance(packed, list):
-        return np.array(packed, np.int64)
-    return np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<i8"))
+        return packed
+    stream = zlib.decompressobj()
+    steps = stream.decompress(base64.b64decode(packed, validate=True), 8 * _MOST_PACKED)
+    if not stream.eof:
+        raise ValueError("too many documents, or some are missing")
+    return np.cumsum(np.frombuffer(steps, "<i8"))

@@ -305,7 +305,7 @@ def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[
     found = list[dict[str, Any]]()
     with store:
         for step, change in ledger:
-            if isinstance(change, Exclude) and source in change.all_documents:
+            if isinstance(change, Exclude) and source in change.sources:
                 documents = change.all_documents[source]
                 if documents.size and documents[-1] >= store.num_documents:
                     raise MeshfeedError(
@@ -327,7 +327,7 @@ def named_in(ledger: Ledger) -> list[str]:
 def _sources_of(change: Change) -> Iterable[str]:
     match change:
         case Exclude():
-            return change.all_documents
+            return change.sources
         case Grow():
             return [change.source]
         case Reweigh():

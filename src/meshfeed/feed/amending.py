@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -20,11 +21,13 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from meshfeed.amendments import Ledger, amendment_of
 from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text, key_of
-from meshfeed.errors import DeliveryError, OptionError
+from meshfeed.errors import DeliveryError, OptionError, StateError
 from meshfeed.order import extend
 from meshfeed.recipe import Amendment, Change, Recipe
 
 T = TypeVar("T")
+
+_log = logging.getLogger("meshfeed")
 
 AT_ONCE = 4
 """Steps that a rank moves the horizon on by: it asks the store once for so many."""
@@ -83,6 +86,8 @@ class Amending:
         self._planned = 0, 0  # after so many loads, this rank may plan the steps before
         self._lock = threading.Lock()  # the producer and callers of `amend`
         self._holder: int | None = None
+        self._keeper: int | None = None
+        self._tried: tuple[str, int | None, str] | None = None  # a change, its `at`, the digest of its line
 
     def known_at(self, step: int) -> Ledger:
         """All amendments that affect a step, which this rank is about to plan. Raises DeliveryError."""
@@ -98,16 +103,36 @@ class Amending:
                 self._planned = self.loads, horizon
         return self.ledger
 
-    def amend(self, change: Change, at: int | None, least: int, check: Callable[[Ledger], object]) -> Ledger:
-        """Agree on a change at a step, or at the first that no rank has planned: the last of the ledger.
+    def amend(self, change: Change, at: int | None, least: int, check: Callable[[Ledger], object]) -> int:
+        """Agree on a change at a step, or at the first that no rank has planned; write the ledger. The step.
 
         least: the first step that this rank has not trained. check: raises for a ledger that the job cannot
         have. Raises OptionError for a step that some rank may have planned, a change that is too large, or in
-        a signal handler that has interrupted this; DeliveryError.
+        a signal handler that has interrupted this; DeliveryError; StateError if the ledger cannot be written.
         """
+        agreed = self._agreed(change, at, least, check)
+        _log.info("the job is amended from step %d on: %s", agreed["step"], json.dumps(agreed))
+        try:
+            self.keep()
+        except StateError as bad:
+            raise StateError(
+                f"amend: the amendment is in force from step {agreed['step']}; the ledger could not be "
+                f"written: {bad}. Cure that and amend again with the same change, which then writes it"
+            ) from bad
+        self._tried = None
+        return agreed["step"]
+
+    def _agreed(
+        self, change: Change, at: int | None, least: int, check: Callable[[Ledger], object]
+    ) -> dict[str, Any]:
+        """The line of the ledger that ranks have agreed on."""
         with self._held():
             while True:
                 text, loads, horizon = self._caught_up(least)
+                if self._tried is not None and self._tried[:2] == (change.digest, at):
+                    for line in self.ledger.lines:  # agreed, though the call failed
+                        if line["digest"] == self._tried[2]:
+                            return line
                 first = max(horizon, least)
                 if at is not None and at < first:
                     raise OptionError(
@@ -126,13 +151,27 @@ class Amending:
                         f"put the documents in a file, mf.Exclude(files=...)"
                     )
                 self._call(lambda store, key, of=ledger.digest, text=told: store.set(f"{key}/{of}", text))
-                if self._replaced(text, loads, horizon, ledger.digest):
+                self._tried = change.digest, at, ledger.digest
+                try:
+                    replaced = self._replaced(text, loads, horizon, ledger.digest)
+                except DeliveryError as lost:
+                    raise DeliveryError(
+                        f"{lost}; amend: it is not known whether the amendment is in force from step {step}; "
+                        f"amend again with the same change, which finds out and puts it in once"
+                    ) from lost
+                if replaced:
                     self.ledger = ledger
-                    return ledger
+                    return ledger.lines[-1]
 
     def keep(self) -> None:
         """Write the ledger, unless another rank has written one that goes on from it. Raises StateError."""
-        self.ledger.keep(self._path, timeout_s=self._timeout_s)
+        if self._keeper == threading.get_ident():
+            return  # a signal handler has interrupted it, and it goes on
+        self._keeper = threading.get_ident()
+        try:
+            self.ledger.keep(self._path, timeout_s=self._timeout_s)
+        finally:
+            self._keeper = None
 
     @contextlib.contextmanager
     def _held(self) -> Generator[None]:

@@ -5,6 +5,7 @@ Ranks agree on amendments as `amending` says, and on where to go on as `regroupi
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,10 @@ from torch.distributed.distributed_c10d import Store as Rendezvous
 
 from meshfeed.amendments import Ledger
 from meshfeed.deliver import Delivery
-from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.errors import DeliveryError, MeshfeedError, OptionError, StateError
 from meshfeed.feed.amending import Amending, Recipes
 from meshfeed.feed.batch import Step
-from meshfeed.feed.launch import given_layout
+from meshfeed.feed.launch import given_layout, num_processes
 from meshfeed.feed.options import FeedOptions
 from meshfeed.feed.regrouping import Asked, Seat, Whereabouts, agree, left_out
 from meshfeed.feed.source import StepSource
@@ -28,6 +29,8 @@ from meshfeed.layout import Layout
 from meshfeed.mixture import Store
 from meshfeed.order import has_step, num_positions
 from meshfeed.recipe import Change, Recipe, whole
+
+_log = logging.getLogger("meshfeed")
 
 
 class ChangingSource(StepSource[Delivery, FeedOptions]):
@@ -79,8 +82,9 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that may have been planned, or rows that do not fill microbatches; RecipeError for a change
-        that the recipe cannot have; DeliveryError for a lost store. Nothing changes then. StateError if the
-        ledger cannot be written.
+        that the recipe cannot have: nothing changes then. StateError if the ledger cannot be written: the
+        change is in force all the same. DeliveryError for a lost store: maybe it is. The same call again
+        finds out, and puts it in once.
         """
         at = whole(at)
         if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
@@ -90,9 +94,22 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
                 "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
                 "mf.Feed(..., ledger=path)"
             )
-        ledger = self._amending.amend(change, at, self.next_step, self._check_ledger)
-        self._amending.keep()
-        return ledger.amendments[-1].step
+        return self._amending.amend(change, at, self.next_step, self._check_ledger)
+
+    def _keep_for_a_state(self) -> None:
+        """Look at the ledger that a state needs, and write it again if it has lost amendments.
+
+        The state is worth more than this, so an error is logged, with the amendments.
+        """
+        placed = self._given_layout is not None or num_processes() == 1
+        if self._amending is None or not self.ledger or not placed or not self._is_first:
+            return
+        try:
+            self._amending.keep()
+        except StateError as bad:
+            _log.error(
+                "a state needs the ledger, which cannot be written: %s; it is %s", bad, self.ledger.text
+            )
 
     def _amends(self, ledger: Ledger) -> Amending:
         options = self._options
@@ -136,7 +153,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         For a trainer that may drop a step after its microbatches were taken, as torchft does. Without it, a
         step counts once the loop asks for the next one.
         """
-        last = self._next_step - 1 if self._run is None else self._run.step_in_loop
+        last = self._next_step - 1 if self._run is None else self._run.last_given
         step = whole(step)
         if type(step) is not int or not 0 <= step <= last:
             raise OptionError(f"commit({step!r}): give a step that the loop has had, 0 to {last}")
@@ -214,7 +231,14 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         first = next((step for step in known if step is not None), None)
         apart = rendezvous is not None and rank is not None
         self._take(Seat(given_layout(layout), rank, generation), options, apart=apart)
-        step, ledger = self._agreed_on(first)
+        try:
+            step, ledger = self._agreed_on(first)
+        except MeshfeedError as error:
+            error.add_note(
+                "regroup: nothing is agreed; this rank has left its loop and will go on from the same step: "
+                "call regroup again on all ranks, with a later generation"
+            )
+            raise
         self._begin_with(ledger)
         self._go_on_at(step)
         return step

@@ -29,7 +29,7 @@ from meshfeed.deliver import (
     tell,
 )
 from meshfeed.errors import OptionError, StateError
-from meshfeed.feed.batch import Sources
+from meshfeed.feed.batch import Sources, Step
 from meshfeed.feed.changing import ChangingSource
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import num_processes
@@ -254,6 +254,7 @@ class Feed(ChangingSource):
         It names the first step that was not fully handed out. A step counts as handed out once all its
         microbatches were taken, or once the loop has asked for the next one.
         """
+        self._keep_for_a_state()
         return State.at(self.recipe, self.next_step, self._digests).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
@@ -286,6 +287,11 @@ class Feed(ChangingSource):
                     f"machine=mf.Machine(workers=...)"
                 )
         return super()._origin
+
+    def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
+        if self._run is None and self._loaded and not has_step(self.recipe, self._next_step):
+            return iter(())  # a job that is done waits for nobody: others may be gone
+        return super()._begin(virtual_stage)
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
         # Only a loaded state may be at the end. A second loop here would silently get nothing.

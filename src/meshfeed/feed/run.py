@@ -159,6 +159,11 @@ class Run:
         """The step that the slowest view is in, or waits for."""
         return min(view.left for view in self._views)
 
+    @property
+    def last_given(self) -> int:
+        """The step that the slowest view was given last."""
+        return min(view.step for view in self._views) - 1
+
     def join(self, view: int, num_views: int) -> bool:
         """Join as a view; False if that is impossible and a new run must begin."""
         if self._stopped or num_views != len(self._views) or self._views[view].joined:
