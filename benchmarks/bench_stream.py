@@ -78,12 +78,13 @@ def compare(title: str, folder: Path, endpoint: str | None, num_rounds: int) -> 
                 continue
             rounds[at] = json.loads(done.stdout.splitlines()[-1])
     for rate, what in (("per_cpu_s", "tokens per CPU second"), ("per_s", "tokens per second")):
-        for ours, peer in itertools.product(OURS, contestants[len(OURS) :]):
-            ratios = [told[ours][at][rate] / theirs[rate] for at, theirs in told[peer].items()]
-            if ratios and (ours == OURS[0] or "mosaicml" in peer):  # MDS is mosaicml-streaming's format
-                aim = 2.0 if ours == OURS[0] and peer != LIMIT else None
+        for ours, other in itertools.product(OURS, (*PEERS, LIMIT)):
+            ratios = [told[ours][at][rate] / of[rate] for at, of in told.get(other, {}).items()]
+            is_due = other != LIMIT or rate == "per_cpu_s"
+            if ratios and is_due and (ours == OURS[0] or "mosaicml" in other):  # whose format MDS is
+                aim = 2.0 if ours == OURS[0] and other != LIMIT else None
                 name = f"{what}, {ours}, {title}"
-                yield Row(name=name, against=peer, value=statistics.median(ratios), aim=aim, at_least=True)
+                yield Row(name=name, against=other, value=statistics.median(ratios), aim=aim, at_least=True)
     for name, rounds in told.items():
         if rounds:
             used = statistics.median(1e9 / each["per_cpu_s"] for each in rounds.values())
