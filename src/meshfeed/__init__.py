@@ -12,6 +12,7 @@ with mf.Feed(recipe, layout) as feed:
 """
 
 import importlib
+import os
 import typing
 
 from meshfeed.batch import Batch
@@ -196,6 +197,8 @@ _PACKAGES = {
 """Packages that `import meshfeed` offers as attributes, imported on first use too."""
 
 importlib.import_module("meshfeed.forks")  # it must know of every fork from here on
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    importlib.import_module("meshfeed.uncaught").shorten()
 
 
 def __getattr__(name: str) -> typing.Any:
