@@ -686,7 +686,7 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
 
 
 def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path) -> None:
-    """They would fill the short last step, which was trained: the next ones would skip sequences."""
+    """But right behind them: then the short last step, which was trained, stays what it was."""
     data = mf.Mixture(
         {"code": (mf.open(folder / "code"), 22), "web": (mf.open(folder / "web"), 11)}, by="count"
     )
@@ -696,15 +696,40 @@ def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path)
         for step in feed:
             sizes.append(step.plan.lengths.size)
             for at in (None, 20) if step.index == 5 else (20,):
-                with pytest.raises(mf.RecipeError, match="all amounts are drawn by step 5"):
+                with pytest.raises(
+                    mf.RecipeError, match="are all drawn with step 5, and others begin at step"
+                ):
                     feed.amend(mf.Reweigh({"code": 1}), at=at)
         assert sizes == [6, 6, 6, 6, 6, 3]
         assert len(feed.ledger) == 0
-    last = recipe.amended([(5, mf.Reweigh({"code": 1}))])
-    for number in range(5):
-        assert draws_of_step(last, number).index.tolist() == draws_of_step(recipe, number).index.tolist()
-    with pytest.raises(mf.RecipeError, match="Reweigh at step 6: all amounts are drawn by step 5"):
-        recipe.amended([(6, mf.Reweigh({"code": 1}))])
+    for at in (5, 6):
+        last = recipe.amended([(at, mf.Reweigh({"code": 1}))])
+        for number in range(at):
+            assert draws_of_step(last, number).index.tolist() == draws_of_step(recipe, number).index.tolist()
+        assert len(draws_of_step(last, at)) == 6
+    with pytest.raises(mf.RecipeError, match="are all drawn with step 5, and others begin at step 7"):
+        recipe.amended([(7, mf.Reweigh({"code": 1}))])
+
+
+def test_amounts_that_end_are_drawn_whatever_the_batch_becomes(folder: Path) -> None:
+    """Or the change is refused: nobody would hear that ten sequences are never drawn."""
+    code, web = mf.open(folder / "code"), mf.open(folder / "web")
+    data = mf.Mixture({"code": (code, 40)}, by="count").then(10, {"web": (web, 8)}, by="count")
+    recipe = replace(recipe_of(folder), data=data, batch=mf.Batch(4))
+    for at, change, why in (
+        (
+            0,
+            mf.BatchSize(8),
+            "are all drawn with step 4, and others begin at step 10: let these begin at step 5",
+        ),
+        (5, mf.BatchSize(2), "would not all be drawn when others begin"),
+        (3, mf.Grow("code", str(folder / "more")), "give shares"),
+    ):
+        with pytest.raises(mf.RecipeError, match=why):
+            recipe.amended([(at, change)])
+    smaller = recipe.amended([(10, mf.BatchSize(2))])
+    drawn = np.concatenate([draws_of_step(smaller, step).source for step in range(15)])
+    assert drawn.tolist() == [0] * 40 + [1] * 8
 
 
 def test_a_source_that_is_not_drawn_grows_without_drawing_others_again(folder: Path) -> None:

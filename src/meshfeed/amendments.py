@@ -33,7 +33,7 @@ from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import LIMIT_S, locked
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture, Unit
-from meshfeed.order import last_change
+from meshfeed.order import cut_off
 from meshfeed.recipe import Amendment, Change, Recipe, whole
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
@@ -103,7 +103,6 @@ class Reweigh(_Told):
         known = recipe.data.names
         if unknown := [name for name in self.amounts if name not in known]:
             raise RecipeError(f"Reweigh: no source is called {unknown[0]!r}; there are {', '.join(known)}")
-        _check_goes_on(recipe, step, "Reweigh")
         amounts, unit = dict[str, float](), recipe.data.unit_at(step) if self.by is None else self.by
         ends = unit not in ("proportion", "tokens")
         further = {name for _, name in recipe.amendments.grown}
@@ -116,7 +115,9 @@ class Reweigh(_Told):
             sizes = _sizes(recipe, among, str(unit)) if among[1:] else [1]
             for each, size in zip(among, sizes):
                 amounts[each] = amount if ends else amount * size / sum(sizes)  # a count stays whole
-        return replace(recipe, data=recipe.data.amended(step, amounts, by=unit))
+        made = replace(recipe, data=recipe.data.amended(step, amounts, by=unit))
+        cut_off(made)  # or they begin too late
+        return made
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,13 @@ class BatchSize(_Told):
         unit = "sequences" if batch.tokens is None else "tokens"
         if getattr(self, unit) is None:
             raise RecipeError(f"{self!r}: the batch is of {unit}; give mf.BatchSize({unit}=...)")
-        return replace(recipe, batch=batch.amended(step, self.sequences, tokens=self.tokens))
+        made = replace(recipe, batch=batch.amended(step, self.sequences, tokens=self.tokens))
+        if cut := cut_off(made) - cut_off(recipe):
+            raise RecipeError(
+                f"{self!r} at step {step}: the amounts from step {min(cut)} on would not all be drawn when "
+                f"others begin; give a size at which they are"
+            )
+        return made
 
 
 @dataclass(frozen=True)
@@ -372,7 +379,6 @@ class Grow(_Told):
         name = f"{self.source}+{self.fingerprint[:8]}"
         if name in known:
             raise RecipeError(f"Grow: {self.path} is {name!r} already")
-        _check_goes_on(recipe, step, "Grow")
         grown = (*recipe.amendments.grown, (self.source, name))
 
         stores = [self.store if each == self.source else store for each, store in zip(known, recipe.sources)]
@@ -383,16 +389,6 @@ class Grow(_Told):
 
         data = recipe.data.grown(step, name, self.store, beside=among, share=share)
         return replace(recipe, data=data, amendments=replace(recipe.amendments, grown=grown))
-
-
-def _check_goes_on(recipe: Recipe, step: int, kind: str) -> None:
-    """Refuse other amounts after all are drawn: the stream would go on, and fill its short last step."""
-    last = last_change(recipe)
-    if last is not None and step > last:
-        raise RecipeError(
-            f"{kind} at step {step}: all amounts are drawn by step {last}, and the stream ends; amounts "
-            f"change at step {last} at the latest"
-        )
 
 
 def _sizes(recipe: Recipe, names: Sequence[str], unit: str) -> list[int]:

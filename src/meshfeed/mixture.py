@@ -141,7 +141,7 @@ class Mixture:
     `Mixture({"code": store, "docs": other})`, each source is weighted by its number of sequences. With
     by="tokens" the amounts are shares of the tokens, whatever the lengths of sequences. With
     by="repeat" the amounts are passes over each store, and with by="count" sequences of each; the stream ends
-    when all are drawn. A mapping gives the unit of each source:
+    when all are drawn, or goes on with what `then` says. A mapping gives the unit of each source:
     `Mixture({"code": (store, 2), "docs": (other, 5000)}, by={"code": "repeat", "docs": "count"})`.
 
     With by="tokens", a source's share of the sequences is its share of the tokens divided by the mean length
@@ -191,7 +191,8 @@ class Mixture:
     ) -> Mixture:
         """The same mixture with different amounts from a step on.
 
-        A source keeps its position: no sequence is repeated or skipped.
+        A source keeps its position: no sequence is repeated or skipped. Amounts that end, by repeat or count,
+        are cut off where others begin, and these begin at the step behind their last one at the latest.
         sources: name -> amount, or a new store with or without an amount. Sources not named are not drawn
         from there on. by: as for the mixture; None for "tokens" after amounts by tokens, else "proportion".
         at_tokens: instead of a step; the first that begins at or after so many tokens of the stream. A recipe

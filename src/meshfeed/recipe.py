@@ -251,8 +251,8 @@ class Recipe:
         batch: how much makes a step; a whole number n is `Batch(n)`.
         seed: of the shuffle and everything random in a sequence; any int64.
         epochs: passes over a store; None for an endless stream. A mixture sets this by its amounts.
-        steps: end after this many steps; None for no limit. Not part of the fingerprint, so a job may be
-            extended.
+        steps: end after this many steps, or sooner where epochs or amounts end; None for no limit. Not part
+            of the fingerprint, so a job may be extended.
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
             time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
             epoch has.

@@ -40,7 +40,7 @@ from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.mixture import Store
-from meshfeed.order import edges_of, has_step, num_positions, num_steps
+from meshfeed.order import edges_of, has_step, is_over_early, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe, entered, whole
@@ -226,6 +226,12 @@ class Feed(ChangingSource):
                 self._amending.keep()  # so that a path that cannot be written is refused here
             if placed and self._is_first and (warning := warning_of(self.recipe)):
                 _log.warning("%s", warning)
+            if placed and self._is_first and is_over_early(self.recipe):
+                _log.warning(
+                    "steps=%d is never reached: the stream ends sooner, after its epochs or amounts; "
+                    "give more of them, or fewer steps",
+                    self.recipe.steps,
+                )
             opened = stack.enter_context(rule.opened(self.recipe))
             self._stepping = replace(self._stepping, opened=opened)
             if placed and not self._options.pad_rows:

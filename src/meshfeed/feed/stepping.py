@@ -29,8 +29,8 @@ from meshfeed.order import (
     drawn_until,
     draws_of_step,
     lanes_of_step,
-    num_positions,
     num_steps,
+    short_steps,
 )
 from meshfeed.plan import (
     Align,
@@ -217,11 +217,13 @@ class Stepping:
             if size % rows and (steps is None or first + 1 < steps):
                 cure = f"give the Batch a multiple of {rows} sequences, choose another micro_batch_size"
                 raise self._unfilled(f"step {first}", size, cure)
-        end = num_positions(self.recipe)
-        left = end - batch.position(steps - 1) if steps and end is not None else 0
-        if left % rows:
-            cure = "drop it with Batch(last='drop'), fill it with the next sequences with last='pad'"
-            raise self._unfilled(f"step {steps - 1 if steps else 0}, the last,", left, cure)
+        for last in (*short_steps(self.recipe), *([steps - 1] if steps else [])):
+            left = len(draws_of_step(self.recipe, last))
+            if left % rows:
+                cure = "drop it with Batch(last='drop'), fill it with the next sequences with last='pad'"
+                raise self._unfilled(
+                    f"step {last}, the last{' of its amounts' * (last + 1 != steps)},", left, cure
+                )
 
     def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
         rows = self.micro_batch_size * self.layout.dp

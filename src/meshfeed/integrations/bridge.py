@@ -24,6 +24,7 @@ from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import state_at
 from meshfeed.machine import Machine
+from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
@@ -227,11 +228,11 @@ class DatasetConfig(_Provider, _Callback):
         files = [_file_in(folder, step), Path(folder, _FILE)] if step and folder else []
         if saved := next((file for file in files if file.is_file()), None):
             State.from_json(json.loads(saved.read_text())).check(self.recipe)
-        elif step and not rule_of(self.recipe).packed and samples != self.recipe.batch.position(step):
+        elif step and not rule_of(self.recipe).packed and samples != start_of_step(self.recipe, step):
             # of another loader, or killed before the file was written: compare the counts instead
             raise StateError(
                 f"the checkpoint is at step {step} after {samples} samples, where the recipe has "
-                f"{self.recipe.batch.position(step)}; make its Batch what global_batch_size was, with "
+                f"{start_of_step(self.recipe, step)}; make its Batch what global_batch_size was, with "
                 f"Batch.then where that changed"
             )
 

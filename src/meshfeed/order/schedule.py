@@ -29,7 +29,8 @@ _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 class Turns:
     """Whose turn it is from a step on: `turns` counts the sources that are drawn.
 
-    stage, pieces: of the rule; see `Rule.pieces`.
+    stage, pieces: of the rule; see `Rule.pieces`. total: positions after which all amounts are drawn; None
+    for shares, which never end.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Turns:
     turns: Interleaving | WholeBatches
     stage: int
     pieces: int
+    total: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +102,11 @@ def turns_of(recipe: Recipe, sizes: Longs, part: Part, of_batch: int) -> Turns:
     turns = interleaving_of(tuple(weights.values()))
     whole = WholeBatches(turns, of_batch) if of_batch else turns
     stage = sum(step <= part.step for step, _ in pieces) - 1
-    return Turns(part.step, np.array(list(weights), np.int32), whole, stage, pieces[stage][1])
+    total = None if part.is_endless else int(sum(weights.values())) * (of_batch or 1)
+    return Turns(part.step, np.array(list(weights), np.int32), whole, stage, pieces[stage][1], total)
 
 
-def end_of(recipe: Recipe, sizes: Longs, start: Callable[[int], int]) -> int | None:
-    """The position at which all amounts of the recipe are drawn; None if that is never.
-
-    start: step -> its first position.
-    """
-    if recipe.epochs is not None:
-        return _end_of_passes(recipe.sequence.pieces, recipe.epochs * int(sizes[0]), start)
-    last = _parts(recipe)[-1]
-    if last.is_endless:
-        return None
-    total = int(sum(_weights(recipe, sizes, last).values()))
-    return start(last.step) + total * (recipe.batch.size(last.step) if _per_source(recipe) else 1)
-
-
-def _end_of_passes(pieces: Sequence[tuple[int, int]], whole: int, start: Callable[[int], int]) -> int:
+def end_of_passes(pieces: Sequence[tuple[int, int]], whole: int, start: Callable[[int], int]) -> int:
     """The position after so many whole sequences of a store alone. pieces: of each; see `Rule.pieces`."""
     drawn, (first, count), *later = 0, *pieces
     for next_first, next_count in later:

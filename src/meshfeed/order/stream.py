@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import cast
+from itertools import pairwise
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
-from meshfeed.order.schedule import Segment, end_of, parts_of, sizes_of, turns_of
+from meshfeed.order.schedule import Segment, Turns, end_of_passes, parts_of, sizes_of, turns_of
 from meshfeed.order.tokens import Reached, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
 
@@ -116,6 +118,20 @@ class OwnOrder(ABC):
         """Positions [start, stop) of the stream."""
 
 
+class Short(NamedTuple):
+    """A step that is short, since the amounts end before the next ones begin.
+
+    Attributes:
+        step: the next one.
+        position: where it begins.
+        missing: sequences, or tokens of a batch of tokens, that steps before it lack.
+    """
+
+    step: int
+    position: int
+    missing: int
+
+
 class Stream:
     """position <-> (source, epoch, index), and step <-> position, for one recipe.
 
@@ -125,11 +141,13 @@ class Stream:
 
     Attributes:
         sizes: sequences in an epoch of each source; int64 [num_sources].
+        cut_off: first steps of amounts that end, and have not when the next ones begin.
     """
 
     def __init__(self, recipe: Recipe, before: Stream | None = None) -> None:
         self._recipe = weakref.ref(recipe)  # an entry of `_streams` would keep its recipe alive
-        self._batch = recipe.batch
+        self._batch, self._turns = recipe.batch, list[Turns]()
+        self._shorts, self.cut_off = list[Short](), set[int]()
         if isinstance(recipe.sequence, OwnOrder):
             self._prepare()
             return
@@ -154,25 +172,76 @@ class Stream:
 
     def _prepare(self) -> None:
         """Refuse what cannot become steps, now rather than at a step."""
+        self._settle()
         _ = self.end
+
+    def _settle(self) -> None:
+        """Find the amounts that end where the next ones begin. Raises RecipeError if these begin later."""
+        for i, (turns, after) in enumerate(pairwise(self._turns)):
+            if turns.total is None:
+                continue
+            end, stop = self._segment(i).start + turns.total, self.start(after.step)
+            drops = self._batch.last == "drop"
+            if self.start(after.step - 1) >= end or (drops and stop > end):
+                raise self._too_late(turns, after, end)
+            amounts = [self._amount(position, i) for position in (stop, end)]
+            if end < stop and self._batch.last == "keep":
+                self._shorts.append(Short(after.step, end, self._batch.position(after.step) - amounts[1]))
+            elif amounts[1] - amounts[0] >= (self._batch.size(after.step - 1) if drops else 1):
+                self.cut_off.add(turns.step)
+
+    def _too_late(self, turns: Turns, after: Turns, end: int) -> RecipeError:
+        steps = range(turns.step, after.step)
+        if self._batch.last == "drop":
+            next_step = steps[bisect_right(steps, end, key=self.start) - 1]
+        else:
+            next_step = steps[bisect_left(steps, end, key=self.start)]
+        names = [repr(self._names[source]) for source in turns.sources.tolist()]
+        of = ", ".join([*names[:3], *(["..."] if names[3:] else [])])
+        if next_step == turns.step:
+            return RecipeError(
+                f"the amounts from step {turns.step} on, of {of}, fill no step of {self._batch!r}, and "
+                f"others begin at step {after.step}; give larger amounts or smaller batches, or last='pad'"
+            )
+        return RecipeError(
+            f"the amounts from step {turns.step} on, of {of}, are all drawn with step {next_step - 1}, and "
+            f"others begin at step {after.step}: let these begin at step {next_step}, or sooner to cut the "
+            f"earlier ones off"
+        )
+
+    def _amount(self, position: int, segment: int) -> int:
+        """What the batch counts before a position of a segment: sequences."""
+        return position
 
     # -- steps ------------------------------------------------------------------------------------------
 
     def start(self, step: int) -> int:
         """The first position of a step, as if the stream had no end."""
-        return self._batch.position(step)
+        return self._batch.position(step) - self._missing(step)
+
+    def _missing(self, step: int) -> int:
+        """What short steps before a step lack, in what the batch counts."""
+        return next((each.missing for each in reversed(self._shorts) if each.step <= step), 0)
 
     def step_at(self, position: int) -> int:
         """The step that a position falls in."""
-        return self._batch.step(position)
+        return int(self.steps(np.array([position]))[0][0])
 
     def steps(self, positions: Longs) -> tuple[Longs, Longs]:
         """The step that each position falls in, and which of its sequences it is; int64 [n] each."""
-        return self._batch.steps(positions)
+        missing = np.zeros_like(positions)
+        for each in self._shorts:
+            missing[positions >= each.position] = each.missing
+        return self._batch.steps(positions + missing)
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Positions [start, stop) of a step; empty past the end of the stream."""
-        return self.within(self._batch.position(step), self._batch.position(step + 1))
+        return self.within(self.start(step), self.start(step + 1))
+
+    @property
+    def short_steps(self) -> list[int]:
+        """Steps in which amounts end that others follow, so that they are shorter than the batch says."""
+        return [each.step - 1 for each in self._shorts]
 
     @cached_property
     def all_drawn(self) -> int | None:
@@ -180,7 +249,11 @@ class Stream:
         recipe = self._of()
         if isinstance(recipe.sequence, OwnOrder):
             return recipe.sequence.num_positions(recipe)
-        return end_of(recipe, self.sizes, self.start)
+        if recipe.epochs is not None:
+            whole = recipe.epochs * int(self.sizes[0])
+            return end_of_passes(recipe.sequence.pieces, whole, self.start)
+        last = self._turns[-1]
+        return None if last.total is None else self.start(last.step) + last.total
 
     @cached_property
     def end(self) -> int | None:
@@ -193,6 +266,17 @@ class Stream:
         if steps is None:
             return end
         return self.start(steps) if end is None else min(end, self.start(steps))
+
+    @property
+    def is_over_early(self) -> bool:
+        """Whether all amounts are drawn before as many steps as the recipe asks for."""
+        steps, end = self._of().steps, self.all_drawn
+        if steps is None or end is None:
+            return False
+        drops = self._batch.last == "drop"  # then the last step is whole
+        last = steps if drops else steps - 1
+        due = self._batch.position(last) - self._missing(last)
+        return self._amount(end, len(self._turns) - 1) + drops <= due
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Positions [start, stop), cut off at the end."""
@@ -220,7 +304,7 @@ class Stream:
     def _make_segment(self, i: int) -> Segment:
         turns = self._turns[i]
         start, none = self.start(turns.step), np.zeros(self.sizes.size, np.int64)
-        of = turns.step, turns.sources, turns.turns, turns.stage, turns.pieces, start
+        of = turns.step, turns.sources, turns.turns, turns.stage, turns.pieces, turns.total, start
         if not i:
             return Segment(*of, none, none)
         before = self._segment(i - 1)
@@ -432,9 +516,16 @@ class TokenStream(Stream):
                     )
         self._cut = lru_cache(1024)(self._make_cut)
         self._near = Reached(0, 0)
+        self._settle()
+        self._near = Reached(0, 0)  # it may lie behind a short step
+
+    def _amount(self, position: int, segment: int) -> int:
+        """Tokens."""
+        return self.tokens_before(position, [self._segment(i) for i in range(segment + 1)])
 
     def start(self, step: int) -> int:
-        return self._cut(step)
+        short = next((each for each in self._shorts if each.step == step), None)
+        return self._cut(step) if short is None else short.position
 
     def step_at(self, position: int) -> int:
         step = self._batch.step(self.tokens_before(position, self.segments))
@@ -465,7 +556,7 @@ class TokenStream(Stream):
         return [self._segment(i) for i, turns in enumerate(self._turns) if not i or turns.step < step]
 
     def _make_cut(self, step: int) -> int:
-        target, near = self._batch.position(step), self._near
+        target, near = self._batch.position(step) - self._missing(step), self._near
         if not target:
             return 0
         near = near if near.tokens < target else Reached(0, 0)
@@ -510,7 +601,7 @@ def first_step_at(recipe: Recipe, tokens: int) -> int:
     stream = stream_of(recipe)
     stream.check_tokens()
     _, reached = stream.cut(tokens, stream.segments, Reached(0, 0))
-    return recipe.batch.first_step_at(reached.position + 1)
+    return stream.step_at(reached.position) + 1
 
 
 def steps_of(recipe: Recipe, positions: Longs) -> tuple[Longs, Longs]:
@@ -541,13 +632,25 @@ def has_step(recipe: Recipe, step: int) -> bool:
     return start < stop
 
 
-def last_change(recipe: Recipe) -> int | None:
-    """The last step at which its amounts can change; None for any: after it, all of them are drawn."""
+def is_over_early(recipe: Recipe) -> bool:
+    """Whether the stream ends before the `steps` of its recipe, as all amounts are drawn."""
+    return stream_of(recipe).is_over_early
+
+
+def short_steps(recipe: Recipe) -> list[int]:
+    """The steps in which amounts end before the next ones begin; not the last one of the stream."""
+    return stream_of(recipe).short_steps
+
+
+def cut_off(recipe: Recipe) -> set[int]:
+    """First steps of amounts that end, and of which the next ones leave some undrawn.
+
+    Raises RecipeError for amounts that begin after all before them are drawn.
+    """
     data = recipe.data
-    if isinstance(data, Mixture) and data.parts[-1].is_endless and not isinstance(recipe.sequence, OwnOrder):
-        return None  # without the schedule of all changes so far
-    stream = stream_of(recipe)
-    return None if stream.all_drawn is None else stream.step_at(stream.all_drawn)
+    if not isinstance(data, Mixture) or all(part.is_endless for part in data.parts[:-1]):
+        return set()  # without the schedule of all changes so far
+    return stream_of(recipe).cut_off
 
 
 def draws_of_step(recipe: Recipe, step: int) -> Draws:

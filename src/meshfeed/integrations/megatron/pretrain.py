@@ -13,6 +13,7 @@ from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of, unfollowed_iterators
 from meshfeed.integrations.megatron.stages import Readers
+from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence.columns import rule_of
@@ -297,10 +298,10 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
         if packed:
             return _whole_steps(name, consumed, of_step)
         step = recipe.batch.step(consumed)
-    if recipe.batch.position(step) != consumed:
+    if start_of_step(recipe, step) != consumed:
         raise StateError(
             f"{name}: Megatron has taken {consumed} samples before step {step}, where the recipe has "
-            f"{recipe.batch.position(step)}; make its Batch what the batch sizes were, with Batch.then where "
+            f"{start_of_step(recipe, step)}; make its Batch what the batch sizes were, with Batch.then where "
             f"they changed"
         )
     return step

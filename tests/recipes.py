@@ -1,0 +1,213 @@
+"""Random jobs, and random changes of what comes later in them: what laws about every recipe draw from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+import meshfeed as mf
+from corpus import write_corpus
+from meshfeed.order import num_positions, num_steps
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+SIZES = {
+    "a": (700, 12),
+    "b": (400, 9),
+    "c": (900, 15),
+    "more": (300, 8),
+    "others": (500, 20),
+    "late": (350, 10),
+}
+"""Tokens, and mean tokens of a document."""
+LARGE = {"large": (40_000, 3), "larger": (70_000, 4), "large more": (50_000, 3)}
+"""Of these, more than 4,096 sequences of an epoch are drawn."""
+LONGEST = 40  # tokens of a document
+UNITS = ("proportion", "tokens", "size", "repeat", "count", "repeat and count")
+
+
+def write_stores(folder: Path) -> Path:
+    for seed, (name, (num_tokens, mean)) in enumerate((SIZES | LARGE).items()):
+        write_corpus(folder / name, num_tokens=num_tokens, mean=mean, seed=seed)
+    return folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe, and the amendments that it is trained with."""
+
+    folder: Path
+    given: mf.Recipe
+    ledger: tuple[mf.Amendment, ...] = ()
+
+    @property
+    def recipe(self) -> mf.Recipe:
+        """Made anew each time, so that it shares nothing with another one."""
+        return replace(self.given).amended(self.ledger)
+
+    @property
+    def is_large(self) -> bool:
+        return any("large" in name for name in self.given.source_names)
+
+    def checked(self) -> Job:
+        """Itself, or no example if a job cannot have it."""
+        try:
+            num_positions(self.recipe)
+        except (mf.RecipeError, mf.StoreError):
+            reject()
+        return self
+
+
+def rules(draw: Draw) -> Any:
+    windows = mf.Windows(8, eod_mask_loss=draw(st.booleans()))
+    masked = mf.Masked(20, vocab_size=99, mask_token=100, crop="random")
+    staged = windows.then(draw(st.integers(1, 6)), draw(st.sampled_from([4, 16])))
+    return draw(st.sampled_from([mf.Documents(), mf.Documents(max_len=25), windows, staged, masked]))
+
+
+def batches(draw: Draw, rule: Any, times: int) -> mf.Batch:
+    tokens = not isinstance(rule, mf.Masked) and draw(st.integers(0, 2)) == 0
+    least, unit = (3, "tokens") if tokens else (1, "sequences")
+    sizes = st.integers(least, 9).map(lambda size: times * size * (16 if tokens else 1))
+    batch = mf.Batch(**{unit: draw(sizes)}, last=draw(st.sampled_from(["keep", "keep", "drop", "pad"])))
+    for step in sorted(draw(st.sets(st.integers(1, 9), max_size=2))):
+        batch = batch.then(step, **{unit: draw(sizes)})
+    return batch
+
+
+def amounts(
+    draw: Draw, stores: dict[str, mf.Store | None], units: tuple[str, ...], times: int
+) -> tuple[Any, Any]:
+    """Sources of a mixture as it takes them, and their unit. A store of None is known already."""
+    unit, given, by = draw(st.sampled_from(units)), dict[str, Any](), dict[str, Any]()
+    bare = unit == "size" and all(stores.values())
+    for name, store in stores.items():
+        by[name] = draw(st.sampled_from(["repeat", "count"])) if unit == "repeat and count" else unit
+        amount: Any = draw(st.sampled_from([0.4, 1, 1.7] if by[name] == "repeat" else [0.1, 1, 2.5]))
+        if by[name] == "count":
+            amount = times * draw(st.integers(1, 30))
+        given[name] = store if bare else amount if store is None else (store, amount)
+    return given, by if unit == "repeat and count" else "proportion" if unit == "size" else unit
+
+
+def mixtures(draw: Draw, folder: Path, rule: Any, batch: mf.Batch, times: int) -> mf.Mixture:
+    pool = ["large", "larger", "a"] if times > 1 else ["a", "b", "c"]
+    stores: dict[str, mf.Store] = {name: mf.open(folder / name) for name in pool}
+    kind: Any = "mixed" if batch.tokens else draw(st.sampled_from(["mixed", "mixed", "per_source"]))
+    units = tuple(unit for unit in UNITS if unit != "tokens" or not isinstance(rule, mf.Masked))
+    if len(rule.pieces) > 1 or (kind == "per_source" and batch.stages[1:]):
+        units = tuple(unit for unit in units if unit in ("proportion", "tokens", "size"))
+
+    def some() -> dict[str, Any]:
+        return {name: stores[name] for name in draw(st.lists(st.sampled_from(pool), min_size=1, unique=True))}
+
+    given, by = amounts(draw, some(), units, times)
+    mixture = mf.Mixture(given, by=by, batches=kind)
+    for _ in range(draw(st.integers(0, 2))):
+        first, now = mixture.parts[-1].step + 1, mf.Recipe(data=mixture, sequence=rule, batch=batch)
+        end = ends_at(now)
+        near = st.integers(first, first + 3) if end is None else st.sampled_from([end, end, first, end - 1])
+        further = {name: None if name in mixture.names else store for name, store in some().items()}
+        given, by = amounts(draw, further, units, times)
+        mixture = mixture.then(max(draw(near), first), given, by=by)
+    return mixture
+
+
+def ends_at(recipe: mf.Recipe) -> int | None:
+    """The number of steps, or no example if it cannot be."""
+    try:
+        return num_steps(recipe)
+    except (mf.RecipeError, mf.StoreError):
+        reject()
+
+
+def changes(draw: Draw, job: Job) -> mf.Amendment:
+    """An amendment at any step."""
+    recipe, times = job.given, 100 if job.is_large else 1
+    name, kind = draw(st.sampled_from(recipe.source_names)), draw(st.integers(0, 4))
+    step = draw(st.integers(0, 9))
+    if kind == 0:
+        size = times * draw(st.integers(LONGEST, 150) if recipe.batch.tokens else st.integers(1, 9))
+        return mf.Amendment(step, mf.BatchSize(**{"tokens" if recipe.batch.tokens else "sequences": size}))
+    if kind == 1:
+        return mf.Amendment(step, mf.SkipSteps(step, step + draw(st.integers(1, 2))))
+    if kind == 2:
+        store = recipe.sources[recipe.source_names.index(name)]
+        return mf.Amendment(
+            step, mf.Exclude({name: draw(st.lists(st.integers(0, store.num_documents - 1), min_size=1))})
+        )
+    if kind == 3:
+        of = "large more" if job.is_large else draw(st.sampled_from(["more", "others"]))
+        return mf.Amendment(step, mf.Grow(name, str(job.folder / of)))
+    by = draw(st.sampled_from([None, "proportion", "count"]))
+    among = draw(st.lists(st.sampled_from(recipe.source_names), min_size=1, max_size=2, unique=True))
+    amount = st.integers(1, 30) if by == "count" else st.sampled_from([0.1, 1, 2.5])
+    return mf.Amendment(step, mf.Reweigh({each: draw(amount) for each in among}, by=by))
+
+
+@st.composite
+def jobs(draw: Draw, folder: Path, most_amendments: int = 3) -> Job:
+    """A job of any rule, mixture, unit, batch, amounts and amendments; a large one now and then."""
+    times = draw(st.sampled_from([1, 1, 1, 150]))
+    rule = draw(st.just(mf.Documents())) if times > 1 else rules(draw)
+    batch, options = batches(draw, rule, times), dict[str, Any]()
+    if draw(st.integers(0, 3)):
+        data: Any = mixtures(draw, folder, rule, batch, times)
+    else:
+        data = mf.open(folder / ("large" if times > 1 else draw(st.sampled_from(["a", "b", "c"]))))
+        options["epochs"] = draw(st.sampled_from([None, 1, 2]))
+    by_tokens = batch.tokens is not None or "by tokens" in repr(data)
+    shuffles = [
+        "global",
+        "global",
+        "none",
+        mf.Blocks(sequences=4, window=2, lanes=2),
+        *([] if by_tokens else ["replacement"]),
+    ]
+    options["shuffle"] = draw(st.sampled_from(shuffles[: 3 if len(rule.pieces) > 1 else None]))
+    options["steps"] = draw(st.sampled_from([None, None, 5, 12]))
+    recipe = mf.Recipe(data=data, sequence=rule, batch=batch, seed=draw(st.integers(-2, 2)), **options)
+    job = Job(folder, recipe).checked()
+    for _ in range(draw(st.sampled_from([0, 0, 1, most_amendments] if most_amendments else [0]))):
+        job = replace(job, ledger=(*job.ledger, changes(draw, job))).checked()
+    return job
+
+
+@st.composite
+def later_changes(draw: Draw, job: Job, step: int) -> Job:
+    """The same job with a change from a step on, or one that only its end depends on."""
+    given, times = job.given, 150 if job.is_large else 1
+    end = ends_at(job.recipe)
+    near = st.integers(step, step + 3) if end is None else st.sampled_from([end, end + 1, step, step + 1])
+    at, kind = (
+        draw(near),
+        draw(st.sampled_from(["data", "data", "batch", "windows", "epochs", "steps", "amend", "amend"])),
+    )
+    if kind == "amend":
+        change = changes(draw, job)
+        return replace(job, ledger=(*job.ledger, replace(change, step=step + change.step % 4))).checked()
+    try:
+        if kind == "data" and isinstance(given.data, mf.Mixture):
+            pool = dict.fromkeys(given.source_names) | {"late": mf.open(job.folder / "late")}
+            names = draw(st.lists(st.sampled_from([*pool]), min_size=1, max_size=3, unique=True))
+            sources, by = amounts(draw, {name: pool[name] for name in names}, UNITS, times)
+            made = replace(given, data=given.data.then(at, sources, by=by))
+        elif kind == "batch":
+            size = draw(st.integers(3, 9)) * times * (16 if given.batch.tokens else 1)
+            made = replace(
+                given, batch=given.batch.then(at, **{"tokens" if given.batch.tokens else "sequences": size})
+            )
+        elif kind == "windows":
+            made = replace(given, sequence=given.sequence.then(at, draw(st.sampled_from([2, 4, 8, 16]))))
+        elif kind == "epochs":
+            made = replace(given, epochs=draw(st.sampled_from([None, 1, 2, 3])))
+        else:
+            made = replace(given, steps=draw(st.sampled_from([None, 5, 12, 40])))
+    except (mf.RecipeError, AttributeError):  # a rule without `then`
+        reject()
+    return replace(job, given=made).checked()
