@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
-from meshfeed.files import url
+from meshfeed.files import Cache, url
+from meshfeed.files.cached import CachedFile
 from meshfeed.files.remote.client import Client
 from meshfeed.files.remote.retries import Patience
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, SKEWED, Fault, Faults
@@ -302,9 +303,10 @@ class Short(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     num_short = 0
+    head_bytes = len(DATA)
 
     def do_HEAD(self) -> None:
-        self.answer(200, b"", len(DATA))
+        self.answer(200, b"", self.head_bytes)
 
     def do_GET(self) -> None:
         begin, end = (int(each) for each in self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -345,4 +347,20 @@ def test_a_body_shorter_than_what_was_asked_for_is_asked_again() -> None:
         once = Client(f"http://127.0.0.1:{server.server_port}", {}, Patience(attempts=2, hedge=False))
         with pytest.raises(UnavailableError, match="received 2450 of 4900 bytes"):
             once.read("x", 100, 5_000, tag)
+        server.shutdown()
+
+
+@pytest.mark.parametrize("told", [SIZE // 2, SIZE - 1])
+def test_a_size_that_the_bytes_contradict_is_not_believed(tmp_path: Path, told: int) -> None:
+    """Such as that of the compressed body, which some servers tell where no bytes are asked for."""
+
+    class Other(Short):
+        head_bytes = told
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        file = CachedFile(f"http://127.0.0.1:{server.server_port}/x", Cache(tmp_path))
+        out = np.empty(100, np.uint8)
+        with file, pytest.raises(ChangedError, match=f"of an object of {SIZE} bytes, which had {told} when"):
+            file.read_into(out, np.array([50]), np.array([100]))
         server.shutdown()

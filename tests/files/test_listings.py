@@ -15,6 +15,7 @@ from meshfeed.files.remote.client import Client
 from meshfeed.files.remote.retries import Patience
 from services import listings
 from services.listings import Lie, Lister
+from soak import SEED, cases
 
 PATIENCE = Patience(timeout_s=5, give_up_s=5)
 OBJECTS = {f"raw/p-{number:02}.jsonl": b"x" * (number + 1) for number in range(36)}
@@ -71,7 +72,7 @@ def test_pages_without_names_end_with_the_time_for_the_listing() -> None:
         with pytest.raises(UnavailableError, match="has not ended in 1 s; it has 0 names so far"):
             listed(server, patience=Patience(timeout_s=1, give_up_s=1))
         seen = server.num_listings
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 50
         time.sleep(0.2)
         assert server.num_listings <= seen + 1, "it is not asked any more"
 
@@ -93,15 +94,16 @@ def test_folders_and_what_marks_them() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
 def test_law_the_exact_names_or_an_error_in_time(share: float) -> None:
-    num_listed = 0
-    for seed in range(20):
-        with Lister(OBJECTS, listings.at_random(seed, share)) as server:
+    num_listed, num_seeds = 0, cases(20, 400)
+    patience = Patience(timeout_s=5, give_up_s=5 if share < 0.2 else 1)
+    for seed in range(num_seeds):
+        with Lister(OBJECTS, listings.at_random(SEED + seed, share)) as server:
             began = time.monotonic()
             with contextlib.suppress(StoreError):
-                assert listed(server, patience=Patience(timeout_s=1, give_up_s=1)) == TRUE, f"seed {seed}"
+                assert listed(server, patience=patience) == TRUE, f"seed {seed}"
                 num_listed += 1
             assert time.monotonic() - began < 30, f"seed {seed}"
-    assert share > 0.2 or num_listed >= 10, num_listed
+    assert share > 0.2 or num_listed >= num_seeds // 2, num_listed
 
 
 @pytest.mark.parametrize("lie", [listings.no_token, listings.first_version, listings.overlapping])

@@ -30,6 +30,8 @@ class Hub:
         signed_s: how long a signed URL holds.
         asked: kind -> number of requests: revision, tree, resolve, bytes (of storage).
         answers: every (kind, status), in order.
+        links: whether a page of a listing names the next one; "same" for itself.
+        more_bytes: that answers for bytes tell each object to have beyond its own.
         token: if given, the Hub answers 401 without it.
     """
 
@@ -39,6 +41,8 @@ class Hub:
     signed_s: float = 3600.0
     asked: Counter[str] = field(default_factory=Counter)
     answers: list[tuple[str, int]] = field(default_factory=list)
+    links: bool | str = True
+    more_bytes: int = 0
     token: str | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +118,7 @@ class _Answers(BaseHTTPRequestHandler):
             self.answer(kind, 200, {**headers, "Content-Length": str(len(content))}, content)
             return
         begin, end = int(found[1]), min(int(found[2]) + 1, len(content))
-        span = {"Content-Range": f"bytes {begin}-{end - 1}/{len(content)}"}
+        span = {"Content-Range": f"bytes {begin}-{end - 1}/{len(content) + self.hub.more_bytes}"}
         self.answer(kind, 206, {**headers, **span}, content[begin:end])
 
 
@@ -163,9 +167,11 @@ class _Hub(_Answers):
                 entry["lfs"] = {"oid": _etag(content), "size": len(content), "pointerSize": 134}
             entries.append(entry)
         headers = {"Content-Type": "application/json"}
-        if at + PAGE < len(files):
+        if self.hub.links and at + PAGE < len(files):
             here = f"{self.hub.endpoint}{urlsplit(self.path).path}"
-            headers["Link"] = f'<{here}?recursive=True&cursor={at + PAGE}>; rel="next"'
+            headers["Link"] = (
+                f'<{here}?recursive=True&cursor={at + PAGE * (self.hub.links is True)}>; rel="next"'
+            )
         self.answer("tree", 200, headers, json.dumps(entries).encode())
 
     def _resolve(self, commit: str, path: str) -> None:

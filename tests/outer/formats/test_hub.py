@@ -24,7 +24,7 @@ import torch
 
 import meshfeed as mf
 import quick
-from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.files.cache import answers, once
 from meshfeed.files.remote import hub as hub_module
 from meshfeed.files.remote import retries
@@ -173,6 +173,41 @@ def test_processes_share_their_nodes_requests(hub: Hub, tmp_path: Path) -> None:
     ]
     assert [each.communicate()[0] for each in started] == ["[1, 2, 3]\n"] * count
     assert hub.asked == {"tree": 2, "resolve": 2, "bytes": 2}
+
+
+@pytest.mark.parametrize(
+    ("links", "kind", "says"),
+    [
+        (False, StoreError, "the listing leaves out 2 files, such as 'data/train-00001-of-00002.parquet'"),
+        ("same", UnavailableError, "the same names again and again"),
+    ],
+)
+def test_a_listing_is_not_believed_because_it_is_well_formed(
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    links: bool | str,
+    kind: type[StoreError],
+    says: str,
+) -> None:
+    """A mirror or proxy may drop the header that names the next page."""
+    monkeypatch.setattr(hub_module, "_FULL", 4)  # three files and a folder
+    monkeypatch.setattr(hub_module, "_PAGE", 4)
+    hub.links = links
+    one = client(hub, tmp_path / "node", give_up_s="1")
+    with pytest.raises(kind, match=says):
+        one.list("data")
+    hub.links = True
+    assert [path for path, _ in one.list("")] == sorted(FILES)
+
+
+def test_bytes_of_an_object_of_another_size_are_refused(hub: Hub, tmp_path: Path) -> None:
+    path, hub.more_bytes = "raw/train.bin", 5
+    one = client(hub, tmp_path / "node")
+    with pytest.raises(
+        ChangedError, match=r"raw/train\.bin: bytes 0\.\.9: of an object of 60005 bytes, which had"
+    ):
+        one.read(path, 0, 9, one.stat(path).tag)
 
 
 def test_an_expired_link_is_asked_again(hub: Hub, tmp_path: Path) -> None:

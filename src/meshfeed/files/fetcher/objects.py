@@ -152,7 +152,9 @@ class StoredObject:
 
     def read(self, begin: int, end: int) -> memoryview:
         """Stored bytes [begin, end). Raises StoreError."""
-        return memoryview(self.reader.read(self.address.path, begin, end, self.stat.tag)).cast("B")
+        stat = self.stat
+        data = self.reader.read(self.address.path, begin, end, stat.tag, stat.size_bytes)
+        return memoryview(data).cast("B")
 
     def part(self, first: int, count: int) -> tuple[list[Summed], int]:
         """`count` blocks from block `first` on, verified, and the number of bytes fetched.
@@ -196,7 +198,8 @@ def sums_at(reader: Reader, address: Address, stat: Stat) -> bytes:
     """The content of a file of checksums. Raises StoreError if it stays invalid after retries."""
 
     def read() -> bytes:
-        text = _joined(stat.size_bytes, lambda begin, end: reader.read(address.path, begin, end, stat.tag))
+        path, tag, size = address.path, stat.tag, stat.size_bytes
+        text = _joined(size, lambda begin, end: reader.read(path, begin, end, tag, size))
         parse(address.url, text)
         return text
 

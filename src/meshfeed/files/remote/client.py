@@ -14,7 +14,7 @@ from typing import Any
 from meshfeed.errors import ChangedError, OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files.byte_file import typed_errors
-from meshfeed.files.remote.errors import REPLACED, reason, refuses_method, refuses_range
+from meshfeed.files.remote.errors import REPLACED, reason, refuse_other_size, refuses_method, refuses_range
 from meshfeed.files.remote.hub import HubClient
 from meshfeed.files.remote.listing import Listing
 from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
@@ -95,8 +95,11 @@ class Client(Retries):
             )
         return f"{_SIZE}{size_bytes}"
 
-    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
-        """Exactly the bytes [begin, end) of the version `tag`, as a buffer."""
+    def read(self, path: str, begin: int, end: int, tag: str, size_bytes: int | None = None) -> Any:
+        """Exactly the bytes [begin, end) of the version `tag`, as a buffer.
+
+        size_bytes: of that version; None if unknown.
+        """
         if begin == end:
             return b""
         import obstore
@@ -109,6 +112,7 @@ class Client(Retries):
             answer = obstore.get(self._store, path, options=options)
             if not _is_version(answer.meta, tag):
                 raise ChangedError(f"{where}: {REPLACED}")
+            refuse_other_size(where, size_bytes, answer.meta["size"])
             return answer.bytes()
 
         return self._read(get, path, begin, end)
@@ -140,7 +144,7 @@ class LocalReader:
             found = Path(path).stat()
         return Stat(found.st_size, f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}")
 
-    def read(self, path: str, begin: int, end: int, tag: str) -> bytes:
+    def read(self, path: str, begin: int, end: int, tag: str, size_bytes: int | None = None) -> bytes:
         with typed_errors(path), Path(path).open("rb", buffering=0) as stream:
             data = os.pread(stream.fileno(), end - begin, begin)
         if len(data) != end - begin or self.stat(path).tag != tag:

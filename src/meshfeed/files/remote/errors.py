@@ -83,6 +83,15 @@ def is_unknown_host(error: BaseException) -> bool:
     return _UNKNOWN_HOST.search(str(error)) is not None
 
 
+def refuse_other_size(where: str, size_bytes: int | None, told_bytes: int) -> None:
+    """Raises ChangedError if an answer tells another size than the one that an object was opened with."""
+    if size_bytes not in (None, told_bytes):
+        raise ChangedError(
+            f"{where}: of an object of {told_bytes} bytes, which had {size_bytes} when it was opened; it was "
+            f"replaced, or the server tells two sizes: see what it answers to HEAD and to a range"
+        )
+
+
 def refuses_method(error: Exception) -> bool:
     """Whether a server refuses the request's method, such as HEAD."""
     return _status_of(error) in ("405", "501")

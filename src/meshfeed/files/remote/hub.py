@@ -31,13 +31,14 @@ from urllib.parse import quote, urlsplit
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.extras import install
 from meshfeed.files.cache.answers import recent, shared
-from meshfeed.files.remote.errors import REPLACED, reason
+from meshfeed.files.remote.errors import REPLACED, reason, refuse_other_size
 from meshfeed.files.remote.hub_url import hub_options, hub_path, is_commit
 from meshfeed.files.remote.retries import Patience, Retries, Stat
 
 ENDPOINT = "https://huggingface.co"
 _MOST_PAUSE_S = 600.0
 _PAGE = 1000  # files in a page of the Hub's listing
+_FULL = 50  # divides the number of files in full pages, also of mirrors
 
 
 class HubError(Exception):
@@ -112,15 +113,16 @@ class HubClient(Retries):
         below = f"{prefix.rstrip('/')}/" if prefix else ""
         return sorted((path, size) for path, (size, _) in self._tree.items() if path.startswith(below))
 
-    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
+    def read(self, path: str, begin: int, end: int, tag: str, size_bytes: int | None = None) -> Any:
         """Exactly the bytes [begin, end) of the file with the hash `tag`, as a buffer."""
         if begin == end:
             return b""
-        if self.stat(path).tag != tag:
+        stat = self.stat(path)
+        if stat.tag != tag:
             raise ChangedError(f"{self._name(path)}: bytes {begin}..{end}: {REPLACED}")
 
         def at(url: str) -> Any:
-            return self._read(lambda where: self._range(url, begin, end), path, begin, end)
+            return self._read(lambda where: self._range(url, begin, end, where, stat), path, begin, end)
 
         url = self._url(path, tag)
         try:
@@ -149,11 +151,21 @@ class HubClient(Retries):
                     self._repo, recursive=True, revision=self.commit, repo_type="dataset"
                 )
             )
-            found: list[Any] = []
+            found, names = list[Any](), set[str]()
             # huggingface_hub waits out a 429 itself, and waits for a silent Hub without limit
-            limit_s = _MOST_PAUSE_S + self._patience.give_up_s
-            while page := self._pool.submit(some, entries).result(limit_s):
+            ends_s = time.monotonic() + _MOST_PAUSE_S + self._patience.give_up_s
+            while page := self._pool.submit(some, entries).result(max(ends_s - time.monotonic(), 0)):
                 found += page
+                if names.issuperset(here := {each.path for each in page}):
+                    raise ConnectionError("the listing brings the same names again and again")
+                names |= here
+            if len(found) % _FULL == 0:  # pages are full, and somebody may have dropped what names the next
+                info = self._api.dataset_info(self._repo, revision=self.commit, expand=["siblings"])
+                if left := {each.rfilename for each in info.siblings or ()} - names:
+                    raise StoreError(
+                        f"{self._root}: the listing leaves out {len(left)} files, such as {min(left)!r}; the "
+                        f"endpoint must pass on the header Link, which names the next page"
+                    )
             return found
 
         def some(entries: Iterator[Any]) -> list[Any]:
@@ -192,7 +204,7 @@ class HubClient(Retries):
 
         return self._retry(one, path, self._name(path))
 
-    def _range(self, url: str, begin: int, end: int) -> Any:
+    def _range(self, url: str, begin: int, end: int, where: str, stat: Stat) -> Any:
         """Bytes [begin, end) from a signed URL."""
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         if self._token and urlsplit(url)[:2] == urlsplit(self._endpoint)[:2]:
@@ -204,6 +216,8 @@ class HubClient(Retries):
             sent = str(answer.headers.get("Content-Range"))
             if not sent.startswith(f"bytes {begin}-{end - 1}/"):
                 raise ConnectionError(f"asked for bytes {begin}-{end - 1}, received {sent}")
+            if (size := sent.rpartition("/")[2]).isdecimal():
+                refuse_other_size(where, stat.size_bytes, int(size))
         body = answer.content
         return body[begin:end] if answer.status_code == 200 else body  # a server that ignores Range
 
