@@ -295,9 +295,9 @@ def test_processes_that_waited_for_a_failure_do_not_repeat_it(
     hub.refuse = lambda kind, number: (503, {})
     all_came, lock = threading.Barrier(8), once.locked
 
-    def locked(path: Path, mode: int) -> Any:
+    def locked(path: Path, mode: int, **how: Any) -> Any:
         all_came.wait()
-        return lock(path, mode)
+        return lock(path, mode, **how)
 
     def commit(_: int) -> str:
         with pytest.raises(UnavailableError, match=r"failed 2 times .* status 503") as failed:
