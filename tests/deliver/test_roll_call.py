@@ -79,7 +79,7 @@ def hang(rank: int, path: str, port: int, case: Case, victim: int) -> Any:
                 del microbatch
                 if rank == victim and step.index >= 3:
                     suffer(case.kind)
-                if time.monotonic() - began > 5 * TIMEOUT_S:
+                if time.monotonic() - began > 20 * TIMEOUT_S:
                     return "nobody", (), ""
     except mf.MeshfeedError as error:
         return type(error).__name__, getattr(error, "ranks", (error.rank,)), str(error)
@@ -91,7 +91,7 @@ def suffer(kind: str) -> None:
     """What the victim does in its loop."""
     if kind in ("stopped", "killed"):
         os.kill(os.getpid(), signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-    time.sleep(10 * TIMEOUT_S if kind == "sleeping" else 3 * TIMEOUT_S)
+    time.sleep(30 * TIMEOUT_S if kind == "sleeping" else 3 * TIMEOUT_S)
 
 
 def begin(path: str, case: Case, victim: int) -> tuple[world.World, Any]:
