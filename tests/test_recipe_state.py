@@ -256,7 +256,7 @@ JSON = st.recursive(
     st.dictionaries(st.text(max_size=9), st.text(max_size=20)),
     st.integers(0),
     JSON,
-    st.sampled_from(["version", "recipe", "step", "data", "microbatches_done", "more"]),
+    st.sampled_from(["version", "recipe", "step", "data", "more"]),
 )
 def test_a_state_is_read_whole_or_refused(summary: dict[str, str], step: int, junk: object, key: str) -> None:
     saved = mf.State(recipe=summary, step=step).to_json()
@@ -308,7 +308,6 @@ DEEP = "[" * 200_000
             for changed in (
                 *({"version": version} for version in (0, 1, 2, 4, "3", True, 3.0, None, [3])),
                 *({"step": step} for step in (None, [4], float("nan"), -1, True, 3.0, "3")),
-                *({"microbatches_done": done} for done in (None, -1, 1.0, "1")),
                 *({"recipe": recipe} for recipe in (None, {}, [1, 2], 5, {"seed": 5}, {"seed": "6"})),
                 *({"data": data} for data in (None, [1], {"a": "b"}, "text", [None])),
                 {"mine": 5},
@@ -316,7 +315,7 @@ DEEP = "[" * 200_000
         ),
         *(
             lambda s, name=name: sealed({k: v for k, v in _content(s).items() if k != name})
-            for name in ("recipe", "step", "data", "microbatches_done")
+            for name in ("recipe", "step", "data")
         ),
     ],
 )

@@ -30,13 +30,11 @@ class State:
         step: the next step, from 0.
         data: digests of every byte of the sources before the step, as `Recipe.grouped` gives them; empty
             unless the recipe has verify_data="full".
-        microbatches_done: microbatches of the step that a loop had trained; their gradients are lost.
     """
 
     recipe: Mapping[str, str]
     step: int
     data: tuple[str, ...] = ()
-    microbatches_done: int = 0
 
     @classmethod
     def at(cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None) -> State:
@@ -52,22 +50,19 @@ class State:
 
     def to_json(self) -> dict[str, str]:
         """As one text of JSON under one key, at most 4 KB."""
-        told = {"recipe": dict(self.recipe), "step": self.step, "data": [*self.data]}
-        return sealed({**told, "microbatches_done": self.microbatches_done})
+        return sealed({"recipe": dict(self.recipe), "step": self.step, "data": [*self.data]})
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
         """Read what `to_json` wrote. Raises StateError if anything is missing, unknown or altered."""
-        told = unsealed(saved, ("recipe", "step", "data", "microbatches_done"))
-        recipe, data = told["recipe"], told["data"]
+        told = unsealed(saved, ("recipe", "step", "data"))
+        recipe, step, data = told["recipe"], told["step"], told["data"]
         texts = [*recipe.values(), *data] if (type(recipe), type(data)) == (dict, list) else [None]
-        numbers = {name: told[name] for name in ("step", "microbatches_done")}
-        for name, number in numbers.items():
-            if type(number) is not int or number < 0:
-                raise StateError(f"state has {name} {number!r}; it is a whole number from 0")
+        if type(step) is not int or step < 0:
+            raise StateError(f"state has step {step!r}; it is a whole number from 0")
         if not all(isinstance(text, str) for text in texts):
             raise StateError("the state's recipe is not made of texts; pass what state_dict() returned")
-        return cls(recipe=recipe, data=tuple(data), **numbers)
+        return cls(recipe=recipe, step=step, data=tuple(data))
 
     def check(self, recipe: Recipe) -> None:
         """Raises StateError if `recipe` has different steps before this one, or ends before it.
