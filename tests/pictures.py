@@ -197,6 +197,6 @@ def expected_parts(
             size = mf.sequence.PartSize(
                 *(getattr(parts, name)[part] for name in ("height", "width", "length", "rate"))
             )
-            arrays = processor(data, size, mf.rng(recipe.seed, epoch, index, part, s))
+            arrays = processor(data, size, mf.rng(recipe.seed, epoch, index, part, recipe.source_key(s)))
             made.append((sequence, part, dict(arrays)))
     return made

@@ -18,6 +18,7 @@ import meshfeed as mf
 import world
 from meshfeed.order import draws_of_step
 from meshfeed.store import DatasetWriter
+from observe import seen_step, simulated
 from pictures import Listen, Look, recipe_over, write_pictures
 from soak import SEED, cases
 from user_datasets import Plain
@@ -210,13 +211,13 @@ def test_sources_and_losses_are_what_the_tokens_say(folder: Path, life: int) -> 
     recipe, options = drawn_job(rng, kind, folder)
     rows, shapes = options.get("micro_batch_size", 0), set[torch.Size]()
     made = list(mf.simulate(recipe, layout, 2, **options))
-    for step, each in itertools.groupby(made, key=lambda simulated: simulated.batch):
+    for step, each in itertools.groupby(made, key=lambda one: one.batch):
         found, wanted = torch.zeros(2, 3, 2, dtype=torch.float64)
-        for simulated in each:
-            for microbatch in simulated.microbatches:
+        for made_by_rank in each:
+            for microbatch in made_by_rank.microbatches:
                 check_sources(microbatch, rows)
                 shapes.add(microbatch["source"].shape)
-                if "labels" not in microbatch or simulated.coord.tp:
+                if "labels" not in microbatch or made_by_rank.coord.tp:
                     continue
                 labels, mask = microbatch["labels"], microbatch["loss_mask"]
                 losses = loss_of(microbatch["position_ids"], labels)
@@ -320,6 +321,30 @@ def test_sources_of_images(tmp_path: Path) -> None:
             counts[source] += microbatch["loss_mask"][0][ids == at].sum()
         counts -= last(microbatch)[:, 1]
     assert counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sources_of_images_grow_while_they_are_trained(tmp_path: Path, workers: int) -> None:
+    """The second one begins sooner, so the first one gets another number."""
+    for seed, name in enumerate("abcd"):
+        write_pictures(tmp_path / name, count=20, seed=seed)
+    data = mf.Mixture({name: (mf.open(tmp_path / name), 1) for name in "ab"})
+    recipe = recipe_over(data, mf.Multimodal(image=Look(), audio=Listen()))
+    packing, seen = mf.Packing(capacity=60), list[Any]()
+    options: dict[str, Any] = {"machine": mf.Machine(workers=workers), "ledger": tmp_path / "ledger.jsonl"}
+    with mf.Feed(recipe, packing=packing, **options) as feed:
+        for step in feed:
+            seen += [seen_step(step, step.microbatches)]
+            if step.index == 0:
+                assert feed.amend(mf.Grow("a", str(tmp_path / "c")), at=12) == 12
+            if step.index == 1:
+                assert feed.amend(mf.Grow("b", str(tmp_path / "d"))) < 12
+            if step.index == 16:
+                break
+        amended = recipe.amended(feed.ledger)
+    assert seen == simulated(amended, mf.Layout(), 17, 0, packing=packing)
+    drawn = {source for step in seen for each in step["microbatches"] for source, *_ in each["draws"]}
+    assert drawn == {*range(4)}
 
 
 def items_of(number: int) -> mf.Mapped:

@@ -64,18 +64,32 @@ class PartPlace:
     """Which part of which draw.
 
     Attributes:
+        name: of its source: growth may give this one another number before the part is fetched.
+        recipe, source: under which it was planned, and the source's number there.
         promise: of one that is announced, looked up together with those announced beside it.
     """
 
-    source: int
+    name: str
     epoch: int
     index: int
     part: int
+    recipe: Recipe = field(compare=False, repr=False)
+    source: int = field(compare=False)
     promise: Promise | None = field(default=None, compare=False, repr=False)
 
-    def told(self, recipe: Recipe) -> str:
+    @property
+    def store(self) -> Any:
+        """Where it is."""
+        return self.recipe.sources[self.source]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of its generator; see `order.rng`."""
+        return self.recipe.seed, self.epoch, self.index, self.part, self.recipe.source_key(self.source)
+
+    def told(self) -> str:
         """What messages call the part."""
-        return f"{recipe.sources[self.source]}: document {self.index}, part {self.part} (epoch {self.epoch})"
+        return f"{self.store}: document {self.index}, part {self.part} (epoch {self.epoch})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +153,7 @@ class Decoded:
 
 
 class Decoder:
-    """The decoded parts of a recipe's draws. The stores must be entered, and so must it.
+    """The decoded parts of draws. The stores must be entered, and so must it.
 
     Args:
         processors: by kind.
@@ -150,12 +164,12 @@ class Decoder:
         has_bad: the sources of which a part could not be decoded.
     """
 
-    def __init__(self, recipe: Recipe, processors: Mapping[Kind, Processor], machine: Machine) -> None:
-        self._recipe, self._processors, self._machine = recipe, processors, machine
+    def __init__(self, processors: Mapping[Kind, Processor], machine: Machine) -> None:
+        self._processors, self._machine = processors, machine
         self._workers: Workers[PartPlace] | None = None
         self._arena: Arena | None = None
         self.costs = DecodeCosts(machine.workers)
-        self.has_bad: set[int] = set()
+        self.has_bad: set[str] = set()
 
     def __enter__(self) -> Self:
         if count := self._machine.workers:
@@ -170,7 +184,7 @@ class Decoder:
                 read=self._task_with_room,
                 received=_arrays_of,
                 is_full=_is_full,
-                called=self.told,
+                called=PartPlace.told,
             )
         return self
 
@@ -229,18 +243,19 @@ class Decoder:
         """The promise of each part. Those of one source are looked up together."""
         promises: dict[PartPlace, Promise] = {}
         ordered = sorted(dict.fromkeys(places), key=lambda at: (at.source, at.index, at.part))
-        for source, some in itertools.groupby(ordered, key=lambda at: at.source):
-            promises |= self._promises_of(source, list(some))
+        for _, some in itertools.groupby(ordered, key=lambda at: at.source):
+            promises |= self._promises_of(list(some))
         return promises
 
-    def _promises_of(self, source: int, places: Sequence[PartPlace]) -> dict[PartPlace, Promise]:
+    def _promises_of(self, places: Sequence[PartPlace]) -> dict[PartPlace, Promise]:
         """places: of one source, ascending by document and part."""
         promises: dict[PartPlace, Promise] = {}
         documents, numbers = _numbers_of(places)
         unique, of = np.unique(documents, return_inverse=True)
-        parts = self._recipe.sources[source].parts(unique)
+        store = places[0].store
+        parts = store.parts(unique)
         parts = parts.take(parts.starts[of] + numbers)
-        begins = self._recipe.sources[source].part_ranges(documents, numbers)[0].tolist()
+        begins = store.part_ranges(documents, numbers)[0].tolist()
         sizes = parts.num_bytes.tolist()
         for kind in KINDS:
             if mine := parts.of_kind(kind).tolist():
@@ -256,12 +271,12 @@ class Decoder:
     def _tasks(self, promises: Mapping[PartPlace, Promise]) -> dict[PartPlace, Task]:
         """All that decoding some parts needs. promises: by source. What is of one is read together."""
         tasks: dict[PartPlace, Task] = {}
-        for source, some in itertools.groupby(promises, key=lambda at: at.source):
+        for _, some in itertools.groupby(promises, key=lambda at: at.source):
             places, begin = list(some), time.monotonic()
-            data = self._recipe.sources[source].read_parts(*_numbers_of(places))
+            data = places[0].store.read_parts(*_numbers_of(places))
             read_s = (time.monotonic() - begin) / len(places)
             for at, stored in zip(places, data):
-                tasks[at] = Task(promises[at], stored, self._seeds(at), read_s)
+                tasks[at] = Task(promises[at], stored, at.seeds, read_s)
         return tasks
 
     def _promised(
@@ -273,10 +288,10 @@ class Decoder:
             return rows_of(processor, parts), tokens_of(processor.rule, parts)
         except Exception as error:
             if len(places) == 1:
-                raise named(error, processor, self.told(places[0])) from error
+                raise named(error, processor, places[0].told()) from error
             for i, at in enumerate(places):
                 self._promised(kind, parts.only(i), [at])
-            raise named(error, processor, f"{self.told(places[0])} and {len(places) - 1} more") from error
+            raise named(error, processor, f"{places[0].told()} and {len(places) - 1} more") from error
 
     def _task_with_room(self, at: PartPlace) -> Task:
         """What a worker needs, in a room where some of it is large."""
@@ -291,25 +306,18 @@ class Decoder:
         begin = time.monotonic()
         ends = np.array([promise.begin + promise.num_bytes])
         stored = room.memory[: promise.num_bytes]
-        self._recipe.sources[at.source].read_part_ranges(ends - promise.num_bytes, ends, stored)
-        return Task(promise, b"", self._seeds(at), time.monotonic() - begin, room, slots)
+        at.store.read_part_ranges(ends - promise.num_bytes, ends, stored)
+        return Task(promise, b"", at.seeds, time.monotonic() - begin, room, slots)
 
     @functools.cached_property
     def _columns(self) -> dict[Kind, tuple[PartField, ...]]:
         return {kind: processor.columns for kind, processor in self._processors.items()}
 
-    def _seeds(self, at: PartPlace) -> tuple[int, ...]:
-        return self._recipe.seed, at.epoch, at.index, at.part, self._recipe.source_key(at.source)
-
-    def told(self, at: PartPlace) -> str:
-        """What messages call a part."""
-        return at.told(self._recipe)
-
     def _received(self, at: PartPlace, item: Any) -> Decoded:
         if isinstance(item, MeshfeedError):
             raise item
         if isinstance(item, Failure):
-            raise StoreError(f"{self.told(at)} failed in worker {item.worker}:\n{item.text}")
+            raise StoreError(f"{at.told()} failed in worker {item.worker}:\n{item.text}")
         return item
 
 

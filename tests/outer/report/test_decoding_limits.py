@@ -129,10 +129,10 @@ def test_a_wait_for_workers_that_mostly_read_is_a_wait_for_reading(
     now = iter([0.0, 8.0, 10.0, 10.0])
     monkeypatch.setattr(decoding, "time", SimpleNamespace(monotonic=lambda: next(now)))
     write_pictures(tmp_path / "store")
-    decoder = decoding.Decoder(multimodal(tmp_path / "store"), {}, mf.Machine())
+    recipe, decoder = multimodal(tmp_path / "store"), decoding.Decoder({}, mf.Machine())
     items = [decoding.Decoded({}, 10, read_s=r, busy_s=b, cpu_s=b / 2) for r, b in ((5.0, 1.0), (1.0, 1.0))]
     decoder._workers = SimpleNamespace(fetch=lambda places: items)  # type: ignore[assignment]
-    places = [decoding.PartPlace(0, 0, 0, part) for part in range(2)]
+    places = [decoding.PartPlace("", 0, 0, part, recipe, 0) for part in range(2)]
     for _ in range(2):
         decoder.decode(places)
     costs = decoder.costs

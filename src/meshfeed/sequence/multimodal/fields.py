@@ -79,13 +79,13 @@ def blanks_of(chosen: Chosen, which: Longs) -> dict[int, Mapping[str, Array]]:
             try:
                 blanks[i] = blank_of(processor, PartSize.of(chosen.parts, i), counts)
             except Exception as error:
-                raise named(error, processor, chosen.listed[i].told(chosen.among.recipe)) from error
+                raise named(error, processor, chosen.listed[i].told()) from error
     return blanks
 
 
 def _refuse(decoder: Decoder, at: PartPlace, bad: Bad, on_bad: OnBad, max_bad_share: float | None) -> None:
     """Raise unless it may become zeros; log the first one of each source."""
-    where, costs = decoder.told(at), decoder.costs
+    where, costs = at.told(), decoder.costs
     if not bad.is_broken:
         raise RecipeError(f"{where}: {bad.why}")
     if on_bad == "error":
@@ -101,8 +101,8 @@ def _refuse(decoder: Decoder, at: PartPlace, bad: Bad, on_bad: OnBad, max_bad_sh
             f"Multimodal(max_bad_share={max_bad_share:g}) allows of {max(costs.parts, _FEWEST)}; "
             f"{where}: {bad.why}; repair the data, or allow more"
         )
-    if at.source not in decoder.has_bad:
-        decoder.has_bad.add(at.source)
+    if at.name not in decoder.has_bad:
+        decoder.has_bad.add(at.name)
         _log.warning(
             "%s cannot be decoded: %s; it becomes zeros, as all further ones of this source do, which "
             "step.stats['parts_bad'] counts",

@@ -168,10 +168,13 @@ class Chosen:
     @cached_property
     def listed(self) -> Sequence[PartPlace]:
         """The parts, by source, epoch, document and number."""
-        draws = self.among.draws
+        draws, recipe = self.among.draws, self.among.recipe
         of, number = self.in_documents(np.arange(self.places.size))
         columns = draws.source[of], draws.epoch[of], draws.index[of], number
-        return [PartPlace(*row) for row in zip(*(column.tolist() for column in columns))]
+        return [
+            PartPlace(recipe.source_names[source], *place, recipe, source)
+            for source, *place in zip(*(column.tolist() for column in columns))
+        ]
 
 
 @dataclass(frozen=True, eq=False)

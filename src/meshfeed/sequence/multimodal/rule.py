@@ -307,7 +307,7 @@ class Multimodal(DocumentRule, TokenRule):
     @contextmanager
     def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
         """The rule with its worker processes; they start with the first part that is announced."""
-        with Decoder(recipe, self.processors, self._machine) as decoder:
+        with Decoder(self.processors, self._machine) as decoder:
             yield self._with(_decoder=decoder)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
@@ -326,7 +326,7 @@ class Multimodal(DocumentRule, TokenRule):
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The text of the documents, and their parts, decoded."""
         columns = dict(super().load(recipe, portion, allocate))
-        decoder = self._decoder or Decoder(recipe, self.processors, Machine())
+        decoder = self._decoder or Decoder(self.processors, Machine())
         share = self.max_bad_share if decoder is self._decoder else None  # `simulate` is no run
         chosen = self._decoded(recipe, portion)
         return columns | part_columns(chosen, decoder, portion.needs, self.on_bad, share)
