@@ -61,12 +61,13 @@ def _from(checkout: str, pattern: str, path: str = "", name: str = "", beside: s
 
 MEGATRON = ("import megatron",)
 LIGHTNING = ("outer/integrations/test_lightning_*.py", "outer/integrations/test_loop_pages.py")
+TITAN = ("outer/integrations/test_torchtitan_*.py", "outer/integrations/test_titan_lives.py")
 TRANSFORMERS = ("outer/integrations/test_transformers_*.py", "outer/integrations/test_accelerate_*.py")
 IMAGES = ("outer/integrations/test_vlm_trainers.py",)
 ROWS = (
     Row("megatron-core, pinned", MEGATRON, "megatron-core", path="pinned"),
     Row("megatron-core", MEGATRON, "megatron-core"),
-    Row("torchtitan", ("outer/integrations/test_torchtitan_*.py",), "torchtitan"),
+    Row("torchtitan", TITAN, "torchtitan"),
     Row("torchft", ("outer/integrations/test_torchft.py",), "torchft"),
     Row("lightning", LIGHTNING + IMAGES, "lightning"),
     Row("transformers", TRANSFORMERS + IMAGES, "transformers"),
