@@ -69,6 +69,16 @@ def length_of(drawn: tuple[int, int, int]) -> int:
     return int(LENGTHS[:60][index] if source == 0 else LENGTHS[60:][index])
 
 
+def test_amounts_that_begin_later_leave_the_tokens_behind_a_short_step() -> None:
+    a, b = mf.Lengths([1, 2] * 20), mf.Lengths([3, 9, 20, 11] * 10)
+    data = mf.Mixture({"a": (a, 17)}, by="count").then(1, {"b": (b, 30)}, by="count")
+    options: Any = {"sequence": mf.Documents(), "batch": mf.Batch(tokens=40), "seed": 5}
+    before, after = (mf.Recipe(data=each, **options) for each in (data, data.then(5, {"a": 28}, by="count")))
+    steps = [[draws_of_step(recipe, step).index.tolist() for step in range(5)] for recipe in (before, after)]
+    assert len(steps[0][0]) == 17 and steps[0] == steps[1]
+    assert start_of_step(before, 5) == start_of_step(after, 5)
+
+
 def test_a_state_is_of_its_tokens() -> None:
     assert_resumable(recipe_of(), steps=4, packing=PACKING)
     with mf.Feed(recipe_of(), rank=0, packing=PACKING) as feed:

@@ -70,3 +70,10 @@ def test_an_error_in_a_users_dataset_is_told_whole(tmp_path: Path, rank: int) ->
     lines = said(tmp_path, ROWS, rank)
     assert any(line.endswith("in __getitem__") for line in lines), "where their code raised"
     assert "meshfeed.errors.StoreError" in lines[-1] and "row is damaged" in lines[-1]
+
+
+def test_an_error_of_the_script_is_told_before_that_of_its_cleaning_up(tmp_path: Path) -> None:
+    loop = MISTAKE.rpartition("train()")[0] + "try:\n    1 / 0\nfinally:\n    train()\n"
+    for rank in range(2):
+        text = "\n".join(said(tmp_path, loop, rank))
+        assert "ZeroDivisionError: division by zero" in text and "LayoutError: dp=0" in text

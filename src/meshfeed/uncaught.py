@@ -22,7 +22,7 @@ def shorten() -> None:
     """Print the message of an uncaught MeshfeedError without this package's frames.
 
     The first rank of each node prints the script's own lines, too. Everything is printed at level DEBUG of
-    the logger "meshfeed", and where a user's code raised within this package.
+    the logger "meshfeed", and where a user's code raised within this package, or before it.
     """
     before = sys.excepthook
 
@@ -40,11 +40,15 @@ def _is_needed_whole(error: BaseException, trace: TracebackType | None) -> bool:
     if logging.getLogger("meshfeed").isEnabledFor(logging.DEBUG):
         return True
     inside = list(_frames(trace))[len(list(_frames(_above(trace)))) :]
-    cause = error.__cause__
-    while cause is not None:
-        inside += _frames(cause.__traceback__)
-        cause = cause.__cause__
+    while (before := _before(error)) is not None:
+        inside += _frames(before.__traceback__)
+        error = before
     return any(map(_is_users, map(_file, inside)))
+
+
+def _before(error: BaseException) -> BaseException | None:
+    """The error that led to one, or that was being handled, as Python prints it too."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _is_users(file: str) -> bool:

@@ -186,9 +186,12 @@ class Stream:
                 raise self._too_late(turns, after, end)
             amounts = [self._amount(position, i) for position in (stop, end)]
             if end < stop and self._batch.last == "keep":
-                self._shorts.append(Short(after.step, end, self._batch.position(after.step) - amounts[1]))
+                self._shorten(Short(after.step, end, self._batch.position(after.step) - amounts[1]))
             elif amounts[1] - amounts[0] >= (self._batch.size(after.step - 1) if drops else 1):
                 self.cut_off.add(turns.step)
+
+    def _shorten(self, short: Short) -> None:
+        self._shorts.append(short)
 
     def _too_late(self, turns: Turns, after: Turns, end: int) -> RecipeError:
         steps = range(turns.step, after.step)
@@ -517,7 +520,10 @@ class TokenStream(Stream):
         self._cut = lru_cache(1024)(self._make_cut)
         self._near = Reached(0, 0)
         self._settle()
-        self._near = Reached(0, 0)  # it may lie behind a short step
+
+    def _shorten(self, short: Short) -> None:
+        super()._shorten(short)
+        self._near = Reached(0, 0)  # it lies behind the short step, as if the amounts had gone on
 
     def _amount(self, position: int, segment: int) -> int:
         """Tokens."""
