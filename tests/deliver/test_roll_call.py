@@ -169,6 +169,18 @@ def test_who_hangs_is_named_on_all_ranks_and_nobody_else(tmp_path: Path) -> None
     assert not [each for each in wrong if each[2] == "called dead"]
 
 
+def test_a_rank_says_which_microbatch_its_loop_has() -> None:
+    recipe = mf.Recipe(data=mf.Lengths([64] * 99), sequence=mf.Windows(8), batch=mf.Batch(16))
+    feed: Any = mf.Feed(recipe, micro_batch_size=2)
+    with feed:
+        for step in feed:
+            for each in step.microbatches:
+                at = f"since microbatch {each.index + 1} of 8 of step {step.index}, "
+                assert at in feed._run._where().loop
+            if step.index == 1:
+                break
+
+
 HOW = {
     "silent": None,
     "in its loop": Whereabouts(9, 9, loop="is in its loop", is_full=True),

@@ -138,7 +138,8 @@ class Run:
         )
         self._failures = Failures(peers.meeting, peers.role.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to
-        self._planned = self._left = 0  # its microbatches, and those that were not handed out
+        self._left = 0  # its microbatches that no view was given
+        self._given = 0, 0, start  # the loop's place: so many of the microbatches of a step
         self._taken = 0  # microbatches, in all steps
         self._waits, self._since = "", time.monotonic()  # what the loop waits for, since when
         self._resources = contextlib.ExitStack()
@@ -241,7 +242,8 @@ class Run:
         )
 
     def _microbatches(self, view: _View, batch: GlobalBatch) -> Generator[Microbatch]:
-        left, after = batch.plan.num_microbatches, batch.step + 1
+        left = num = batch.plan.num_microbatches
+        after = batch.step + 1
         while left:
             made = self._take(view) if view.step == after else None
             if not isinstance(made, Made):
@@ -255,6 +257,7 @@ class Run:
                 left -= 1
                 if not left:
                     view.whole = after
+                self._given, self._since = (num - left, num, batch.step), time.monotonic()
                 yield microbatch
 
     def _why_stopped(self) -> Exception:
@@ -307,8 +310,8 @@ class Run:
         if self._stopped:
             raise self._why_stopped()
         if isinstance(item, StepStart):
-            batch, self._due, self._planned = item.batch, item.batch.step, item.batch.plan.num_microbatches
-            self._left = self._planned
+            batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
+            self._given = 0, self._left, batch.step
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
@@ -426,10 +429,10 @@ class Run:
     def _where(self) -> Whereabouts:
         """Where this rank is, for a roll call."""
         verifier, producers = self._verifier, self._peers.delivery.awaited()
+        given, planned, step = self._given
         away = (
-            f"is in its loop, not in its feed, since microbatch {self._planned - self._left} of "
-            f"{self._planned} of step {self._due}, {time.monotonic() - self._since:.1f} s ago; look at its "
-            f"stack"
+            f"is in its loop, not in its feed, since microbatch {given} of {planned} of step {step}, "
+            f"{time.monotonic() - self._since:.1f} s ago; look at its stack"
         )
         return Whereabouts(
             made=self._prefetcher.num_made,

@@ -69,7 +69,7 @@ class TextFormat(StoreFormat):
             )
         if not isinstance(place.eod, str | bool | None):
             raise OptionError(
-                f"{place.shown}: eod={place.eod!r}: give a token, or its number as text, or True"
+                f"{place.shown}: eod={place.eod!r}: give a token, or its number as text, or True or False"
             )
         encoding = Text(
             tokenizer=place.tokenizer, column=place.column, eod=False if place.eod is None else place.eod
