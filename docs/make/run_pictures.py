@@ -1,18 +1,16 @@
-"""Pictures for the docs of a real run: four processes, one slow to read, resumed under another layout.
+"""A picture for the docs of a real run: four processes, one slow to read, resumed under another layout.
 
     python docs/make/run_pictures.py [FOLDER]
 
-writes watch.svg, as `meshfeed watch` shows the run, and report.png, as a browser shows the page of
-`meshfeed report`; that needs Playwright and a Chromium. FOLDER is docs/pictures unless told otherwise.
+writes report.png, as a browser shows the page of `meshfeed report`; that needs Playwright
+and a Chromium. FOLDER is docs/pictures unless told otherwise.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import socket
 import sys
@@ -21,23 +19,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-from rich._export_format import CONSOLE_SVG_FORMAT
-from rich.console import Console
 
 import meshfeed as mf
-from meshfeed.cli.frame import frame_of
-from meshfeed.cli.watch import picture_of
 from meshfeed.store import IndexedWriter
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 SHARES = {"code": 1, "web": 3}
 SLOW_RANK, DELAY_S, COMPUTE_S = 2, 0.12, 0.06
 LEGS = (("tp2-dp2", 40), ("dp4", 60))  # layout, the step to stop at
-WIDTH = 96
 
 
 def main() -> None:
-    """Make the run and its pictures."""
+    """Make the run and its picture."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -47,7 +40,6 @@ def main() -> None:
         for layout, last in LEGS:
             job(layout, first, last, Path(scratch), log)
             first = last
-        picture_watch(log, folder / "watch.svg")
         picture_report(log, folder / "report.png")
 
 
@@ -108,18 +100,6 @@ def train(rank: int, port: int, layout: str, first: int, last: int, folder: str,
             time.sleep(COMPUTE_S)
             dist.barrier()
     dist.destroy_process_group()
-
-
-def picture_watch(log: Path, path: Path) -> None:
-    """What `meshfeed watch` shows as the last step is handed over."""
-    history = mf.report.read_run(log)
-    now = max(float(rank.time[-1]) for rank in history.ranks.values())
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(picture_of(frame_of(history, now), Path("runs/7"), 20))
-    code_format = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # asks nobody
-    picture = console.export_svg(title="meshfeed watch runs/7", code_format=code_format)
-    path.write_text(picture, encoding="utf-8")
-    told(path)
 
 
 def picture_report(log: Path, path: Path) -> None:

@@ -34,10 +34,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "audit": ("Audit", "sequences and tokens that a job drew of each source, with a digest to compare"),
     "calibrate": ("Calibrate", "time a transformer layer and fit the planner's cost model"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
-    "watch": (
-        "Watch",
-        "a live run in the terminal: which ranks wait, for which stage, how fast, which are silent",
-    ),
     "report": ("Report", "one page of a run: who waited for what and when, mixture, traffic, resumes"),
 }
 """Name of a command and of its module -> its class, and the first line of that class's docstring.

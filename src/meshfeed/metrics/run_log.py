@@ -31,7 +31,7 @@ def file_name(rank: int) -> str:
 
 
 class RunLog(Sink):
-    """Writes the costs of each step, about 150 bytes, for `meshfeed watch`, `meshfeed report`, `read_run`.
+    """Writes the costs of each step, about 150 bytes, for `meshfeed report` and `read_run`.
 
     All ranks and all restarts of a job share one folder. Every node must see it, or the files must be
     collected from the nodes afterwards. A killed process loses at most about a second of records. An

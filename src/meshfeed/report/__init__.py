@@ -8,7 +8,6 @@ from meshfeed.report.reader import (
     MixtureHistory,
     RankHistory,
     RunHistory,
-    RunReader,
     Start,
     read_run,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "MixtureHistory",
     "RankHistory",
     "RunHistory",
-    "RunReader",
     "Start",
     "read_run",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -151,34 +152,13 @@ def read_run(path: str | os.PathLike[str]) -> RunHistory:
 
     Raises MetricsError if the folder is not a run log, or a line is damaged.
     """
-    return RunReader(path).poll()
-
-
-class RunReader:
-    """Reads a growing run log.
-
-    Args:
-        path: the folder.
-        keep: how many last steps of each rank to keep; None for all.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
-        self._folder, self._keep = Path(path), keep
-        self._files: dict[Path, RankFile] = {}
-
-    def poll(self) -> RunHistory:
-        """The history so far; reads only lines written since the last call. Raises MetricsError."""
-        if not self._folder.is_dir() or not (paths := sorted(self._folder.glob("rank-*.jsonl"))):
-            raise MetricsError(
-                f"{self._folder}: no run log: not a folder with {file_name(0)} or the file of another "
-                f"rank; give the folder that RunLog was given"
-            )
-        for path in paths:
-            file = self._files.setdefault(path, RankFile(path))
-            file.read_new()
-            if self._keep is not None:
-                file.keep(self._keep)
-        return _history([file.starts for file in self._files.values() if file.starts])
+    folder = Path(path)
+    if not folder.is_dir() or not (paths := sorted(folder.glob("rank-*.jsonl"))):
+        raise MetricsError(
+            f"{folder}: no run log: not a folder with {file_name(0)} or the file of another rank; give the "
+            f"folder that RunLog was given"
+        )
+    return _history([starts for path in paths if (starts := _starts_in(path))])
 
 
 def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
@@ -317,74 +297,46 @@ class RankStart:
             raise ValueError("a start whose time, rank or step is not a number")
         self.header = header
         self.drawn: list[dict[str, Any]] = []
-        self._table = np.zeros((0, len(header["columns"])))
-        self._new: list[Floats] = []
+        self._rows: list[Floats] = []
 
     def add(self, numbers: list[float | None]) -> None:
         """Add a step. Raises ValueError if it does not match the start's columns."""
-        row = np.array(numbers, np.float64)
-        if row.shape != (self._table.shape[1],):
-            raise ValueError(f"not the {self._table.shape[1]} numbers that the start names")
-        self._new.append(row)
+        row, num_columns = np.array(numbers, np.float64), len(self.header["columns"])
+        if row.shape != (num_columns,):
+            raise ValueError(f"not the {num_columns} numbers that the start names")
+        self._rows.append(row)
 
-    @property
+    @functools.cached_property
     def table(self) -> Floats:
-        """One row for each step; float64 [n, columns]."""
-        if self._new:
-            self._table, self._new = np.concatenate([self._table, np.stack(self._new)]), []
-        return self._table
-
-    def keep(self, count: int) -> None:
-        """Keep only the last `count` steps, and the mixture from there on."""
-        self._table = self.table[max(len(self.table) - count, 0) :]
-        first = self._table[0, 0] if len(self._table) else np.inf
-        self.drawn = [each for each in self.drawn if each["step"] >= first]
+        """One row for each step, when all are added; float64 [n, columns]."""
+        return np.array(self._rows, np.float64).reshape(-1, len(self.header["columns"]))
 
 
-class RankFile:
-    """The file of a rank, read incrementally.
+def _starts_in(path: Path) -> list[RankStart]:
+    """The starts in a rank's file, in order; an unfinished last line is left out.
 
-    Attributes:
-        starts: in the order of the file.
+    Raises MetricsError naming file and line of a damaged line.
     """
+    starts, number = list[RankStart](), 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                number += 1
+                if line.endswith(b"\n"):
+                    _take(json.loads(line), starts)
+    except OSError as error:
+        raise MetricsError(f"{path}: cannot be read: {error}") from error
+    except _LINE_ERRORS as error:
+        raise MetricsError(f"{path}:{number}: a damaged line ({error!r}); fix it in a copy") from error
+    return starts
 
-    def __init__(self, path: Path) -> None:
-        self.starts: list[RankStart] = []
-        self._path, self._offset, self._num_lines = path, 0, 0
 
-    def read_new(self) -> None:
-        """Read the lines written since the last call, except an unfinished one.
-
-        Raises MetricsError naming file and line of a damaged line.
-        """
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    raise MetricsError(f"{self._path}: was truncated or replaced; read it again")
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    self._num_lines += 1
-                    self._take(json.loads(line))
-        except OSError as error:
-            raise MetricsError(f"{self._path}: cannot be read: {error}") from error
-        except _LINE_ERRORS as error:
-            where = f"{self._path}:{self._num_lines}"
-            raise MetricsError(f"{where}: a damaged line ({error!r}); fix it in a copy") from error
-
-    def keep(self, count: int) -> None:
-        """Keep only the last `count` steps."""
-        for start in reversed(self.starts):
-            start.keep(count)
-            count = max(count - len(start.table), 0)
-
-    def _take(self, line: Any) -> None:
-        if isinstance(line, list):
-            self.starts[-1].add(line)
-        elif "start" in line:
-            self.starts.append(RankStart(line["start"]))
-        elif "mixture" in line:
-            start, drawn = self.starts[-1], {"sources": self.starts[-1].header["sources"], **line["mixture"]}
-            start.drawn.append({name: drawn[name] for name in ("step", "drawn", "asked", "sources")})
+def _take(line: Any, starts: list[RankStart]) -> None:
+    """Add what a line says."""
+    if isinstance(line, list):
+        starts[-1].add(cast(list[float | None], line))
+    elif "start" in line:
+        starts.append(RankStart(line["start"]))
+    elif "mixture" in line:
+        start, drawn = starts[-1], {"sources": starts[-1].header["sources"], **line["mixture"]}
+        start.drawn.append({name: drawn[name] for name in ("step", "drawn", "asked", "sources")})

@@ -20,7 +20,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunStart, StepRecord, StepStats
-from meshfeed.report import RunReader, read_run
+from meshfeed.report import read_run
 from meshfeed.report.history.tables import mixture_table
 from soak import SEED, cases
 
@@ -243,26 +243,26 @@ def test_starts_of_ranks_are_one_start_of_the_job(tmp_path: Path) -> None:
 
 
 @settings(max_examples=cases(60), deadline=None)
-@given(cuts=st.lists(st.integers(0, 4000), max_size=6), keep=st.one_of(st.none(), st.integers(1, 12)))
-def test_reading_on_is_reading_at_once(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], keep: int | None
+@given(cut=st.integers(0, 4000))
+def test_a_running_log_is_read_up_to_its_last_whole_line(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     folder, grows = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("grows")
     steps = [record_of(step, float(step), source_drawn=np.array([step, 1]), source_asked=np.array([0.5, 0.5]))
              for step in range(9)]  # fmt: skip
     entries = [start_at(0, sources=("a", "b")), *steps, start_at(5, sources=("a", "b")), *steps[5:7]]
     whole = write(folder, *entries).read_bytes()
-    reader, file = RunReader(grows, keep), grows / "rank-000000.jsonl"
-    for cut in [*sorted(cuts), len(whole)]:
-        file.write_bytes(whole[:cut])
-        polled = reader.poll()
-        assert 0 in polled.ranks or b"\n" not in whole[:cut], "a line that is not whole is not there yet"
-    at_once, rank = read_run(folder).ranks[0], polled.ranks[0]
-    for name in ("step", "time", "start", "seconds", "wait", "work", "tokens", "opens"):
-        expected = getattr(at_once, name)
-        np.testing.assert_array_equal(getattr(rank, name)[-5:], expected[-min(5, len(rank.step)) :])
-    assert keep or len(rank.step) == len(at_once.step) == 7
-    assert polled.mixture is not None and polled.mixture.steps[-1] == 6
+    (grows / "rank-000000.jsonl").write_bytes(whole[:cut])
+    so_far = read_run(grows)
+    (grows / "rank-000000.jsonl").write_bytes(whole[: whole.rfind(b"\n", 0, cut) + 1])
+    by_lines = read_run(grows)
+    assert so_far.starts == by_lines.starts and set(so_far.ranks) == set(by_lines.ranks)
+    for number, rank in so_far.ranks.items():
+        for name in ("step", "time", "start", "seconds", "wait", "work", "tokens", "opens"):
+            np.testing.assert_array_equal(getattr(rank, name), getattr(by_lines.ranks[number], name))
+    whole_run = read_run(folder)
+    assert len(whole_run.ranks[0].step) == 7
+    assert whole_run.mixture is not None and whole_run.mixture.steps[-1] == 6
 
 
 def test_columns_are_those_that_the_start_names(tmp_path: Path) -> None:
@@ -310,15 +310,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
             read_run(wrong)
     with pytest.raises(mf.MetricsError, match="object store"):
         RunLog("s3://bucket/run")
-
-
-def test_a_file_that_was_replaced_is_noticed(tmp_path: Path) -> None:
-    file = write(tmp_path, start_at(0), *map(record_of, range(6)))
-    reader = RunReader(tmp_path)
-    reader.poll()
-    file.write_text("")
-    with pytest.raises(mf.MetricsError, match="replaced"):
-        reader.poll()
 
 
 # -- what a kill leaves ----------------------------------------------------------------------------

@@ -17,20 +17,19 @@ from typing import Any
 import made_up
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed, leap
-from meshfeed.cli.frame import frame_of
 from meshfeed.cli.main import main
-from meshfeed.cli.watch import alarms, picture_of, told
 from meshfeed.metrics import Span, StageClock
-from meshfeed.report import DecodeHistory, RankHistory, RunHistory, read_run
+from meshfeed.report import RankHistory, read_run
+from meshfeed.report.history.decoding import limiting
 from meshfeed.report.history.page import page
+from meshfeed.report.history.waits import waits_of
 from meshfeed.sequence import decoding
 from meshfeed.store.workers import Workers
 from pictures import Look, multimodal, write_pictures
@@ -160,11 +159,9 @@ def test_text_has_nothing_of_it(tmp_path: Path) -> None:
     with mf.Feed(recipe_of(str(tmp_path / "text")), metrics=mf.metrics.RunLog(tmp_path / "run")) as feed:
         stats = [dict(step.stats) for step in itertools.islice(feed, 4)]
     said, shown = report(tmp_path / "run", tmp_path / "page.html")
-    watched = told(frame_of(read_run(tmp_path / "run"), 0.0))
     for each in (
         *stats,
         said,
-        watched,
         shown.replace("--decode:", ""),
         (tmp_path / "run/rank-000000.jsonl").read_text(),
     ):
@@ -175,34 +172,20 @@ def test_text_has_nothing_of_it(tmp_path: Path) -> None:
 SECONDS = st.integers(0, 99).map(lambda number: number / 64)
 
 
-@given(st.lists(SECONDS, min_size=3, max_size=3), SECONDS, st.sampled_from([0, 4]))
+@given(st.lists(SECONDS, min_size=3, max_size=3), SECONDS)
 @settings(max_examples=cases(20, 400), deadline=None)
-def test_watch_says_that_decoding_limits(decode: list[float], read: float, workers: int) -> None:
+def test_a_report_says_that_decoding_limits(decode: list[float], read: float) -> None:
     """It does if that is the longest wait for something of one's own, from a twentieth of a step on."""
     history = made_up.history(3, ((0, 12),))
-    starts = tuple(replace(start, decode_workers=workers) for start in history.starts)
     ranks: dict[int, RankHistory] = {}
     for number, rank in history.ranks.items():
         waits = np.zeros_like(rank.wait)
         waits[:, made_up.STAGES.index("read")] = read
-        done = DecodeHistory(**dict.fromkeys(("parts", "num_bytes", "busy_s", "cpu_s", "bad"), np.ones(12)))
-        ranks[number] = replace(
-            rank,
-            time=np.arange(12.0),
-            wait=np.column_stack([waits, np.full(12, decode[number])]),
-            work=np.column_stack([waits, np.full(12, decode[number])]),
-            decoded=done,
-        )
-    history = RunHistory(stages=(*made_up.STAGES, "decode"), starts=starts, ranks=ranks, mixture=None)
-    frame = frame_of(history, 12.0)
-    slowest = max(range(3), key=lambda number: (decode[number], number))
-    limits = decode[slowest] >= max(read, 0.05)
-    assert frame.decode_limit == (slowest if limits else None)
-    assert (
-        any(line.startswith(f"Decoding is the bottleneck: rank {slowest} ") for line in alarms(frame))
-        == limits
-    )
-    screen = io.StringIO()
-    Console(file=screen, width=200).print(picture_of(frame, Path("run"), 9))
-    assert "parts/s" in screen.getvalue() and f"{25 if workers else 100}% busy" in screen.getvalue()
-    assert told(frame)["decode_limit"] == frame.decode_limit
+        waits = np.column_stack([waits, np.full(12, decode[number])])
+        ranks[number] = replace(rank, seconds=np.ones(12), wait=waits, work=waits)
+    history = replace(history, stages=(*made_up.STAGES, "decode"), ranks=ranks)
+    worst = limiting(waits_of(history))
+    slowest = max(range(3), key=lambda number: (decode[number], -number))
+    assume(decode[slowest] != read)
+    limits = decode[slowest] > read and decode[slowest] >= 0.05
+    assert (worst.rank if worst is not None else None) == (slowest if limits else None)
