@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import io
 import itertools
 import json
 import os
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_bench import VOCABULARY, Bench, LeftOut, Shown, first_line
+from layer_cost import LAYER, layer_times, median_error
 from measure import Row
 from torch.nn import functional as F
 
@@ -221,28 +220,17 @@ class Trained:
 
 
 def calibration(bench: Bench) -> Shown:
-    """What a transformer layer costs on this device, by `meshfeed calibrate`: the planner's cost model."""
+    """What a transformer layer costs on this device: the planner's cost model."""
     if not bench.is_gpu:
         yield LeftOut("cost of a layer", "no CUDA device")
         return
-    try:
-        from meshfeed.cli.main import main as meshfeed
-    except ModuleNotFoundError as missing:
-        yield LeftOut("meshfeed calibrate", first_line(missing))
-        return
-    out = bench.folder / "layer_cost.csv"
-    words = ["calibrate", "--device", str(bench.device), "--out", str(out), "--json"]
-    if bench.short:
-        words += ["--rounds", "2", "--tokens", "4096,8192"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        status = meshfeed(words)
-    if status:
-        raise RuntimeError(f"meshfeed {' '.join(words)}: exit status {status}")
-    told = json.loads(said.getvalue())
-    yield Row(name="alpha: cost of a token, in pairs of tokens", value=told["alpha"], unit="pairs")
-    yield Row(name="the same by the FLOPs of the layer's shape", value=told["alpha_by_flops"], unit="pairs")
-    yield Row(name="overhead: cost of a pack by itself", value=told["overhead"], unit="pairs")
-    yield Row(name="median error of the fit", value=told["median_error"] * 100, unit="%", aim=5)
+    tokens, rounds = ((4_096, 8_192), 2) if bench.short else ((8_192, 16_384, 32_768), 5)
+    times = layer_times(bench.device, tokens, rounds)
+    cost, by_flops = mf.CostModel.fit(*times), mf.CostModel.of_shape(LAYER).alpha
+    yield Row(name="alpha: cost of a token, in pairs of tokens", value=cost.alpha, unit="pairs")
+    yield Row(name="the same by the FLOPs of the layer's shape", value=by_flops, unit="pairs")
+    yield Row(name="overhead: cost of a pack by itself", value=cost.microbatch_overhead, unit="pairs")
+    yield Row(name="median error of the fit", value=median_error(cost, *times) * 100, unit="%", aim=5)
 
 
 SMALL = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64}

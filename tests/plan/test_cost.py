@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import CostModel, ModelShape, Packing, account_of, flops, plan_step
 from meshfeed.plan.packing import attended_pairs
 from meshfeed.plan.types import exact_sum
+from soak import cases
 
 LLAMA_8B = ModelShape(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14_336)
 
@@ -118,3 +121,31 @@ def test_short_sequences_are_dear_to_split_over_a_slow_ring():
 def test_wrong_input_is_refused_in_words(make, message):
     with pytest.raises(PlanError, match=message):
         make()
+
+
+def test_times_in_a_table_become_a_cost() -> None:
+    table = "total_tokens,sum_sq,ms_layer\n" + "".join(
+        f"{t},{q},{2e-3 * t + 1e-7 * q + 0.5}\n"
+        for t, q in [(1000, 10**6), (8000, 10**6), (9000, 81 * 10**6)]
+    )
+    assert CostModel.from_csv(table.splitlines()).alpha == pytest.approx(20_000)
+
+
+@settings(max_examples=cases(30), deadline=None)
+@given(
+    st.floats(10, 1e5),
+    st.floats(1e-12, 1e-6),
+    st.floats(0, 1e-2),
+    st.lists(st.integers(16, 40_000), min_size=4, max_size=40, unique=True),
+)
+def test_an_encoders_alpha_is_found_again(
+    alpha: float, scale: float, fixed: float, patches: list[int]
+) -> None:
+    """Times by the model of PartRule.work, and a fixed time for each image."""
+    assume(max(patches) > 4 * min(patches))
+    times = np.array([scale * p * (p + alpha) + fixed for p in patches])
+    # where a term does not show in the times, nobody can tell it
+    terms = np.array([[alpha * p, p**2, fixed / scale] for p in patches], float) * scale / times[:, None]
+    assume(terms[:, :2].max(axis=0).min() > 0.02)
+    cost = CostModel.fit(patches, np.square(patches), times)
+    assert cost.alpha == pytest.approx(alpha, rel=1e-4)

@@ -96,7 +96,7 @@ def test_multimodal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planner() -> None:
-    run_page("planner.md", 25)
+    run_page("planner.md", 26)
 
 
 def test_choices() -> None:

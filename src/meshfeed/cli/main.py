@@ -32,7 +32,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "replay": ("Replay", "write the very tensors that a rank got in some steps"),
     "audit": ("Audit", "sequences and tokens that a job drew of each source, with a digest to compare"),
-    "calibrate": ("Calibrate", "time a transformer layer and fit the planner's cost model"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "report": ("Report", "one page of a run: who waited for what and when, mixture, traffic, resumes"),
 }

@@ -117,7 +117,7 @@ class PartRule(ABC):
     Attributes:
         kind: of the parts that it takes.
         alpha: matmul work of a patch over attention work of a pair of patches in the encoder, in patches, as
-            `CostModel.alpha` is of the language model; from `meshfeed calibrate`.
+            `CostModel.alpha` is of the language model; `CostModel.fit` finds it from times.
     """
 
     kind: Kind

@@ -166,7 +166,7 @@ class CostModel:
 
     @classmethod
     def from_csv(cls, lines: Iterable[str]) -> CostModel:
-        """`fit` on the table that `meshfeed calibrate` writes: total_tokens, sum_sq, ms_layer.
+        """`fit` on a table of a layer's times, with the columns total_tokens, sum_sq and ms_layer.
 
         lines: an open file, or its lines. Raises PlanError for another table.
         """

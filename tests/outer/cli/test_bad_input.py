@@ -89,14 +89,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--out a/b: a is no folder; make it, or",
         ),
         ("roles dp100000000", "layout dp100000000: 100,000,000 ranks; give one of up to 1,048,576"),
-        (
-            "calibrate --out no/x.csv --hidden 8 --heads 1 --kv-heads 1 --ffn 8 --device cpu",
-            "no/x.csv: No such file or directory; choose another",
-        ),
-        (
-            "calibrate --encoder web.bin",
-            r"web\.bin: not a table .*UnicodeDecodeError: 'utf-8' codec can't decode",
-        ),
         ("demo --out web.bin", r"--out web\.bin: Not a directory; name another directory"),
         ("demo --out /proc/x", "--out /proc/x: No such file or directory; name another directory"),
     ],

@@ -226,3 +226,25 @@ def test_text_has_one_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "load" not in out.replace("max/mean", "")
     assert html.read_text().count('<svg viewBox="0 0 1100') == 1
     assert "loads" not in json.loads(told(capsys, *given, "--json")[1])["steps"][0]
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "total_tokens,sum_sq,ms_layer\n1,2,x\n"])
+def test_a_plan_refuses_a_table_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    lengths, table = tmp_path / "lengths.txt", tmp_path / "cost.csv"
+    lengths.write_text("5\n6\n")
+    table.write_text(content)
+    arguments = [
+        "plan",
+        "--lengths",
+        str(lengths),
+        "--layout",
+        "dp2",
+        "--capacity",
+        "16",
+        "--cost",
+        str(table),
+    ]
+    assert main(arguments) == 2
+    assert str(table) in capsys.readouterr().err
