@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.text import Text
 
@@ -24,7 +22,7 @@ class Doctor(Command, StorageOptions):
     """what this machine offers: deliveries, limits, packages, storage
 
     Look at this machine as a training rank would: versions, optional packages, deliveries, limits, locked
-    memory, the cache folder, disks, and stores, local or remote.
+    memory, the cache folder, and whether stores, local or remote, can be opened.
     """
 
     examples = """
@@ -42,18 +40,14 @@ class Doctor(Command, StorageOptions):
         "figures": "measurements, name with unit -> number; null where there are none",
     }
 
-    paths: list[str] = argument(
-        "PATH", "stores, local or remote: check that they can be read, and how fast", nargs="*"
-    )
+    paths: list[str] = argument("PATH", "stores, local or remote: check that they can be opened", nargs="*")
     layout: str | None = option("also show the delivery that this layout would use", metavar="LAYOUT")
     ranks_per_node: int = option("ranks that share a machine, for --layout", default=8)
-    dir: Path | None = option("measure the disk that holds this folder (the temporary folder)", metavar="DIR")
 
     def run(self) -> int:
         layout = mf.Layout.parse(self.layout, ranks_per_node=self.ranks_per_node) if self.layout else None
         options, cache = self.storage_options, mf.Cache(self.cache)
         findings = [*machine.findings(layout), storage.cache_folder(cache)]
-        findings.append(storage.disk(self.dir or Path(tempfile.gettempdir())))
         for path in self.paths:
             findings += storage.place(path, options, cache)
         if self.json:

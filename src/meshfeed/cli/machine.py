@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ import meshfeed as mf
 from meshfeed import extras
 from meshfeed.deliver import can_share
 from meshfeed.native import is_compiled
-from meshfeed.report.words import counted, duration
+from meshfeed.report.words import counted
 from meshfeed.roles import choose_delivery
 
 _FEW_DESCRIPTORS = 1024
@@ -39,28 +38,6 @@ class Finding:
     verdict: Literal["ok", "note", "bad"]
     says: str
     figures: dict[str, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """How long some actions of one kind took, in seconds."""
-
-    p50_s: float
-    p99_s: float
-
-    @classmethod
-    def of(cls, actions: Iterable[Callable[[], Any]]) -> Times:
-        """Do them, one after the other."""
-        taken: list[float] = []
-        for action in actions:
-            began = time.perf_counter()
-            action()
-            taken.append(time.perf_counter() - began)
-        taken.sort()
-        return cls(statistics.median(taken), taken[min(len(taken) * 99 // 100, len(taken) - 1)])
-
-    def __str__(self) -> str:
-        return f"p50 {duration(self.p50_s)}, p99 {duration(self.p99_s)}"
 
 
 def findings(layout: mf.Layout | None) -> Iterator[Finding]:
@@ -157,8 +134,10 @@ def _device() -> Finding:
             page_locked.to("cuda")
             torch.cuda.synchronize()
 
+        copy()  # the first makes the context
+        began = time.perf_counter()
         copy()
-        rate = page_locked.numel() / Times.of([copy] * 5).p50_s
+        rate = page_locked.numel() / (time.perf_counter() - began)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         return Finding("device", "bad", f"{torch.cuda.get_device_name()}: no page-locked copy: {reason}")

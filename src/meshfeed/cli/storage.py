@@ -1,38 +1,22 @@
-"""What `doctor` checks in storage: the cache folder, a disk, a remote object.
-
-It times a disk and some requests, too. These probes belong to the command: users diagnose a slow run on the
-machine that is slow, where this package is installed and the repository's benchmarks are not.
-"""
+"""What `doctor` checks in storage: the cache folder, and whether stores can be opened."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 import meshfeed as mf
-from meshfeed.cli.machine import Finding, Times
-from meshfeed.errors import MeshfeedError, MissingError
-from meshfeed.files.remote.client import Client
-from meshfeed.files.remote.retries import Patience, Stat
-from meshfeed.files.url import is_hub, is_remote, local_path, split, without_secrets
+from meshfeed.cli.machine import Finding
+from meshfeed.errors import MeshfeedError
+from meshfeed.files.url import without_secrets
 from meshfeed.report.words import counted
 from meshfeed.sequence.fetched import MUCH, fetched_per_byte
-from meshfeed.store import IndexedWriter, StreamStore
+from meshfeed.store import StreamStore
 
-_PROBE_TOKENS = 4_000_000
-_PROBE_READS = 256
-_ASKED_BYTES, _ASKED_TIMES = 64 << 10, 32
 _DEFAULT_LIMIT = 64 << 30
 _GIB = 1 << 30
-_SUFFIXES = ("", ".idx", "/dataset.json", "/index.json")  # what may stand for the store at a URL
-_PATIENCE = Patience(timeout_s=10.0, give_up_s=20.0, attempts=2, hedge=False)
 _NETWORKED = {"nfs", "nfs4", "cifs", "lustre", "beegfs"}
 
 
@@ -56,40 +40,15 @@ def cache_folder(cache: mf.Cache) -> Finding:
     return Finding(topic, "ok", f"{says} on {kind}", figures)
 
 
-def disk(folder: Path) -> Finding:
-    """Random reads of 4,096 tokens, the page cache dropped where that is allowed."""
-    if not os.access(folder, os.W_OK):
-        return Finding("storage", "note", f"{folder} cannot be written; give --dir to measure another")
-    if shutil.disk_usage(folder).free < 4 * _PROBE_TOKENS:
-        return Finding("storage", "note", f"{folder} is full; give --dir to measure another")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        prefix = Path(scratch) / "probe"
-        with IndexedWriter(prefix, np.uint16) as writer:
-            writer.add_document(np.zeros(_PROBE_TOKENS, np.uint16))
-        with Path(f"{prefix}.bin").open("rb") as data:
-            os.fsync(data.fileno())
-            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        starts = np.random.default_rng(0).integers(0, _PROBE_TOKENS - 4096, _PROBE_READS)
-        with mf.open(prefix) as store:
-            times = Times.of(lambda at=at: store.read_stream(at, at + 4096) for at in starts.reshape(-1, 1))
-    return Finding("storage", "ok", f"{folder}: 8 KiB reads, cold: {times}", asdict(times))
-
-
 def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Finding]:
-    """Whether a store can be opened and its objects fetched, and how fast storage answers."""
+    """Whether a store can be opened, and what its shuffles fetch."""
     try:
-        remote = is_remote(url)
-        if remote and not is_hub(url):
-            yield _asked(url, options)
         with mf.open(url, cache=cache, options=options) as store:
             text = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
             text = f"{store.facts()['format']}, {text}, {store.dtype.name}"
             fetched = [*_fetched(store)]
         yield Finding(without_secrets(url), "ok", f"opens: {text}")
         yield from fetched
-        if not remote:
-            path = Path(local_path(url))
-            yield disk(path if path.is_dir() else path.absolute().parent)
     except MeshfeedError as error:
         yield Finding(without_secrets(url), "bad", str(error))
 
@@ -107,33 +66,6 @@ def _fetched(store: StreamStore) -> Iterator[Finding]:
     )
     figures = {"per_byte_global": whole, "per_byte_blocks": blocks}
     yield Finding("fetching", "note" if max(whole, blocks) > MUCH else "ok", says, figures)
-
-
-def _asked(url: str, options: Mapping[str, str]) -> Finding:
-    """Requests for the size of an object, and for its first bytes. Raises StoreError where it refuses."""
-    root, path = split(url)
-    client = Client(root, options, _PATIENCE)
-    try:
-        name, found = _found(client, path)
-        size = min(found.size_bytes, _ASKED_BYTES)
-        heads = Times.of([lambda: client.stat(name)] * _ASKED_TIMES)
-        bodies = Times.of([lambda: client.read(name, 0, size, found.tag)] * _ASKED_TIMES)
-    finally:
-        client.close()
-    says = f"answers for {name} ({found.size_bytes:,} bytes): head {heads}; first {size:,} bytes {bodies}"
-    figures = {"head_p50_s": heads.p50_s, "read_p50_s": bodies.p50_s, "read_p99_s": bodies.p99_s}
-    return Finding(without_secrets(root), "ok", says, figures)
-
-
-def _found(client: Client, path: str) -> tuple[str, Stat]:
-    """An object of the store at a path: one of those that its format must have, or the first below it."""
-    for suffix in _SUFFIXES:
-        with contextlib.suppress(MissingError):
-            return path + suffix, client.stat(path + suffix)
-    for name, size_bytes in client.list(path):
-        if size_bytes:
-            return name, client.stat(name)
-    raise MissingError(f"{path}: no object there or below it; check the URL")
 
 
 def _kind_of(folder: Path) -> str:
