@@ -30,7 +30,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Exposure",
         "which steps saw some documents, and from which state to train again without them",
     ),
-    "replay": ("Replay", "write the very tensors that a rank got in some steps"),
     "audit": ("Audit", "sequences and tokens that a job drew of each source, with a digest to compare"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "report": ("Report", "one page of a run: who waited for what and when, mixture, traffic, resumes"),

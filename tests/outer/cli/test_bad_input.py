@@ -84,10 +84,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "plan web --layout dp2 --capacity 99 --sequences 4000000000000000",
             "not enough memory: .*; ask for",
         ),
-        (
-            "replay recipe.py --steps 0 --rank 0 --out a/b --layout dp1",
-            "--out a/b: a is no folder; make it, or",
-        ),
         ("roles dp100000000", "layout dp100000000: 100,000,000 ranks; give one of up to 1,048,576"),
         ("demo --out web.bin", r"--out web\.bin: Not a directory; name another directory"),
         ("demo --out /proc/x", "--out /proc/x: No such file or directory; name another directory"),
