@@ -249,7 +249,7 @@ def test_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("storage.md", 3)
+    names = run_page("storage.md", 4)
     with mf.Feed(names["recipe"]) as feed:
         step = next(iter(feed))
         (microbatch, *_) = step.microbatches

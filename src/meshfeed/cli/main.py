@@ -21,7 +21,6 @@ from meshfeed.extras import version_of
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("Demo", "train a small GPT on several processes, kill it, resume it under a different layout"),
     "prepare": ("Prepare", "make a token store of text"),
-    "convert": ("Convert", "make a token store (.bin/.idx) of MDS, litdata, Parquet or JSON lines"),
     "inspect": ("Inspect", "what a token store holds, and whether it is whole"),
     "roles": ("ShowRoles", "who opens storage, who receives what from whom, bytes per step"),
     "plan": ("Plan", "balance, padding, microbatches of packed steps, as a table and a picture"),

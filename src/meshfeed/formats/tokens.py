@@ -216,7 +216,7 @@ def _whole_numbers(value: Any, where: Where, i: int) -> Array:
 
 _HINT = "name the right column= (--column) and, for text, a tokenizer=, or fix the file"
 _NULL_HINT = "leave the row out, or name another column= (--column)"
-_LOSS_HINT = "repair it, or leave the column out of use: ignore= (--ignore), or --drop of convert"
+_LOSS_HINT = "repair it, or leave the column out of use: ignore= (--ignore)"
 _TOKENS_ARE = "tokens are whole numbers from 0 below 2**63"
 
 

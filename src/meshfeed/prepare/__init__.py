@@ -7,11 +7,9 @@ Read `prepare` first, then the packages in the order of the data:
     job        the folder of a job: its parts, each encoded once, merged in order, published
     engines    start the tasks that encode parts
 
-`raw_text` does the same when `mf.open` gets text. `convert` writes any other store as a token store; it needs
-none of these.
+`raw_text` does the same when `mf.open` gets text.
 """
 
-from meshfeed.prepare.convert import Conversion
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
 from meshfeed.prepare.encoding.encodings import Encoder, Encoding
 from meshfeed.prepare.encoding.multimodal import Multimodal
@@ -26,7 +24,6 @@ from meshfeed.prepare.prepare import Prepared, Progress, prepare
 __all__ = [
     "ChatEncoder",
     "Chats",
-    "Conversion",
     "Encoder",
     "Encoding",
     "Engine",

@@ -76,7 +76,7 @@ def _labels_are_shifted(recipe: Recipe) -> bool:
         if are != found[0]:
             raise RecipeError(
                 f"the labels of source {name!r} ({store!r}) are {are}, those of the first source {found[0]}; "
-                f"say what they are by mf.open(path, labels=...), or write all by `meshfeed convert`"
+                f"say what they are by mf.open(path, labels=...)"
             )
     return found[0] == "shifted"
 

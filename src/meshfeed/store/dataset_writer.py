@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -113,15 +113,6 @@ class DatasetWriter:
                 data_writer.add_sequence(np.frombuffer(each, np.uint8))
             data_writer.end_document()
         sizes_writer.add_documents(rows_of(parts).ravel(), np.diff(parts.starts) * len(SIZES))
-
-    def add_file(self, name: str) -> IO[bytes]:
-        """A stream to write, of a further file of the folder that appears with the dataset.
-
-        Raises StoreError.
-        """
-        if self._stack is None:
-            raise StoreError(f"{self.folder}: not writing; use it inside `with`")
-        return self._stack.enter_context(durable_file(self.folder / name))
 
     def _refuse_others(self, columns: Mapping[str, object]) -> int:
         """The number of the next document. Raises StoreError unless it has the dataset's columns."""

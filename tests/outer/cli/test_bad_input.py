@@ -45,17 +45,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             r"give cache=mf\.Cache\(folder\) \(--cache\)",
         ),
         (
-            "convert web chat",
-            "chat: is a folder, in place of which the .bin/.idx pair would be opened; choose",
-        ),
-        ("convert web chat --overwrite", "chat: is a folder"),
-        ("convert web text.jsonl", r"text\.jsonl: is a file, in place of which"),
-        ("convert web .", r"\.: is a folder"),
-        (
-            "convert chat web --overwrite",
-            r"web\.bin: would be opened in place of the folder web; move it away",
-        ),
-        (
             "prepare text.jsonl --out web --tokenizer bytes",
             r"web\.bin: would be opened in place of .*web; move",
         ),
@@ -112,10 +101,6 @@ def test_a_full_disk_leaves_a_page_as_it_was(folder: Path, capsys: pytest.Captur
             (
                 f"inspect web --html {page}",
                 "page.html: No space left on device; choose another file to write",
-            ),
-            (
-                "convert web disk/web",
-                "No space left on device; free some space there, or choose another disk",
             ),
         ):
             assert main(words.split()) == 2

@@ -19,7 +19,6 @@ import meshfeed as mf
 import mosaic
 import world
 from meshfeed.errors import OptionError, RecipeError, StateError, StoreError
-from meshfeed.prepare.convert import Conversion
 from meshfeed.testing import assert_store
 from observe import simulated, take
 from soak import SOAK, some
@@ -205,8 +204,6 @@ def test_masks_of_other_names_are_loss_masks(tmp_path: Path, kind: str, name: st
     assert trained(store) == expected(LABELS, MASK, shifted=False)
     assert trained(mf.open(path, ignore=[name])) == expected(LABELS, ONES, shifted=False)
     assert mf.open(path, ignore=[name]).fingerprint != store.fingerprint
-    list(Conversion(store, tmp_path / "to").run())
-    assert trained(mf.open(tmp_path / "to")) == expected(LABELS, MASK, shifted=False)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -217,8 +214,6 @@ def test_several_masks_and_masks_of_other_values_are_refused(tmp_path: Path, kin
     ):
         trained(mf.open(path))
     assert trained(mf.open(path, ignore=["completion_mask"])) == expected(TOKENS, MASK, shifted=False)
-    with pytest.raises(StoreError, match=r"are all masks of the loss.*--drop NAME"):
-        list(Conversion(mf.open(path), tmp_path / "to").run())
     path = written(kind, tmp_path / "b", input_ids=TOKENS, completion_mask=LABELS)
     with pytest.raises(OptionError, match="'completion_mask' is neither 0 nor 1 at 12 of 12 tokens"):
         trained(mf.open(path))
@@ -327,26 +322,16 @@ def test_sources_with_other_labels_are_not_mixed(tmp_path: Path) -> None:
 @some(7)
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("columns", [("labels",), ("loss_mask",), ("labels", "loss_mask", "attention_mask")])
-def test_what_is_converted_trains_the_same(tmp_path: Path, kind: str, columns: tuple[str, ...]) -> None:
+def test_what_is_written_again_trains_the_same(tmp_path: Path, kind: str, columns: tuple[str, ...]) -> None:
     given = {"labels": LABELS, "loss_mask": MASK, "attention_mask": ONES}
     path = written(kind, tmp_path / "from", input_ids=TOKENS, **{name: given[name] for name in columns})
-    conversion = Conversion(mf.open(path), tmp_path / "to")
-    assert [*conversion.run()][-1] == 1
-    facts = conversion.facts()
-    assert set(facts["columns"]) == {"tokens", *columns} - {"attention_mask"}
-    assert facts["dropped"] == [name for name in columns if name == "attention_mask"]
-    store = mf.open(tmp_path / "to")
-    assert store.labels_are == "shifted"
-    assert trained(store) == trained(mf.open(path))
-
-
-def test_a_conversion_refuses_padding_unless_it_is_dropped(tmp_path: Path) -> None:
-    padded = [*ONES[:4], [1, 1, 1, 0, 0]]
-    path = written("jsonl", tmp_path / "a", input_ids=TOKENS, attention_mask=padded)
-    with pytest.raises(StoreError, match=r"'attention_mask' is 0 at 2 of 12 tokens.*--drop attention_mask"):
-        list(Conversion(mf.open(path), tmp_path / "b").run())
-    list(Conversion(mf.open(path), tmp_path / "b", drop=["attention_mask"]).run())
-    assert mf.open(tmp_path / "b").num_tokens == 12
+    source = mf.open(path)
+    used = {"tokens": source, **source.columns}
+    assert set(used) == {"tokens", *columns} - {"attention_mask"}
+    with mf.DatasetWriter(tmp_path / "to", {name: column.dtype for name, column in used.items()}) as writer:
+        for document, length in enumerate(source.lengths(np.arange(source.num_documents))):
+            writer.add_document(**{name: column.read(document, 0, length) for name, column in used.items()})
+    assert trained(mf.open(tmp_path / "to", labels=source.labels_are)) == trained(source)
 
 
 def test_a_feed_reads_the_columns(tmp_path: Path) -> None:

@@ -96,8 +96,7 @@ class Columns:
         if lost:
             raise StoreError(
                 f"{HERE}: {' and '.join(map(repr, lost))} next to the tokens: prepare does not keep such "
-                f"columns, so every token would bear loss; open the files as they are, mf.open(PATH), or use "
-                f"meshfeed convert"
+                f"columns, so every token would bear loss; open the files as they are, mf.open(PATH)"
             )
 
 
