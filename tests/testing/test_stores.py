@@ -41,7 +41,7 @@ def test_dataset(tmp_path: Path, documents: list[np.ndarray]) -> None:
             writer.add_document(tokens=document, weight=document / 2)
     store = mf.open(tmp_path / "c")
     assert_store(store, documents)
-    assert_store(store.beside()["weight"], [(document / 2).astype("float32") for document in documents])
+    assert_store(store.columns["weight"], [(document / 2).astype("float32") for document in documents])
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [], [0, 0], [1]])

@@ -55,14 +55,6 @@ class ArrowStore(DocumentFiles):
         super().check()
         return self
 
-    def beside(self) -> Mapping[str, DocumentFiles]:
-        """Each other column of the first file, as a token store."""
-        with self._files[0] as file, typed_arrow(file.url):
-            schema = schema_of(arrow_for(file.url, "Arrow"), file)
-        mine = name_in(schema, self._column.names, file.url)
-        others = [name for name in schema.names if name != mine]
-        return {name: self._column_beside(name) for name in others}
-
     # -- the index --------------------------------------------------------------------------------------
 
     def _spans(self) -> list[FileSpan]:

@@ -162,10 +162,6 @@ class DocumentFiles(ForeignColumns):
     def kept_in(self) -> Cache:
         return self._cache
 
-    def beside(self) -> Mapping[str, DocumentFiles]:
-        """LOSS_COLUMNS that the files have; a format adds other columns that it reads."""
-        return self._columns_of_loss()
-
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
         if self._column.is_text or self._column.of_loss:
             return {}
@@ -173,7 +169,7 @@ class DocumentFiles(ForeignColumns):
         return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
 
     def _column_beside(self, name: str) -> DocumentFiles:
-        column = TokenColumn(name, of_loss=name in LOSS_COLUMNS)
+        column = TokenColumn(name, of_loss=True)
         store = type(self)(self.path, self._files, column, self._cache)
         store._loss_columns = {}
         return store

@@ -74,13 +74,6 @@ class ParquetStore(DocumentFiles):
     def _group_ends(self) -> I64:
         return self._index["rows"].cumsum()
 
-    def beside(self) -> Mapping[str, DocumentFiles]:
-        """Each other column of the first file, as a token store."""
-        with self._files[0] as file, typed_arrow(file.url):
-            names, mine = self._parquet(0).schema_arrow.names, self._name(0)
-        others = [name for name in names if name != mine]
-        return {name: self._column_beside(name) for name in others}
-
     # -- the index --------------------------------------------------------------------------------------
 
     def _spans(self) -> list[FileSpan]:

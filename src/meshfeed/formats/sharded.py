@@ -161,14 +161,6 @@ class ShardedStore(ForeignColumns):
         """Name -> encoding of every column."""
         return {field.name: field.encoding for field in self._fields}
 
-    def beside(self) -> Mapping[str, Self]:
-        """Each other column as a token store."""
-        others = [field.name for at, field in enumerate(self._fields) if at != self._items.at]
-        stores = {name: type(self)(self._folder, column=name) for name in others}
-        for store in stores.values():
-            store._is_beside = True
-        return stores
-
     def facts(self) -> dict[str, Any]:
         columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
         return {"format": self.format, "num_shards": self.shard_ends.size, "columns": columns}
@@ -240,7 +232,11 @@ class ShardedStore(ForeignColumns):
     def _columns_of_loss(self) -> Mapping[str, Self]:
         if self._is_beside:
             return {}
-        return {name: store for name, store in self.beside().items() if name in LOSS_COLUMNS}
+        others = [field.name for at, field in enumerate(self._fields) if at != self._items.at]
+        stores = {name: type(self)(self._folder, column=name) for name in others if name in LOSS_COLUMNS}
+        for store in stores.values():
+            store._is_beside = True
+        return stores
 
     def _middle(self, number: int) -> bytes:
         file = self._folder.file(self.shards[number].name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
@@ -123,10 +123,6 @@ class StreamStore(Store):
     def is_stream(self) -> bool:
         """Whether stream ranges can be read; if not, only `read` by document."""
         return True
-
-    def beside(self) -> Mapping[str, StreamStore]:
-        """Every column but the tokens, as a store; reading one without lists of numbers raises an error."""
-        return {}
 
     def parts(self, documents: I64) -> Parts:
         """The images, audio and video of some documents, from the index alone; int64 [n]. By default none."""

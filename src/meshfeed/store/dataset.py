@@ -78,10 +78,6 @@ class DatasetStore(HasColumns):
         """Name -> store of each column but the tokens."""
         return self._columns
 
-    def beside(self) -> Mapping[str, IndexedStore]:
-        """Its columns."""
-        return self.columns
-
     def check(self) -> Self:
         """Check each index as `IndexedStore.check` does, and that numbers of documents and tokens agree."""
         expected = self.tokens.check()
