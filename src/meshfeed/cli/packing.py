@@ -34,7 +34,7 @@ class JobOptions:
     policy: Policy | None = option(f"how sequences are packed ({_DEFAULT.policy})")
     oversize: Oversize | None = option(f"what to do with sequences that are too long ({_DEFAULT.oversize})")
     alpha: float | None = option(f"linear over quadratic cost ({_DEFAULT.cost.alpha:.0f})")
-    cost: Path | None = option("instead of --alpha: a CSV with total_tokens, sum_sq and ms_layer")
+    cost: Path | None = option("instead of --alpha: CSV of total_tokens, sum_sq, ms_layer")
     microbatches: int | Literal["fewest"] | None = option(
         "use N, more only if needed, or the fewest (default: the shortest predicted step)", metavar="N|fewest"
     )
