@@ -55,7 +55,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document": "which document of the source the sequence held",
         "excluded": "whether --amendments had excluded the document by then: its tokens bear no loss",
-        "origin": "of a store that meshfeed prepare made on this disk: file, and line, row, item or sample",
+        "origin": "of a store that prepare made on this disk: file, and line, row, item or sample",
         "ranks": "with --ranks: global ranks that held some of these tokens, all of tp and pp",
     }
 
