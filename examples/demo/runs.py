@@ -63,7 +63,8 @@ class Trainer:
         resume: Path | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """One run. kill_at: SIGKILL to every rank once this step is done. options: the trainer's own.
+        """One run. kill_at: SIGKILL to every rank once this step is done. options: the trainer's own;
+        "-RANK" in one is the rank's.
 
         Raises MeshfeedError with the end of the run's output where it fails.
         """
@@ -93,6 +94,7 @@ class Trainer:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
+        arguments = [each.replace("-RANK", f"-{rank}") for each in arguments]
         context = multiprocessing.get_context("forkserver")
         process = context.Process(target=_train, args=(log, environment, arguments), daemon=True)
         process.start()

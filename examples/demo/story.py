@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _write(out, args, corpus.facts(), runs, packed, remote, found, resumed_at)
     for policy, run_ in packed.items():
         console.print(f"packed {policy}: {balance_of(run_).efficiency:.1%} of the ranks' time is work")
-    for name, told in (("remote", "meshfeed"), ("broadcast", "tp rank 0 broadcasts")):
+    for name, told in (("remote", "meshfeed"), ("apart", "every rank for itself")):
         fetched = remote.fetched_bytes[name] / remote.consumed_bytes[name]
         waited_ms = remote.exposed_s(name) / remote.num_steps(name) * 1e3
         console.print(

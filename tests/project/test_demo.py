@@ -32,7 +32,7 @@ sys.path.insert(0, str(demo._examples()))
 import demo.corpus, demo.remote, demo.runs, demo.story
 demo.corpus._MOST_BYTES, demo.corpus._TRAINED_ON_BYTES = 500_000, 100_000
 demo.runs.WINDOW = 32
-demo.remote.STEPS = {"local": 3, "remote": 12, "broadcast": 12}
+demo.remote.STEPS = {"local": 3, "remote": 12, "apart": 12}
 demo.remote.HEADROOM = 100.0
 demo.remote._OPTIONS |= {"window": 64, "sequences": 8, "micro-batch-size": 4}
 demo.story.PACKED_SIZES |= {"capacity": 512, "window": 256, "steps": 3}
@@ -78,15 +78,15 @@ def test_packed_runs_are_measured(told: Path) -> None:
 
 def test_remote_storage_is_shown(told: Path) -> None:
     report = (told / "report.html").read_text()
-    assert "From remote storage" in report and "tp rank 0 broadcasts" in report
-    local, far, other = (Run.read(told, name) for name in ("local", "remote", "broadcast"))
+    assert "From remote storage" in report and "every rank for itself" in report
+    local, far, other = (Run.read(told, name) for name in ("local", "remote", "apart"))
     assert [line["index"] for line in far.ledger if line["step"] < 3 and line["rank"] == 0] == [
         line["index"] for line in local.ledger if line["rank"] == 0
     ]
     fetched = [
         sum(line["bytes_fetched"] for lines in run.costs.values() for line in lines) for run in (far, other)
     ]
-    assert 0 < fetched[0] < 1.5 * fetched[1] and fetched[1] < 1.5 * fetched[0], "each byte once on both sides"
+    assert fetched[0] > 0 and 1.6 < fetched[1] / fetched[0] < 2.4, "each byte once, or once for each rank"
     late = [(int(late), int(of)) for late, of in re.findall(r"<td>(\d+) of (\d+)</td>", report)]
     assert late[0][1] > 0 and late[1][1] > 0
     assert all(late == (of + 80) // 100 for late, of in late), (
