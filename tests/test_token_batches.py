@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshfeed.order import draws_of_step, num_steps, start_of_step
 from meshfeed.testing import assert_resumable
 from observe import content_of
 from raw_index import write_raw
+from soak import SEED, cases
 
 PACKING = mf.Packing(capacity=64)
 LENGTHS = np.random.default_rng(5).integers(0, 60, 90)
@@ -77,6 +79,61 @@ def test_amounts_that_begin_later_leave_the_tokens_behind_a_short_step() -> None
     steps = [[draws_of_step(recipe, step).index.tolist() for step in range(5)] for recipe in (before, after)]
     assert len(steps[0][0]) == 17 and steps[0] == steps[1]
     assert start_of_step(before, 5) == start_of_step(after, 5)
+
+
+def growing(rng: np.random.Generator) -> tuple[list[mf.Recipe], list[int]]:
+    """A recipe, and the same with one part of amounts more each; the step at which each further part begins."""
+    stores = [mf.Lengths(rng.integers(1, rng.choice([3, 11, 41]), rng.choice([20, 50]))) for _ in "abcd"]
+    names = dict(zip("abcd", stores))
+
+    def amounts(known: Any) -> dict[str, Any]:
+        chosen = rng.choice([*names], rng.integers(1, 4), replace=False).tolist()
+        return {
+            name: n if name in known else (names[name], n)
+            for name in chosen
+            if (n := int(rng.integers(1, 31)))
+        }
+
+    data = mf.Mixture(amounts(()), by="count")
+    tokens, last, seed = (
+        int(rng.choice([40, 60, 100])),
+        str(rng.choice(["keep", "keep", "keep", "pad", "drop"])),
+        int(rng.integers(99)),
+    )
+    options: Any = {"sequence": mf.Documents(), "batch": mf.Batch(tokens=tokens, last=last), "seed": seed}
+    recipes, begins = [mf.Recipe(data=data, **options)], [0]
+    for _ in range(rng.integers(2, 5)):
+        end = num_steps(recipes[-1])
+        begin = end if end is None or rng.random() < 0.85 else end - 1
+        if begin is None or begin <= begins[-1]:
+            break
+        by = "proportion" if rng.random() < 0.2 else "count"
+        data = data.then(begin, amounts(data.names), by=by)
+        recipes, begins = [*recipes, mf.Recipe(data=data, **options)], [*begins, begin]
+    return recipes, begins
+
+
+def test_law_steps_of_tokens_are_alike_whatever_follows_and_in_whatever_order_they_are_asked() -> None:
+    parts = 0
+    for life in range(cases(20, 2_000)):
+        rng = np.random.default_rng((SEED, life))
+        recipes, begins = growing(rng)
+        parts = max(parts, len(recipes))
+        for before, after, begin in zip(recipes, recipes[1:], begins[1:]):
+            starts = [[start_of_step(each, step) for step in range(begin)] for each in (before, after)]
+            assert starts[0] == starts[1], life
+            one, other = (draws_of_step(each, begin - 1) for each in (before, after))
+            assert (one.source.tolist(), one.index.tolist()) == (
+                other.source.tolist(),
+                other.index.tolist(),
+            ), life
+        last, steps = recipes[-1], list(range(begins[-1] + 12))
+        starts = [start_of_step(last, step) for step in steps]
+        assert starts == sorted(starts), life
+        again = replace(last)  # a stream of its own
+        found = {step: start_of_step(again, step) for step in rng.permutation(steps).tolist()}
+        assert [found[step] for step in steps] == starts, life
+    assert parts > 3
 
 
 def test_a_state_is_of_its_tokens() -> None:

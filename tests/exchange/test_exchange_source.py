@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ class Having(Epochs):
         np.random.RandomState(5).get_state(),
         torch.Generator().get_state(),
         random.Random(5).getstate(),
+        Counter(new=1),
+        np.float64(1.5),
     ],
 )
 def test_an_iterators_state_passes_every_way(more: Any, tmp_path: Path) -> None:

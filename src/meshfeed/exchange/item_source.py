@@ -6,7 +6,7 @@ import base64
 import contextlib
 import copy
 import io
-import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -223,8 +223,8 @@ def _state_of(source: Any) -> Any:
 
 def _in_text(state: Any) -> Any:
     """An iterator's state as JSON: itself, or else what torch.save makes of it, in a list."""
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        if json.loads(json.dumps(state)) == state and not isinstance(state, list):
+    with contextlib.suppress(RecursionError):
+        if _is_json(state) and not isinstance(state, list):
             return state
     file = io.BytesIO()
     try:
@@ -237,6 +237,16 @@ def _in_text(state: Any) -> Any:
             f"let it give tensors, arrays, numbers and texts"
         ) from bad
     return made
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives it back as it is, with the very types."""
+    if type(value) is dict:
+        entries = cast(dict[Any, Any], value)
+        return all(type(name) is str and _is_json(each) for name, each in entries.items())
+    if type(value) is list:
+        return all(map(_is_json, cast(list[Any], value)))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def _of_text(told: Any) -> Any:
