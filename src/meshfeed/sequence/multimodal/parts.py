@@ -172,8 +172,8 @@ class Chosen:
         of, number = self.in_documents(np.arange(self.places.size))
         columns = draws.source[of], draws.epoch[of], draws.index[of], number
         return [
-            PartPlace(recipe.source_names[source], *place, recipe, source)
-            for source, *place in zip(*(column.tolist() for column in columns))
+            PartPlace(recipe.source_names[source], epoch, index, part, recipe, source)
+            for source, epoch, index, part in zip(*(column.tolist() for column in columns))
         ]
 
 
