@@ -35,7 +35,7 @@ import world
 from corpus import write_corpus
 from leftovers import as_a_rank_with_workers, check_nothing_is_left
 from meshfeed.order import draws_of_step
-from observe import assembled
+from observe import assembled, content_of
 from pictures import Listen, Look, expected_parts, write_pictures
 from soak import SEED, cases
 
@@ -333,7 +333,7 @@ def test_a_chain_of_kills_and_layouts_loses_repeats_and_changes_no_part(
         job = world.start(live, life.layout.world_size, folder, seed, life, number, tmp_path)
         killed = -signal.SIGKILL in [outcome.exitcode for outcome in ended(job)]
         state = tmp_path / "state.json"
-        end = json.loads(state.read_text())["step"] if state.exists() else 0
+        end = content_of(json.loads(state.read_text()))["step"] if state.exists() else 0
         workers = check_life(tmp_path, number, life, wanted, begin, end)
         check_nothing_is_left([process.pid for process in job.processes], workers)
         assert killed or end == STEPS, life

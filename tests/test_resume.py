@@ -17,7 +17,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
-from observe import digest
+from observe import content_of, digest
 from soak import some
 
 STEPS = 14
@@ -133,7 +133,7 @@ def test_killed_and_resumed_under_another_layout(
     assert [outcome.exitcode for outcome in first.join()] == [-9] * size
 
     saved = tmp_path / "state.json"
-    resumed_at = json.loads(saved.read_text())["step"] if saved.exists() else 0
+    resumed_at = content_of(json.loads(saved.read_text()))["step"] if saved.exists() else 0
     assert resumed_at == kill_at, "the step in work when it was killed is not done"
     size = mf.Layout.parse(new).world_size
     world.run(train, size, corpus, new, now, mbs_now, str(tmp_path), None)
@@ -151,7 +151,7 @@ def test_killed_and_resumed_under_another_layout(
     assert len(every) == len(set(every)) == 12 * STEPS, "nothing twice"
     for epoch in range(3):
         assert {index for _, e, index in every if e == epoch} == set(range(50)), "nothing lost"
-    assert json.loads(saved.read_text())["step"] == STEPS
+    assert content_of(json.loads(saved.read_text()))["step"] == STEPS
 
 
 def test_the_cases_are_worth_running() -> None:

@@ -22,7 +22,7 @@ from meshfeed.feed.amending import Amending, Recipes
 from meshfeed.feed.batch import Step
 from meshfeed.feed.launch import given_layout, num_processes
 from meshfeed.feed.options import FeedOptions
-from meshfeed.feed.regrouping import Asked, Seat, Whereabouts, agree, left_out
+from meshfeed.feed.regrouping import Asked, LoopPosition, Seat, agree, left_out
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping
 from meshfeed.layout import Layout
@@ -50,7 +50,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         super().__init__(layout, rank, options)
         kept = None if options.ledger is None else Ledger.read(options.ledger, missing_ok=True)
         self._amending = None if kept is None else self._amends(kept)
-        self._recipes, self._where = Recipes(recipe), Whereabouts()
+        self._recipes, self._where = Recipes(recipe), LoopPosition()
         self.recipe = self._begins_as = self._recipes.under(self.ledger)
         self._applied = self.ledger
         self._stepping = Stepping(

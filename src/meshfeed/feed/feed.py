@@ -296,6 +296,7 @@ class Feed(ChangingSource):
 
     def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
         if self._run is None and self._loaded and not has_step(self.recipe, self._next_step):
+            self._loaded = virtual_stage is not None  # other stages ask, too; a further loop is refused
             return iter(())  # a job that is done waits for nobody: others may be gone
         return super()._begin(virtual_stage)
 

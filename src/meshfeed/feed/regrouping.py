@@ -31,7 +31,7 @@ class Seat(NamedTuple):
 
 
 @dataclass(slots=True)
-class Whereabouts:
+class LoopPosition:
     """What a rank remembers of a job whose ranks come and go.
 
     Attributes:

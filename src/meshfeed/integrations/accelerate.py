@@ -14,11 +14,11 @@ the last one, whatever a checkpoint has counted, and a run may resume on another
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from meshfeed.errors import RecipeError
 from meshfeed.feed import Feed
-from meshfeed.feed.batch import Microbatch
+from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.loader import BatchOf, Settings, TrainLoader, framework
 
 framework("accelerate", "transformers")
@@ -74,8 +74,7 @@ class FeedLoader(TrainLoader):
         return self._num_before + entered
 
     def _check_phase(self, place: int) -> None:
-        step = self.step
-        assert step is not None  # one is handed out
+        step = cast(Step, self.step)  # one is handed out
         entered, synced = self._accelerator.step - place, self._accelerator.sync_gradients
         if entered != 1 or synced != (place + 1 == step.num_microbatches):
             raise RecipeError(

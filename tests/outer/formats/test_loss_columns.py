@@ -18,7 +18,7 @@ import lit
 import meshfeed as mf
 import mosaic
 import world
-from meshfeed.errors import OptionError, RecipeError, StateError, StoreError
+from meshfeed.errors import OptionError, RecipeError, StoreError
 from meshfeed.testing import assert_store
 from observe import simulated, take
 from soak import SOAK, some
@@ -152,21 +152,6 @@ def test_a_store_without_columns_keeps_its_fingerprint(tmp_path: Path, kind: str
     store: Any = mf.open(written(kind, tmp_path / "a", input_ids=TOKENS, attention_mask=ONES))
     before = store._content if kind in ("jsonl", "parquet", "arrow") else store._digest
     assert store.fingerprint == before
-
-
-def test_a_state_of_before_labels_were_used_resumes_only_without_them(tmp_path: Path) -> None:
-    path = written("jsonl", tmp_path / "a", input_ids=TOKENS, labels=LABELS)
-
-    def feed(**options: Any) -> mf.Feed:
-        recipe = mf.Recipe(
-            data=mf.open(path, **options), sequence=mf.Documents(), batch=mf.Batch(sequences=2), seed=1
-        )
-        return mf.Feed(recipe, packing=PACKING)
-
-    state = feed(ignore=["labels"]).state_dict()
-    with pytest.raises(StateError, match=r"data: saved.*(?s:.*)resumes without: .*ignore=\['labels'\]"):
-        feed().load_state_dict(state)
-    feed(ignore=["labels"]).load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -328,7 +313,8 @@ def test_what_is_written_again_trains_the_same(tmp_path: Path, kind: str, column
     source = mf.open(path)
     used = {"tokens": source, **source.columns}
     assert set(used) == {"tokens", *columns} - {"attention_mask"}
-    with mf.DatasetWriter(tmp_path / "to", {name: column.dtype for name, column in used.items()}) as writer:
+    dtypes = {name: column.dtype for name, column in used.items()}
+    with source, mf.DatasetWriter(tmp_path / "to", dtypes) as writer:
         for document, length in enumerate(source.lengths(np.arange(source.num_documents))):
             writer.add_document(**{name: column.read(document, 0, length) for name, column in used.items()})
     assert trained(mf.open(tmp_path / "to", labels=source.labels_are)) == trained(source)

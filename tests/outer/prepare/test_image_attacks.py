@@ -62,7 +62,7 @@ def recipe(store, **options):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_first_broken_image_stops_the_job_by_name(store, workers):
     with (
-        mf.Feed(recipe(store, workers=workers), **PACKING) as feed,
+        mf.Feed(recipe(store), machine=mf.Machine(workers=workers), **PACKING) as feed,
         pytest.raises(
             StoreError, match=rf"{store}.*document [135], part 0 \(epoch 0\) cannot be decoded: OSError"
         ),

@@ -93,10 +93,6 @@ def test_commands_name_file_and_line(
         ]
         assert main(words) == 0
         assert f"{inputs[0]} line 11" in capsys.readouterr().out, "8 documents, and 2 blank lines"
-    assert main(["convert", str(out), str(tmp_path / "converted")]) == 0
-    capsys.readouterr()
-    assert main(["trace", str(tmp_path / "converted"), "--document", "8", "--json"]) == 0
-    assert "origin" not in capsys.readouterr().out
 
 
 def test_stores_without_origins(inputs: list[Path], tmp_path: Path) -> None:

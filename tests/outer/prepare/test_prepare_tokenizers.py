@@ -153,8 +153,6 @@ def test_what_is_no_tokenizer_is_refused(trained, tmp_path):
         Text(tokenizer=str(folder / "own.tiktoken")).request()
     with pytest.raises(StoreError, match=r"no tokenizer: .*tiktoken:ENCODING"):
         Text(tokenizer="tiktoken:nothing").request()
-    with pytest.raises(PrepareError, match="does not say which token ends a document"):
-        Text(tokenizer=str(folder / "plain.json"), eod=True).request()
     with pytest.raises(PrepareError, match="320 tokens, of which uint8 holds 256"):
         Text(tokenizer=str(folder / "plain.json"), dtype="uint8").request()
 

@@ -328,15 +328,6 @@ def test_a_processor_with_a_call_of_its_own_sends_what_that_makes(tmp_path: Path
     assert Doubled().columns == Doubled().fields
 
 
-def test_pixels_of_a_subclass_are_not_dropped_in_silence() -> None:
-    class Dark(NativePatches):
-        def values(self, image: Any) -> Any:
-            return np.zeros((image.height, image.width, 3), np.float32)
-
-    with pytest.raises(RecipeError, match=r"Dark\.values is not called; define __call__"):
-        Dark()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 def test_a_broken_image_is_zeros_among_others(dtype: Any, tmp_path: Path) -> None:
     ours = NativePatches(dtype=dtype)

@@ -44,7 +44,7 @@ def documents_held(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Co
     if not isinstance(rule, mf.Windows):
         return Counter({index: int(lengths[index])} if lengths[index] else {})
     owner = np.repeat(np.arange(lengths.size), lengths)
-    shift = key_of(recipe.seed, source, epoch, rule.length) % rule.length if epoch else 0
+    shift = key_of(recipe.seed, recipe.source_key(source), epoch, rule.length) % rule.length if epoch else 0
     return Counter(owner[(index * rule.length + shift + np.arange(rule.length + 1)) % owner.size].tolist())
 
 
@@ -172,7 +172,11 @@ def test_tokens_by_value_are_what_a_scan_counts(
             rule, owner = recipe.sequence.of_stages[draws.stage or 0], owners[source]
             held = np.flatnonzero(owner == index)
             if isinstance(rule, mf.Windows):
-                shift = key_of(recipe.seed, source, epoch, rule.unit) % rule.unit if epoch else 0
+                shift = (
+                    key_of(recipe.seed, recipe.source_key(source), epoch, rule.unit) % rule.unit
+                    if epoch
+                    else 0
+                )
                 held = (index * rule.length + shift + np.arange(rule.length)) % owner.size
             np.add.at(wanted[source], values[source][owner[held]], 1)
     with pytest.MonkeyPatch.context() as patch:
