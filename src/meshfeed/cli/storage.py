@@ -10,12 +10,15 @@ from pathlib import Path
 import meshfeed as mf
 from meshfeed.cli.machine import Finding
 from meshfeed.errors import MeshfeedError
-from meshfeed.files.url import without_secrets
+from meshfeed.files.remote.retries import GIVE_UP
+from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.report.words import counted
 from meshfeed.sequence.fetched import MUCH, fetched_per_byte
 from meshfeed.store import StreamStore
 
 _DEFAULT_LIMIT = 64 << 30
+_GIVE_UP_S = "20"
+"""Who asks a doctor does not wait for three minutes."""
 _GIB = 1 << 30
 _NETWORKED = {"nfs", "nfs4", "cifs", "lustre", "beegfs"}
 
@@ -43,6 +46,8 @@ def cache_folder(cache: mf.Cache) -> Finding:
 def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Finding]:
     """Whether a store can be opened, and what its shuffles fetch."""
     try:
+        if is_remote(url):
+            options = {GIVE_UP: _GIVE_UP_S, **options}
         with mf.open(url, cache=cache, options=options) as store:
             text = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
             text = f"{store.facts()['format']}, {text}, {store.dtype.name}"
