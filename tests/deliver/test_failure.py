@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -121,6 +123,69 @@ def test_of_two_failures_the_earlier_step_ends_the_job(corpus: str) -> None:
     told = world.run(two_storages_fail, 4, corpus)
     assert len({(kind, text) for kind, text, _ in told}) == 1 and told[0][0] == "MissingError"
     assert {steps for *_, steps in told} == {5}, "nobody waits for one that stopped earlier"
+
+
+def own_code_raises(rank: int, path: str, raises: int) -> list[Any]:
+    """An error of one rank's own code, in the loop of a feed and of an exchange."""
+    told = []
+    for delivery in ("direct", "share", "broadcast", "tree", "exchange"):
+        layout = mf.Layout.parse("tp2", ranks_per_node=2 if delivery == "share" else 1)
+        if delivery == "exchange":
+            items = None if rank else ({"tokens": np.arange(3)} for _ in itertools.count())
+            source: Any = mf.Exchange(
+                items, layout, packing=mf.Packing(capacity=8), readers=[0], timeout_s=600
+            )
+        else:
+            source = mf.Feed(recipe_of(path, sequences=8), layout, delivery=delivery, timeout_s=600)
+        try:
+            with source:
+                for step in source:
+                    list(step.microbatches)
+                    if step.index == AT and rank == raises:
+                        raise ValueError("mine")
+        except Exception as error:
+            told.append((delivery, type(error).__name__, str(error)))
+    return told
+
+
+@pytest.mark.parametrize("raises", [0, 1])
+def test_an_error_of_one_ranks_own_code_ends_all_ranks(corpus: str, raises: int) -> None:
+    told = world.run(own_code_raises, 2, corpus, raises)
+    assert {(kind, text) for _, kind, text in told[raises]} == {("ValueError", "mine")}
+    assert len(told[0]) == len(told[1]) == 5
+    for delivery, kind, text in told[1 - raises]:
+        assert kind == "DeliveryError", delivery
+        assert text.startswith(f"rank {raises} ended at step {AT}: ") and text.endswith("ValueError: mine")
+
+
+LEAVES = """
+import sys
+
+import torch.distributed as dist
+
+import meshfeed as mf
+from corpus import recipe_of
+
+dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
+feed = mf.Feed(recipe_of(sys.argv[1]), mf.Layout(tp=2), delivery="broadcast", timeout_s=600)
+for step in feed:
+    list(step.microbatches)
+    if step.index == 3 and feed.rank == 1:
+        raise ValueError("mine")
+"""
+
+
+def test_so_does_one_outside_a_with(corpus: str, tmp_path: Path) -> None:
+    """At exit, a loop that was left by an error that nobody has caught differs from one that is done."""
+    (tmp_path / "job.py").write_text(LEAVES)
+    job = [sys.executable, str(tmp_path / "job.py"), corpus, str(tmp_path / "store")]
+    found = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    ranks = [
+        subprocess.Popen([*job, rank], env=found, stderr=subprocess.PIPE, text=True) for rank in ("0", "1")
+    ]
+    told = [each.communicate(timeout=world.HANG_S)[1] for each in ranks]
+    assert [each.returncode for each in ranks] == [1, 1]
+    assert "rank 1 ended at step 3: ValueError: mine" in told[0]
 
 
 def heard_first(module: Any, name: str, run_of: Callable[[], Any]) -> None:

@@ -113,6 +113,10 @@ class Failures:
             raise error
         raise first.exception() from error
 
+    def tell(self, error: Exception, step: int) -> None:
+        """Publish that this rank ends at `step` by an error that is being raised."""
+        _ = self._publish(error, step)
+
     def late(self, waited: str, awaited: Sequence[int]) -> DeliveryError:
         """The error of a rank that has waited too long: it names who holds it up, see `RollCall`.
 

@@ -200,6 +200,11 @@ class Run:
         """Record the producer's final error. Call before notifying peers."""
         self._failures.record(error)
 
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks that this rank's own code has raised in its loop: they end, too."""
+        if not self._stopped:
+            self._failures.tell(error, self._due)
+
     def stop(self) -> None:
         """Stop the producer and disconnect. Items not handed out are dropped."""
         if self._process != os.getpid():

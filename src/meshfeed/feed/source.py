@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 import threading
 import weakref
 import zlib
@@ -205,6 +206,8 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         """Open what this rank's role needs."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and self._run is not None:
+            self._run.tell(error)
         self._close(error)
 
     def __reduce__(self) -> NoReturn:
@@ -421,4 +424,4 @@ def _close_at_exit(source: weakref.ref[StepSource[Any, Any]], process: int) -> N
     left = source()
     if left is not None and process == os.getpid():  # in a fork, the parent closes it
         with contextlib.suppress(Exception):
-            left.close()
+            left.__exit__(None, getattr(sys, "last_value", None), None)  # that no code has caught
