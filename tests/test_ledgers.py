@@ -350,3 +350,19 @@ def test_a_step_after_skipped_ones_is_committed(recipe: mf.Recipe, tmp_path: Pat
         assert given == [0, 1, 5, 6]
         feed.commit(6)
     assert content_of(feed.state_dict())["step"] == 6
+
+
+@pytest.mark.parametrize("change", [mf.Reweigh({"web": 1, "code": 3}), mf.BatchSize(8)])
+def test_a_state_before_all_steps_is_of_either_side_of_what_is_amended_there(
+    recipe: mf.Recipe, tmp_path: Path, change: mf.Reweigh | mf.BatchSize
+) -> None:
+    store, path = recipe.sources[0], tmp_path / "ledger.jsonl"
+    recipe = replace(recipe, data=mf.Mixture({"web": (store, 1.0), "code": (store, 1.0)}))
+    before = mf.Feed(recipe).state_dict()
+    mf.Ledger((mf.Amendment(0, change),)).write(path)
+    feed = mf.Feed(recipe, ledger=path)
+    for state in (before, feed.state_dict()):
+        feed.load_state_dict(state)
+        assert feed.next_step == 0
+    with pytest.raises(mf.StateError, match="under another recipe"):
+        feed.load_state_dict(mf.Feed(replace(recipe, seed=6)).state_dict())

@@ -24,6 +24,7 @@ from meshfeed.deliver.rendezvous import first_text, key_of
 from meshfeed.errors import DeliveryError, OptionError, StateError
 from meshfeed.order import extend
 from meshfeed.recipe import Amendment, Change, Recipe
+from meshfeed.state import State
 
 T = TypeVar("T")
 
@@ -45,9 +46,14 @@ class Recipes:
     def __init__(self, given: Recipe) -> None:
         self._first = self._last = Ledger(), given
 
-    def before(self, step: int, ledger: Ledger) -> Recipe:
-        """The recipe of a state of this step: with the amendments that were agreed before it."""
-        return self._first[1].amended(each for each in ledger if each.known < step)
+    def of(self, state: State, ledger: Ledger) -> Recipe:
+        """The recipe of a state: with the amendments that were agreed before its step.
+
+        Before all steps it may have those of step 0, or not: nothing is trained yet.
+        """
+        if state.step == 0 and state.recipe == self.under(ledger).summary(until=0):
+            return self.under(ledger)
+        return self._first[1].amended(each for each in ledger if each.known < state.step)
 
     def under(self, ledger: Ledger) -> Recipe:
         """The recipe as the ledger amends it. Raises RecipeError for a ledger that it cannot have."""

@@ -271,7 +271,7 @@ class Feed(ChangingSource):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
-        state.check(self._recipes.before(state.step, self.ledger))
+        state.check(self._recipes.of(state, self.ledger))
         with self._changing:
             self._go_on_at(state.step)
             if self._amending is not None:
