@@ -125,7 +125,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dataloader_inter_document_masking": True}, {}, "give the rule reset_attention_mask=True"),
     ({"iteration": 3, "consumed_train_samples": 24}, {}, "taken 24 samples before step 3, where .* 48"),
     ({"consumed_valid_samples": 8}, {}, "valid: Megatron has taken 8 samples before step 0"),
-    ({"train_iters": 7}, {}, "train ends after 96 sequences, and Megatron takes 112"),
+    ({"train_iters": 7}, {}, "train ends after 6 steps, and Megatron takes 7"),
     ({"global_batch_size": 32, "train_iters": 3}, {}, "step 0 is 16 sequences, 8 microbatches"),
 ]
 
@@ -355,3 +355,65 @@ def test_a_ledger_is_followed_or_refused_before_training(
             assert {at: masks == wanted.get(at) for at, masks in told[name].items()} == dict.fromkeys(
                 wanted, True
             )
+
+
+def behind_a_short_step_job(rank: int, folder: Path) -> dict[str, dict[int, list[Any]]]:
+    os.chdir(folder)
+    args = pretrain_driver.arguments(
+        micro_batch_size=8, iteration=5, consumed_train_samples=80, consumed_valid_samples=80
+    )
+    seen: dict[str, dict[int, list[Any]]] = {"train": {}, "valid": {}}
+
+    def step(iterator: Any, count: int, name: str) -> None:
+        at = args.curr_iteration if name == "train" else args.consumed_valid_samples // 16
+        seen[name][at] = [
+            row for _ in range(count) for row in megatron.get_batch(iterator)["tokens"].tolist()
+        ]
+
+    recipe = short_step_recipe()
+    with (
+        initialized(Case()),
+        pretrain_driver.global_args(args),
+        megatron.DatasetsProvider(train=recipe, valid=recipe, pad_rows=True, device="cpu") as provider,
+    ):
+        pretrain_driver.Driver(args, step).pretrain(provider)
+    return seen
+
+
+def short_step_recipe(steps: int = 7) -> mf.Recipe:
+    """Step 3 has 14 sequences, as many microbatches of 8 as 16."""
+    store = mf.open("corpus")
+    data = mf.Mixture({"first": (store, 62), "then": (store, 0)}, by="count").then(
+        4, {"then": 1}, by="proportion"
+    )
+    return mf.Recipe(data=data, sequence=mf.Windows(64), batch=mf.Batch(16), seed=3, steps=steps)
+
+
+def test_a_job_goes_on_behind_a_short_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron counts it as a whole one."""
+    write_documents(tmp_path / "corpus", count=400)
+    monkeypatch.chdir(tmp_path)
+    (seen,) = run(behind_a_short_step_job, 1, tmp_path)
+    made = rows_of(short_step_recipe(), range(7))
+    assert [sum(map(any, made[step])) for step in range(5)] == [16, 16, 16, 14, 16]
+    for name, steps in (("train", [5]), ("valid", [5, 6])):
+        assert {step: sorted(rows) for step, rows in seen[name].items()} == {at: made[at] for at in steps}
+
+
+def short_last_step_job(rank: int, folder: Path) -> str:
+    os.chdir(folder)
+    args = pretrain_driver.arguments(train_iters=4, eval_iters=0)
+    with (
+        initialized(Case()),
+        pretrain_driver.global_args(args),
+        megatron.DatasetsProvider(train=short_step_recipe(4), device="cpu") as provider,
+        pytest.raises(mf.RecipeError) as refused,
+    ):
+        provider((64, 0, 0))
+    return str(refused.value)
+
+
+def test_a_short_last_step_is_refused_before_training(tmp_path: Path) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    (told,) = run(short_last_step_job, 1, tmp_path)
+    assert "train ends after 4 steps, the last of them short, and Megatron takes 4" in told

@@ -13,7 +13,6 @@ from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of, unfollowed_iterators
 from meshfeed.integrations.megatron.stages import Readers
-from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence.columns import rule_of
@@ -298,11 +297,10 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
         if packed:
             return _whole_steps(name, consumed, of_step)
         step = recipe.batch.step(consumed)
-    if start_of_step(recipe, step) != consumed:
+    if (counted := recipe.batch.position(step)) != consumed:  # Megatron counts short steps whole
         raise StateError(
             f"{name}: Megatron has taken {consumed} samples before step {step}, where the recipe has "
-            f"{start_of_step(recipe, step)}; make its Batch what the batch sizes were, with Batch.then where "
-            f"they changed"
+            f"{counted}; make its Batch what the batch sizes were, with Batch.then where they changed"
         )
     return step
 
@@ -324,16 +322,24 @@ def _batch_size(name: str, args: Any) -> int:
 
 
 def _check_end(name: str, made: Feed, args: Any, wanted: int | None) -> None:
-    """Refuse a recipe that ends before Megatron does. wanted: samples that Megatron counts."""
-    has, unit = made.num_sequences, "sequences"
-    if made.packing is not None:  # Megatron's samples are not its sequences, but their steps are iterations
-        has, unit = made.num_steps, "steps"
-        if name == "train":
-            wanted = args.train_iters  # Megatron computes it from train_samples, too, also if batches grow
-        elif wanted is not None:
-            wanted = wanted // _batch_size(name, args)
-    if wanted is not None and has is not None and has < wanted:
+    """Refuse a recipe that ends, or has a short last step, before Megatron does. wanted: its samples."""
+    if name == "train":
+        wanted = args.train_iters  # Megatron computes it from train_samples, too, also if batches grow
+    elif wanted is not None:
+        wanted //= _batch_size(name, args)
+    if wanted is None or made.num_steps is None:
+        return
+    batch, last = made.recipe.batch, wanted - 1
+    short = made.num_steps == wanted and batch.tokens is None and _is_short(made, last, batch.size(last))
+    if short or made.num_steps < wanted:
         raise RecipeError(
-            f"{name} ends after {has} {unit}, and Megatron takes {wanted}; leave its epochs and steps "
-            f"without a limit, or train and evaluate for fewer iterations"
+            f"{name} ends after {made.num_steps} steps{', the last of them short' if short else ''}, and "
+            f"Megatron takes {wanted}; leave its epochs and steps without a limit, or train and evaluate for "
+            f"fewer iterations"
         )
+
+
+def _is_short(made: Feed, step: int, size: int) -> bool:
+    """Whether a step of rows has fewer microbatches than one of `size` sequences."""
+    count = made.num_microbatches(step)
+    return count is not None and count < -(-size // (made.micro_batch_size * made.layout.dp))
