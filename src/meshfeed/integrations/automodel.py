@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from meshfeed.errors import RecipeError
+from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations.config import gathered_layout, recipe_at
@@ -48,7 +48,7 @@ Collate = Callable[[list[Microbatch]], Batch]
 CONFIG_FIELDS: dict[str, str] = {
     "dataset.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
     "dataset.delivery": "honoured: as for mf.Feed",
-    "dataset.machine": "honoured: as for mf.Feed",
+    "dataset.machine": "honoured: as for mf.Feed; a section with the fields of mf.Machine",
     "dataset.verify": "honoured: as for mf.Feed",
     "dataset.oversize": "honoured: as for mf.Packing",
     "validation_dataset": "honoured: the same options; each pass begins at the start",
@@ -101,16 +101,20 @@ class FeedDataset:
         recipe: "package.module:name" of a mf.Recipe, or of a function that makes one; or a mf.Recipe.
         delivery: who reads: "direct" on every rank that needs data, "broadcast" from one rank of each
             replica, "share" within each node, ...; as for `Feed`.
-        machine: workers and other settings of this machine; as for `Feed`.
+        machine: workers and other settings of this machine, as for `Feed`; a section becomes a `Machine`.
         verify: compare what ranks received; as for `Feed`.
         oversize: what happens to sequences that are longer than a pack; as for `Packing`.
     """
 
     recipe: str | Recipe
     delivery: str = "auto"
-    machine: Machine = Machine()
+    machine: Machine | dict[str, Any] = Machine()
     verify: bool = False
     oversize: Oversize = "error"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.machine, dict):  # as a YAML file has it
+            self.machine = Machine(**self.machine)
 
     def build(self, **given: Any) -> object:
         """Raises RecipeError: `FeedRecipe` never calls it, other recipes of Automodel do."""
@@ -273,18 +277,46 @@ class _FeedConfig(_loader.DataloaderConfig):
 
 
 class _Training(TrainLoader):
-    """The training stream; a batch is one or several microbatches."""
+    """The training stream; a batch is one or several microbatches.
+
+    Automodel takes all batches of a step before it trains one. After an error some may be trained: there is
+    neither a state nor a further batch until a state is loaded.
+    """
 
     def __init__(self, feed: Feed, collate: Collate, together: int, accumulated: int) -> None:
         wanted, settings = accumulated * together, _ROWS if feed.packing is None else _PACKS
         super().__init__(feed, _same, accumulated=lambda: wanted, settings=settings)
         self._collate, self._together = collate, together
+        self._left_by = ""
 
     def __iter__(self) -> Iterator[Batch]:
+        self._check_whole()
         return _batches(super().__iter__(), self._collate, self._together)
 
     def __len__(self) -> int:
         return super().__len__() // self._together
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainLoader`. Raises StateError after an error, too."""
+        self._check_whole()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `TrainLoader`."""
+        super().load_state_dict(state_dict)
+        self._left_by = ""
+
+    def close(self, during: BaseException | None = None) -> None:
+        """See `TrainLoader`."""
+        super().close(during)
+        self._left_by = type(during).__name__ if during is not None else ""
+
+    def _check_whole(self) -> None:
+        if self._left_by:
+            raise StateError(
+                f"{self._left_by} ended the loop, perhaps within a step, and no checkpoint keeps gradients. "
+                f"Make the recipe anew: it goes on from the newest checkpoint"
+            )
 
 
 class _Validation(EvalLoader):

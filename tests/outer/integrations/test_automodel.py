@@ -338,6 +338,35 @@ def loader(cfg: Any, **runtime: Any) -> Any:
     return FeedRecipe(cfg).cfg.dataloader.build(dp_rank=0, dp_world_size=1, **runtime)
 
 
+def test_after_an_error_nothing_goes_on_but_from_a_state(place: Path, tmp_path: Path) -> None:
+    """Automodel takes a whole step before it trains any of it: what was taken may never have been trained."""
+    made = loader(config(tmp_path, dataset=fed("windows")))
+    batches = iter(made)
+    first = [next(batches) for _ in range(4)]
+    state = made.state_dict()
+    second = [next(batches) for _ in range(4)]
+    made.close(ValueError())
+    for act in (made.state_dict, lambda: iter(made)):
+        with pytest.raises(mf.StateError, match="ValueError ended the loop, perhaps within a step"):
+            act()
+    made.load_state_dict(state)
+    batches = iter(made)
+    again = [next(batches)["input_ids"] for _ in range(4)]
+    made.close()
+    assert content_of(made.state_dict())["step"] == 2
+    assert torch.equal(torch.stack(again), torch.stack([batch["input_ids"] for batch in second]))
+    assert not torch.equal(again[0], first[0]["input_ids"])
+
+
+def test_a_section_says_how_this_machine_reads(place: Path, tmp_path: Path) -> None:
+    from meshfeed.integrations.automodel import FeedRecipe
+
+    cfg = config(tmp_path, dataset=fed("windows", machine={"workers": 2, "item_timeout_s": 60}))
+    assert FeedRecipe(cfg).cfg.dataloader.dataset_config.machine == mf.Machine(workers=2, item_timeout_s=60)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'readers'"):
+        loader(config(tmp_path, dataset=fed("windows", machine={"readers": 2})))
+
+
 def thd(size: int, rows: int) -> Any:
     """A config of packs, some in a batch."""
     steps = {"global_batch_size": 4, "local_batch_size": rows, "max_steps": 2}
