@@ -419,3 +419,55 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
     for simulated in mf.simulate(amended, mf.Layout(), 16, packing=PACKING):
         assert sorted(seen[simulated.batch.step]) == sorted(_drawn(simulated))
     assert [*map(len, seen)][-1] == 7 and 20 in map(len, seen)
+
+
+# -- who may amend ---------------------------------------------------------------------------------------
+
+
+def _of_one_job(recipe: mf.Recipe, path: Path, store: HashStore, number: int) -> list[mf.Feed]:
+    options: Any = {"delivery": "direct", "prefetch": 0, "ledger": path, "timeout_s": 60}
+    return [mf.Feed(recipe, packing=PACKING, rendezvous=store, **options) for _ in range(number)]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_who_takes_no_part_amends_nothing(recipe: mf.Recipe, tmp_path: Path, told: bool) -> None:
+    """Or the ledger would say that steps were amended which the others have trained without it."""
+    path, store, two = tmp_path / "ledger.jsonl", HashStore(), mf.Layout(dp=2)
+    feeds = _of_one_job(recipe, path, store, 3)
+
+    def begin(some: list[mf.Feed], generation: int, step: int) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for rank, feed in enumerate(some):
+                if told:
+                    pool.submit(feed.at, step, two, rank, generation=generation)
+                else:
+                    pool.submit(feed.regroup, two, rank, generation=generation, rendezvous=store)
+
+    with feeds[0], feeds[1], feeds[2]:
+        with pytest.raises(mf.OptionError, match="no part"):
+            feeds[0].amend(mf.BatchSize(7))
+        begin(feeds[:2], 0, 0)
+        for feed in feeds[:2]:
+            assert next(iter(feed)).index == 0
+        feeds[0].amend(mf.BatchSize(7))
+        begin(feeds[1:], 1, 1)
+        kept = path.read_text()
+        with pytest.raises(mf.OptionError, match="no part"):
+            feeds[0].amend(mf.BatchSize(9))
+        assert path.read_text() == kept
+        assert feeds[1].amend(mf.BatchSize(9)) < 10
+
+
+def test_an_amendment_behind_trained_steps_is_refused(recipe: mf.Recipe, tmp_path: Path) -> None:
+    """Of a process that has written the ledger without the others."""
+    path, store = tmp_path / "ledger.jsonl", HashStore()
+    (feed,) = _of_one_job(recipe, path, store, 1)
+    with feed:
+        for step in range(3):
+            assert feed.at(step, mf.Layout(), 0, generation=0).index == step
+        ledger = mf.Ledger((mf.Amendment(3, mf.BatchSize(7)),))
+        ledger.write(path)
+        assert len(_drawn(feed.at(3, mf.Layout(), 0, generation=1))) == 7
+        ledger.added(mf.Amendment(2, mf.BatchSize(9))).write(path)
+        with pytest.raises(mf.StateError, match="from step 2 on"):
+            feed.at(4, mf.Layout(), 0, generation=2)

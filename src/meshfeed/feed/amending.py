@@ -33,6 +33,9 @@ _log = logging.getLogger("meshfeed")
 AT_ONCE = 4
 """Steps that a rank moves the horizon on by: it asks the store once for so many."""
 
+_LEFT = 2**62
+"""Loads in the text of a horizon that ranks have left."""
+
 _MOST_BYTES = 4 << 20  # of an amendment; a TCPStore takes no value of 8 MiB
 
 
@@ -89,6 +92,7 @@ class Amending:
         self._timeout_s = timeout_s
         self.loads = 0
         self._alone = HashStore()
+        self._left = False
         self._planned = 0, 0  # after so many loads, this rank may plan the steps before
         self._lock = threading.Lock()  # the producer and callers of `amend`
         self._holder: int | None = None
@@ -109,12 +113,25 @@ class Amending:
                 self._planned = self.loads, horizon
         return self.ledger
 
+    def leave(self, *, tells: bool) -> None:
+        """The ranks go on in another arrangement. Whoever stays behind may not amend the job any more.
+
+        tells: in the store, too, for ranks that do not leave. Raises DeliveryError.
+        """
+        with self._held():
+            self._left = True
+            while tells:
+                text, loads, horizon = self._caught_up(0)
+                if loads == _LEFT or self._replaced(text, _LEFT, horizon, self.ledger.digest):
+                    return
+
     def amend(self, change: Change, at: int | None, least: int, check: Callable[[Ledger], object]) -> int:
         """Agree on a change at a step, or at the first that no rank has planned; write the ledger. The step.
 
         least: the first step that this rank has not trained. check: raises for a ledger that the job cannot
-        have. Raises OptionError for a step that some rank may have planned, a change that is too large, or in
-        a signal handler that has interrupted this; DeliveryError; StateError if the ledger cannot be written.
+        have. Raises OptionError for a step that some rank may have planned, a change that is too large, on a
+        rank that the job goes on without, or in a signal handler that has interrupted this; DeliveryError;
+        StateError if the ledger cannot be written.
         """
         agreed = self._agreed(change, at, least, check)
         _log.info("the job is amended from step %d on: %s", agreed["step"], json.dumps(agreed))
@@ -139,6 +156,11 @@ class Amending:
                     for line in self.ledger.lines:  # agreed, though the call failed
                         if line["digest"] == self._tried[2]:
                             return line
+                if self._left or loads == _LEFT:
+                    raise OptionError(
+                        "amend: the job goes on in another arrangement of its ranks, in which this one takes "
+                        "no part yet; nothing has changed, amend on a rank that does"
+                    )
                 first = max(horizon, least)
                 if at is not None and at < first:
                     raise OptionError(

@@ -81,10 +81,10 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         layout.
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
-        for a step that may have been planned, or rows that do not fill microbatches; RecipeError for a change
-        that the recipe cannot have: nothing changes then. StateError if the ledger cannot be written: the
-        change is in force all the same. DeliveryError for a lost store: maybe it is. The same call again
-        finds out, and puts it in once.
+        for a step that may have been planned, rows that do not fill microbatches, or in a process that takes
+        no part; RecipeError for a change that the recipe cannot have: nothing changes then. StateError if the
+        ledger cannot be written: the change is in force all the same. DeliveryError for a lost store: maybe
+        it is. The same call again finds out, and puts it in once.
         """
         at = whole(at)
         if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
@@ -93,6 +93,12 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             raise OptionError(
                 "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
                 "mf.Feed(..., ledger=path)"
+            )
+        has_begun = self._given_layout is not None or self._run is not None or self._next_step
+        if self._options.rendezvous is not None and not has_begun:
+            raise OptionError(
+                "amend: this process takes no part in the job yet; nothing has changed, amend on a rank that "
+                "does, or after the first step of this one"
             )
         return self._amending.amend(change, at, self.next_step, self._check_ledger)
 
@@ -186,7 +192,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             if where.seat != seat:
                 self._take(seat, self._options, apart=True)
                 if self._amending is not None:
-                    self._begin_with(self._agreed_on(step)[1])
+                    self._begin_with(self._agreed_on(step)[1], step)
                 where.seat = seat
             self._go_on_at(step)
             loop = iter(self)
@@ -239,17 +245,20 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
                 "call regroup again on all ranks, with a later generation"
             )
             raise
-        self._begin_with(ledger)
+        self._begin_with(ledger, step)
         self._go_on_at(step)
         return step
 
     def _take(self, seat: Seat, options: FeedOptions, *, apart: bool) -> None:
         """Take a seat in another layout. What is open stays so."""
+        shared = options.rendezvous is not None and options.rendezvous is self._options.rendezvous
         meets = options.rendezvous is not None and seat.layout is not None and seat.layout.world_size > 1
         if seat.generation is not None or meets:
             self._where.check_later(seat.generation)
         if not options.pad_rows and seat.layout is not None:
             replace(self._stepping, layout=seat.layout).check_filled()
+        if self._amending is not None:
+            self._amending.leave(tells=shared)
         with self._changing:
             self._stop()
             self._move(seat.layout, seat.rank, options, apart=apart)
@@ -276,9 +285,19 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             )
         return first or 0, ledger
 
-    def _begin_with(self, ledger: Ledger) -> None:
-        """All ranks of this layout begin with these amendments."""
+    def _begin_with(self, ledger: Ledger, step: int) -> None:
+        """All ranks of this layout begin a step with these amendments.
+
+        Raises StateError if this rank has trained without one that holds before.
+        """
         if self._amending is not None:
+            trained = min(step, self._next_step)
+            if late := [each for each in ledger.amendments[len(self.ledger) :] if each.step < trained]:
+                raise StateError(
+                    f"{self._options.ledger}: a process that took no part has amended the job from step "
+                    f"{late[0].step} on, {late[0].change!r}, and this rank has trained the steps before "
+                    f"{trained} without that; go back to a checkpoint of step {late[0].step} or before"
+                )
             self._amending = self._amends(ledger)
             self._apply(ledger)
             self._begins_as = self.recipe
