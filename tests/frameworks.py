@@ -68,7 +68,7 @@ ROWS = (
     Row("megatron-core, pinned", MEGATRON, "megatron-core", path="pinned"),
     Row("megatron-core", MEGATRON, "megatron-core"),
     Row("torchtitan", TITAN, "torchtitan"),
-    Row("torchft", ("outer/integrations/test_torchft.py",), "torchft"),
+    Row("torchft", ("outer/integrations/test_torchft*.py",), "torchft"),
     Row("lightning", LIGHTNING + IMAGES, "lightning"),
     Row("transformers", TRANSFORMERS + IMAGES, "transformers"),
     Row("accelerate", TRANSFORMERS + IMAGES, "accelerate"),

@@ -59,15 +59,18 @@ class Truth:
 
     def __init__(self, recipe: mf.Recipe, steps: int, **options: Any) -> None:
         self.recipe = recipe
-        self.before = [torch.zeros(2, VOCAB, dtype=torch.float64)]
+        taken = dict[int, torch.Tensor]()
         for step in mf.simulate(recipe, mf.Layout(), steps, **options):
-            counts, num_valid = torch.zeros_like(self.before[0]), 0.0
+            counts, num_valid = torch.zeros(2, VOCAB, dtype=torch.float64), 0.0
             for microbatch in step.microbatches:
                 mask = microbatch["loss_mask"].flatten().to(torch.float64)
                 for row, name in enumerate(("tokens", "labels")):
                     counts[row] += torch.bincount(microbatch[name].flatten(), mask, VOCAB)
                 num_valid += float(mask.sum())
-            self.before.append(self.before[-1] - counts / num_valid)
+            taken[step.batch.step] = counts / num_valid
+        self.before = [torch.zeros(2, VOCAB, dtype=torch.float64)]
+        for step in range(steps):  # an amendment may leave some out
+            self.before.append(self.before[-1] - taken.get(step, 0))
 
     def check(self, model: torch.nn.Module, step: int) -> None:
         """Raises AssertionError unless a model, perhaps wrapped, has the weights after this step."""
