@@ -406,13 +406,19 @@ class Recipe:
 
         amendments: a Ledger, or pairs such as (1000, mf.BatchSize(512)).
         Of two changes of one kind at the same step, the later one holds. Raises RecipeError for a change that
-        this recipe cannot have.
+        this recipe cannot have, and for one before those that it has.
         """
         made, given = self, [each if isinstance(each, Amendment) else Amendment(*each) for each in amendments]
         given = [replace(each, step=whole(each.step)) for each in given]
         for each in given:
             if type(each.step) is not int or each.step < 0:
                 raise RecipeError(f"an amendment at step {each.step!r}: give a whole number from 0")
+        latest = max((step for _, step, _ in self.amendments.digests), default=0)
+        if sooner := [each for each in given if each.step < latest]:
+            raise RecipeError(
+                f"an amendment at step {sooner[0].step}, and the recipe is amended at step {latest}: give all to "
+                f"one call of amended"
+            )
         for step, change in sorted(given, key=attrgetter("step")):
             made = change.applied(made, step)
         digests = (*self.amendments.digests, *((each.known, each.step, each.change.digest) for each in given))
