@@ -416,8 +416,8 @@ class Recipe:
         latest = max((step for _, step, _ in self.amendments.digests), default=0)
         if sooner := [each for each in given if each.step < latest]:
             raise RecipeError(
-                f"an amendment at step {sooner[0].step}, and the recipe is amended at step {latest}: give all to "
-                f"one call of amended"
+                f"an amendment at step {sooner[0].step}, and the recipe is amended at step {latest}: "
+                f"give all to one call of amended"
             )
         for step, change in sorted(given, key=attrgetter("step")):
             made = change.applied(made, step)
