@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator
@@ -101,6 +102,25 @@ def test_a_holder_of_another_host_is_known_by_what_it_wrote(tmp_path: Path) -> N
         assert str(lock._Holder.of(file.fileno(), tmp_path / "a.lock")) == "process 7 (host far)"
     with locked(tmp_path / "b.lock"), (tmp_path / "b.lock").open() as file:
         assert f"process {os.getpid()} " in str(lock._Holder.of(file.fileno(), tmp_path / "b.lock"))
+
+
+@pytest.mark.parametrize("folder", ["", "/dev/shm"], ids=["disk", "memory"])
+def test_an_inode_is_of_its_device(tmp_path: Path, folder: str) -> None:
+    """Files of two devices may have one inode: the holder of the other one is not named."""
+    with tempfile.NamedTemporaryFile(dir=folder or tmp_path) as file:
+        place = lock._place_of(file.fileno())
+        device, _, inode = place.rpartition(":")
+        major, _, minor = device.partition(":")
+        assert int(inode) == os.stat(file.name).st_ino
+        for other in (f"{major}:ff{minor}", f"ff{major}:{minor}"):
+            told = f"1: FLOCK  ADVISORY  WRITE 4711 {other}:{inode} 0 EOF\n"
+            own = f"2: FLOCK  ADVISORY  WRITE 12 {place} 0 EOF\n"
+            waits = f"2: -> FLOCK  ADVISORY  WRITE 13 {place} 0 EOF\n"
+            posix = f"3: POSIX  ADVISORY  WRITE 14 {place} 0 EOF\n"
+            assert lock._pid_in(told, place) == lock._pid_in(told + posix + waits, place) == 0
+            assert lock._pid_in(own + waits + posix + told, place) == 12
+        with locked(Path(file.name)):
+            assert lock._pid_in(Path("/proc/locks").read_text(), place) == os.getpid()
 
 
 def test_many_that_hold_it_in_turn_are_not_one_that_holds_it_long(tmp_path: Path) -> None:

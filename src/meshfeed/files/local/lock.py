@@ -109,20 +109,43 @@ class _Holder:
     @classmethod
     def of(cls, fd: int, path: Path) -> _Holder:
         """Of the lock on an open file."""
-        status, pid = os.fstat(fd), 0
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # 12: FLOCK ADVISORY WRITE 4711 fe:00:1234 0 EOF
-            for _, kind, _, _, at, place, *_ in map(str.split, Path("/proc/locks").read_text().splitlines()):
-                if kind == "FLOCK" and int(place.rpartition(":")[2]) == status.st_ino:
-                    pid = max(int(at), 0)
+        pid = 0
+        with contextlib.suppress(OSError, ValueError):
+            pid = _pid_in(Path("/proc/locks").read_text(), _place_of(fd))
         signed = os.pread(fd, 200, 0).decode(errors="replace") if path.suffix == ".lock" else ""
-        return cls(pid, signed, _is_stopped(pid), status.st_mtime_ns)
+        return cls(pid, signed, _is_stopped(pid), os.fstat(fd).st_mtime_ns)
 
     def __str__(self) -> str:
         if not self.pid:
             return self.signed or "a process that cannot be seen from here"
         doing = ", stopped by SIGSTOP" if self.is_stopped else ""
         return f"process {self.pid} (host {os.uname().nodename}{doing})"
+
+
+def _pid_in(locks: str, place: str) -> int:
+    """Who holds the lock on a place, of those in /proc/locks; 0 if nobody does whom this process can see."""
+    found = 0
+    for line in locks.splitlines():
+        _, kind, _, _, pid, where, *_ = line.split()  # 12: FLOCK ADVISORY WRITE 4711 fe:00:1234 0 EOF
+        if kind == "FLOCK" and where == place:
+            found = max(int(pid), 0)
+    return found
+
+
+def _place_of(fd: int) -> str:
+    """Device and inode of an open file, as /proc/locks has them.
+
+    The device is that of its mount: files of btrfs and of overlays may tell another one (st_dev). Where an
+    overlay numbers its files anew, no line has this place, and what the holder has written tells who it is.
+    """
+    status, at = os.fstat(fd), Path("/proc/self")
+    mount = dict(line.split(":\t", 1) for line in (at / f"fdinfo/{fd}").read_text().splitlines())["mnt_id"]
+    mounts = (line.split(maxsplit=3) for line in (at / "mountinfo").read_text().splitlines())
+    device = next((device for number, _, device, _ in mounts if number == mount), "")
+    major, minor = (
+        map(int, device.split(":")) if device else (os.major(status.st_dev), os.minor(status.st_dev))
+    )
+    return f"{major:02x}:{minor:02x}:{status.st_ino}"
 
 
 def _is_stopped(pid: int) -> bool:
