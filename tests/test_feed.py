@@ -173,8 +173,16 @@ def test_views_after_the_end_are_refused(corpus: str) -> None:
     with mf.Feed(recipe_of(corpus, epochs=1), stage_map=STAGES) as feed:
         for view in feed.virtual_stages:  # one after the other
             assert len(list(view)) == 10
-        with pytest.raises(mf.StateError, match="has ended"):
-            iter(feed.virtual_stages[0])
+        for view in feed.virtual_stages:
+            with pytest.raises(mf.StateError, match="has ended"):
+                iter(view)
+        for _ in range(2):
+            feed.load_state_dict(feed.state_dict())
+            for view in feed.virtual_stages:
+                assert list(view) == [], "a job that is done, started again, has nothing to do"
+            for view in feed.virtual_stages:
+                with pytest.raises(mf.StateError, match="has ended"):
+                    iter(view)
 
 
 class Streamed(torch.utils.data.IterableDataset):

@@ -51,6 +51,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         kept = None if options.ledger is None else Ledger.read(options.ledger, missing_ok=True)
         self._amending = None if kept is None else self._amends(kept)
         self._recipes, self._where = Recipes(recipe), LoopPosition()
+        self._told_end = set[int | None]()  # virtual stages whose loop got nothing, at a loaded state
         self.recipe = self._begins_as = self._recipes.under(self.ledger)
         self._applied = self.ledger
         self._stepping = Stepping(
@@ -308,6 +309,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         with self._changing:
             self._stop()
             self._next_step, self._loaded = step, True
+            self._told_end.clear()
             where.committed = None if where.committed is None else step
             where.left = where.asked = None
 

@@ -29,12 +29,12 @@ from meshfeed.deliver import (
     tell,
 )
 from meshfeed.errors import OptionError, StateError
-from meshfeed.feed.batch import Sources, Step
+from meshfeed.feed.batch import Sources
 from meshfeed.feed.changing import ChangingSource
 from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
 from meshfeed.feed.launch import num_processes
 from meshfeed.feed.options import FeedOptions, check_recipe
-from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
+from meshfeed.feed.run import Item, Made, StepEnd, StepStart
 from meshfeed.feed.stepping import Ahead, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
@@ -294,22 +294,18 @@ class Feed(ChangingSource):
                 )
         return super()._origin
 
-    def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
-        if self._run is None and self._loaded and not has_step(self.recipe, self._next_step):
-            self._loaded = virtual_stage is not None  # other stages ask, too; a further loop is refused
-            return iter(())  # a job that is done waits for nobody: others may be gone
-        return super()._begin(virtual_stage)
-
-    def _new_run(self, by_stage: StageMap | None) -> Run:
-        # Only a loaded state may be at the end. A second loop here would silently get nothing.
-        if self._next_step and not self._loaded and not has_step(self.recipe, self._next_step):
-            if self._entered_by_loop:
-                self.close()
+    def _is_over(self, virtual_stage: int | None) -> bool:
+        if not (self._next_step or self._loaded) or has_step(self.recipe, self._next_step):
+            return False
+        if self._entered_by_loop:
+            self.close()
+        if not self._loaded or virtual_stage in self._told_end:
             raise StateError(
                 f"the stream has ended, all its {self._next_step} steps were handed out; for another pass "
                 f"give the recipe more epochs (epochs=), make a new Feed, or load_state_dict an earlier state"
             )
-        return super()._new_run(by_stage)
+        self._told_end.add(virtual_stage)
+        return True  # a job that is done waits for nobody: others may be gone
 
     def _about(self, step: int) -> RunStart:
         recipe, decode_costs = self.recipe, self._stepping.rule.decode_costs

@@ -269,16 +269,24 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             )
         with self._changing:
             run, is_new = self._joined(virtual_stage)
+        if run is None:
+            return iter(())
         if is_new:
             run.start()
         return run.steps(0 if virtual_stage is None else virtual_stage)
 
-    def _joined(self, virtual_stage: int | None) -> tuple[Run, bool]:
-        """The run that a loop belongs to, and whether it is new and must be started."""
+    def _is_over(self, virtual_stage: int | None) -> bool:
+        """Whether a loop gets nothing, at a loaded state of the end. Raises StateError for a second one."""
+        return False
+
+    def _joined(self, virtual_stage: int | None) -> tuple[Run | None, bool]:
+        """The run that a loop belongs to, and whether it is new and must be started; None after the end."""
         view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
         if self._run is not None and self._run.join(view, num_views):
             return self._run, False
         self._stop()
+        if self._is_over(virtual_stage):
+            return None, False
         num_stops = self._num_stops
         if not self._entered:
             self.__enter__()

@@ -342,7 +342,10 @@ def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name
         f"sequences"
     )
     if num < feed.recipe.batch.position(step + 1) - feed.recipe.batch.position(step):
-        return f"{told}; the stream ends within a step: give the recipe Batch(last='drop') or 'pad'"
+        return (
+            f"{told}; the stream ends within a step, or amounts that others follow do: give the recipe "
+            f"Batch(last='drop') or 'pad'"
+        )
     return (
         f"{told}; make {name.accumulated} {num_microbatches}, or the recipe's Batch(sequences={whole}), in "
         f"every step"

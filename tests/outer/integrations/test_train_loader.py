@@ -300,3 +300,17 @@ def test_encoders_on_other_ranks_are_refused_where_the_model_does_not_call_the_e
     feed = mf.Feed(recipe, encoder="balanced", packing=mf.Packing(capacity=64))
     with pytest.raises(RecipeError, match="which this trainer's model does not call"):
         check_encoder(feed.recipe)
+
+
+def test_amounts_that_end_within_a_step_are_named(corpus: str) -> None:
+    """The stream goes on behind that step."""
+    data = mf.Mixture({"text": (mf.open(corpus), 10)}, by="count").then(2, {"text": 1})
+    recipe = mf.Recipe(data=data, sequence=mf.Windows(32), batch=mf.Batch(6))
+    loader = TrainLoader(
+        mf.Feed(recipe, micro_batch_size=2), named, accumulated=lambda: EACH, trained=lambda: len(seen)
+    )
+    seen = list[Any]()
+    with pytest.raises(
+        RecipeError, match=r"step 1 is 4 sequences, 2 microbatches .* amounts that others follow"
+    ):
+        seen.extend(iter(loader))
