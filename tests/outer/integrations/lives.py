@@ -55,22 +55,24 @@ class Truth:
     """The weights of `Linear` before every step, if each is the mean over all tokens of its step that bear loss.
 
     options: those of `mf.simulate`: micro_batch_size or packing.
+
+    Attributes:
+        counts: step -> how often each token, and each label, bears loss in it; float64 [2, VOCAB].
     """
 
     def __init__(self, recipe: mf.Recipe, steps: int, **options: Any) -> None:
         self.recipe = recipe
-        taken = dict[int, torch.Tensor]()
+        self.counts: dict[int, torch.Tensor] = {}
         for step in mf.simulate(recipe, mf.Layout(), steps, **options):
-            counts, num_valid = torch.zeros(2, VOCAB, dtype=torch.float64), 0.0
+            counts = self.counts[step.batch.step] = torch.zeros(2, VOCAB, dtype=torch.float64)
             for microbatch in step.microbatches:
                 mask = microbatch["loss_mask"].flatten().to(torch.float64)
                 for row, name in enumerate(("tokens", "labels")):
                     counts[row] += torch.bincount(microbatch[name].flatten(), mask, VOCAB)
-                num_valid += float(mask.sum())
-            taken[step.batch.step] = counts / num_valid
         self.before = [torch.zeros(2, VOCAB, dtype=torch.float64)]
-        for step in range(steps):  # an amendment may leave some out
-            self.before.append(self.before[-1] - taken.get(step, 0))
+        for step in range(steps):
+            counts = self.counts.get(step)  # None where an amendment leaves it out
+            self.before.append(self.before[-1] - (0 if counts is None else counts / counts[1].sum()))
 
     def check(self, model: torch.nn.Module, step: int) -> None:
         """Raises AssertionError unless a model, perhaps wrapped, has the weights after this step."""

@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.datasets")
+    importlib.import_module("megatron.core.tokenizers.text")  # which every run needs
     from megatron.training import argument_utils, arguments, global_vars, initialize, training
 
 import megatron.core.datasets  # noqa: E402
@@ -123,7 +124,8 @@ def options(job: dict[str, Any], skip: list[int]) -> list[str]:
         "rerun-mode": "disabled",
     } | job
     return [
-        *(f"--{name}={value}" for name, value in told.items() if value is not None),
+        *(f"--{name}={value}" for name, value in told.items() if value is not None and value is not True),
+        *(f"--{name}" for name, value in told.items() if value is True),
         "--use-cpu-initialization",
         "--no-gradient-accumulation-fusion",
         "--no-masked-softmax-fusion",
@@ -140,7 +142,11 @@ def options(job: dict[str, Any], skip: list[int]) -> list[str]:
 
 
 def pretrain(
-    job: dict[str, Any], skip: list[int], provider: Callable[..., Any], forward_step: Callable[..., Any]
+    job: dict[str, Any],
+    skip: list[int],
+    provider: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    model_provider: Callable[..., Any] = model_provider,
 ) -> None:
     """Megatron-LM's `pretrain` to its end."""
     with (
