@@ -63,9 +63,11 @@ class Rank:
                 return
 
 
-def together(ranks: list[Rank], layout: mf.Layout, generation: int) -> list[int]:
+def together(
+    ranks: list[Rank], layout: mf.Layout, generation: int, store: HashStore | None = None
+) -> list[int]:
     """Where each goes on."""
-    store = HashStore()
+    store = HashStore() if store is None else store
     with ThreadPoolExecutor(len(ranks)) as pool:
         found = [
             pool.submit(each.feed.regroup, layout, rank, generation=generation, rendezvous=store)
@@ -436,12 +438,14 @@ def test_who_takes_no_part_amends_nothing(recipe: mf.Recipe, tmp_path: Path, tol
     feeds = _of_one_job(recipe, path, store, 3)
 
     def begin(some: list[mf.Feed], generation: int, step: int) -> None:
+        if not told:
+            together([*map(Rank, some)], two, generation, store)
+            return
         with ThreadPoolExecutor(2) as pool:
-            for rank, feed in enumerate(some):
-                if told:
-                    pool.submit(feed.at, step, two, rank, generation=generation)
-                else:
-                    pool.submit(feed.regroup, two, rank, generation=generation, rendezvous=store)
+            given = [
+                pool.submit(feed.at, step, two, rank, generation=generation) for rank, feed in enumerate(some)
+            ]
+            assert [each.result().index for each in given] == [step, step]
 
     with feeds[0], feeds[1], feeds[2]:
         with pytest.raises(mf.OptionError, match="no part"):

@@ -43,6 +43,7 @@ _PRELOADED_FOR_ALL = (
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "megatron_world",
+    "torch.distributed.checkpoint",
     "world_preload",
 )
 """Modules of shared servers; that of a framework that is missing is left out."""

@@ -79,3 +79,21 @@ class Truth:
         (weight,) = model.parameters()
         wrong = float((weight.detach() - self.before[step + 1]).abs().max())
         assert wrong < EXACT, f"after step {step}, the weights differ by {wrong}"
+
+
+def loss_in(
+    model: Linear, microbatch: mf.Microbatch, layout: mf.Layout, rank: int, group: Any
+) -> torch.Tensor | None:
+    """The sum of a rank's losses in a plain loop; None on the first stage of a pipeline.
+
+    That sends its tokens to the last one, which computes. group: a process group of the ranks.
+    """
+    coord = layout.coord(rank)
+    first, last = (layout.rank_of(coord._replace(pp=pp)) for pp in (0, layout.pp - 1))
+    if first != last and rank == first:
+        group.send([microbatch["tokens"]], last, microbatch.index).wait()
+        return None
+    tokens = microbatch["tokens"] if first == last else torch.zeros_like(microbatch["labels"])
+    if first != last:
+        group.recv([tokens], first, microbatch.index).wait()
+    return model(tokens, microbatch["labels"], microbatch["loss_mask"])

@@ -21,7 +21,7 @@ import changing
 import pytest
 import torch
 import torch.distributed as dist
-from lives import EXACT, Linear, Truth
+from lives import EXACT, Linear, Truth, loss_in
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
@@ -183,19 +183,11 @@ class Process:
         self.store.wait([f"done {at} {each}" for each in now.processes if each not in now.lost])
 
     def gradient(self, step: mf.Step, layout: mf.Layout) -> torch.Tensor:
-        """This rank's part of it. The first stage of a pipeline sends tokens, where the last one computes."""
-        model, coord = Linear(), layout.coord(self.feed.rank)
-        first, last = (layout.rank_of(coord._replace(pp=pp)) for pp in (0, layout.pp - 1))
+        """This rank's part of it."""
+        model = Linear()
         for microbatch in step.microbatches:
-            tokens = (
-                microbatch["tokens"] if "tokens" in microbatch else torch.zeros_like(microbatch["labels"])
-            )
-            if layout.pp > 1 and self.feed.rank == first:
-                self.group.send([tokens], last, microbatch.index).wait()
-            else:
-                if layout.pp > 1:
-                    self.group.recv([tokens], first, microbatch.index).wait()
-                loss = model(tokens, microbatch["labels"], microbatch["loss_mask"])
+            loss = loss_in(model, microbatch, layout, self.feed.rank, self.group)
+            if loss is not None:
                 (loss / step.valid_tokens / layout.tp).backward()
         return torch.zeros_like(self.weight) if model.weight.grad is None else model.weight.grad
 
