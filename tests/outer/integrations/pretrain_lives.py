@@ -2,7 +2,9 @@
 
 What a life changes when it goes on: tp, pp, virtual pp, cp and dp, rows of a microbatch, who reads, the distributed
 optimizer, how often it saves and evaluates, its ledger, the checkpoint. What it keeps is its kind: rows, packs, a batch that
-grows by --step-batch-size-schedule, a stream with a short step; and its --iterations-to-skip. How a run ends: see `ENDS`.
+grows by --step-batch-size-schedule, a stream with a short step; and its --iterations-to-skip. Under hybrid context
+parallelism, Megatron-LM takes a dataset, in its own order, which a recipe without a shuffle has, too. How a run ends: see
+`ENDS`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pretrain_world as pw
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import training
+from megatron_world import sample_of
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
@@ -126,14 +130,15 @@ class Life:
 
     @staticmethod
     def drawn(corpus: str, folder: Path, rng: random.Random) -> Life:
-        kind = rng.choice(["rows", "rows", "packs", "packs", "gpt", "grows", "short"])
-        skipped = frozenset(rng.sample(range(END), 3) if rng.random() < 0.3 else [])
-        mixed = kind == "short" or (kind != "gpt" and rng.random() < 0.5)
-        return Life(corpus, folder, kind, mixed, skipped, rng.random() < 0.5)
+        kind = rng.choice(["rows", "rows", "packs", "packs", "gpt", "grows", "short", "hybrid"])
+        hybrid = kind == "hybrid"
+        skipped = frozenset(rng.sample(range(END), 3) if rng.random() < 0.3 and not hybrid else [])
+        mixed = kind == "short" or (kind not in ("gpt", "hybrid") and rng.random() < 0.5)
+        return Life(corpus, folder, kind, mixed, skipped, rng.random() < 0.5 and not hybrid)
 
     @property
     def packed(self) -> bool:
-        return self.kind == "packs"
+        return self.kind in ("packs", "hybrid")
 
     @property
     def ledger(self) -> Path:
@@ -166,7 +171,8 @@ class Life:
 
     def recipe(self, data: Any, batch: mf.Batch, seed: int) -> mf.Recipe:
         rule = mf.Documents() if self.packed else mf.Windows(LENGTH)
-        return mf.Recipe(data=data, sequence=rule, batch=batch, seed=seed)
+        order: Any = "none" if self.kind == "hybrid" else "global"
+        return mf.Recipe(data=data, sequence=rule, batch=batch, seed=seed, shuffle=order)
 
     def packing(self, microbatches: int, fixed: bool = False) -> mf.Packing:
         shape: dict[str, Any] = {"fixed_shapes": True, "max_sequences": 16} if fixed else {}
@@ -207,6 +213,7 @@ class Run:
     """One run of `pretrain`.
 
     Attributes:
+        hybrid: whether by hybrid context parallelism, and meshfeed's wrapper in place of Megatron's.
         begins: the iteration of its checkpoint; 0 for none.
         micro: sequences of a microbatch on one data-parallel rank.
         ends: None, or where it ends early, and at which count of that.
@@ -214,6 +221,7 @@ class Run:
     """
 
     dims: dict[str, int]
+    hybrid: bool
     begins: int
     iterations: int
     micro: int
@@ -235,11 +243,14 @@ class Run:
 
 
 def drawn(rng: random.Random, life: Life, world_size: int, killed: bool) -> Run:
+    hybrid = life.kind == "hybrid" and world_size > 1 and rng.random() < 0.7
+    names = ["dp", "dp", "cp", *([] if hybrid else ["tp"])]
+    if not hybrid and life.kind != "short":  # stages are sent whole microbatches
+        names += ["pp", "pp"]
     dims: dict[str, int] = {}
     left = world_size
     while left > 1:
-        short = life.kind == "short"  # stages are sent whole microbatches
-        name = rng.choice(["tp", "dp", "dp", "cp", *([] if "pp" in dims or short else ["pp", "pp"])])
+        name = rng.choice([name for name in names if name != "pp" or name not in dims])
         dims[name], left = dims.get(name, 1) * 2, left // 2
     dp = dims.get("dp", 1)
     least = SEQUENCES // dp // 2 if life.kind == "short" else 1  # 6 sequences are as many microbatches as 8
@@ -256,7 +267,7 @@ def drawn(rng: random.Random, life: Life, world_size: int, killed: bool) -> Run:
     eval_micro = 1 if life.packed else rng.choice([m for m in (1, 2, 4, 8) if m * dp <= SEQUENCES])
     if dims.get("vpp") and SEQUENCES // dp // eval_micro % 2:
         eval_micro = 1
-    eval_iters = rng.choice([0, 1, 2])
+    eval_iters = 0 if hybrid else rng.choice([0, 1, 2])
     ends: tuple[str, int] | None = None
     if killed or rng.random() < 0.5:
         apart = killed or "pp" not in dims  # else its stages wait for one another
@@ -265,6 +276,7 @@ def drawn(rng: random.Random, life: Life, world_size: int, killed: bool) -> Run:
         ends = event, rng.randint(1, 12 if event in ("microbatch", "signal") else 2)
     return Run(
         dims=dims,
+        hybrid=hybrid,
         begins=begins,
         iterations=min(begins + rng.randint(2, 6), END),
         micro=micro,
@@ -330,6 +342,9 @@ class Watched:
             "override-opt-param-scheduler": True,
             "exit-signal-handler": True,
         }
+        if run.hybrid:
+            told |= {"dataloader-type": "single", "num-workers": 0, "hybrid-context-parallel": True}
+            told |= {"max-seqlen-per-dp-cp-rank": CAPACITY // 4}
         if run.begins:
             told |= {"load": life.checkpoints, "ckpt-step": run.begins}
         return told | run.options
@@ -342,22 +357,19 @@ class Watched:
         if not life.packed:
             given["pad_rows"] = life.kind == "short"
         skip = sorted(step + 1 for step in life.skipped)
+        provider = megatron.DatasetsProvider(
+            train=life.train,
+            valid=life.valid if run.eval_iters else None,
+            test=life.valid if run.tests else None,
+            readers=run.readers,
+            packing=packing,
+            device="cpu",
+            **given,
+        )
+        theirs = datasets_provider(life) if run.hybrid else None
         try:
-            with (
-                self._watching(),
-                InDoubles(),
-                pw.quiet(),
-                megatron.DatasetsProvider(
-                    train=life.train,
-                    valid=life.valid if run.eval_iters else None,
-                    test=life.valid if run.tests else None,
-                    readers=run.readers,
-                    packing=packing,
-                    device="cpu",
-                    **given,
-                ) as provider,
-            ):
-                pw.pretrain(self.job, skip, provider, self.forward_step, model_provider)
+            with self._watching(), InDoubles(), pw.quiet(), provider:
+                pw.pretrain(self.job, skip, theirs or provider, self.forward_step, model_provider)
         except Ended as ended:
             self.held = ended  # with its traceback, and so the iterator of the loop
             return str(ended)
@@ -367,7 +379,7 @@ class Watched:
 
     def forward_step(self, iterator: Any, model: Any) -> Any:
         self._ends("microbatch" if model.training else "evaluation")
-        batch = megatron.get_batch(iterator)
+        batch = shared(next(iterator)) if self.run.hybrid else megatron.get_batch(iterator)
         return model(batch), partial(self.loss, batch["loss_mask"], model.training)
 
     def loss(self, mask: torch.Tensor, training: bool, scores: torch.Tensor) -> Any:
@@ -408,6 +420,7 @@ class Watched:
             patch.object(training, "train_step", step),
             patch.object(training, "save_checkpoint_and_time", save),
             patch.object(training, "evaluate_and_print_results", evaluate),
+            patch.object(training, "HybridCPDataLoaderWrapper", megatron.HybridCPDataLoaderWrapper),
         ):
             yield
 
@@ -442,6 +455,25 @@ class Watched:
         assert torch.allclose(self.losses, wanted, rtol=EXACT, atol=1e-9), (
             f"the evaluation of steps {begins}.. after iteration {iteration}: {self.losses} for {wanted}"
         )
+
+
+def datasets_provider(life: Life) -> Any:
+    """Of the documents in storage order: what Megatron-LM's own loader takes."""
+    with mf.open(life.corpus) as store:
+        lengths = store.lengths(np.arange(END * SEQUENCES)).tolist()
+        samples = [sample_of(store.read(at, 0, length)) for at, length in enumerate(lengths)]
+    return lambda _: (samples, None, None)
+
+
+def shared(sample: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A whole sample, of whose tokens a rank of its group bears the loss of its own share."""
+    size = int(sample["local_cp_size"])
+    batch = {name: sample[name][None] for name in ("tokens", "labels", "loss_mask")}
+    if size > 1:
+        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+        positions = torch.arange(batch["tokens"].shape[1])
+        batch["loss_mask"] = batch["loss_mask"] * (positions % size == dist.get_rank(group))
+    return batch
 
 
 @cache
