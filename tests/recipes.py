@@ -17,18 +17,20 @@ from meshfeed.order import num_positions, num_steps
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 SIZES = {
-    "a": (700, 12),
-    "b": (400, 9),
-    "c": (900, 15),
-    "more": (300, 8),
-    "others": (500, 20),
-    "late": (350, 10),
+    "a": (100, 6),
+    "b": (60, 4),
+    "c": (200, 12),
+    "more": (40, 5),
+    "others": (80, 8),
+    "late": (100, 9),
 }
-"""Tokens, and mean tokens of a document."""
+"""Tokens, and mean tokens of a document: a job of ten steps draws epochs after the first."""
 LARGE = {"large": (40_000, 3), "larger": (70_000, 4), "large more": (50_000, 3)}
 """Of these, more than 4,096 sequences of an epoch are drawn."""
-LONGEST = 40  # tokens of a document
-UNITS = ("proportion", "tokens", "size", "repeat", "count", "repeat and count")
+TIMES = 150  # the steps of large jobs are so much larger
+LONGEST = 24  # tokens of a document
+SHARES = ("proportion", "tokens", "size")
+UNITS = (*SHARES, "repeat", "count", "repeat and count")
 
 
 def write_stores(folder: Path) -> Path:
@@ -64,16 +66,17 @@ class Job:
 
 
 def rules(draw: Draw) -> Any:
-    windows = mf.Windows(8, eod_mask_loss=draw(st.booleans()))
-    masked = mf.Masked(20, vocab_size=99, mask_token=100, crop="random")
-    staged = windows.then(draw(st.integers(1, 6)), draw(st.sampled_from([4, 16])))
-    return draw(st.sampled_from([mf.Documents(), mf.Documents(max_len=25), windows, staged, masked]))
+    windows = mf.Windows(4, eod_mask_loss=draw(st.booleans()))
+    masked = mf.Masked(5, vocab_size=99, mask_token=100, crop="random")
+    staged = windows.then(draw(st.integers(1, 6)), draw(st.sampled_from([2, 8])))
+    return draw(st.sampled_from([mf.Documents(), mf.Documents(max_len=7), windows, staged, masked]))
 
 
-def batches(draw: Draw, rule: Any, times: int) -> mf.Batch:
-    tokens = not isinstance(rule, mf.Masked) and draw(st.integers(0, 2)) == 0
-    least, unit = (3, "tokens") if tokens else (1, "sequences")
-    sizes = st.integers(least, 9).map(lambda size: times * size * (16 if tokens else 1))
+def batches(draw: Draw, rule: Any, times: int, tokens: bool) -> mf.Batch:
+    tokens = tokens or (not isinstance(rule, mf.Masked) and draw(st.integers(0, 2)) == 0)
+    few = st.integers(3, 9).map(lambda size: times * size * 16)
+    many = st.integers(1, 25).map(lambda size: times * size)
+    unit, sizes = ("tokens", few) if tokens else ("sequences", many)
     batch = mf.Batch(**{unit: draw(sizes)}, last=draw(st.sampled_from(["keep", "keep", "drop", "pad"])))
     for step in sorted(draw(st.sets(st.integers(1, 9), max_size=2))):
         batch = batch.then(step, **{unit: draw(sizes)})
@@ -95,13 +98,15 @@ def amounts(
     return given, by if unit == "repeat and count" else "proportion" if unit == "size" else unit
 
 
-def mixtures(draw: Draw, folder: Path, rule: Any, batch: mf.Batch, times: int) -> mf.Mixture:
+def mixtures(
+    draw: Draw, folder: Path, rule: Any, batch: mf.Batch, times: int, *, is_endless: bool
+) -> mf.Mixture:
     pool = ["large", "larger", "a"] if times > 1 else ["a", "b", "c"]
     stores: dict[str, mf.Store] = {name: mf.open(folder / name) for name in pool}
     kind: Any = "mixed" if batch.tokens else draw(st.sampled_from(["mixed", "mixed", "per_source"]))
     units = tuple(unit for unit in UNITS if unit != "tokens" or not isinstance(rule, mf.Masked))
-    if len(rule.pieces) > 1 or (kind == "per_source" and batch.stages[1:]):
-        units = tuple(unit for unit in units if unit in ("proportion", "tokens", "size"))
+    if is_endless or len(rule.pieces) > 1 or (kind == "per_source" and batch.stages[1:]):
+        units = tuple(unit for unit in units if unit in SHARES)
 
     def some() -> dict[str, Any]:
         return {name: stores[name] for name in draw(st.lists(st.sampled_from(pool), min_size=1, unique=True))}
@@ -126,24 +131,25 @@ def ends_at(recipe: mf.Recipe) -> int | None:
         reject()
 
 
-def changes(draw: Draw, job: Job) -> mf.Amendment:
-    """An amendment at any step."""
-    recipe, times = job.given, 100 if job.is_large else 1
-    name, kind = draw(st.sampled_from(recipe.source_names)), draw(st.integers(0, 4))
-    step = draw(st.integers(0, 9))
-    if kind == 0:
+def changes(draw: Draw, job: Job, *kinds: str) -> mf.Amendment:
+    """An amendment at any step. kinds: of these; without any, of all that the job can have."""
+    recipe, times = job.given, TIMES if job.is_large else 1
+    name, step = draw(st.sampled_from(recipe.source_names)), draw(st.integers(0, 9))
+    mixed = ("reweigh", "grow") if isinstance(recipe.data, mf.Mixture) else ()
+    kind = draw(st.sampled_from(kinds or ("size", "skip", "exclude", *mixed)))
+    if kind == "size":
         size = times * draw(st.integers(LONGEST, 150) if recipe.batch.tokens else st.integers(1, 9))
         return mf.Amendment(step, mf.BatchSize(**{"tokens" if recipe.batch.tokens else "sequences": size}))
-    if kind == 1:
+    if kind == "skip":
         return mf.Amendment(step, mf.SkipSteps(step, step + draw(st.integers(1, 2))))
-    if kind == 2:
+    if kind == "exclude":
         store = recipe.sources[recipe.source_names.index(name)]
         return mf.Amendment(
             step, mf.Exclude({name: draw(st.lists(st.integers(0, store.num_documents - 1), min_size=1))})
         )
-    if kind == 3:
+    if kind == "grow":
         of = "large more" if job.is_large else draw(st.sampled_from(["more", "others"]))
-        return mf.Amendment(step, mf.Grow(name, str(job.folder / of)))
+        return mf.Amendment(step // 3, mf.Grow(name, str(job.folder / of)))
     by = draw(st.sampled_from([None, "proportion", "count"]))
     among = draw(st.lists(st.sampled_from(recipe.source_names), min_size=1, max_size=2, unique=True))
     amount = st.integers(1, 30) if by == "count" else st.sampled_from([0.1, 1, 2.5])
@@ -151,13 +157,24 @@ def changes(draw: Draw, job: Job) -> mf.Amendment:
 
 
 @st.composite
-def jobs(draw: Draw, folder: Path, most_amendments: int = 3) -> Job:
-    """A job of any rule, mixture, unit, batch, amounts and amendments; a large one now and then."""
-    times = draw(st.sampled_from([1, 1, 1, 150]))
-    rule = draw(st.just(mf.Documents())) if times > 1 else rules(draw)
-    batch, options = batches(draw, rule, times), dict[str, Any]()
-    if draw(st.integers(0, 3)):
-        data: Any = mixtures(draw, folder, rule, batch, times)
+def jobs(
+    draw: Draw,
+    folder: Path,
+    *,
+    most_amendments: int = 3,
+    times: int = 1,
+    grows: bool = False,
+    of_tokens: bool = False,
+) -> Job:
+    """A job of any rule, mixture, unit, batch, amounts and amendments.
+
+    times: 1, or TIMES for a large one of documents. grows: a mixture whose sources grow.
+    of_tokens: documents in batches of tokens.
+    """
+    rule = mf.Documents() if times > 1 or of_tokens else rules(draw)
+    batch, options = batches(draw, rule, times, of_tokens), dict[str, Any]()
+    if grows or draw(st.integers(0, 3)):
+        data: Any = mixtures(draw, folder, rule, batch, times, is_endless=grows)
     else:
         data = mf.open(folder / ("large" if times > 1 else draw(st.sampled_from(["a", "b", "c"]))))
         options["epochs"] = draw(st.sampled_from([None, 1, 2]))
@@ -170,9 +187,12 @@ def jobs(draw: Draw, folder: Path, most_amendments: int = 3) -> Job:
         *([] if by_tokens else ["replacement"]),
     ]
     options["shuffle"] = draw(st.sampled_from(shuffles[: 3 if len(rule.pieces) > 1 else None]))
-    options["steps"] = draw(st.sampled_from([None, None, 5, 12]))
+    options["steps"] = draw(st.sampled_from([None, None, None, 5, 12]))
     recipe = mf.Recipe(data=data, sequence=rule, batch=batch, seed=draw(st.integers(-2, 2)), **options)
     job = Job(folder, recipe).checked()
+    if grows:
+        some = range(draw(st.sampled_from([2, 1])))
+        job = replace(job, ledger=tuple(changes(draw, job, "grow") for _ in some)).checked()
     for _ in range(draw(st.sampled_from([0, 0, 1, most_amendments] if most_amendments else [0]))):
         job = replace(job, ledger=(*job.ledger, changes(draw, job))).checked()
     return job
@@ -181,33 +201,36 @@ def jobs(draw: Draw, folder: Path, most_amendments: int = 3) -> Job:
 @st.composite
 def later_changes(draw: Draw, job: Job, step: int) -> Job:
     """The same job with a change from a step on, or one that only its end depends on."""
-    given, times = job.given, 150 if job.is_large else 1
+    given, times = job.given, TIMES if job.is_large else 1
     end = ends_at(job.recipe)
     near = st.integers(step, step + 3) if end is None else st.sampled_from([end, end + 1, step, step + 1])
-    at, kind = (
-        draw(near),
-        draw(st.sampled_from(["data", "data", "batch", "windows", "epochs", "steps", "amend", "amend"])),
-    )
+    kinds = ["batch", "steps", "amend", "amend"]
+    kinds += 2 * ["data"] if isinstance(given.data, mf.Mixture) else ["epochs"]
+    kinds += 9 * ["data"] if job.recipe.amendments.grown else []
+    kinds += [] if isinstance(given.sequence, (mf.Documents, mf.Masked)) else ["windows"]
+    at, kind = draw(near), draw(st.sampled_from(kinds))
     if kind == "amend":
         change = changes(draw, job)
         return replace(job, ledger=(*job.ledger, replace(change, step=step + change.step % 4))).checked()
     try:
-        if kind == "data" and isinstance(given.data, mf.Mixture):
-            pool = dict.fromkeys(given.source_names) | {"late": mf.open(job.folder / "late")}
-            names = draw(st.lists(st.sampled_from([*pool]), min_size=1, max_size=3, unique=True))
-            sources, by = amounts(draw, {name: pool[name] for name in names}, UNITS, times)
+        if kind == "data":
+            at = max(at, given.data.parts[-1].step + 1)
+            known = st.sampled_from(given.source_names)
+            stores: dict[str, Any] = dict.fromkeys(draw(st.lists(known, max_size=2, unique=True)))
+            if not stores or draw(st.integers(0, 2)):  # what has grown then has another number
+                stores["late"] = mf.open(job.folder / "late")
+            sources, by = amounts(draw, stores, UNITS, times)
             made = replace(given, data=given.data.then(at, sources, by=by))
         elif kind == "batch":
             size = draw(st.integers(3, 9)) * times * (16 if given.batch.tokens else 1)
-            made = replace(
-                given, batch=given.batch.then(at, **{"tokens" if given.batch.tokens else "sequences": size})
-            )
+            at, unit = max(at, given.batch.stages[-1][0] + 1), "tokens" if given.batch.tokens else "sequences"
+            made = replace(given, batch=given.batch.then(at, **{unit: size}))
         elif kind == "windows":
             made = replace(given, sequence=given.sequence.then(at, draw(st.sampled_from([2, 4, 8, 16]))))
         elif kind == "epochs":
             made = replace(given, epochs=draw(st.sampled_from([None, 1, 2, 3])))
         else:
             made = replace(given, steps=draw(st.sampled_from([None, 5, 12, 40])))
-    except (mf.RecipeError, AttributeError):  # a rule without `then`
+    except mf.RecipeError:
         reject()
     return replace(job, given=made).checked()
