@@ -122,7 +122,11 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
             r"simulate takes a mf\.Recipe, not a L",
         ),
         (lambda: mf.Documents("64"), mf.RecipeError, r"Documents\(max_len='64'\): at least one token"),
-        (lambda: mf.StageMap(pp="2"), mf.LayoutError, r"StageMap\(pp='2', vpp=1\): each is at least 1"),
+        (
+            lambda: mf.StageMap(pp="2"),
+            mf.LayoutError,
+            r"StageMap\(pp='2', vpp=1\): each is a whole number from 1",
+        ),
         (
             lambda: in_first_step(lambda step: step["x"]),
             TypeError,

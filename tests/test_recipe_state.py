@@ -395,7 +395,6 @@ def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
         lambda recipe: mf.Windows(0),
         lambda recipe: mf.Windows("8"),
         lambda recipe: mf.Windows(8.0),
-        lambda recipe: mf.Windows(np.int64(8)),
         lambda recipe: mf.Windows(True),
         lambda recipe: mf.Windows(8, reset_position_ids=1),
         lambda recipe: mf.Windows(8, reset_attention_mask=None),

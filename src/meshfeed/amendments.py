@@ -34,9 +34,10 @@ from meshfeed.files.local.lock import LIMIT_S, locked
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.order import cut_off
-from meshfeed.recipe import Amendment, Change, Recipe, whole
+from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
+from meshfeed.whole import settle, whole
 
 Longs = npt.NDArray[np.int64]
 
@@ -131,8 +132,7 @@ class BatchSize(_Told):
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "tokens"):
-            object.__setattr__(self, name, whole(getattr(self, name)))
+        settle(self)
         given = [size for size in (self.sequences, self.tokens) if size is not None]
         if not (len(given) == 1 and type(given[0]) is int and given[0] >= 1):
             raise RecipeError(f"{self!r}: one whole number from 1, of sequences or of tokens")
@@ -170,8 +170,7 @@ class SkipSteps(_Told):
     stop: int
 
     def __post_init__(self) -> None:
-        for name in ("first", "stop"):
-            object.__setattr__(self, name, whole(getattr(self, name)))
+        settle(self)
         if not (type(self.first) is type(self.stop) is int and 0 <= self.first < self.stop):
             raise RecipeError(f"SkipSteps({self.first!r}, {self.stop!r}): whole numbers, 0 <= first < stop")
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.summary import brief
+from meshfeed.whole import is_whole, settle, whole
 
 Last = Literal["keep", "drop", "pad"]
 
@@ -44,8 +45,9 @@ class Batch:
     thresholds: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        settle(self)
         unit, size = self._unit, self.sequences if self.tokens is None else self.tokens
-        if type(size) is not int or size < 1:
+        if not is_whole(size):
             raise RecipeError(f"Batch({unit}={size!r}): a whole number from 1")
         if self.sequences is not None and self.tokens is not None:
             raise RecipeError(f"{self!r}: give sequences or tokens, not both")
@@ -85,8 +87,7 @@ class Batch:
         if at is not None and self.tokens is None:
             self.amended(0, sequences, tokens=tokens)  # or it is refused now
             return replace(self, thresholds=(*self.thresholds, (at, cast(int, sequences))))
-        step = cast(int, step) if at is None else self.first_step_at(at)
-        check_next(step, self.stages[-1][0], "Batch.then")
+        step = check_next(step, self.stages[-1][0], "Batch.then") if at is None else self.first_step_at(at)
         return self.amended(step, sequences, tokens=tokens)
 
     def first_step_at(self, amount: int) -> int:
@@ -96,8 +97,9 @@ class Batch:
     def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
         size, other = (sequences, tokens) if self.tokens is None else (tokens, sequences)
-        if type(size) is not int or size < 1 or other is not None:
-            given = f"{sequences!r}" if tokens is None else f"tokens={tokens!r}"
+        size = cast(int, whole(size))
+        if not is_whole(size) or other is not None:
+            given = f"sequences={sequences!r}" if tokens is None else f"tokens={tokens!r}"
             raise RecipeError(f"Batch.then({step}, {given}): a whole number of {self._unit} from 1")
         others = [stage for stage in self.stages if stage[0] != step]
         stages = tuple(sorted((*others, (step, size))))
@@ -182,10 +184,12 @@ def is_past(first: int, until: int | None) -> bool:
     return first == 0 or until is None or first < until
 
 
-def check_next(step: int, before: int, where: str) -> None:
-    """Raise RecipeError unless `step` comes after `before`, the step of the last change."""
-    if type(step) is not int or step <= before:
+def check_next(step: int | None, before: int, where: str) -> int:
+    """The step of a change. Raises RecipeError unless it comes after `before`, the step of the last one."""
+    made = whole(step)
+    if not is_whole(made, before + 1):
         raise RecipeError(f"{where}(step={step!r}): give a step after {before}, the step of the last change")
+    return made
 
 
 def tokens_given(step: int | None, at_tokens: float | None, before: Sequence[int], where: str) -> int | None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import LayoutError
 from meshfeed.intervals import distinct
+from meshfeed.whole import is_whole, settle
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -67,9 +68,10 @@ class Layout:
     table: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in (*DIMS, "ep", *(() if self.ranks_per_node is None else ("ranks_per_node",))):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if not is_whole(size):
                 raise LayoutError(f"{name}={size!r}: give a whole number from 1")
         listed = self.order.lower().split("-")
         unknown = [dim for dim in listed if dim not in (*DIMS, "ep")]

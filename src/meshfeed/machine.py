@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshfeed.errors import OptionError
+from meshfeed.whole import is_whole, settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class Machine:
     index_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.workers) is not int or self.workers < 0:
+        settle(self)
+        if not is_whole(self.workers, 0):
             raise OptionError(f"Machine(workers={self.workers!r}): give a whole number, 0 or more")
         seconds: Any = self.item_timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:

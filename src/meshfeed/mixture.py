@@ -203,8 +203,7 @@ class Mixture:
             raise RecipeError("Mixture.then: give the amounts, as sources={name: amount}")
         tokens = tokens_given(step, at_tokens, [each.tokens for each in self.thresholds], "Mixture.then")
         if tokens is None:
-            check_next(cast(int, step), self.parts[-1].step, "Mixture.then")
-            return self.amended(cast(int, step), sources, by=by)
+            return self.amended(check_next(step, self.parts[-1].step, "Mixture.then"), sources, by=by)
         changed, made = copy(self), self.without_thresholds()
         changed.thresholds = (*self.thresholds, Threshold(tokens, sources, by))
         for some_step, each in enumerate(changed.thresholds, self.parts[-1].step + 1):

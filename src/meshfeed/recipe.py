@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import operator
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter, itemgetter
 from os import PathLike
-from typing import Any, Literal, NamedTuple, Self, cast, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture, Store
 from meshfeed.summary import brief, code_of, digest_of
+from meshfeed.whole import settle, whole
 
 Order = Literal["global", "blocks", "none", "replacement"]
 VerifyData = Literal["sampled", "full"]
@@ -154,6 +154,7 @@ class Blocks:
     lanes: int = 64
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in ("sequences", "window", "lanes"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= _MAX:
@@ -278,8 +279,9 @@ class Recipe:
     source_names: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if type(cast(object, self.batch)) is int:
-            object.__setattr__(self, "batch", Batch(cast(int, self.batch)))
+        settle(self)
+        if type(size := whole(self.batch)) is int:
+            object.__setattr__(self, "batch", Batch(size))
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
         if not isinstance(self.data, (Store, Mixture)):
             raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
@@ -502,14 +504,6 @@ def entered(recipe: Recipe, machine: Machine | None = None) -> Generator[None]:
         for store in recipe.sources:
             stack.enter_context(store if machine is None else store.opened(machine))
         yield
-
-
-def whole(given: Any) -> Any:
-    """An integer of any library as an int; anything else as it is, truth values too."""
-    try:
-        return given if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        return given
 
 
 @lru_cache(1 << 12)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from meshfeed.errors import LayoutError, RoleError
 from meshfeed.intervals import distinct
 from meshfeed.layout import Layout
+from meshfeed.whole import is_whole, settle
 
 DeliveryName = Literal["direct", "broadcast", "share", "tree"]
 StageKind = Literal["first", "last", "mtp", "all"]
@@ -72,8 +73,9 @@ class StageMap:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(each, int) and each >= 1 for each in (self.pp, self.vpp)):
-            raise LayoutError(f"StageMap(pp={self.pp!r}, vpp={self.vpp!r}): each is at least 1")
+        settle(self)
+        if not (is_whole(self.pp) and is_whole(self.vpp)):
+            raise LayoutError(f"StageMap(pp={self.pp!r}, vpp={self.vpp!r}): each is a whole number from 1")
         if self.layout is not None:
             if self.vpp != 1 or self.mtp:
                 raise LayoutError("StageMap: give either layout or vpp and mtp, not both")
@@ -82,7 +84,7 @@ class StageMap:
                 raise LayoutError(f"stage layout {self.layout!r} has {len(stages)} stages for pp={self.pp}")
             object.__setattr__(self, "vpp", len(stages) // self.pp)
             object.__setattr__(self, "mtp", tuple(s for s, held in enumerate(stages) if "m" in held))
-        if any(not 0 <= stage < self.num_stages for stage in self.mtp):
+        if not all(is_whole(stage, 0) and stage < self.num_stages for stage in self.mtp):
             raise LayoutError(f"mtp={self.mtp}: stages go from 0 to pp*vpp-1 = {self.num_stages - 1}")
 
     def check(self, layout: Layout) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshfeed.errors import OptionError, PlanError
 from meshfeed.feed.batch import Microbatch, Sources
 from meshfeed.feed.device import OnHost, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout
@@ -19,6 +20,7 @@ from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe, entered
 from meshfeed.roles import StageMap
 from meshfeed.sequence import run_by
+from meshfeed.whole import whole, whole_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,9 @@ def simulate(
     anything but a recipe, and LayoutError for anything but a layout.
     """
     check_recipe(recipe, "simulate")
+    (micro_batch_size,) = whole_numbers(PlanError, 1, micro_batch_size=micro_batch_size)
+    if isinstance(steps, str) or not isinstance(steps := whole(steps), Iterable):
+        steps = range(*whole_numbers(OptionError, 0, steps=steps))
     layout = given_layout(layout) or Layout()
     recipe, machine = run_by(recipe, machine, encoder)
     stages = stage_map or StageMap(pp=layout.pp)
@@ -73,7 +78,8 @@ def simulate(
     chosen = layout.ranks().tolist() if ranks is None else list(ranks)
     coords = [Coord(*row) for row in layout.coords(chosen).tolist()]
     with entered(recipe, machine):
-        for step in range(steps) if isinstance(steps, int) else steps:
+        for each in steps:
+            (step,) = whole_numbers(OptionError, 0, steps=each)
             if recipe.skips(step):
                 continue
             batch = stepping.global_batch(step)

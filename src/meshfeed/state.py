@@ -15,6 +15,7 @@ from meshfeed.mixture import Mixture
 from meshfeed.order import has_step, num_positions, num_steps, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.summary import digest_of, same_text
+from meshfeed.whole import whole_numbers
 
 KEY = "meshfeed"
 """The one key of every saved state."""
@@ -39,6 +40,7 @@ class State:
     @classmethod
     def at(cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None) -> State:
         """Before a step of a recipe. digests: what `recipe.data_digests` has given; None computes them."""
+        (step,) = whole_numbers(StateError, 0, step=step)
         digests = recipe.data_digests() if digests is None else digests
         data = tuple(digest for _, digest in recipe.grouped(digests, step))
         return cls(recipe=recipe.summary(until=step), step=step, data=data)

@@ -243,7 +243,7 @@ def test_what_cannot_be_counted_in_tokens_is_refused_by_name() -> None:
             lambda: mf.Batch(8, tokens=9),
             r"Batch\(sequences=8, tokens=9\): give sequences or tokens, not both",
         ),
-        (lambda: mf.Batch(tokens=8).then(3, 9), r"Batch.then\(3, 9\): a whole number of tokens"),
+        (lambda: mf.Batch(tokens=8).then(3, 9), r"Batch.then\(3, sequences=9\): a whole number of tokens"),
         (lambda: mf.Batch(8).then(3, tokens=9), r"Batch.then\(3, tokens=9\): a whole number of sequences"),
         (
             lambda: draws_of_step(recipe_of(store, mf.Batch(tokens=89)), 0),

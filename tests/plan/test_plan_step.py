@@ -298,7 +298,7 @@ class TestOversize:
         (lambda: cp_groups(12, (1, 4, 6, 12)), "4 does not divide 6"),
         (lambda: plan_step([1], Packing(capacity=31, align=Align(pack=32)), dp=2), "raise capacity to 32"),
         (lambda: plan_step([1], Packing(capacity=8), dp=0), "dp=0"),
-        (lambda: plan_step([1], Packing(capacity=8), dp=2.0), "dp=2.0, .* each is a whole number"),
+        (lambda: plan_step([1], Packing(capacity=8), dp=2.0), "dp=2.0: give a whole number, 1 or more"),
         (lambda: plan_step([1], Packing(capacity=8), dp=1, quantum=0), "quantum=0"),
         (lambda: plan_step([3, -1], Packing(capacity=8), dp=1), "sequence 1: -1 tokens"),
         (lambda: plan_step([0.5], Packing(capacity=8), dp=1), "float64"),

@@ -39,7 +39,7 @@ from meshfeed.exchange.steps import (
     reroute,
 )
 from meshfeed.feed.device import Placer
-from meshfeed.feed.options import Options, check_counts
+from meshfeed.feed.options import Options
 from meshfeed.feed.run import Item, Made, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import GlobalBatch
@@ -48,6 +48,7 @@ from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 from meshfeed.state import check_step
+from meshfeed.whole import whole_numbers
 
 Uneven = Literal["drain", "drop", "error"]
 """drain: continue with smaller steps until all iterators are exhausted.
@@ -123,7 +124,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         name: str = "",
     ) -> None:
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
-        check_counts(1, pulls=pulls)
+        (pulls,) = whole_numbers(OptionError, 1, pulls=pulls)
         if uneven not in get_args(Uneven):
             raise OptionError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")
         super().__init__(layout, rank, Options.of(locals()))

@@ -28,7 +28,8 @@ from meshfeed.feed.stepping import Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Store
 from meshfeed.order import has_step, num_positions
-from meshfeed.recipe import Change, Recipe, whole
+from meshfeed.recipe import Change, Recipe
+from meshfeed.whole import whole
 
 _log = logging.getLogger("meshfeed")
 

@@ -19,6 +19,7 @@ from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, StageMap
 from meshfeed.store import StreamStore
+from meshfeed.whole import is_whole, settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Options:
         return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     def __post_init__(self) -> None:
+        settle(self)
         if not isinstance(cast(object, self.name), str):
             raise OptionError(f"name={self.name!r}: give a string, such as name='validation'")
         known = ("auto", *get_args(DeliveryName))
@@ -97,7 +99,7 @@ class FeedOptions(Options):
 def check_counts(least: int, **given: Any) -> None:
     """Raises OptionError for anything but a whole number from `least` on."""
     for name, value in given.items():
-        if type(value) is not int or value < least:
+        if not is_whole(value, least):
             raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
 
 

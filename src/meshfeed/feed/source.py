@@ -40,6 +40,7 @@ from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, StageClock
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
 from meshfeed.sequence.table import RUN_FIELDS
+from meshfeed.whole import whole_numbers
 
 D = TypeVar("D", bound=Delivery)
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -60,6 +61,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     """
 
     def __init__(self, layout: Layout | DeviceMesh | None, rank: int | None, options: OptionsT) -> None:
+        (rank,) = whole_numbers(LayoutError, 0, rank=rank)
         self._recorder = Recorder(options.metrics, self._about)
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.whole import is_whole
 
 I64, U32 = npt.NDArray[np.int64], npt.NDArray[np.uint32]
 
@@ -146,7 +147,8 @@ def wrong_block(
 
 def is_block_size(block_bytes: int) -> bool:
     """Whether a block size is valid: a power of two from 4 KiB to 64 MiB."""
-    return _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES and block_bytes.bit_count() == 1
+    in_range = is_whole(block_bytes, _LEAST_BLOCK_BYTES) and block_bytes <= _MOST_BLOCK_BYTES
+    return in_range and block_bytes.bit_count() == 1
 
 
 class Summer:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.native import ARRAY, WHOLE, compiled
+from meshfeed.whole import whole_numbers
 
 MAX_SIZE = 2**62
 _ROUNDS = 8
@@ -139,7 +140,9 @@ def rng(seed: int, epoch: int, index: int, *more: int) -> np.random.Generator:
     Equal arguments give equal numbers in any process, as long as NumPy does not change its generators'
     methods. Raises RecipeError for integers that do not fit in 64 bits.
     """
-    return np.random.Generator(philox(seed, epoch, index, *more))
+    given = {"seed": seed, "epoch": epoch, "index": index}
+    given |= {f"more[{at}]": each for at, each in enumerate(more)}
+    return np.random.Generator(philox(*whole_numbers(RecipeError, -(2**63), **given)))
 
 
 def philox(*parts: int) -> np.random.Philox:

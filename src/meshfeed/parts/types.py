@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.whole import is_whole, settle
 
 Longs = npt.NDArray[np.int64]
 V = TypeVar("V", bound=np.generic)
@@ -165,10 +166,11 @@ def check_rules(rules: Rules) -> None:
 
 def check_counts(options: Any) -> None:
     """Raises RecipeError unless all options of a dataclass that are int are whole numbers from 1."""
+    settle(options)
     for each in fields(options):
         value = vars(options)[each.name]
         is_count = each.type == "int" or (each.type == "int | None" and value is not None)
-        if is_count and (type(value) is not int or value < 1):
+        if is_count and not is_whole(value):
             raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): a whole number from 1")
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.plan.types import Align, FloatArray, LongArray, PackShape, is_count
+from meshfeed.plan.types import Align, FloatArray, LongArray, PackShape
+from meshfeed.whole import is_whole, settle, whole
 
 OVERHEAD_TOKENS = 200
 """Fixed cost of a microbatch, in the matmuls of this many tokens.
@@ -67,13 +68,18 @@ class ModelShape:
     window: int | None = None
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "ffn_matrices", "active_experts"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"ModelShape({name}={getattr(self, name)}): at least 1")
+            if not is_whole(getattr(self, name)):
+                raise PlanError(f"ModelShape({name}={getattr(self, name)!r}): a whole number, at least 1")
         for name in ("num_kv_heads", "head_dim", "window"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"ModelShape({name}={value}): at least 1, or None")
+            if value is not None and not is_whole(value):
+                raise PlanError(f"ModelShape({name}={value!r}): a whole number, at least 1, or None")
+        if not is_whole(self.vocab_size, 0):
+            raise PlanError(
+                f"ModelShape(vocab_size={self.vocab_size!r}): a whole number, or 0 to leave it out"
+            )
 
     @property
     def attention_width(self) -> int:
@@ -118,8 +124,9 @@ class CostModel:
     def __post_init__(self) -> None:
         if not (np.isfinite(self.alpha) and self.alpha > 0):
             raise PlanError(f"alpha={self.alpha}: a token's matmul work is positive; see CostModel.of_shape")
-        if self.window is not None and self.window < 1:
-            raise PlanError(f"window={self.window}: a token sees at least itself; None for full attention")
+        settle(self)
+        if self.window is not None and not is_whole(self.window):
+            raise PlanError(f"window={self.window!r}: a token sees at least itself; None for full attention")
         for name in ("overhead", "ring_tokens"):
             value = getattr(self, name)
             if value is not None and not (np.isfinite(value) and value >= 0):
@@ -243,8 +250,8 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     Each divides the next, and the first and the last divide num_ranks. If the last is num_ranks, only the
     first must divide it, since no other block is beside that one. Raises PlanError for other sizes.
     """
-    ordered = tuple(sorted(set(sizes)))
-    if not ordered or not all(map(is_count, ordered)):
+    ordered = tuple(sorted(set(map(whole, sizes))))
+    if not ordered or not all(map(is_whole, ordered)):
         raise PlanError(f"cp_sizes={tuple(sizes)}: give at least one size, each a whole number from 1 on")
     beside = [pair for pair in pairwise(ordered) if pair[1] != num_ranks]
     for size, wider in (*beside, (ordered[0], num_ranks), (ordered[-1], num_ranks)):
@@ -349,12 +356,13 @@ class Packing:
                 raise PlanError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
                 )
+        settle(self)
         for name, kind, wanted in _KINDS:
             if not isinstance(getattr(self, name), kind):
                 raise PlanError(f"{name}={getattr(self, name)!r}: give {wanted}")
         for name, others, wanted in _COUNTS:
             value = getattr(self, name)
-            if value not in others and not is_count(value):
+            if value not in others and not is_whole(value):
                 raise PlanError(f"{name}={value!r}: {wanted}")
         if self.fixed_shapes and self.max_sequences is None:
             raise PlanError(
@@ -368,7 +376,7 @@ class Packing:
                 f"or choose 'balanced' or 'dynamic_cp'"
             )
         if self.cp_sizes is not None and not (
-            isinstance(self.cp_sizes, (tuple, list)) and all(map(is_count, self.cp_sizes))
+            isinstance(self.cp_sizes, (tuple, list)) and all(map(is_whole, self.cp_sizes))
         ):
             raise PlanError(
                 f"cp_sizes={self.cp_sizes!r}: give whole numbers, such as (1, 2, 4), or None for any"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from numbers import Integral
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,17 +17,13 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.intervals import distinct
+from meshfeed.whole import is_whole, settle, whole, whole_numbers
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _MOST_TOKENS = np.iinfo(np.int32).max
-
-
-def is_count(value: object) -> bool:
-    """Whether a value is a whole number from 1 on, of Python or NumPy."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +42,9 @@ class Align:
     in_runs: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in ("sequence", "pack"):
-            if not is_count(getattr(self, name)):
+            if not is_whole(getattr(self, name)):
                 raise PlanError(
                     f"Align({name}={getattr(self, name)!r}): a multiple is a whole number from 1 on"
                 )
@@ -211,9 +207,11 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     together: how many consecutive microbatches make one pack, to be read at once.
     Raises PlanError for another rank.
     """
-    if not 0 <= dp_cp_rank < plan.num_ranks:
+    dp_cp_rank = whole(dp_cp_rank)
+    (together,) = whole_numbers(PlanError, 1, together=together)
+    if not (is_whole(dp_cp_rank, 0) and dp_cp_rank < plan.num_ranks):
         raise PlanError(
-            f"dp_cp_rank={dp_cp_rank}: the plan is for ranks 0 to {plan.num_ranks - 1}, counted in dp and cp"
+            f"dp_cp_rank={dp_cp_rank!r}: the plan has ranks 0 to {plan.num_ranks - 1}, counted in dp and cp"
         )
     has_rank = (plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size)
     mine = np.flatnonzero(has_rank & (plan.microbatch >= 0))

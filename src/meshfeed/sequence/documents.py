@@ -25,6 +25,7 @@ from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of, plac
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
+from meshfeed.whole import is_whole, settle
 
 Ranges = tuple[npt.NDArray[np.int32], Longs, Longs, Longs]
 _FIELDS = (
@@ -153,7 +154,8 @@ class Documents(DocumentRule, TokenRule):
     max_len: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_len is not None and not (isinstance(self.max_len, int) and self.max_len >= 1):
+        settle(self)
+        if self.max_len is not None and not is_whole(self.max_len):
             raise RecipeError(f"Documents(max_len={self.max_len!r}): at least one token, or None for all")
 
     @property

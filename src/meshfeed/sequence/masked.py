@@ -29,6 +29,7 @@ from meshfeed.sequence.table import FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, marks_of
+from meshfeed.whole import is_whole, settle, whole
 
 _TAG = 0x4D41534B  # separates these keys from others of the same four numbers
 _CROP = 0x43524F50
@@ -95,10 +96,11 @@ class Masked(DocumentRule):
     random_tokens: tuple[int, int] | None = dataclass_field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        settle(self)
         least = {"length": 1, "vocab_size": 1, "mask_token": 0, "pad_token": 0}
         least |= {name: 0 for name in ("first_token", "last_token") if getattr(self, name) is not None}
         for name, lowest in least.items():
-            if type(getattr(self, name)) is not int or getattr(self, name) < lowest:
+            if not is_whole(getattr(self, name), lowest):
                 raise RecipeError(f"Masked({name}={getattr(self, name)!r}): a whole number from {lowest}")
         for name in ("mask_fraction", "replace", "random"):
             share = getattr(self, name)
@@ -111,7 +113,8 @@ class Masked(DocumentRule):
             raise RecipeError(f"Masked(crop={self.crop!r}): choose 'start' or 'random'")
         given: Any = self.special_tokens
         special: tuple[int, ...] = tuple(given) if isinstance(given, Iterable) else (-1,)
-        if any(type(token) is not int or token < 0 for token in special):
+        special = tuple(map(whole, special))
+        if not all(is_whole(token, 0) for token in special):
             raise RecipeError(f"Masked(special_tokens={given!r}): give a tuple of whole numbers from 0")
         object.__setattr__(self, "special_tokens", tuple(sorted(set(special))))
         first, stop = self._random_range

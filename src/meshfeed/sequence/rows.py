@@ -37,6 +37,7 @@ from meshfeed.sequence.runs import (
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
+from meshfeed.whole import is_whole, settle
 
 Starts = tuple[Longs, Longs]
 """Document starts: the row of each, and its offset in that row."""
@@ -76,9 +77,10 @@ class Rows(SequenceRule):
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        # Exact types: a length of np.int64(8) or a flag of 1 would change `summary`.
+        # Exact types: a flag of 1 would change `summary`.
+        settle(self)
         name = type(self).__name__
-        if type(self.length) is not int or self.length < 1:
+        if not is_whole(self.length):
             raise RecipeError(f"{name}(length={self.length!r}): at least one token, a whole number")
         for option in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if type(getattr(self, option)) is not bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
+from meshfeed.whole import is_whole, whole
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class StagedWindows(TokenRule):
     def __post_init__(self) -> None:
         lengths = [length for _, length in (*self.stages, *self.waiting)]
         for length in lengths:
-            if type(length) is not int or length < 1:
+            if not is_whole(length):
                 raise RecipeError(f"Windows.then(length={length!r}): at least one token, a whole number")
         for length in lengths:
             if self.unit % length:
@@ -229,11 +229,11 @@ class StagedWindows(TokenRule):
     ) -> StagedWindows:
         """See `Windows.then`."""
         tokens = tokens_given(step, at_tokens, [at for at, _ in self.waiting], "Windows.then")
-        change = cast(int, length)  # checked when it is made
+        change = whole(length)  # checked when it is made
         if tokens is not None:
             return replace(self, waiting=(*self.waiting, (tokens, change)))
-        check_next(cast(int, step), self.stages[-1][0], "Windows.then")
-        return replace(self, stages=(*self.stages, (cast(int, step), change)))
+        at = check_next(step, self.stages[-1][0], "Windows.then")
+        return replace(self, stages=(*self.stages, (at, change)))
 
     def __repr__(self) -> str:
         changes = [f".then({step}, {length})" for step, length in self.stages[1:]]

@@ -149,7 +149,7 @@ def refuse_others(store: IndexedStore) -> IndexedStore:
 def refuse_block_bytes(path: str, block_bytes: int) -> None:
     """Raises StoreError for an invalid size of blocks."""
     if not is_block_size(block_bytes):
-        raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
+        raise StoreError(f"{path}: checksum_bytes={block_bytes!r}: a power of two, 4 KiB to 64 MiB")
 
 
 def _refused_here(prefix: str, sums: Sums) -> StoreError:

@@ -22,6 +22,7 @@ from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
 from meshfeed.store.checksums import refuse_block_bytes
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
 from meshfeed.store.indexed import IndexedStore
+from meshfeed.whole import whole
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_LENGTH = 2**31 - 1
@@ -69,12 +70,12 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.modes = modes
         self.overwrite = overwrite
-        self.checksum_bytes = checksum_bytes
+        self.checksum_bytes = whole(checksum_bytes)
         self.num_tokens = self.num_sequences = self.num_documents = 0
         self._ended_sequences = 0
         self._files: _Files | None = None
-        if checksum_bytes is not None:
-            refuse_block_bytes(self.prefix, checksum_bytes)
+        if self.checksum_bytes is not None:
+            refuse_block_bytes(self.prefix, self.checksum_bytes)
         if self.dtype not in _CODES:
             names = ", ".join(known.name for known in _CODES)
             raise StoreError(

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 from meshfeed.errors import RecipeError
 from meshfeed.order import EpochIndex, key_of, permute
 from meshfeed.store.mapped import EpochDataset, fingerprint_of, name_of
+from meshfeed.whole import is_whole, whole, whole_numbers
 
 
 class IntDataset(Protocol):
@@ -80,12 +81,14 @@ class Resampled:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        given = f"Resampled(num_epochs={num_epochs}, num_samples={num_samples})"
+        given = f"Resampled(num_epochs={num_epochs!r}, num_samples={num_samples!r})"
+        num_epochs, num_samples = whole(num_epochs), whole(num_samples)
+        (seed,) = whole_numbers(RecipeError, -(2**63), seed=seed)
         if num_epochs is not None and num_samples is not None:
             raise RecipeError(f"{given}: give one of them")
         by_samples, size = num_samples is not None, len(dataset)
         count = (1 if num_epochs is None else num_epochs) if num_samples is None else num_samples
-        if type(count) is not int or count < (not by_samples) or (by_samples and count and not size):
+        if not is_whole(count, int(not by_samples)) or (by_samples and count and not size):
             raise RecipeError(
                 f"{given} of {size} items: whole numbers, num_epochs from 1, num_samples from 0, and no "
                 f"samples of nothing"

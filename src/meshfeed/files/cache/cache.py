@@ -17,6 +17,7 @@ from meshfeed.files.cache.once import DAY_S, sweep
 from meshfeed.files.cache.owned_folder import refuse_swappable
 from meshfeed.files.local.lock import locked
 from meshfeed.files.url import without_secrets
+from meshfeed.whole import is_whole, settle
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """Errors of a disk that has no space or no inodes left for this user."""
@@ -47,10 +48,11 @@ class Cache:
     block_bytes: int = 4 * _MIB
 
     def __post_init__(self) -> None:
-        if type(self.block_bytes) is not int or self.block_bytes < 4096 or self.block_bytes % 4096:
+        settle(self)
+        if not is_whole(self.block_bytes, 4096) or self.block_bytes % 4096:
             raise CacheError(f"Cache(block_bytes={self.block_bytes!r}): a multiple of 4096 bytes")
         limit = self.limit_bytes
-        if limit is not None and (type(limit) is not int or limit < self.block_bytes):
+        if limit is not None and not is_whole(limit, self.block_bytes):
             raise CacheError(
                 f"Cache(limit_bytes={self.limit_bytes!r}): a whole number of bytes, at least one block of "
                 f"{self.block_bytes}"

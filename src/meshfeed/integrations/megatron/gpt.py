@@ -29,6 +29,7 @@ from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.store import Lengths
+from meshfeed.whole import is_whole
 
 
 class _Memo:
@@ -86,7 +87,7 @@ class MegatronGPT(Rows, OwnOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
+        if self.samples is not None and not is_whole(self.samples):
             raise RecipeError(f"MegatronGPT(samples={self.samples!r}): a whole number from 1, or None")
         if self.part not in PARTS:
             raise RecipeError(f"MegatronGPT(part={self.part!r}): choose one of {', '.join(PARTS)}")
