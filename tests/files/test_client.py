@@ -17,6 +17,7 @@ import pytest
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.files import Cache, url
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.remote import retries
 from meshfeed.files.remote.client import Client
 from meshfeed.files.remote.retries import Patience
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, SKEWED, Fault, Faults
@@ -364,3 +365,46 @@ def test_a_size_that_the_bytes_contradict_is_not_believed(tmp_path: Path, told: 
         with file, pytest.raises(ChangedError, match=f"of an object of {SIZE} bytes, which had {told} when"):
             file.read_into(out, np.array([50]), np.array([100]))
         server.shutdown()
+
+
+class Clock:
+    """Time that passes where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(
+    ("answered", "down_s", "ends_s"),
+    [
+        (False, 600, (15, 26)),  # no network
+        (False, 10, None),  # a name service that starts late
+        (True, 600, (160, 180)),  # storage that was there: it may come back
+    ],
+)
+def test_a_name_service_that_does_not_answer(
+    answered: bool, down_s: float, ends_s: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, storage = Clock(), retries.Retries("s3://bucket")
+    monkeypatch.setattr(retries, "time", clock)
+    if answered:
+        assert storage._retry(lambda: "here", "x", "x") == "here"
+
+    def ask() -> str:
+        if clock.now_s >= down_s:
+            return "here"
+        raise OSError("dns error: failed to lookup address information: Temporary failure in name resolution")
+
+    if ends_s is None:
+        assert storage._retry(ask, "x", "x") == "here"
+    else:
+        with pytest.raises(UnavailableError, match=r"Temporary failure .*; check the URL, the network"):
+            storage._retry(ask, "x", "x")
+        assert ends_s[0] <= clock.now_s <= ends_s[1]
+    storage.close()

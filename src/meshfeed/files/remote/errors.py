@@ -31,6 +31,7 @@ _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLoc
 _EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestExpired|expired")
 _CLOCK = re.compile(r"RequestTimeTooSkewed|[Dd]ate header too old")
 _UNKNOWN_HOST = re.compile(r"Name or service not known|No address associated|nodename nor servname")
+_NO_NAMES = re.compile(r"Temporary failure in name resolution")
 _STATUS = re.compile(r"\bstatus(?: code)?:? ([345]\d\d)\b")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>),]+")
 _CLOUDS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -81,6 +82,11 @@ def _shown(url: re.Match[str]) -> str:
 def is_unknown_host(error: BaseException) -> bool:
     """Whether the name of a host is not known, as opposed to a name service that does not answer."""
     return _UNKNOWN_HOST.search(str(error)) is not None
+
+
+def has_no_names(error: BaseException) -> bool:
+    """Whether no name service answers, as without a network."""
+    return _NO_NAMES.search(str(error)) is not None
 
 
 def refuse_other_size(where: str, size_bytes: int | None, told_bytes: int) -> None:

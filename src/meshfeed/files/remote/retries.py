@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshfeed.errors import StoreError, UnavailableError
-from meshfeed.files.remote.errors import is_unknown_host, kind_of, reason
+from meshfeed.files.remote.errors import has_no_names, is_unknown_host, kind_of, reason
 from meshfeed.files.url import without_secrets
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ _SLOW = 3.0  # times the ninth decile
 _MIN_SLOW_S = 0.25
 _HEDGED_SHARE, _HEDGED_BYTES = 0.015, 128 << 10  # share of the bytes fetched, and an initial allowance
 _UNKNOWN = 3  # attempts at a host whose name is unknown, and that never answered: no network, or a wrong URL
+_NAMELESS_S = 15.0  # how long a name service may not answer, for a host that never answered
 _LATE = 0.9  # share of a time limit after which a failure counts as running into it
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
@@ -206,8 +207,10 @@ class Retries:
                 rest_s = self._patience.give_up_s - (time.monotonic() - began) - pause_s
                 if attempt > 1:
                     _log.warning("%s: attempt %d failed: %s", where, attempt, reason(error))
-                is_unknown = is_unknown_host(error) and attempt >= _UNKNOWN and not self._line.has_answered
-                if is_unknown or attempt == self._patience.attempts or rest_s < 0:
+                is_unknown = is_unknown_host(error) and attempt >= _UNKNOWN
+                is_unknown |= has_no_names(error) and time.monotonic() - began >= _NAMELESS_S
+                is_lost = is_unknown and not self._line.has_answered
+                if is_lost or attempt == self._patience.attempts or rest_s < 0:
                     raise UnavailableError(
                         f"{where}: failed {attempt} times in {time.monotonic() - began:.0f} s, last: "
                         f"{reason(error)}; check the URL, the network and the storage service"
