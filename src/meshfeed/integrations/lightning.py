@@ -29,6 +29,7 @@ from meshfeed.integrations.loader import (
     TrainLoader,
     check_feed_options,
     check_state,
+    for_evaluation,
     framework,
     num_microbatches,
     refuse_options,
@@ -87,7 +88,8 @@ class DataModule(_Base):
     layout: of all ranks; None takes the strategy's device mesh, or plain data parallelism.
     batch_of: microbatch -> the batch that the LightningModule gets; by default a dict of its fields.
     steps_per_epoch: optimizer steps in a Lightning epoch; None for the whole stream.
-    feed_options: other arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ...
+    feed_options: other arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ... A ledger
+        amends training alone.
 
     Given to another trainer, a module resumes where it stopped; make a new one to start from the beginning.
     """
@@ -129,7 +131,7 @@ class DataModule(_Base):
                 raise StateError(self._cut)
             self._loader = _Loader(
                 self.trainer,
-                self._feed(train),
+                self._feed(train, self._feed_options),
                 self._batch_of,
                 steps_per_epoch=self._steps_per_epoch,
                 accumulated=self._accumulated,
@@ -248,7 +250,7 @@ class DataModule(_Base):
         if not recipes and self.trainer.state.fn == role:
             raise RecipeError(f"{role} needs a recipe: DataModule({role}=recipe), or a list of them")
         several = [recipes] if isinstance(recipes, Recipe) else recipes
-        feeds = [self._feed(recipe) for recipe in several]
+        feeds = [self._feed(recipe, for_evaluation(self._feed_options)) for recipe in several]
         limit = _LIMITS[role]
         if isinstance(getattr(self.trainer, limit), float) and any(feed.num_steps is None for feed in feeds):
             raise RecipeError(
@@ -258,7 +260,7 @@ class DataModule(_Base):
         self._evaluating += feeds
         return [EvalLoader(feed, self._batch_of) for feed in feeds]
 
-    def _feed(self, recipe: Recipe) -> Feed:
+    def _feed(self, recipe: Recipe, options: Mapping[str, Any]) -> Feed:
         without_effect = {name: getattr(self.trainer, name) for name in _REFUSED}
         refuse_options({name: value for name, value in without_effect.items() if value}, CONFIG_FIELDS)
         strategy = self.trainer.strategy
@@ -266,7 +268,7 @@ class DataModule(_Base):
         layout = self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
-        options = {"device": strategy.root_device, **self._feed_options}
+        options = {"device": strategy.root_device, **options}
         return Feed(recipe, layout or Layout(dp=self.trainer.world_size), self.trainer.global_rank, **options)
 
     @property

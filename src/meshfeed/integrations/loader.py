@@ -89,6 +89,11 @@ def check_feed_options(owner: str, given: Mapping[str, Any]) -> None:
     FeedOptions.of(call.arguments)
 
 
+def for_evaluation(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a training feed that hold for an evaluation, too: a ledger amends training alone."""
+    return {name: value for name, value in options.items() if name != "ledger"}
+
+
 def _default_of(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 

@@ -30,6 +30,7 @@ from meshfeed.integrations.loader import (
     changed_options,
     check_encoder,
     check_feed_options,
+    for_evaluation,
     framework,
     masked_labels,
     pads_rows,
@@ -376,7 +377,7 @@ class FeedTrainer(_Base):
         if self.train_dataset is None:
             self._check_options()
         self._check_returned(recipe)
-        return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
+        return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, evaluates=True))
 
     @cached_property
     def _predicts_next(self) -> bool:
@@ -436,7 +437,7 @@ class FeedTrainer(_Base):
         micro_batch_size: int,
         num_microbatches: int | None = None,
         *,
-        pad_rows: bool = False,
+        evaluates: bool = False,
     ) -> Feed:
         _check_positions(recipe, self.model)
         if type(self).batch_of is FeedTrainer.batch_of:
@@ -445,7 +446,8 @@ class FeedTrainer(_Base):
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
         layout = layout or Layout(dp=self.args.world_size)
-        options: dict[str, Any] = {"device": self.args.device, **self._feed_options}
+        given = for_evaluation(self._feed_options) if evaluates else self._feed_options
+        options: dict[str, Any] = {"device": self.args.device, **given}
         if not rule_of(recipe).packed:
             options.pop("packing", None)
         if isinstance(packing := options.get("packing"), Packing):
@@ -453,7 +455,7 @@ class FeedTrainer(_Base):
             options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)
         else:
             # an evaluation counts the rows that hold a sequence
-            pads = pad_rows and pads_rows(recipe, layout.dp)
+            pads = evaluates and pads_rows(recipe, layout.dp)
             options = {"micro_batch_size": micro_batch_size, "pad_rows": pads, **options}
         feed = Feed(recipe, layout, self.args.process_index, **options)
         check_encoder(feed.recipe)

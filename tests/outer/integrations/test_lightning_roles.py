@@ -101,6 +101,21 @@ def test_only_training_resumes(corpus: str, tmp_path: Path) -> None:
     assert trained.seen["train"] == rows(corpus, range(3, 5))
 
 
+def test_a_ledger_amends_training_alone(corpus: str, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    mf.Ledger((mf.Amendment(0, mf.SkipSteps(0, 1)),)).write(ledger)
+    data = fed.DataModule(
+        recipe(corpus), held_out(corpus), held_out(corpus), micro_batch_size=2, ledger=str(ledger)
+    )
+    trained, two = model(), rows(corpus, range(2), shuffle="none")
+    trainer(tmp_path).fit(trained, datamodule=data)
+    trainer(tmp_path).test(trained, datamodule=data, verbose=False)
+    trainer(tmp_path).validate(trained, datamodule=data, verbose=False)
+    assert trained.seen["train"] == rows(corpus, range(1, 4)) and trained.seen["test"] == two
+    assert trained.seen["validate"] == [(0, each) for each in two]
+    assert len(mf.Ledger.read(ledger)) == 1
+
+
 def test_epochs_go_on_where_the_last_one_ended(corpus: str, tmp_path: Path) -> None:
     for options, limits in (({"steps_per_epoch": 2}, {}), ({}, {"limit_train_batches": 8})):
         trained = model()

@@ -193,6 +193,29 @@ def test_options_that_are_honoured_keep_the_data(corpus: str, tmp_path: Path, na
         assert run.state.num_input_tokens_seen == 2 * 8 * 32
 
 
+def test_a_ledger_amends_no_evaluation(corpus: str, tmp_path: Path) -> None:
+    """Which has sources and steps of its own."""
+    ledger = tmp_path / "ledger.jsonl"
+    mf.Ledger((mf.Amendment(0, mf.SkipSteps(0, 1)),)).write(ledger)
+    held_out = recipe(corpus, shuffle="none", epochs=1, steps=2)
+    counted: list[int] = []
+
+    def count(given: Any) -> dict[str, int]:
+        counted.append(len(given.label_ids))
+        return {}
+
+    options = {"compute_metrics": count, "feed_options": {"ledger": ledger}}
+    run = trainer(tmp_path, recipe(corpus), held_out, {}, **options)
+    run.evaluate()
+    run.train()
+    run.evaluate()
+    assert counted == [16, 16]
+    assert run.seen == [
+        each for _, each in loops.wanted(corpus, range(1, 3), 0, window=32, sequences=8, dp=1)
+    ]
+    assert len(mf.Ledger.read(ledger)) == 1
+
+
 def test_an_evaluation_returns_no_shift_labels_beside_a_loss_function(corpus: str, tmp_path: Path) -> None:
     options = {"label_names": ["shift_labels"], "compute_loss_func": lambda *_, **__: torch.zeros(())}
     held_out = recipe(corpus, epochs=1, steps=1)
