@@ -67,7 +67,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
     micro_batch_size: int | None = option("sequences per microbatch, where all have one length (1)")
 
     def run(self) -> int:
-        recipe = self.recipe_of(self.recipe)
+        recipe = self.recipe_of(self.recipe, self.until)
         self._refuse_ignored(cast(SequenceRule, recipe.sequence))
         until = until_of(recipe, self.until, "was not trained")
         with entered(recipe):

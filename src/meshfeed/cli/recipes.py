@@ -106,10 +106,17 @@ class RecipeOptions(StoreOptions, AmendmentOptions):
     )
     window: int | None = option("the same as --rule 'windows(N)'")
 
-    def recipe_of(self, text: str) -> mf.Recipe:
-        """The recipe that the argument means, amended. Raises MeshfeedError where it means none."""
+    def recipe_of(self, text: str, until: int | None = None) -> mf.Recipe:
+        """The recipe that the argument means, amended. Raises MeshfeedError where it means none.
+
+        until: the steps before it are asked for; None for all. What later amendments name need not exist any
+        more.
+        """
         recipe = self._unamended(text)
-        return recipe if self.amendments is None else recipe.amended(mf.Ledger.read(self.amendments))
+        if self.amendments is None:
+            return recipe
+        ledger = mf.Ledger.read(self.amendments)
+        return recipe.amended(each for each in ledger if until is None or each.step < until)
 
     def _unamended(self, text: str) -> mf.Recipe:
         path, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")

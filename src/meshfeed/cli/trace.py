@@ -59,7 +59,7 @@ class Trace(Command, JobOptions, RecipeOptions):
     def run(self) -> int:
         if len(given(self, ("step", "document"))) != 1:
             raise MeshfeedError("give one of --step, --document")
-        recipe = self.recipe_of(self.recipe)
+        recipe = self.recipe_of(self.recipe, None if self.step is None else self.step + 1)
         self._refuse_ignored(cast(SequenceRule, recipe.sequence))
         with entered(recipe):
             if self.step is not None:

@@ -120,6 +120,33 @@ def test_what_is_excluded_is_told_to_bear_no_loss(
     assert not any(line["excluded"] for line in lines)
 
 
+def test_what_later_amendments_name_need_not_be_there(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A source has grown at step 12 by a store that is gone."""
+    with mf.IndexedWriter(tmp_path / "more", np.uint16) as writer:
+        writer.add_document(np.arange(500))
+    ledger, file = tmp_path / "ledger.jsonl", listed(folder, "code\t3\ncode\t41\ndocs\t11\n")
+    grown = mf.Amendment(12, mf.Grow("docs", str(tmp_path / "more")))
+    mf.Ledger((mf.Amendment(3, mf.Exclude({"docs": [11]})), grown)).write(ledger)
+    recipe, capacity = f"{folder}/recipes.py:documents", ("--capacity", "512")
+    of = "--amendments", str(ledger)
+    asked = [
+        ("exposure", recipe, file, *of, "--until", "12"),
+        ("trace", recipe, *of, *capacity, "--step", "11"),
+    ]
+    wanted = [told(capsys, *words) for words in asked]
+    for each in tmp_path.glob("more*"):
+        each.unlink()
+    assert [told(capsys, *words) for words in asked] == wanted and all(wanted)
+    for words in (
+        ("exposure", recipe, file, *of, "--until", "13"),
+        ("trace", recipe, *of, *capacity, "--step", "12"),
+    ):
+        assert main([*words]) != 0
+        assert str(tmp_path / "more") in capsys.readouterr().err
+
+
 def test_the_last_checkpoint_that_saw_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = f"{folder}/recipes.py:ends"
     summary, *lines = told(
