@@ -1,11 +1,12 @@
 """Lives of a job under torchft's own Manager: whoever takes part in a step, all have the weights of the recipe.
 
 Replica groups of one process begin together or later, when they heal. They are killed before a step, within it and
-after it, fail in it alone or together, and amend the job, also while they take no part.
+after it, fail in it alone or together, stay away for some steps, and amend the job, also while they take no part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import changing
 import pytest
 import torch
+import torch.distributed as dist
 from lives import EXACT, Linear, Truth
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -30,7 +32,7 @@ LAST = 11
 LIMIT = timedelta(seconds=60)
 PLACES = ("before", "within", "after")
 """In a step: when it is known who takes part, with a gradient, and when gradients are added."""
-ACTS = ("kill", "fail", "fail all", *["amend"] * 4)
+ACTS = ("kill", "fail", "fail all", "away", *["amend"] * 3)
 
 
 class Act(NamedTuple):
@@ -61,7 +63,8 @@ def a_life(seed: str) -> Life:
         what, replica = dice.choice(ACTS), dice.randrange(len(begins))
         if what == "kill" and replica == 0:
             what = "fail"  # one remains
-        acts.append(Act(what, dice.randint(0, LAST), dice.choice(PLACES), replica))
+        place = "end" if what == "away" else dice.choice(PLACES)
+        acts.append(Act(what, dice.randint(0, LAST), place, replica))
         if what == "fail" and dice.random() < 0.5:  # it amends while it heals
             acts.append(Act("amend", acts[-1].step + 1, "before", replica))
     return Life(
@@ -159,6 +162,7 @@ class Replica:
             self.did["alone" if replicas == 1 else "together"] += 1
         else:
             self.did["again"] += 1
+        self.act("end", step)
 
     def act(self, place: str, step: int) -> None:
         for act in [each for each in self.acts if (each.step, each.place) == (step, place)]:
@@ -166,9 +170,13 @@ class Replica:
             self.did[f"{act.what} {place}"] += 1
             if act.what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif act.what != "amend":
+            elif act.what == "away":
+                self.takes_part = False
+                with contextlib.suppress(dist.DistStoreError):  # the others are away, too
+                    self.test.wait([f"step {min(step + 7, LAST)}"], timedelta(seconds=10))
+            elif act.what in ("fail", "fail all"):
                 self.manager.report_error(RuntimeError("a step fails"))
-            elif self.life.keeps and not self.test.check(["ended"]):
+            if act.what in ("amend", "away") and self.life.keeps and not self.test.check(["ended"]):
                 self.amend(step)
 
     # -- what a replica asks of its feed ------------------------------------------------------------------
