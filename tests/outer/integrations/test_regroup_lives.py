@@ -174,6 +174,8 @@ class Process:
         except (mf.PeerError, RuntimeError) as lost:  # of its feed, or of its collective
             if not now.lost:
                 raise
+            if self.number in now.lost:  # another one was killed before
+                os.kill(os.getpid(), signal.SIGKILL)
             self.did[f"lost by {type(lost).__name__}"] += 1
 
     def await_others(self, at: int) -> None:
