@@ -1,6 +1,6 @@
-"""How long a rank stops when others are lost or come back: `Feed.at` and `Feed.regroup`.
+"""How long a rank stops when others are lost or come back: `Feed.at` and `Feed.run`.
 
-A pause is from the call to the first microbatch in the new place. For `regroup` it is less the meeting: what
+A pause is from the call to the first microbatch in the new place. For `run` it is less the meeting: what
 the call and the next loop wait for other ranks. It comes while the model trains, when a rank has read ahead.
 Packed documents, 8,192 tokens a microbatch, from local files that are in memory, as those of a running job
 are; all defaults.
@@ -22,7 +22,7 @@ from measure import Row
 
 import meshfeed as mf
 from corpus import write_corpus
-from meshfeed.feed import changing
+from meshfeed.deliver import Meeting
 from meshfeed.feed.run import Run
 
 MOVES = 200
@@ -47,7 +47,7 @@ def measured(short: bool) -> Iterator[Row]:
         )
         seen = [*measure.from_ranks(regroups, 2, 2, path, moves)]
     by_move = [max(of_ranks) for of_ranks in zip(*(pauses for pauses, _ in seen), strict=True)]
-    yield from _rows("feed.regroup, without the meeting", by_move)
+    yield from _rows("feed.run, without the meeting", by_move)
     meetings = [max(of_ranks) for of_ranks in zip(*(meetings for _, meetings in seen), strict=True)]
     yield Row(name="the meeting of two processes", value=1e3 * statistics.median(meetings), unit="ms")
 
@@ -92,23 +92,24 @@ def regroups(rank: int, port: int, results: Any, path: str, moves: int) -> None:
     """Seconds of each move of a rank, without the meeting, and of the meeting."""
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
     met = [0.0]
-    changing.agree = _timed(changing.agree, met)
+    Meeting.meet = _timed(Meeting.meet, met)
     Run.start = _timed(Run.start, met)
-    dice, pauses, meetings = random.Random(0), list[float](), list[float]()
+    dice, pauses, meetings, first = random.Random(0), list[float](), list[float](), 0
     with mf.Feed(recipe_of(path), packing=PACKING) as feed:
         for generation in range(moves):
             layout, met[0] = mf.Layout.parse(dice.choice(OF_TWO)), 0.0
             began = time.perf_counter()
-            first = feed.regroup(layout, rank, generation=generation, rendezvous=store)
-            for step in feed:
-                if step.index == first:
+            place: Any = {"layout": layout, "rank": rank, "generation": generation, "rendezvous": store}
+            run = feed.run(first, **place, meet=True)
+            for step in run:
+                if step.index == run.step:
                     next(step.microbatches)
                     pauses.append(time.perf_counter() - began - met[0])
                     meetings.append(met[0])
                 for _ in step.microbatches:
                     pass
-                feed.commit(step.index)
-                if step.index == first + 2:
+                first = step.index + 1
+                if step.index == run.step + 2:
                     _train(feed)
                     break
         results.put((pauses, meetings))

@@ -134,7 +134,7 @@ def train(
             losses.append(loss.tolist())
             if rule is not None:
                 rule.take(loss, sums[:, 1].numpy() / layout.tp)
-                if step.index % EVERY == EVERY - 1 and feed.rank == 0:
+                if step.index % EVERY == EVERY - 1:  # all ranks have the same losses
                     feed.amend(mf.Reweigh(dict(zip(CHOICES, rule.weights().tolist()))))
             if step.index == steps - 1:
                 break

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -76,7 +77,10 @@ def recipe_of(folder: Path, batch: mf.Batch | int = 6) -> mf.Recipe:
 
 
 class Job:
-    """The ranks of a job in this process, each with a loop of its own that may be ahead of the others'."""
+    """The ranks of a job in this process, each with a loop of its own that may be ahead of the others'.
+
+    All of them amend in the same step, each when it is there.
+    """
 
     def __init__(self, recipe: mf.Recipe, layout: str, ledger: Path, dice: random.Random, state: Any) -> None:
         shape, store = mf.Layout.parse(layout), HashStore()
@@ -100,6 +104,7 @@ class Job:
             self.stack.enter_context(feed)
         self.loops = [iter(feed) for feed in self.feeds]
         self.seen: list[dict[int, set[int]]] = [{} for _ in self.feeds]
+        self.changes: dict[int, list[tuple[Change, int | None]]] = {}  # by the step in which ranks make them
 
     def advance(self, rank: int) -> int:
         """One step of a rank; returns its number. Notes the first token of each sequence that has some."""
@@ -110,6 +115,8 @@ class Job:
                 row, ids = microbatch["tokens"][0].numpy(), microbatch["sequence_ids"][0].numpy()
                 tokens |= set(row[ids >= 0].tolist())
         self.seen[rank][step.index] = tokens
+        for change, at in self.changes.get(step.index, ()):
+            assert self.feeds[rank].amend(change, at) == (step.index + 1 if at is None else at)
         return step.index
 
     def trained(self) -> dict[int, set[int]]:
@@ -142,7 +149,6 @@ def a_life(
     Returns step -> tokens of its last run that had it, and what happened.
     """
     realised: dict[int, set[int]] = {}
-    agreed: list[tuple[int, str]] = []
     happened: Counter[str] = Counter()
     state: Any = None
     for _ in range(dice.randint(1, 4)):
@@ -158,28 +164,30 @@ def a_life(
                 index = job.advance(rank)
                 if rank == 0:
                     states[index] = job.feeds[0].state_dict()
-                if dice.random() < 0.08:
-                    who, at = dice.choice(job.feeds), dice.choice([None, None, dice.randrange(STEPS)])
-                    change = a_change(folder, dice)
-                    try:
-                        happened[type(change).__name__] += who.amend(change, at) >= 0
-                    except mf.OptionError:
-                        happened["too late"] += 1
-                        continue
-                    except mf.RecipeError:
-                        # sequences for a batch of tokens, nothing left to skip, a store that is there
-                        assert isinstance(change, (mf.BatchSize, mf.SkipSteps, mf.Grow))
-                        happened["refused"] += 1
-                        continue
-                    kept = [(step, each.digest) for step, each in mf.Ledger.read(ledger)]
-                    assert (who.ledger.amendments[-1].step, change.digest) in kept
-                    agreed.append(kept[-1])
-            trained = job.trained()
+                if index > max(done[:rank] + done[rank + 1 :], default=-1) and dice.random() < 0.12:
+                    # no other rank has had this step: each amends alike when it has
+                    job.changes[index] = []
+                    for _ in range(dice.randint(1, 2)):
+                        who, at = job.feeds[rank], dice.choice([None, None, dice.randrange(STEPS)])
+                        change = a_change(folder, dice)
+                        try:
+                            happened[type(change).__name__] += who.amend(change, at) >= 0
+                        except mf.OptionError:
+                            happened["too late"] += 1
+                            continue
+                        except mf.RecipeError:
+                            # sequences for a batch of tokens, nothing left to skip, a store that is there
+                            assert isinstance(change, (mf.BatchSize, mf.SkipSteps, mf.Grow))
+                            happened["refused"] += 1
+                            continue
+                        job.changes[index].append((change, at))
+            trained, had = job.trained(), max(job.seen[0], default=-1)
+            made = [change.digest for step, each in job.changes.items() if step <= had for change, _ in each]
+            assert {*made} <= {each.digest for _, each in mf.Ledger.read(ledger, missing_ok=True)}
         if kept := [step for step in trained if step in states]:
             last = dice.choice(sorted(kept))  # the checkpoint that the next run loads
             state, realised = states[last], realised | trained
             realised = {step: tokens for step, tokens in realised.items() if step <= last}
-    assert {*agreed} <= {(step, each.digest) for step, each in mf.Ledger.read(ledger, missing_ok=True)}
     return realised, happened
 
 
@@ -302,8 +310,8 @@ def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path:
 
 
 def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[dict[int, Any], Any]:
-    """A rank with every default but the ledger, which amends at steps of its own."""
-    layout, dice = mf.Layout.parse("tp2-pp2"), random.Random(rank)
+    """A rank with every default but the ledger; all amend alike."""
+    layout, dice = mf.Layout.parse("tp2-pp2"), random.Random(0)
     feed = mf.Feed(recipe_of(folder), layout, packing=PACKING, ledger=ledger)
     seen: dict[int, Any] = {}
     with feed:
@@ -311,7 +319,7 @@ def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[d
             feed.load_state_dict(state)
         for step in feed:
             seen[step.index] = [dict(microbatch) for microbatch in step.microbatches]
-            if state is None and step.index % 4 == rank:
+            if state is None and dice.random() < 0.8:
                 with contextlib.suppress(mf.RecipeError):  # tokens, for a batch of sequences
                     feed.amend(a_change(folder, dice))
             if step.index >= STEPS:
@@ -470,10 +478,10 @@ def test_a_ledger_is_what_was_written(folder: Path, tmp_path: Path) -> None:
         assert repr(one) == repr(other)
 
 
-def _amend_at_once(rank: int, folder: Path, path: Path, port: int) -> None:
-    """Rank 1 amends while rank 0 has read the file and not written it yet."""
+def _keep_at_once(rank: int, path: Path, port: int) -> None:
+    """Rank 1 keeps a longer ledger while rank 0 has read the file and not written it yet."""
     store = TCPStore("127.0.0.1", port, None, False)
-    feed = mf.Feed(recipe_of(folder), mf.Layout(dp=2), rank, packing=PACKING, rendezvous=store, ledger=path)
+    ledger = mf.Ledger((mf.Amendment(3, mf.BatchSize(7)),))
     if rank == 0:
         write = mf.Ledger.write
 
@@ -483,7 +491,7 @@ def _amend_at_once(rank: int, folder: Path, path: Path, port: int) -> None:
             write(ledger, path)
 
         mf.Ledger.write = waiting
-        feed.amend(mf.BatchSize(7))
+        ledger.keep(path)
         return
     flock = fcntl.flock
 
@@ -496,13 +504,13 @@ def _amend_at_once(rank: int, folder: Path, path: Path, port: int) -> None:
 
     fcntl.flock = telling
     store.wait(["writing"])
-    feed.amend(mf.BatchSize(9))
+    ledger.added(mf.Amendment(5, mf.BatchSize(9))).keep(path)
     store.set("the other", "has written")
 
 
-def test_two_processes_that_write_the_ledger_lose_no_line(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_that_write_the_ledger_lose_no_line(tmp_path: Path) -> None:
     store, path = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), tmp_path / "ledger.jsonl"
-    world.start(_amend_at_once, 2, folder, path, store.port, distributed=False).results()
+    world.start(_keep_at_once, 2, path, store.port, distributed=False).results()
     assert [repr(change) for _, change in mf.Ledger.read(path)] == [
         repr(mf.BatchSize(each)) for each in (7, 9)
     ]
@@ -580,31 +588,35 @@ def test_a_missing_or_shorter_ledger_is_refused_with_the_state(folder: Path, tmp
     mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(state)
 
 
-def test_a_state_knows_what_was_agreed_for_later_steps(folder: Path, tmp_path: Path) -> None:
-    """On every rank alike, whenever it plans; what was agreed after the state is not its concern."""
+def test_a_state_knows_all_amendments_that_were_made_before_it(folder: Path, tmp_path: Path) -> None:
+    """Those from later steps on, too; what was made after the state is not its concern."""
     recipe, path, states = recipe_of(folder), tmp_path / "ledger.jsonl", [list[Any](), list[Any]()]
     options: Any = {"packing": PACKING, "delivery": "direct", "rendezvous": HashStore(), "ledger": path}
     with contextlib.ExitStack() as stack:
-        for rank in range(2):  # one after the other: the second plans when the first has amended
-            feed = stack.enter_context(mf.Feed(recipe, mf.Layout(dp=2), rank, **options))
-            for step in feed:
+        for rank, feed in enumerate([mf.Feed(recipe, mf.Layout(dp=2), rank, **options) for rank in range(2)]):
+            stack.enter_context(feed)
+            for step in feed:  # one rank after the other
                 states[rank].append(feed.state_dict())
-                if step.index == 1 and rank == 0:
+                if step.index == 1:
                     feed.amend(mf.BatchSize(9), at=100)
+                    states[rank].append(feed.state_dict())
                 if step.index == 12:
+                    feed.amend(mf.BatchSize(3))
+                    states[rank].append(feed.state_dict())
                     break
-            if rank == 0:
-                feed.amend(mf.BatchSize(3), at=200)
     assert states[0] == states[1]
-    assert "amendments" not in content_of(states[0][1])["recipe"]
-    assert "amendments" in content_of(states[0][12])["recipe"]
+    before, after, later, last = (states[0][at] for at in (1, 2, 13, 14))
+    assert "amendments" not in content_of(before)["recipe"]
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:2]))
-    mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][12])
-    path.write_text(lines[0])
-    mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][1])
-    with pytest.raises(mf.StateError, match=r"amendments: saved '1, digest"):
-        mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(states[0][12])
+    for count, loads in ((2, [before, after, later, last]), (1, [before, after, later]), (0, [before])):
+        path.write_text("".join(lines[: 1 + count]))
+        for state in (before, after, later, last):
+            feed = mf.Feed(recipe, packing=PACKING, ledger=path)
+            if state in loads:
+                feed.load_state_dict(state)
+                continue
+            with pytest.raises(mf.StateError, match=r"amendments: saved '[12], digest"):
+                feed.load_state_dict(state)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -669,7 +681,7 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
         ):
             with pytest.raises(mf.RecipeError, match=told):
                 feed.amend(change)
-        with pytest.raises(mf.OptionError, match="planned already"):
+        with pytest.raises(mf.OptionError, match="begun already"):
             feed.amend(mf.BatchSize(9), at=0)
         wrong: Any
         for wrong, at in (({"web": 2}, None), (mf.BatchSize(9), "30"), (mf.BatchSize(9), 30.0)):
@@ -694,13 +706,17 @@ def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path)
         sizes = list[int]()
         for step in feed:
             sizes.append(step.plan.lengths.size)
-            for at in (None, 20) if step.index == 5 else (20,):
+            if step.index < 6:
                 with pytest.raises(
                     mf.RecipeError, match="are all drawn with step 5, and others begin at step"
                 ):
-                    feed.amend(mf.Reweigh({"code": 1}), at=at)
-        assert sizes == [6, 6, 6, 6, 6, 3]
-        assert len(feed.ledger) == 0
+                    feed.amend(mf.Reweigh({"code": 1}), at=20)
+            assert len(feed.ledger) == (step.index > 5)
+            if step.index == 5:
+                assert feed.amend(mf.Reweigh({"code": 1})) == 6
+            if step.index == 7:
+                break
+        assert sizes == [6, 6, 6, 6, 6, 3, 6, 6]
     for at in (5, 6):
         last = recipe.amended([(at, mf.Reweigh({"code": 1}))])
         for number in range(at):
@@ -910,7 +926,12 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
             if step.index == 20:
                 break
     last = [line["mixture"] for line in lines_of(tmp_path / "log") if "mixture" in line][-1]
-    assert last["sources"] == ["code", "docs", "web", f"web+{mf.open(folder / 'more').fingerprint[:8]}"]
+    assert last["sources"] == [
+        "code",
+        "docs",
+        "web",
+        f"web+{mf.open(folder / 'more').fingerprint[:8]}",
+    ]
     assert sum(last["drawn"]) == 6 * (last["step"] + 1) and last["drawn"][3] > 0
 
 
@@ -975,3 +996,60 @@ def test_amendments_of_two_calls_are_those_of_one(folder: Path, data: st.DataObj
         assert {s: d.tolist() for s, d in found.items()} == {s: d.tolist() for s, d in wanted.items()}
         one, other = draws_of_step(amended, step), draws_of_step(at_once, step)
         assert one.source.tolist() == other.source.tolist() and one.index.tolist() == other.index.tolist()
+
+
+# -- all ranks, in the same step ----------------------------------------------------------------------
+
+
+def _amends_unless(
+    rank: int, folder: Path, ledger: Path, layout: str, who: int, delivery: Any, other: Any
+) -> None:
+    """Trains until an error; one rank does not amend in step 3 as the others do."""
+    options: Any = {"packing": PACKING, "ledger": ledger, "delivery": delivery, "timeout_s": 300}
+    with mf.Feed(recipe_of(folder), mf.Layout.parse(layout), **options) as feed:
+        for step in feed:
+            for _ in step.microbatches:
+                pass
+            dist.all_reduce(torch.zeros(1))
+            change = mf.BatchSize(9) if rank != who else other
+            if step.index == 3 and change is not None:
+                feed.amend(change)
+            if step.index == 12:
+                raise AssertionError
+
+
+WORLDS = [
+    ("dp2", 1, "direct"),
+    ("tp2", 1, "share"),
+    ("tp2", 0, "share"),
+    ("tp2", 1, "broadcast"),
+    ("pp2", 0, "broadcast"),
+]
+
+
+@pytest.mark.parametrize(("layout", "who", "delivery"), WORLDS)
+def test_a_rank_that_does_not_amend_is_named(
+    folder: Path, tmp_path: Path, layout: str, who: int, delivery: str
+) -> None:
+    """To all, at that step or the next, long before anybody has waited for its time-out."""
+    job = world.start(_amends_unless, 2, folder, tmp_path / "l.jsonl", layout, who, delivery, None)
+    errors, told = (
+        [outcome.error for outcome in job.join(after_failure_s=60)],
+        "has amended the recipe before",
+    )
+    assert {kind for kind, _ in errors} <= {"PeerError", "RuntimeError"}  # that of the trainer's collective
+    messages = [message for kind, message in errors if kind == "PeerError"]
+    assert messages
+    for each in messages:
+        assert f"rank {who} has not begun the run that others have: rank {1 - who} {told} step 4" in each
+
+
+@pytest.mark.parametrize(("layout", "who", "delivery"), WORLDS[:2])
+def test_ranks_that_amend_differently_are_told_what_differs(
+    folder: Path, tmp_path: Path, layout: str, who: int, delivery: str
+) -> None:
+    other = mf.BatchSize(7)
+    job = world.start(_amends_unless, 2, folder, tmp_path / "l.jsonl", layout, who, delivery, other)
+    messages = [outcome.error[1] for outcome in job.join(after_failure_s=60)]
+    told = ("batch is 9 on rank 0, 7 on rank 1", "batch is 7 on rank 1, 9 on rank 0")
+    assert any(each in message for message in messages for each in told), messages

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import meshfeed.order.tokens
 from corpus import write_corpus
-from meshfeed.feed.amending import Recipes
-from meshfeed.order import draws_between, draws_of_step, is_over_early, num_steps, start_of_step
+from meshfeed.order import draws_between, draws_of_step, extend, is_over_early, num_steps, start_of_step
 from pictures import Listen, Look, write_pictures
 from recipes import TIMES, Job, jobs, later_changes, write_stores
 from soak import cases
@@ -92,6 +91,26 @@ def test_what_is_random_in_a_source_follows_from_its_name(folder: Path, rule: An
     assert epochs and max(max(each) for each in epochs) > 0
 
 
+class OfOneJob:
+    """A recipe under one ledger after another, as a feed has it: each stream is made of the one before.
+
+    Where the ledger does not go on from the one before, of the first.
+    """
+
+    def __init__(self, given: mf.Recipe) -> None:
+        self.given, self.last = given, (mf.Ledger(), given)
+
+    def under(self, ledger: mf.Ledger) -> mf.Recipe:
+        known, before = self.last
+        further, latest = ledger.amendments[len(known) :], max((each.step for each in known), default=0)
+        if not ledger.begins_with(known) or any(each.step < latest for each in further):
+            before, further = self.given, ledger.amendments
+        amended = before.amended(further)
+        extend(amended, before)
+        self.last = ledger, amended
+        return amended
+
+
 def test_two_sources_that_grow_have_their_own_sums_of_tokens(folder: Path) -> None:
     """As ranks see it: one that has amended, and one that begins with the whole ledger."""
     data = mf.Mixture({"web": (mf.open(folder / "web"), 4), "code": (mf.open(folder / "code"), 1)})
@@ -99,7 +118,7 @@ def test_two_sources_that_grow_have_their_own_sums_of_tokens(folder: Path) -> No
     later, sooner = (
         mf.Amendment(step, mf.Grow("web", str(folder / name))) for step, name in ((6, "A"), (4, "B"))
     )
-    recipes = Recipes(recipe)
+    recipes = OfOneJob(recipe)
     assert start_of_step(recipe, 3) > 0  # its stream is there, as in a job that trains
     for ledger in (mf.Ledger((later,)), mf.Ledger((sooner,)), mf.Ledger((later, sooner))):
         known, fresh = recipes.under(ledger), recipe.amended(ledger)
@@ -157,7 +176,7 @@ def check_that_later_changes_keep_what_comes_before(data: st.DataObject, job: Jo
         reject()
     steps = range(step)
     assert data_of(later.recipe, steps) == data_of(recipe, steps)
-    recipes = Recipes(later.given)
+    recipes = OfOneJob(later.given)
     # each stream is made of the one before; without the first amendment, other sources have their numbers
     for ledger in ((), job.ledger, later.ledger[::-1], later.ledger[1:], later.ledger):
         with contextlib.suppress(mf.RecipeError):

@@ -24,7 +24,6 @@ from corpus import recipe_of, write_corpus
 from meshfeed.amendments import KINDS
 from meshfeed.files.local import durable
 from meshfeed.summary import digest_of
-from observe import content_of
 from soak import SEED, cases
 
 HEAD = '{"ledger": "meshfeed", "version": 2}'
@@ -296,8 +295,6 @@ def test_an_amendment_whose_ledger_cannot_be_written_is_in_force_and_comes_once(
         assert json.dumps(feed.ledger.lines[-1]) in caplog.text, "it is logged whole"
         step = feed.amend(mf.BatchSize(8))
         assert feed.ledger.amendments[-1].step == step and mf.Ledger.read(path).text == feed.ledger.text
-        feed.amend(mf.BatchSize(8))
-        assert len(mf.Ledger.read(path)) == 3, "what was written and is asked again is another one"
 
 
 def test_a_state_looks_at_the_ledger_and_writes_it_again(
@@ -334,22 +331,6 @@ def test_a_loop_at_the_end_of_the_stream_waits_for_nobody(tmp_path: Path, delive
     assert list(feed) == []
     with pytest.raises(mf.StateError, match="the stream has ended"):
         iter(feed)
-
-
-def test_a_step_after_skipped_ones_is_committed(recipe: mf.Recipe, tmp_path: Path) -> None:
-    with mf.Feed(recipe, ledger=tmp_path / "ledger.jsonl") as feed:
-        feed.amend(mf.SkipSteps(2, 5))
-        given = []
-        for step in feed:
-            with pytest.raises(mf.OptionError, match=f"0 to {step.index}"):
-                feed.commit(step.index + 1)
-            feed.commit(step.index)
-            given.append(step.index)
-            if step.index == 6:
-                break
-        assert given == [0, 1, 5, 6]
-        feed.commit(6)
-    assert content_of(feed.state_dict())["step"] == 6
 
 
 @pytest.mark.parametrize("change", [mf.Reweigh({"web": 1, "code": 3}), mf.BatchSize(8)])

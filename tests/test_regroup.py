@@ -21,7 +21,8 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 import meshfeed as mf
 import world
 from corpus import write_corpus
-from meshfeed.feed import changing, stepping
+from meshfeed.deliver import Meeting
+from meshfeed.feed import stepping
 from observe import content_of
 from soak import SEED, cases
 
@@ -42,44 +43,49 @@ PACKING = mf.Packing(capacity=256)
 
 @dataclass
 class Rank:
-    """A process of the job: its feed, and what its model has taken."""
+    """A process of the job: its feed, its loop, and what its model has taken, by step."""
 
     feed: mf.Feed
     loop: Any = None
-    committed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    taken: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
-    def train(self, until: int, commits_last: bool) -> None:
-        """Steps up to `until`; the last may be dropped after its microbatches were taken."""
+    def train(self, until: int, takes_last: bool) -> None:
+        """Steps up to `until`; the last may be dropped after its microbatches were had."""
         for step in self.loop:
             drawn = [
                 (epoch, index)
                 for microbatch in step.microbatches
                 for epoch, index in zip(microbatch.draws.epoch.tolist(), microbatch.draws.index.tolist())
             ]
-            if step.index < until or commits_last:
-                self.committed[step.index] = drawn
-                self.feed.commit(step.index)
+            if step.index < until or takes_last:
+                self.taken[step.index] = drawn
             if step.index == until:
                 return
 
+    @property
+    def first(self) -> int | None:
+        """The first step that its model has not taken."""
+        return max(self.taken) + 1 if self.taken else None
 
-def together(
-    ranks: list[Rank], layout: mf.Layout, generation: int, store: HashStore | None = None
-) -> list[int]:
-    """Where each goes on."""
-    store = HashStore() if store is None else store
+
+def together(ranks: list[Rank], layout: mf.Layout, generation: int, *, store: Any = None) -> list[int]:
+    """Where each goes on: they meet, and begin a run."""
+    store = store or HashStore()
+
+    def begin(rank: int) -> int:
+        each = ranks[rank]
+        place: Any = {"layout": layout, "rank": rank, "generation": generation}
+        each.loop = each.feed.run(each.first, **place, rendezvous=store, meet=True)
+        return each.loop.step
+
     with ThreadPoolExecutor(len(ranks)) as pool:
-        found = [
-            pool.submit(each.feed.regroup, layout, rank, generation=generation, rendezvous=store)
-            for rank, each in enumerate(ranks)
-        ]
-        return [each.result() for each in found]
+        return [*pool.map(begin, range(len(ranks)))]
 
 
 def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[str]:
     """Generations of a job. After each, some ranks are gone, new ones come, and all have another place.
 
-    In between, ranks amend it.
+    In between, ranks amend it; some of them alone, where they fail in that step.
     """
     ranks, happened, at = list[Rank](), Counter[str](), 0
     by_step: dict[int, list[tuple[int, int]]] = {}
@@ -96,22 +102,26 @@ def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[s
             ranks.insert(dice.randint(0, len(ranks)), Rank(feed))
         starts = together(ranks, layout, generation)
         assert starts == [at] * size
-        for each in ranks:
-            each.loop, each.committed = iter(each.feed), {}
-        last = at + dice.randint(0, 3)
-        drops = dice.random() < 0.5
+        last, half = at + dice.randint(0, 3), at + 1
+        drops, amends = dice.random() < 0.5, dice.random() < 0.5
+        change = dice.choice([mf.BatchSize(7), mf.BatchSize(20), mf.Exclude([*range(0, 90, 4)])])
+        if amends and last > half:  # and then they go on
+            for each in dice.sample(ranks, size):
+                each.train(half, takes_last=True)
+                assert each.feed.amend(change) == half + 1
+            happened["amended"] += 1
         for each in dice.sample(ranks, size):
-            each.train(last, commits_last=not drops)
-            if dice.random() < 0.1:
-                each.feed.amend(
-                    dice.choice([mf.BatchSize(7), mf.BatchSize(20), mf.Exclude([*range(0, 90, 4)])])
-                )
-                happened["amended"] += 1
+            each.train(last, takes_last=not drops)
+            if amends and last <= half and dice.random() < 0.7:  # they fail before all have amended
+                assert each.feed.amend(change) == last + 1
+                happened["amended in part"] += 1
         for step in range(at, last + (not drops)):
             assert step not in by_step
-            by_step[step] = [*chain(*_once(layout, [each.committed[step] for each in ranks]))]
+            by_step[step] = [*chain(*_once(layout, [each.taken[step] for each in ranks]))]
         at = last + (not drops)
         happened["dropped"] += drops
+        for each in ranks:
+            each.taken = {at - 1: []} if at else {}
     for each in ranks:
         each.feed.close()
     for step, drawn in by_step.items():
@@ -124,29 +134,60 @@ def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[s
     return happened
 
 
-def test_a_step_whose_microbatches_were_taken_is_not_committed(recipe: mf.Recipe) -> None:
-    store, wrong = HashStore(), list[Any]()
+def test_where_a_run_begins(recipe: mf.Recipe) -> None:
+    store: Any = HashStore()
+    wrong: Any
+    place: Any = {"layout": mf.Layout(), "rank": 0, "rendezvous": store}
     with mf.Feed(recipe, packing=PACKING, rendezvous=store) as feed:
         for step in feed:
             assert len([*step.microbatches]) == step.num_microbatches
             if step.index == 3:
                 break
-        wrong = ["dp1"]
+        wrong = "dp1"
         with pytest.raises(mf.LayoutError):
-            feed.regroup(wrong[0], generation=0, rendezvous=store)
-        assert feed.regroup(mf.Layout(), 0, generation=0, rendezvous=store) == 3
-        wrong = [0, -1, "x", 1.0]
-        for generation in wrong:
+            feed.run(layout=wrong, generation=0)
+        # the loop was in step 3, and all of it was handed out
+        assert feed.run(generation=0, **place, meet=True).step == 3
+        for wrong in (0, -1, "x", 1.0):
             with pytest.raises(mf.OptionError, match="generation"):
-                feed.regroup(mf.Layout(), 0, generation=generation, rendezvous=store)
+                feed.run(generation=wrong, **place)
         assert next(iter(feed)).index == 3
-        wrong = [4, 100, "3", -1]
-        for step in wrong:
-            with pytest.raises(mf.OptionError, match="commit"):
-                feed.commit(step)
-        feed.commit(np.int64(3))  # type: ignore[arg-type]
-        seat: Any = {"rank": np.int64(0), "generation": np.int64(7)}
-        assert feed.regroup(mf.Layout(), **seat, rendezvous=store) == 4
+        for wrong in ("3", -1, 1.0, True):
+            with pytest.raises(mf.OptionError, match="number of a step"):
+                feed.run(wrong)
+        with pytest.raises(mf.OptionError, match="of another layout"):
+            feed.run(3, rank=0)
+        with pytest.raises(mf.StateError, match="the run begins at step 9, but the recipe ends after 5"):
+            feed.run(9, recipe=replace(recipe, steps=5))
+        assert feed.run(np.int64(5)).step == 5  # type: ignore[arg-type]
+        run = feed.run()
+        assert (run.step, run.recipe, run.layout, run.rank) == (5, recipe, mf.Layout(), 0)
+        with run:
+            assert [step.index for _, step in zip(range(2), run)] == [5, 6]
+        assert next(iter(feed)).index == 6
+        ended, _ = feed.run(2), feed.run(4)
+        with pytest.raises(mf.StateError, match="another run"):
+            next(ended)
+
+
+def test_a_run_with_another_recipe(recipe: mf.Recipe, tmp_path: Path) -> None:
+    """Other rules, batches and stores; a state of it is refused by the first one."""
+    write_corpus(tmp_path / "other", num_tokens=6_000, mean=30)
+    further = mf.Recipe(data=mf.open(tmp_path / "other"), sequence=mf.Documents(9), batch=mf.Batch(5), seed=3)
+    with mf.Feed(recipe, packing=PACKING) as feed:
+        for given in (recipe, further, replace(recipe, batch=mf.Batch(4))):
+            with feed.run(7, recipe=given) as run:
+                drawn = [_drawn(step) for _, step in zip(range(3), run)]
+            wanted = mf.simulate(given, mf.Layout(), range(7, 10), packing=PACKING)
+            assert [sorted(each) for each in drawn] == [sorted(_drawn(each)) for each in wanted]
+            state = feed.state_dict()
+            assert content_of(state) == content_of(mf.State.at(given, content_of(state)["step"]).to_json())
+        wrong: Any
+        rows = replace(recipe, sequence=mf.Windows(16))
+        for wrong, why in ((rows, "leave packing out"), ("text", "takes a mf.Recipe")):
+            with pytest.raises(mf.MeshfeedError, match=why):
+                feed.run(7, recipe=wrong)
+        assert feed.run(2, recipe=further).recipe == further
 
 
 def test_a_layout_that_its_rows_do_not_fill_is_refused(recipe: mf.Recipe) -> None:
@@ -154,22 +195,23 @@ def test_a_layout_that_its_rows_do_not_fill_is_refused(recipe: mf.Recipe) -> Non
     with mf.Feed(rows) as feed:
         next(iter(feed))
         with pytest.raises(mf.OptionError, match="16 sequences"):
-            feed.regroup(mf.Layout(dp=3), 0, generation=1, rendezvous=HashStore())
+            feed.run(0, recipe=replace(rows, seed=2), layout=mf.Layout(dp=3), rank=0)
+        assert (feed.recipe, feed.layout) == (rows, mf.Layout())
         with pytest.raises(mf.DeliveryError, match="rendezvous"):
-            feed.regroup(mf.Layout(dp=2), 0, generation=1)
+            feed.run(layout=mf.Layout(dp=2), rank=0, meet=True)
 
 
 def test_a_generation_is_used_once(recipe: mf.Recipe) -> None:
     store, two = HashStore(), mf.Layout(dp=2)
 
-    def regrouped(rank: int) -> int:
+    def met(rank: int) -> int:
         feed = mf.Feed(recipe, packing=PACKING, delivery="direct")
-        return feed.regroup(two, rank, generation=1, rendezvous=store)
+        return feed.run(layout=two, rank=rank, generation=1, rendezvous=store, meet=True).step
 
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(regrouped, range(2))] == [0, 0]
-    with pytest.raises(mf.OptionError, match="used before"):
-        regrouped(1)
+        assert [*pool.map(met, range(2))] == [0, 0]
+    with pytest.raises(mf.PeerError, match="two processes are rank 1 of generation 1"):
+        met(1)
 
 
 def _once(layout: mf.Layout, by_rank: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
@@ -193,16 +235,16 @@ def test_a_rank_plans_its_next_step_while_it_meets_the_others(
 ) -> None:
     """Once; the plan of a step that is not the one they agree on is dropped."""
     made, planned = list[int](), threading.Event()
-    draw, meet = stepping.draws_of_step, changing.agree
+    draw, meet = stepping.draws_of_step, Meeting.meet
 
     def drawing(recipe: mf.Recipe, step: int) -> mf.Draws:
         made.append(step)
         planned.set()
         return draw(recipe, step)
 
-    def meeting(*args: Any) -> Any:
+    def meeting(self: Meeting, purpose: str, peers: Any) -> str:
         assert planned.wait(60), "nothing is planned before the ranks have met"
-        return meet(*args)
+        return meet(self, purpose, peers)
 
     ledger = tmp_path / "ledger.jsonl" if kept else None
     ranks = [
@@ -212,7 +254,7 @@ def test_a_rank_plans_its_next_step_while_it_meets_the_others(
     with ranks[0] as survivor, ranks[1] as other:
         assert [step.index for _, step in zip(range(4), survivor)] == [*range(4)]
         monkeypatch.setattr(stepping, "draws_of_step", drawing)
-        monkeypatch.setattr(changing, "agree", meeting)
+        monkeypatch.setattr(Meeting, "meet", meeting)
         assert together([Rank(survivor), Rank(other)], mf.Layout(dp=2), 0) == [3, 3]
         step = next(iter(survivor))
         assert (step.index, step.plan.num_ranks, made) == (3, 2, [3])
@@ -243,9 +285,10 @@ def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:
         except mf.PeerError:  # it was lost while this rank waited for data
             pass
         layout = mf.Layout.parse("tp2-pp2")
-        first = feed.regroup(layout, 3 if is_new else rank, generation=1, rendezvous=store)
-        assert first == 5
-        for step in feed:
+        place: Any = {"layout": layout, "rank": 3 if is_new else rank}
+        run = feed.run(**place, generation=1, rendezvous=store, meet=True)
+        assert run.step == 5
+        for step in run:
             seen[step.index] = [
                 i for microbatch in step.microbatches for i in microbatch.draws.index.tolist()
             ]
@@ -387,15 +430,12 @@ def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
         assert feed.at(5, two, 0, generation=4).index == 5
     with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", delivery="direct") as feed:
         assert feed.at(0, one, 0).index == 0
-        for _ in range(2):  # a rank that could not meet the others stays outside
-            with pytest.raises(mf.DeliveryError, match="rendezvous"):
-                feed.at(1, two, 0)
-        step = feed.at(1, one, 0)
-        assert step.plan.num_ranks == 1
+        assert feed.at(1, two, 0).plan.num_ranks == 2
+        assert feed.at(1, one, 0).plan.num_ranks == 1
 
 
 def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tmp_path: Path) -> None:
-    """A rank that comes later has those of the others, whatever its copy of the ledger says."""
+    """A rank that comes later has them from the ledger."""
     store, seen = HashStore(), list[list[tuple[int, int]]]()
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
 
@@ -403,10 +443,10 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
             options: Any = {"delivery": "direct", "ledger": path, "rendezvous": store, "timeout_s": 60}
             return stack.enter_context(mf.Feed(recipe, packing=PACKING, **options))
 
-        feeds = [new(tmp_path / "ledger.jsonl") for _ in range(2)]
+        feeds, spare = [new(tmp_path / "ledger.jsonl") for _ in range(2)], new(tmp_path / "ledger.jsonl")
         for number in range(16):
             if number == 8:
-                feeds.insert(0, new(tmp_path / "ledger.jsonl"))
+                feeds.insert(0, spare)
             layout, generation = mf.Layout(dp=len(feeds)), len(feeds)
             asked = [
                 pool.submit(feed.at, number, layout, rank, generation=generation)
@@ -414,13 +454,14 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
             ]
             seen.append([*chain(*(_drawn(each.result()) for each in asked))])
             if number == 2:
-                assert feeds[1].amend(mf.BatchSize(7), at=12) == 12
-                feeds[0].amend(mf.BatchSize(20))
+                for feed in feeds:
+                    assert feed.amend(mf.BatchSize(7), at=12) == 12
+                    assert feed.amend(mf.BatchSize(20)) == 3
         assert {feed.ledger.digest for feed in feeds} == {mf.Ledger.read(tmp_path / "ledger.jsonl").digest}
         amended = recipe.amended(feeds[0].ledger)
     for simulated in mf.simulate(amended, mf.Layout(), 16, packing=PACKING):
         assert sorted(seen[simulated.batch.step]) == sorted(_drawn(simulated))
-    assert [*map(len, seen)][-1] == 7 and 20 in map(len, seen)
+    assert [*map(len, seen)] == [12] * 3 + [20] * 9 + [7] * 4
 
 
 # -- who may amend ---------------------------------------------------------------------------------------
@@ -431,35 +472,43 @@ def _of_one_job(recipe: mf.Recipe, path: Path, store: HashStore, number: int) ->
     return [mf.Feed(recipe, packing=PACKING, rendezvous=store, **options) for _ in range(number)]
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_who_takes_no_part_amends_nothing(recipe: mf.Recipe, tmp_path: Path, told: bool) -> None:
+def _amends_without_the_job(number: int, recipe: mf.Recipe, path: Path, port: int) -> int:
+    """Processes 0 and 1 begin; then 1 and 2 go on without 0."""
+    store, two = TCPStore("127.0.0.1", port, None, False), mf.Layout(dp=2)
+
+    def place(generation: int) -> Any:
+        rank = number - generation
+        return {"layout": two, "rank": rank, "generation": generation, "rendezvous": store, "meet": True}
+
+    with mf.Feed(recipe, packing=PACKING, rendezvous=store, ledger=path, delivery="direct") as feed:
+        with pytest.raises(mf.OptionError, match="no part"):
+            feed.amend(mf.BatchSize(7))
+        if number < 2:
+            run = feed.run(**place(0))
+            assert next(run).index == 0
+            assert feed.amend(mf.BatchSize(7)) == 1
+            assert next(run).index == 1
+        if number:
+            run = feed.run(2 if number == 1 else None, **place(1))
+            assert (run.step, next(run).index) == (2, 2)
+            store.set(f"{number} goes on", "")
+        store.wait(["1 goes on", "2 goes on"])
+        if number == 0:
+            kept = path.read_text()
+            with pytest.raises(mf.OptionError, match="no part"):
+                feed.amend(mf.BatchSize(9))
+            assert path.read_text() == kept
+            store.set("refused", "")
+        store.wait(["refused"])
+        return feed.amend(mf.BatchSize(9)) if number else 3
+
+
+def test_who_takes_no_part_amends_nothing(recipe: mf.Recipe, tmp_path: Path) -> None:
     """Or the ledger would say that steps were amended which the others have trained without it."""
-    path, store, two = tmp_path / "ledger.jsonl", HashStore(), mf.Layout(dp=2)
-    feeds = _of_one_job(recipe, path, store, 3)
-
-    def begin(some: list[mf.Feed], generation: int, step: int) -> None:
-        if not told:
-            together([*map(Rank, some)], two, generation, store)
-            return
-        with ThreadPoolExecutor(2) as pool:
-            given = [
-                pool.submit(feed.at, step, two, rank, generation=generation) for rank, feed in enumerate(some)
-            ]
-            assert [each.result().index for each in given] == [step, step]
-
-    with feeds[0], feeds[1], feeds[2]:
-        with pytest.raises(mf.OptionError, match="no part"):
-            feeds[0].amend(mf.BatchSize(7))
-        begin(feeds[:2], 0, 0)
-        for feed in feeds[:2]:
-            assert next(iter(feed)).index == 0
-        feeds[0].amend(mf.BatchSize(7))
-        begin(feeds[1:], 1, 1)
-        kept = path.read_text()
-        with pytest.raises(mf.OptionError, match="no part"):
-            feeds[0].amend(mf.BatchSize(9))
-        assert path.read_text() == kept
-        assert feeds[1].amend(mf.BatchSize(9)) < 10
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    job = world.start(_amends_without_the_job, 3, recipe, tmp_path / "l.jsonl", store.port, distributed=False)
+    outcomes = job.join(after_failure_s=60)
+    assert [(outcome.error, outcome.result) for outcome in outcomes] == [(None, 3)] * 3
 
 
 def test_an_amendment_behind_trained_steps_is_refused(recipe: mf.Recipe, tmp_path: Path) -> None:

@@ -184,9 +184,8 @@ class Amendment:
 
     Attributes:
         step, change: these.
-        agreed: the first step that no rank had planned when a job agreed on it. Every rank that has planned
-            this step knows the change, so a state of a later step has it, however far ahead the change is.
-            None: its own step.
+        agreed: the first step that could be amended when a job made it. A state of a later step has it,
+            however far ahead the change is. None: its own step.
     """
 
     step: int
@@ -198,7 +197,7 @@ class Amendment:
 
     @property
     def known(self) -> int:
-        """A step at which every rank knows it; at most its own."""
+        """A step before which every rank has made it; at most its own."""
         return self.step if self.agreed is None else self.agreed
 
 
@@ -238,8 +237,22 @@ class Amended:
 
     def summary(self, until: int | None) -> str:
         """How many amendments all ranks know at step `until` (None: all), and their digest; "" if none."""
-        digests = [each for known, *each in self.digests if until is None or known < until]
-        return f"{len(digests)}, digest {digest_of({'amendments': digests})}" if digests else ""
+        return _summary_of([each for each in self.digests if until is None or each[0] < until])
+
+    def has_made(self, summary: str, step: int) -> bool:
+        """Whether a job that had made these amendments, as `summary` tells, may go on with all at a step.
+
+        So the first ones are the same, and the others were made at the step or later.
+        """
+        made = summary.partition(",")[0]
+        count = int(made) if made.isdecimal() else 0
+        later = self.digests[count:]
+        return _summary_of(self.digests[:count]) == summary and all(known >= step for known, *_ in later)
+
+
+def _summary_of(digests: Sequence[tuple[int, int, str]]) -> str:
+    told = [each for _, *each in digests]
+    return f"{len(told)}, digest {digest_of({'amendments': told})}" if told else ""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)

@@ -38,12 +38,20 @@ class State:
     data: tuple[str, ...] = ()
 
     @classmethod
-    def at(cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None) -> State:
-        """Before a step of a recipe. digests: what `recipe.data_digests` has given; None computes them."""
+    def at(
+        cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None, *, knows_all: bool = False
+    ) -> State:
+        """Before a step of a recipe.
+
+        digests: what `recipe.data_digests` has given; None computes them. knows_all: whether the job has made
+        all amendments of the recipe by now, also those from later steps on; else only those before the step
+        are part of the state.
+        """
         (step,) = whole_numbers(StateError, 0, step=step)
         digests = recipe.data_digests() if digests is None else digests
         data = tuple(digest for _, digest in recipe.grouped(digests, step))
-        return cls(recipe=recipe.summary(until=step), step=step, data=data)
+        amended = {"amendments": recipe.amendments.summary(None)} if knows_all else {}
+        return cls(recipe=recipe.summary(until=step) | amended, step=step, data=data)
 
     @property
     def fingerprint(self) -> str:
@@ -74,8 +82,12 @@ class State:
         """
         ours = recipe.summary(until=self.step)
         differ = [part for part in {**ours, **self.recipe} if not self._agrees(part, ours)]
+        if "amendments" in differ and recipe.amendments.has_made(
+            self.recipe.get("amendments", ""), self.step
+        ):
+            differ.remove("amendments")
         if differ in ([], ["epochs"]):
-            self._check_end(recipe)
+            check_end(recipe, self.step, "this state is at")
         if differ and not (differ == ["epochs"] and self._as_far(recipe)):
             rows = "\n".join(
                 f"  {part}: saved {self.recipe.get(part)!r}, now {ours.get(part)!r}" for part in differ
@@ -104,13 +116,6 @@ class State:
                 f"resumes on the data as they are."
             )
 
-    def _check_end(self, recipe: Recipe) -> None:
-        if self.step and not has_step(recipe, self.step - 1):
-            raise StateError(
-                f"this state is at step {self.step}, but the recipe ends after {num_steps(recipe)} steps; "
-                f"raise epochs= or steps=, or load an earlier state"
-            )
-
     def _agrees(self, part: str, ours: Mapping[str, str]) -> bool:
         saved, now = self.recipe.get(part), ours.get(part)
         return saved == now or (saved is not None and now is not None and same_text(saved, now))
@@ -128,6 +133,15 @@ class State:
         ends = (num_positions(each) for each in (before, replace(recipe, steps=None)))
         first, second = (drawn if end is None else min(drawn, end) for end in ends)
         return first == second
+
+
+def check_end(recipe: Recipe, step: int, what: str) -> None:
+    """Raises StateError for a step past the end of a recipe. what: is there, with a verb, for the message."""
+    if step and not has_step(recipe, step - 1):
+        raise StateError(
+            f"{what} step {step}, but the recipe ends after {num_steps(recipe)} steps; raise epochs= or "
+            f"steps=, or go on from an earlier one"
+        )
 
 
 def check_step(saved: Any, wanted: int | None) -> None:

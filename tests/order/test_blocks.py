@@ -208,7 +208,7 @@ def test_every_index_is_as_likely_everywhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["sequences", "window", "lanes"])
-@pytest.mark.parametrize("value", [0, -1, 2.0, "4", True, None, np.int64(4), 2**62 + 1])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "4", True, None, np.float64(4), 2**62 + 1])
 def test_options_are_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(mf.RecipeError, match=name):
         mf.Blocks(**{name: value})

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfeed as mf
@@ -131,10 +132,14 @@ def test_tokens() -> None:
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    names = run_page("amendments.md", 9)
+    names = run_page("amendments.md", 11)
     kinds = [type(change).__name__ for _, change in names["ledger"]]
     assert kinds[:3] == ["Reweigh", "Exclude", "BatchSize"]
-    assert names["first"] == 3
+    assert names["run"].step == 3
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    Path("removed.txt").write_text("3\n17\n")
+    assert [names["told_by_an_operator"](name) for name in ("removed.txt", "none")] == [[3, 17], None]
+    dist.destroy_process_group()
     assert names["simulated"].batch.step == 11
     monkeypatch.delitem(sys.modules, "recipe")
 

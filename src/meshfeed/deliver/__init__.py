@@ -3,7 +3,7 @@
 from meshfeed.deliver.choose import levels_of, make_delivery, tell
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic
 from meshfeed.deliver.error_codec import ErrorRecord, ranks_in_words
-from meshfeed.deliver.failure import Failures
+from meshfeed.deliver.failure import Failures, LeftBehindError
 from meshfeed.deliver.group import Group
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.deliver.rendezvous import default_store
@@ -20,6 +20,7 @@ __all__ = [
     "ErrorRecord",
     "Failures",
     "Group",
+    "LeftBehindError",
     "Meeting",
     "Traffic",
     "Verifier",

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.meeting import Meeting
@@ -23,6 +23,10 @@ from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 _MAX_BYTES = 4096
 _PREFIX = r"^rank \d+ ended at step \d+: "
+
+
+class LeftBehindError(PeerError):
+    """Another rank has ended this run to begin the next one, and this rank has not."""
 
 
 class Failures:
@@ -49,7 +53,8 @@ class Failures:
         self._roll_call: RollCall | None = None
         self._own: Exception | None = None
         self._prefix = ""
-        self._has_looked = False
+        self._notices: tuple[str, int, list[tuple[Any, ...]]] = "", 0, []  # a prefix, how many read, its own
+        self._has_looked = self._leaves = False
         self._process = 0
         # of store calls here: with the wait before it, an error ends within twice the timeout
         self._patience_s = 0.0 if meeting is None else meeting.timeout_s / 2
@@ -72,6 +77,23 @@ class Failures:
         if self._meeting is not None and self._is_open:
             self._meeting.rendezvous.unwatch(self)
 
+    def leave(self, step: int, why: str, *, without_others: bool) -> None:
+        """Tell the ranks of this run that it ends before a step, where all of them begin the next one.
+
+        A rank that goes on to that step gets a LeftBehindError, which says why. Without an answer of the
+        store within `timeout_s` nobody is told. without_others: they do not begin it, since it is one of
+        other ranks.
+        """
+        self._leaves = True
+        record = ErrorRecord.of(LeftBehindError(why))
+        text = json.dumps([self._prefix, step, record.encode(_MAX_BYTES).decode(), without_others])
+        if self._meeting is None or not self._is_open:
+            return
+        with contextlib.suppress(DeliveryError):
+            while not any(at <= step and alone == without_others for at, _, alone in self._departures()):
+                if self._meeting.rendezvous.add_notice(text, self._patience_s):
+                    break
+
     def record(self, error: Exception) -> None:
         """Record this rank's own error. Call before notifying peers: they receive its text alone."""
         self._own = self._own or error
@@ -82,6 +104,8 @@ class Failures:
         Asks the store once before a run's second step, since other ranks may have refused to start, and again
         while the job is ending, since another rank may have failed earlier.
         """
+        if (left := self._left_at()) is not None and left[0] <= step:
+            return left[1]
         ends, record = self._notice()
         has_begun = self._meeting is not None and step > self._meeting.start
         if (has_begun and not self._has_looked) or (record is not None and ends > step):
@@ -104,6 +128,12 @@ class Failures:
         A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
         from different steps: they have no step in common.
         """
+        if isinstance(error, PeerError) and not isinstance(error, LeftBehindError):
+            self._notice(look=True)
+            if (left := self._left_at()) is not None:  # so the lost rank has left this run
+                error = left[1]
+        if isinstance(error, LeftBehindError):  # whoever is in this run yet reads that, too
+            raise error
         self.record(error)
         if isinstance(error, MeshfeedError):
             error.rank = self._rank if error.rank is None else error.rank
@@ -136,6 +166,7 @@ class Failures:
                 self._roll_call.over.set()
             if ends <= meeting.start:
                 meeting.cancelled.set()
+        if record is not None or self._left_at() is not None:
             self._wake()
 
     @property
@@ -187,17 +218,49 @@ class Failures:
         if look:
             with contextlib.suppress(DeliveryError):
                 meeting.rendezvous.read_notices(self._patience_s)
-        if not (notices := meeting.rendezvous.notices):
-            return math.inf, None
-        texts = list(notices.values())
-        own = [
-            (step, error)
-            for run, step, error in map(json.loads, texts)
-            if run == self._prefix and step is not None  # which opens a roll call
-        ]
+        own = [(step, error) for step, error, *left in self._told() if step is not None and not left]
         if not own:
             return math.inf, None
         return min(step for step, _ in own), ErrorRecord.decode(own[0][1].encode())
+
+    def left_before(self, step: int) -> LeftBehindError | None:
+        """The error of a rank whose loop was given the steps before this one, if others left sooner."""
+        left = self._left_at()
+        return left[1] if left is not None and left[0] < step else None
+
+    def is_left_behind(self, step: int) -> bool:
+        """Whether others have begun a run without this rank, or left before a step that it was given.
+
+        step: the first that it was not given. Asks the store.
+        """
+        self._notice(look=True)
+        return any(alone or at < step for at, _, alone in self._departures())
+
+    def _left_at(self) -> tuple[int, LeftBehindError] | None:
+        """The first step before which another rank has left, and the error of this one if it goes on."""
+        if self._leaves or not (left := self._departures()):
+            return None
+        step, error, _ = min(left)
+        return step, LeftBehindError(ErrorRecord.decode(error.encode()).text)
+
+    def _departures(self) -> list[tuple[int, str, bool]]:
+        return [(step, error, left[0]) for step, error, *left in self._told() if left]
+
+    def _told(self) -> list[tuple[Any, ...]]:
+        """The notices of this run that have arrived, without its prefix; a step of None opens a roll call."""
+        if self._meeting is None or not self._is_open:
+            return []
+        if self._notices[0] != self._prefix:
+            self._notices = self._prefix, 0, []
+        _, num_read, own = self._notices
+        arrived = [*self._meeting.rendezvous.notices.values()]
+        for text in arrived[num_read:]:
+            if self._prefix in text:  # there may be many of other runs
+                run, *told = json.loads(text)
+                if run == self._prefix:
+                    own.append(tuple(told))
+        self._notices = self._prefix, len(arrived), own
+        return own
 
 
 def _is_of(record: ErrorRecord, error: Exception) -> bool:

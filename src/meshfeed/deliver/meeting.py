@@ -110,6 +110,11 @@ class Meeting:
             self._prefix = f"meshfeed/{key_of(self.name)}/{number}"
         return self._prefix
 
+    def following(self, start: int) -> Meeting:
+        """That of the next run, which begins at a step. This process does not count it as begun."""
+        number = int(self.prefix.rpartition("/")[2]) + 1
+        return Meeting(self.store, self.rank, self.timeout_s, self.name, start, self.num_ranks, number)
+
     def skip(self) -> None:
         """Join the next run instead: this one failed because this rank was missing."""
         self._prefix = ""

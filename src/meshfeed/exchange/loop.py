@@ -284,7 +284,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
     ) -> Iterator[Item]:
         """The path of every item, from the iterator to the device."""
-        meter, step, ended = Meter(list, delivery.group.traffic, delivery.traffic), start, False
+        meter, step, ended = Meter((), delivery.group.traffic, delivery.traffic), start, False
         coord = self.layout.coord(self.rank)
         while not ended:
             message, planned = None, None

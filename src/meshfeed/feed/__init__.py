@@ -3,7 +3,7 @@
 Read in this order: `feed` (the path of a sequence), `source` (what Feed and Exchange share), `run` (from
 producer to loop), `stepping` (step k for one rank, planned ahead), `device` and `batch` (what the loop
 receives), `encoded` (encoder outputs between ranks), `options` and `launch` (arguments, and this process's
-rank). What changes while a job trains is in `changing`, with `amending` and `regrouping`.
+rank). Where a run begins, and what ends it, is in `changing`.
 """
 
 from meshfeed.feed.feed import Feed

@@ -13,9 +13,10 @@ import torch
 
 from meshfeed.errors import OptionError, StateError
 from meshfeed.feed.nested import changed, leaves_of
+from meshfeed.layout import Layout
 from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.order import Draws
-from meshfeed.plan import ModelShape, StepPlan, flops
+from meshfeed.plan import ModelShape, StepPlan, flops, plan_fixed
 from meshfeed.sequence import Portion, SequenceRule
 
 _SOURCE = "source"
@@ -281,6 +282,21 @@ class Step:
     def flops(self, shape: ModelShape, *, backward: bool = True) -> int:
         """FLOPs of a model on the step's real tokens, over all ranks; exact, from the plan alone."""
         return flops(self.plan, shape, backward=backward)
+
+
+def empty_step(index: int, sources: tuple[str, ...], layout: Layout) -> Step:
+    """A step without sequences, which has cost nothing."""
+    return Step(
+        index=index,
+        num_microbatches=0,
+        tokens=0,
+        valid_tokens=0,
+        sum_sq=0,
+        sources=sources,
+        plan=plan_fixed(np.zeros(0, np.int64), dp=layout.dp, cp=layout.cp, micro_batch_size=1),
+        microbatches=Microbatches((each for each in list[Microbatch]()), 0),
+        _costs=StepCosts(StepStats),
+    )
 
 
 def loss_by_source(token_losses: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -35,17 +35,16 @@ from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_o
 from meshfeed.feed.launch import num_processes
 from meshfeed.feed.options import FeedOptions, check_recipe
 from meshfeed.feed.run import Item, Made, StepEnd, StepStart
-from meshfeed.feed.stepping import Ahead, ranks_beside
+from meshfeed.feed.stepping import Ahead, Stepping, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
-from meshfeed.mixture import Store
 from meshfeed.order import edges_of, has_step, is_over_early, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.recipe import Recipe, entered, whole
+from meshfeed.recipe import Recipe, entered
 from meshfeed.roles import DeliveryName, Field, StageMap
-from meshfeed.sequence import Columns, Portion, run_by
+from meshfeed.sequence import Columns, Portion, SequenceRule, rule_of, run_by
 from meshfeed.sequence.fetched import cut_by_shards, warning_of
 from meshfeed.state import State, check_step
 from meshfeed.store import Mapped
@@ -100,8 +99,8 @@ class Feed(ChangingSource):
             rank waits only for those it shares reads with; the trainer's first collective waits for the rest,
             with its own timeout. A recipe with verify_data="full" always waits for all.
         metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
-        ledger: path of the file that keeps the job's amendments, on storage that all ranks read, beside the
-            checkpoints: see `amend`. Read at once; one that does not exist yet has none. None: no amendments.
+        ledger: path of the file that keeps the job's amendments, beside the checkpoints, on storage that all
+            ranks read: see `amend`. Read at once; one that does not exist yet has none. None: no amendments.
         name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
             a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
 
@@ -146,7 +145,6 @@ class Feed(ChangingSource):
         self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
         self._checks_tokens = False
-        self._left_out = frozenset[int]()
         self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
         self._host, self._resources = OnHost(), contextlib.ExitStack()
 
@@ -189,13 +187,6 @@ class Feed(ChangingSource):
         """How context parallelism splits a sequence or a pack."""
         return self._stepping.cp_split
 
-    def leave_out(self, steps: Iterable[int]) -> None:
-        """Neither read nor give these steps in loops that begin from now on; for a trainer that skips them.
-
-        Equal on every rank. States count them like all others.
-        """
-        self._left_out = frozenset(map(whole, steps))
-
     @cached_property
     def encoder_ranks(self) -> tuple[int, ...]:
         """The ranks that share the encoders' work with this one, ascending; see `exchange_encoded`.
@@ -222,8 +213,8 @@ class Feed(ChangingSource):
                 self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
             # otherwise `at` gives the rank later, or the loop is refused
             placed = self._given_layout is not None or num_processes() == 1
-            if placed and self._amending is not None and self._is_first:
-                self._amending.keep()  # so that a path that cannot be written is refused here
+            if placed and self._options.ledger is not None and self._is_first:
+                self.ledger.keep(self._options.ledger)  # or it is refused here
             if placed and self._is_first and (warning := warning_of(self.recipe)):
                 _log.warning("%s", warning)
             if placed and self._is_first and is_over_early(self.recipe):
@@ -238,12 +229,24 @@ class Feed(ChangingSource):
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()
 
-    def _open_further(self, stores: Sequence[Store], recipe: Recipe) -> None:
-        for store in stores:
-            self._resources.enter_context(store.opened(self._machine))
-        self._digests = recipe.data_digests()
-        if self._options.vocab_size is not None:
-            self._checks_tokens |= check_stores(stores, self._options.vocab_size)
+    def _as_run(self, recipe: Recipe) -> Recipe:
+        return run_by(recipe, self._machine, self._options.encoder)[0]
+
+    def _opened_for(self, recipe: Recipe) -> SequenceRule | None:
+        if not self._entered:
+            return None
+        known, opened = {id(store) for store in self.recipe.sources}, self._stepping.opened
+        further = [store for store in recipe.sources if id(store) not in known]
+        with contextlib.ExitStack() as stack:
+            for store in further:
+                stack.enter_context(store.opened(self._machine))
+            if recipe.sequence is not self.recipe.sequence:
+                opened = stack.enter_context(rule_of(recipe).opened(recipe))
+            self._digests = recipe.data_digests()
+            if further and self._options.vocab_size is not None:
+                self._checks_tokens |= check_stores(further, self._options.vocab_size)
+            self._resources.push(stack.pop_all())
+        return opened
 
     def _close(self, during: BaseException | None) -> None:
         with self._changing:
@@ -254,14 +257,20 @@ class Feed(ChangingSource):
 
     # -- the training loop's side ---------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Where to resume: one text of JSON under one key, at most 4 KB, equal on every rank.
 
-        It names the first step that was not fully handed out. A step counts as handed out once all its
-        microbatches were taken, or once the loop has asked for the next one.
+        step: the first step that is not trained; None for the first that was not fully handed out. A step
+        counts as handed out once all its microbatches were taken, or once the loop has asked for the next
+        one.
         """
         self._keep_for_a_state()
-        return State.at(self.recipe, self.next_step, self._digests).to_json()
+        return State.at(
+            self.recipe,
+            self.next_step if step is None else step,
+            self._digests,
+            knows_all=bool(self.ledger),
+        ).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Resume at a state, under any layout; then start a new loop.
@@ -271,11 +280,9 @@ class Feed(ChangingSource):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
-        state.check(self._recipes.of(state, self.ledger))
-        with self._changing:
-            self._go_on_at(state.step)
-            if self._amending is not None:
-                self._amending.loads += 1
+        before = self._given.summary(until=0)  # before all steps, it may have what is amended there, or not
+        state.check(self._given if state.step == 0 and state.recipe == before else self.recipe)
+        self._go_on_at(state.step)
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self.next_step})"
@@ -320,12 +327,9 @@ class Feed(ChangingSource):
             edges=edges_of(recipe, step),
         )
 
-    def _stop(self) -> None:
-        had_run = self._run is not None
-        super()._stop()
-        if had_run:
-            for store in self.recipe.sources:
-                store.forget_needs()  # what was announced and will not be read
+    def _drop_announced(self) -> None:
+        for store in self.recipe.sources:
+            store.forget_needs()
 
     # -- the producer's side --------------------------------------------------------------------------
 
@@ -336,14 +340,14 @@ class Feed(ChangingSource):
     @property
     def _agreed(self) -> Mapping[str, str]:
         return {
-            **self._begins_as.summary(),
+            **self.recipe.summary(),
             **{f"data {i}": digest for i, (_, digest) in enumerate(self._grouped)},
             "verify_data": self.recipe.verify_data,
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._options.pad_rows),
             "left out": str(sorted(self._left_out)),
-            "ledger": "none" if self._amending is None else f"{self._options.ledger} {self._amending.began}",
+            "ledger": str(self._options.ledger),
             "encoder": "balanced" if self._stepping.rule.sees_step else "with sample",
         }
 
@@ -380,11 +384,12 @@ class Feed(ChangingSource):
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The path of every sequence, from its position in the stream to the device."""
-        rule = self._stepping.rule
+        stepping = self._stepping  # of this run: an amendment changes the next one's
+        rule, recipe = stepping.rule, stepping.recipe
         decode_costs = rule.decode_costs if self.role.reads else None
-        meter = Meter(lambda: self.recipe.sources, delivery.traffic, decode_costs=decode_costs)
+        meter = Meter(recipe.sources, delivery.traffic, decode_costs=decode_costs)
         ahead = Ahead(
-            self._amended(start),
+            stepping,
             self.layout.coord(self.rank),
             *self._served(),
             start,
@@ -392,7 +397,6 @@ class Feed(ChangingSource):
             reads=self.role.reads,
             budget_bytes=self._options.read_ahead_bytes,
             left_out=self._left_out,
-            amended=None if self._amending is None else self._amended,
         )
         is_sent, sources = not isinstance(delivery, Direct), None
         for batch, portions in ahead:
@@ -403,17 +407,17 @@ class Feed(ChangingSource):
             if sources is None or sources.names != batch.sources:
                 sources = Sources.of(batch.sources, rule)
             for portion in portions:
-                columns, hint = None, rule.num_bytes(self.recipe, portion) if is_sent else 0
+                columns, hint = None, rule.num_bytes(recipe, portion) if is_sent else 0
                 if self.role.reads:
                     waited_s = 0.0 if decode_costs is None else decode_costs.wait_s
                     with clock.stage("read"):
-                        columns = self._load(batch.step, portion, delivery, hint)
+                        columns = self._load(stepping, batch.step, portion, delivery, hint)
                     if decode_costs is not None:
                         clock.split("decode", decode_costs.wait_s - waited_s)
                 with clock.stage("deliver"):
                     columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):
-                    built = self._built(portion, columns, placer, digester)
+                    built = self._built(stepping, portion, columns, placer, digester)
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, placer, sources)
                 yield Made(made, ticket, meter.take())
@@ -421,7 +425,8 @@ class Feed(ChangingSource):
                     return
                 ahead.have_read()
             digests = digester.digests() if digester else None
-            yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
+            reread: Callable[[], Digests] = partial(self._reread, stepping, portions)
+            yield StepEnd(batch.step, digests, reread)
             if _is_over(delivery, portions):
                 return
 
@@ -432,33 +437,42 @@ class Feed(ChangingSource):
         fields = frozenset(name for rank in ranks for name in self.roles[rank].fields)
         return sorted({self.layout.coord(rank).cp for rank in ranks}), fields
 
-    def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
+    def _load(
+        self, stepping: Stepping, step: int, portion: Portion, delivery: Delivery, hint: int
+    ) -> Columns:
         try:
-            columns = self._stepping.rule.load(self.recipe, portion, self._host.allocate)
+            columns = stepping.rule.load(stepping.recipe, portion, self._host.allocate)
             if self._options.vocab_size is not None and self._checks_tokens:
-                sources = [self.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
+                sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
                 check_tokens(columns.get("tokens"), self._options.vocab_size, sources)
             return columns
         except Exception as error:
             self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
 
-    def _built(self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None) -> Built:
+    def _built(
+        self,
+        stepping: Stepping,
+        portion: Portion,
+        columns: Columns,
+        placer: Placer,
+        digester: Digester | None,
+    ) -> Built:
         """A portion's fields; each microbatch's own where somebody compares digests."""
-        rule, recipe, names = self._stepping.rule, self.recipe, self.role.fields
+        rule, recipe, names = stepping.rule, stepping.recipe, self.role.fields
         if digester is None:
             return built_by(placer, rule, recipe, portion, columns, names)
         built = rule.build(recipe, portion, columns, names, placer.allocate)
         digester.add(built)
         return built
 
-    def _reread(self, portions: Sequence[Portion]) -> Digests:
+    def _reread(self, stepping: Stepping, portions: Sequence[Portion]) -> Digests:
         """The digests of a step, recomputed from storage."""
-        digester, host, rule = Digester(self._compared), OnHost(), self._stepping.rule
+        digester, host, rule, recipe = Digester(self._compared), OnHost(), stepping.rule, stepping.recipe
         for portion in portions:
             alone = replace(portion, held=portion.own)
-            columns = rule.load(self.recipe, alone, host.allocate)
-            digester.add(rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
+            columns = rule.load(recipe, alone, host.allocate)
+            digester.add(rule.build(recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
 
 

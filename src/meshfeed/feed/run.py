@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -11,7 +12,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
-from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier, Whereabouts
+from meshfeed.deliver import (
+    Delivery,
+    Digests,
+    EndOfStream,
+    Failures,
+    LeftBehindError,
+    Meeting,
+    Verifier,
+    Whereabouts,
+)
 from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.feed.device import Placer
@@ -111,7 +121,10 @@ class Run:
         placer: of the items' tensors.
         recorder: records the costs of each step.
         views: names of the fields that each consumer does not need. Every consumer gets every step.
+        by_stage: the map of the virtual stages that its consumers are; None for one consumer.
         ended: called when a consumer has taken the last step.
+        left_behind: (error, step) -> this rank's own error, where others have ended this run before a step
+            and this rank has not; called once, and tells them.
         origin: why a reader's own batch may be late, for error messages.
     """
 
@@ -126,12 +139,17 @@ class Run:
         placer: Placer,
         recorder: Recorder,
         views: Sequence[frozenset[str]],
+        by_stage: StageMap | None,
         ended: Callable[[], None],
+        left_behind: Callable[[LeftBehindError, int], PeerError],
         origin: str,
     ) -> None:
         self._peers, self._verifier, self._placer = peers, peers.verifier, placer
         self._clock, self._origin, self._timeout_s = clock, origin, options.timeout_s
         self._recorder, self._ended, self._num_ready = recorder, ended, 0
+        self._tell_left_behind, self._telling = left_behind, threading.Lock()
+        self._behind: PeerError | None = None
+        self.by_stage = by_stage
         self._views = [_View(hidden, start, start, start) for hidden in views]
         self._prefetcher = Prefetcher(
             self._reporting(items, start), clock, options.prefetch, lambda item: isinstance(item, Made)
@@ -142,6 +160,8 @@ class Run:
         self._given = 0, 0, start  # the loop's place: so many of the microbatches of a step
         self._taken = 0  # microbatches, in all steps
         self._waits, self._since = "", time.monotonic()  # what the loop waits for, since when
+        self._until: float = math.inf  # the step before which it ends, if another run goes on from there
+        self._is_whole = False  # all steps before that one are made, and in the views' queues
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
         self._stopping = threading.RLock()  # held while the run is started or stopped
@@ -165,6 +185,48 @@ class Run:
         """The step that the slowest view was given last."""
         return min(view.step for view in self._views) - 1
 
+    @property
+    def num_views(self) -> int:
+        """Its consumers."""
+        return len(self._views)
+
+    @property
+    def next_begun(self) -> int:
+        """The first step that no view was given."""
+        return max(view.step for view in self._views)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another run follows it, which begins at the step that it ends before."""
+        return self._until < math.inf
+
+    @property
+    def ends_before(self) -> int:
+        """That step; only of a run that another one follows."""
+        return int(self._until)
+
+    @property
+    def rank(self) -> int:
+        """This rank, in this run."""
+        return self._peers.role.rank
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether other ranks have ended this run, to begin another one that this rank does not know of."""
+        return self._failures.is_left_behind(self.next_begun)
+
+    def end_before(self, step: int, why: str, *, without_others: bool = False) -> None:
+        """End before a step, where another run begins. See `Failures.leave`."""
+        self._until = step
+        self._failures.leave(step, why, without_others=without_others)
+
+    def pass_over(self, step: int) -> None:
+        """Count a step that is left out, the next one, as given to all views."""
+        self._take_all_before(step)
+        self._due = max(self._due, step + 1)
+        for view in self._views:
+            view.step = view.whole = view.left = max(view.step, step + 1)
+
     def join(self, view: int, num_views: int) -> bool:
         """Join as a view; False if that is impossible and a new run must begin."""
         if self._stopped or num_views != len(self._views) or self._views[view].joined:
@@ -172,10 +234,13 @@ class Run:
         self._views[view].joined = True
         return True
 
-    def start(self) -> None:
-        """Meet the peers and start producing; the only part of a run that waits for ranks to join."""
+    def start(self, *, follows: bool = False) -> None:
+        """Meet the peers and start producing; the only part of a run that waits for ranks to join.
+
+        follows: it goes on from another run.
+        """
         try:
-            self._start()
+            self._start(follows)
         except Exception as failure:
             self._end_with(failure)
 
@@ -185,6 +250,9 @@ class Run:
         while True:
             if not self._stopped:  # after a failure, an unfinished step does not count as completed
                 consumer.whole = consumer.left = consumer.step
+            if consumer.step >= self._until:
+                self._complete()
+                return
             self._num_ready = self._prefetcher.num_ready
             item = self._take(consumer)
             if item is None:
@@ -256,7 +324,7 @@ class Run:
             for microbatch in made.microbatches:
                 if view.step != after:
                     raise _of_finished_step()
-                if self._stopped:
+                if self._stopped and not self._is_whole:
                     raise self._why_stopped()
                 self._placer.receive(microbatch, made.ticket)  # now: the loop may use another stream for each
                 left -= 1
@@ -267,32 +335,52 @@ class Run:
 
     def _why_stopped(self) -> Exception:
         """The error that has ended the run."""
-        return _stopped_elsewhere() if self._failure is None else self._failure
+        return stopped_elsewhere() if self._failure is None else self._failure
 
     def _take(self, view: _View) -> StepStart | Made | None:
         """The view's next item; None at the end of the stream."""
-        if self._stopped:
+        if self._stopped and not self._is_whole:
             raise self._why_stopped()
         while not view.items:
-            try:
-                self._pull()
-            except Exception as failure:
-                self._end_with(failure)
-            except BaseException:  # such as SystemExit of a signal handler, which may have closed the feed
-                if self._stopped:
-                    self.stop()
-                raise
+            self._pull_or_end()
         return view.items.popleft()
+
+    def _complete(self) -> None:
+        """Take all that the run makes of the steps before its end, for every view."""
+        self._take_all_before(self._until)
+        self._is_whole = True
+
+    def _take_all_before(self, step: float) -> None:
+        while self._due < step and not self._is_whole:
+            self._pull_or_end()
+
+    def _pull_or_end(self) -> None:
+        try:
+            self._pull()
+        except Exception as failure:
+            self._end_with(failure)
+        except BaseException:  # such as SystemExit of a signal handler, which may have closed the feed
+            if self._stopped:
+                self.stop()
+            raise
 
     def _end_with(self, failure: Exception) -> NoReturn:
         """Stop, and raise the error that has ended the run."""
         was_stopped = self._stopped
+        if isinstance(failure, LeftBehindError):
+            failure = self._left_behind(failure, self._due)
         if not was_stopped:
             self._failure = failure
         self.stop()  # even if the caller handles the error, peers that wait for this rank must see it leave
         if was_stopped and self._failure is None and not isinstance(failure, StateError):
-            raise _stopped_elsewhere() from failure  # which comes of that
+            raise stopped_elsewhere() from failure  # which comes of that
         raise failure
+
+    def _left_behind(self, error: LeftBehindError, step: int) -> PeerError:
+        with self._telling:  # also called where notices arrive
+            if self._behind is None:
+                self._behind = self._tell_left_behind(error, step)
+        return self._behind
 
     def _pull(self) -> None:
         """Pass the producer's next item to all views."""
@@ -360,6 +448,8 @@ class Run:
 
     def _wake(self) -> None:
         """Another rank has published a notice: interrupt the loop's wait."""
+        if not self.goes_on and (left := self._failures.left_before(self.next_begun)) is not None:
+            self._left_behind(left, self.next_begun)  # the loop is in a step that it should not have begun
         self._prefetcher.wake()
         if self._verifier is not None:
             self._verifier.wake()
@@ -388,7 +478,7 @@ class Run:
         for view in self._views:
             view.items.append(item)
 
-    def _start(self) -> None:
+    def _start(self, follows: bool) -> None:
         with self._clock.stage("start"), contextlib.ExitStack() as stack:
             stack.enter_context(self._failures)
             try:
@@ -396,7 +486,7 @@ class Run:
                 stack.enter_context(self._peers.delivery)
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
-                self._recorder.start(self._due, self._peers.meeting)
+                self._recorder.start(self._due, self._peers.meeting, follows=follows)
             except Exception as error:
                 rank = self._peers.role.rank
                 closed = f"rank {rank} has closed its feed, or loaded a state, while it joined its peers"
@@ -454,7 +544,8 @@ def _of_finished_step() -> StateError:
     return StateError("these microbatches belong to a finished step; take them before the next step")
 
 
-def _stopped_elsewhere() -> StateError:
+def stopped_elsewhere() -> StateError:
+    """The error of a loop whose run was ended by somebody else."""
     return StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
 
 

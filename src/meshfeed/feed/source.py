@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
@@ -22,19 +22,20 @@ from torch.utils.data import get_worker_info
 from meshfeed.deliver import (
     Delivery,
     Failures,
+    LeftBehindError,
     Meeting,
     Verifier,
     can_share,
     default_store,
     ranks_in_words,
 )
-from meshfeed.errors import DeliveryError, LayoutError, StateError
+from meshfeed.errors import DeliveryError, LayoutError, PeerError, StateError
 from meshfeed.extras import version_of
 from meshfeed.feed.batch import Step
 from meshfeed.feed.device import Placer, placer_of
 from meshfeed.feed.launch import check_rank, given_layout, num_processes, this_layout, this_rank
 from meshfeed.feed.options import Options
-from meshfeed.feed.run import Item, Peers, Run, VirtualStage, views_of
+from meshfeed.feed.run import Item, Peers, Run, VirtualStage, stopped_elsewhere, views_of
 from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, StageClock
@@ -66,6 +67,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
+        self._before: Run | None = None  # the run that this one goes on from
         self._num_stops = 0
         # Held while a run is made or ended, never while it waits for peers: another thread may end it then.
         self._changing = threading.RLock()
@@ -269,25 +271,58 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
                 f"trains, where it reads ahead by itself; for a slow dataset, mf.Feed(machine="
                 f"mf.Machine(workers=...))"
             )
+        view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
         with self._changing:
-            run, is_new = self._joined(virtual_stage)
+            run, is_new = self._joined(view, num_views, None if virtual_stage is None else self.stage_map)
         if run is None:
             return iter(())
         if is_new:
             run.start()
-        return run.steps(0 if virtual_stage is None else virtual_stage)
+        return self._steps_of(run, view)
 
     def _is_over(self, virtual_stage: int | None) -> bool:
         """Whether a loop gets nothing, at a loaded state of the end. Raises StateError for a second one."""
         return False
 
-    def _joined(self, virtual_stage: int | None) -> tuple[Run | None, bool]:
+    def _steps_of(self, run: Run, view: int) -> Iterator[Step]:
+        """The steps of a run, and of those that go on from it."""
+        yield from run.steps(view)
+        while run.goes_on:
+            with self._changing:
+                if self._run is run or self._before is run:
+                    run, is_new = self._followed(run, view)
+                else:
+                    raise stopped_elsewhere()
+            if is_new:
+                run.start(follows=True)
+            yield from run.steps(view)
+
+    def _left_behind(self, meeting: Meeting, error: LeftBehindError, step: int) -> PeerError:
+        """Tell the ranks of the next run, which may wait for this one. Returns the error of this rank."""
+        behind = PeerError(f"rank {self.rank} has not begun the run that others have: {error}", [self.rank])
+        of_next = Failures(meeting.following(step), self.rank, _nothing)
+        with contextlib.suppress(PeerError), of_next:
+            of_next.fail(behind, step)
+        return behind
+
+    def _followed(self, run: Run, view: int) -> tuple[Run, bool]:
+        """The run that goes on from another one, and whether it is new and must be started."""
+        if self._before is run and self._run is not None and self._run.join(view, run.num_views):
+            return self._run, False
+        self._before = run if run.num_views > 1 else None
+        self._next_step, self._loaded = run.ends_before, True
+        run.stop()
+        self._drop_announced()
+        self._run = following = self._new_run(run.by_stage)
+        following.join(view, run.num_views)
+        return following, True
+
+    def _joined(self, view: int, num_views: int, by_stage: StageMap | None) -> tuple[Run | None, bool]:
         """The run that a loop belongs to, and whether it is new and must be started; None after the end."""
-        view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
         if self._run is not None and self._run.join(view, num_views):
             return self._run, False
         self._stop()
-        if self._is_over(virtual_stage):
+        if self._is_over(None if by_stage is None else view):
             return None, False
         num_stops = self._num_stops
         if not self._entered:
@@ -296,7 +331,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         # A thread inside torch when the interpreter exits aborts the process.
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
-        self._run = run = self._new_run(None if virtual_stage is None else self.stage_map)
+        self._run = run = self._new_run(by_stage)
         run.join(view, num_views)
         if self._num_stops != num_stops:  # by a signal handler, in between
             run.stop()
@@ -329,13 +364,17 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
                 if isinstance(value, cached_property):
                     vars(self).pop(name, None)
 
+    def _drop_announced(self) -> None:
+        """Forget what a run has announced to stores, and will not read."""
+
     def _stop(self) -> None:
         with self._changing:
             self._num_stops += 1
             if self._run is not None:
                 self._run.stop()
+                self._drop_announced()
                 self._next_step = self._run.step
-                self._run = None
+                self._run = self._before = None
 
     # -- a run ----------------------------------------------------------------------------------------
 
@@ -372,7 +411,9 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             placer=placer,
             recorder=self._recorder,
             views=views,
+            by_stage=by_stage,
             ended=lambda: self._ended(len(views)),
+            left_behind=lambda error, step: self._left_behind(cast(Meeting, meeting), error, step),
             origin=self._origin,
         )
 
@@ -428,6 +469,10 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
                 error.add_note(f"rank {self.rank} could not report this error to the other ranks: {lost}")
                 raise error from None
             failures.fail(error, self._next_step)
+
+
+def _nothing() -> None:
+    """There is nobody to wake."""
 
 
 def _close_at_exit(source: weakref.ref[StepSource[Any, Any]], process: int) -> None:

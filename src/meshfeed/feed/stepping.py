@@ -322,7 +322,6 @@ class Ahead:
         reads: whether this rank reads. If not, nothing is announced.
         clock: measures the stages "plan" and "read".
         left_out: steps that are neither planned nor given.
-        amended: step -> what computes it from there on, where ranks may amend the recipe.
         budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
             announced ahead, and only one if no store `wants_ahead`.
     """
@@ -339,13 +338,12 @@ class Ahead:
         reads: bool,
         budget_bytes: int,
         left_out: frozenset[int] = frozenset(),
-        amended: Callable[[int], Stepping] | None = None,
     ) -> None:
-        self._left_out, self._amended = left_out, amended
+        self._stepping, self._left_out = stepping, left_out
         self._coord, self._served, self._clock = coord, served, clock
         self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
-        self._plan_by(stepping)
+        self._is_remote = reads and any(store.wants_ahead for store in stepping.recipe.sources)
         self._next: int | None = start
         self._planned: deque[tuple[GlobalBatch, list[Portion]]] = deque()
         self._unread: deque[int] = deque()  # bytes of each portion
@@ -364,11 +362,6 @@ class Ahead:
         """The next portion has been read: plan another step if the budget allows."""
         self._unread_bytes -= self._unread.popleft()
         self._plan_more()
-
-    def _plan_by(self, stepping: Stepping) -> None:
-        """Plan further steps by this. An amendment may have added a remote store."""
-        self._stepping = stepping
-        self._is_remote = self._reads and any(store.wants_ahead for store in stepping.recipe.sources)
 
     def _plan_more(self, besides: int = 0) -> None:
         ahead, most = len(self._planned) - besides, MOST_STEPS if self._is_remote else 1
@@ -403,11 +396,9 @@ class Ahead:
         self._planned.append((batch, portions))
 
     def _first_given(self, step: int) -> int:
-        """The first step from this one on that is not left out, with the recipe amended up to it."""
+        """The first step from this one on that is not left out."""
+        recipe = self._stepping.recipe
         while True:
-            if self._amended is not None and (latest := self._amended(step)) is not self._stepping:
-                self._plan_by(latest)
-            recipe = self._stepping.recipe
             given = recipe.first_given(step) if recipe.amendments.skipped else step
             if given == step and step not in self._left_out:
                 return step

@@ -22,7 +22,6 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
-from meshfeed.integrations.loader import state_at
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
@@ -108,7 +107,7 @@ class _Stream:
         return self.stages if len(self.stages) > 1 else self.stages[0]
 
     def open(self, step: int) -> None:
-        self._feed.load_state_dict(state_at(self._feed.recipe, step))
+        self._feed.run(step)
         self._feed.__enter__()
         made = megatron.data_iterators(self._feed, num_microbatches=self._num_microbatches)
         for stage, microbatches in zip(self.stages, made if isinstance(made, list) else [made]):
@@ -247,7 +246,7 @@ class DatasetConfig(_Provider, _Callback):
             return
         step = int(newest)
         with durable_file(_file_in(folder, step)) as stream:
-            stream.write(json.dumps(state_at(self.recipe, step)).encode())
+            stream.write(json.dumps(State.at(self.recipe, step).to_json()).encode())
 
     def on_train_start(self, context: Any) -> None:
         """Open the training data at the next step."""

@@ -33,10 +33,10 @@ from meshfeed.integrations.loader import (
     framework,
     num_microbatches,
     refuse_options,
-    state_at,
 )
 from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
+from meshfeed.state import State
 
 CONFIG_FIELDS: dict[str, str] = {
     "accumulate_grad_batches": "honoured: microbatches of a step, which must be those of the recipe",
@@ -164,7 +164,7 @@ class DataModule(_Base):
         if self._loader is None:
             train, run = self._recipes["train"], self.trainer and self.trainer.state.fn
             if self._state is None and isinstance(train, Recipe) and run == "fit":
-                return state_at(train, 0)
+                return State.at(train, 0).to_json()
             if self._cut is not None:
                 raise StateError(self._cut)
             return self._state or {}
@@ -321,7 +321,7 @@ class _Loader(TrainLoader):
     @property
     def saved(self) -> dict[str, Any]:
         """The state at the start of the step in training."""
-        return state_at(self._feed.recipe, self.position)
+        return self._feed.state_dict(self.position)
 
     @property
     def cut(self) -> str | None:

@@ -150,7 +150,7 @@ class EvalLoader:
             if self._pass is this:  # one that is collected late does not end a later one
                 self._feed.__exit__(*error)
 
-        self._feed.load_state_dict(state_at(self._feed.recipe, 0))
+        self._feed.run(0)
         with contextlib.ExitStack() as stack:
             stack.push(leave)
             for step in self._feed.__enter__():
@@ -274,7 +274,7 @@ class TrainLoader:
                 f"{self._position()}, and a checkpoint does not keep their gradients; save after the "
                 f"optimizer's step"
             )
-        return state_at(self._feed.recipe, self._position())
+        return self._feed.state_dict(self._position())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state. Raises StateError for one of another recipe."""
@@ -319,7 +319,7 @@ class TrainLoader:
             first, end = self._position(), self._feed.num_steps
             for step in (first, max(first, (end or 0) - 1)):  # refuse a short last step before training
                 self._check(step, self._feed.num_microbatches(step))
-            self._feed.load_state_dict(state_at(self._feed.recipe, first))
+            self._feed.run(first)
             self._out.clear()
             self._base = self._trained()
             self._steps = iter(self._feed)
@@ -360,11 +360,6 @@ def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name
 def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
     """Raises StateError for a state of another recipe."""
     State.from_json(state_dict).check(recipe)
-
-
-def state_at(recipe: Recipe, step: int) -> dict[str, Any]:
-    """The state before a step."""
-    return State.at(recipe, step).to_json()
 
 
 def num_microbatches(feed: Feed, first: int, end: int | None) -> int:

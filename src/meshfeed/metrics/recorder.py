@@ -139,13 +139,13 @@ class Meter:
     """Counts data read, decoded and delivered, from one `take` to the next.
 
     Args:
-        sources: -> the stores that are read; an amendment may add some.
+        sources: the stores that are read.
         decode_costs: of this rank's decoding; None if it decodes nothing.
     """
 
     def __init__(
         self,
-        sources: Callable[[], Sequence[Any]],
+        sources: Sequence[Any],
         *traffic: Traffic,
         decode_costs: DecodeCosts | None = None,
     ) -> None:
@@ -160,7 +160,7 @@ class Meter:
 
     def _now(self) -> tuple[float, ...]:
         bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
-        for source in self._sources():
+        for source in self._sources:
             stats = source.stats
             bytes_read += stats.bytes_read
             bytes_fetched += stats.bytes_fetched
@@ -216,9 +216,14 @@ class Recorder:
         """A clock whose stages the sinks see."""
         return StageClock(self.around if self._ranges else None)
 
-    def start(self, step: int, meeting: Meeting | None) -> None:
-        """A run begins, whose ranks meet there. Raises a sink's error at its first record."""
+    def start(self, step: int, meeting: Meeting | None, *, follows: bool) -> None:
+        """A run begins, whose ranks meet there. Raises a sink's error at its first record.
+
+        follows: it goes on from the one before, so sinks are not told of a start.
+        """
         self._slowest.meeting = meeting
+        if follows and self._background is not None:
+            return
         self._clocks = time.time(), time.monotonic()
         if self._background is not None:
             self._background.send(self._about(step))

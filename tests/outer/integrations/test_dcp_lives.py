@@ -88,7 +88,7 @@ class Run:
                     if act == "save within" and within + 1 < step.num_microbatches:
                         self.save(step.index)
                     if act == "amend":
-                        self.amend(self.dice.randrange(self.layout.world_size))
+                        self.amend()
                     if act == "kill" and (step.index > 3 or self.is_first):
                         os.kill(os.getpid(), signal.SIGKILL)
                 loss = loss_in(self.model, microbatch, self.layout, self.rank, dist.group.WORLD)
@@ -120,12 +120,11 @@ class Run:
         )
         self.did["compared"] += 1
 
-    def amend(self, rank: int) -> None:
+    def amend(self) -> None:
         change = mf.BatchSize(self.dice.choice(SIZES))
         if self.dice.random() < 0.5:
             change = mf.Exclude([self.dice.randrange(20)])
-        if rank == self.rank:
-            self.feed.amend(change)
+        self.feed.amend(change)
         dist.barrier()
         self.known = mf.Ledger.read(self.ledger).amendments[-1].known
         self.await_saved()

@@ -1,7 +1,7 @@
 """In-process restart, as Megatron-LM uses it: NVIDIA's wrapper calls the training function again after a failure.
 
 It raises in the middle of whatever the other ranks do, counts restarts, and numbers the ranks that are left anew.
-The feed lives on in each process, and `Feed.regroup` finds the step. Collectives are gloo's.
+The feed lives on in each process, and `Feed.run` finds the step. Collectives are gloo's.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _rank(
     store = TCPStore("127.0.0.1", port, None, False)
     os.environ.update(RANK=str(number), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
     feed = mf.Feed(recipe, packing=PACKING, timeout_s=60)
-    seen = dict[tuple[int, int], list[tuple[int, int]]]()
+    seen, taken = dict[tuple[int, int], list[tuple[int, int]]](), [0]
 
     def train(call_wrapper: Any = None) -> None:
         restart, rank, size = call_wrapper.iteration, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         own = PrefixStore(f"restart {restart}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=12))
-        feed.regroup(mf.Layout(dp=size), rank, generation=restart, rendezvous=store)
-        for step in feed:
+        place: Any = {"layout": mf.Layout(dp=size), "rank": rank, "generation": restart, "rendezvous": store}
+        for step in feed.run(taken[0], **place, meet=True):
             draws = [microbatch.draws for microbatch in step.microbatches]
             drawn = [at for each in draws for at in zip(each.epoch.tolist(), each.index.tolist())]
             if (restart, step.index, number) == (0, FAILS_AT, 1):
@@ -63,7 +63,7 @@ def _rank(
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(1))
             seen[restart, step.index] = drawn
-            feed.commit(step.index)
+            taken[0] = step.index + 1
             call_wrapper.ping()
             if step.index == STEPS - 1:
                 break

@@ -19,7 +19,6 @@ from megatron_world import LENGTH, Case, gpt_recipe, initialized, run, write_doc
 import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.integrations import megatron
-from meshfeed.integrations.loader import state_at
 from meshfeed.integrations.megatron import iterations
 
 STEPS, SEQUENCES, ROWS = 9, 8, 1
@@ -74,7 +73,7 @@ def trained_job(rank: int, path: Path, case: Case) -> list[dict[int, Any]]:
         for skip, start, options in ways:
             args = arguments(iterations_to_skip=skip)
             with megatron.feed(recipe, case.config, device="cpu", micro_batch_size=ROWS, **options) as feed:
-                feed.load_state_dict(state_at(recipe, start))
+                feed.run(start)
                 made_iterators: Any = megatron.data_iterators(feed, args=args, num_microbatches=lambda: COUNT)
                 iterator: Any = RerunDataIterator(made_iterators)
                 seen = {
@@ -105,7 +104,7 @@ def alone(tmp_path: Path) -> Iterator[mf.Feed]:
 
 
 def followed(feed: mf.Feed, args: SimpleNamespace, start: int = 0) -> Any:
-    feed.load_state_dict(state_at(feed.recipe, start))
+    feed.run(start)
     return megatron.data_iterators(feed, args=args, num_microbatches=lambda: COUNT)
 
 

@@ -1,8 +1,8 @@
-"""Lives of a plain loop whose ranks come and go with `regroup`, and whose recipe is amended: see `lives`.
+"""Lives of a plain loop whose ranks come and go in runs, and whose recipe is amended: see `lives`.
 
 A generation of ranks trains under a layout of its own. Some are killed within a step, or the step fails on some of
-them; who is left and who comes go on in the next generation. Ranks amend the job while they train, between two
-generations, before the first step of one, and when they take no part any more.
+them; who is left and who comes go on in the next generation. All ranks amend the job while they train and before the
+first step of a generation; some of them alone in the step that fails. Who takes no part any more amends nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import world
 from soak import SEED, cases
 
 LAYOUTS = ("dp1", "dp2", "dp3", "dp4", "tp2", "cp2", "pp2", "tp2-dp2", "cp2-dp2", "pp2-dp2", "tp2-pp2")
-PLACES = ("in", "in", "between", "first", "outside")
-"""Where a rank amends: in a step, before it joins the next generation, before that begins, when it has left the job."""
+PLACES = ("in", "in", "first", "last", "outside")
+"""Where ranks amend: in the first step, before it, in the last step (only some), when they have left the job."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Generation:
         steps: which of its steps is the last.
         lost: processes that are killed in that one.
         commits: processes that have taken that step for good, where none is killed.
-        amends: places, and the process.
+        amends: places, and the processes that amend there.
     """
 
     layout: mf.Layout
@@ -49,7 +49,7 @@ class Generation:
     steps: int
     lost: tuple[int, ...]
     commits: tuple[int, ...]
-    amends: tuple[tuple[str, int], ...]
+    amends: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def generations_of(dice: random.Random) -> list[Generation]:
@@ -63,7 +63,9 @@ def generations_of(dice: random.Random) -> list[Generation]:
         lost = dice.sample(processes, dice.choice([0, 0, dice.randrange(len(processes))]))
         commits = () if lost else dice.sample(processes, dice.randint(0, len(processes)))
         left = [each for each in processes if each not in lost]
-        amends = [(dice.choice(PLACES), dice.choice(left)) for _ in range(dice.randint(0, 3))]
+        places = dice.sample(PLACES, dice.randint(0, 3))
+        some = tuple(dice.sample(processes, dice.randint(1, len(processes))))
+        amends = [(place, some if place == "last" else tuple(processes)) for place in places]
         made.append(
             Generation(
                 layout, tuple(processes), dice.randint(0, 4), tuple(lost), tuple(commits), tuple(amends)
@@ -83,7 +85,7 @@ class Process:
 
     def __init__(self, number: int, folder: Path, ledger: Path, seed: str, port: int) -> None:
         dice = random.Random(seed)
-        self.number, self.folder, self.generations = number, folder, generations_of(dice)
+        self.number, self.folder, self.seed, self.generations = number, folder, seed, generations_of(dice)
         self.packed, self.delivery = dice.random() < 0.5, dice.choice(["direct", "broadcast", "share"])
         self.commits = dice.random() < 0.7  # else a step counts when the loop asks for the next one
         self.dice, self.ledger = random.Random(f"{seed} {number}"), ledger
@@ -124,10 +126,10 @@ class Process:
         if at and self.number not in stayed:
             self.store.wait([f"ends {at - 1}"])
         if self.number in stayed:
-            self.amend_at("between", at - 1)
             self.store.set(f"at {at} {self.number}", str(self.at))
             self.store.set(f"ends {at - 1}", "")
-        step = self.feed.regroup(now.layout, rank, generation=at, rendezvous=self.store)
+        self.run = self.begin(now.layout, rank, at, self.number in stayed)
+        step = self.run.step
         held = min((int(self.store.get(f"at {at} {each}")) for each in stayed), default=0)
         assert step <= held
         store = PrefixStore(f"group {at}", self.store)
@@ -146,7 +148,7 @@ class Process:
         """To the end of a generation."""
         now, begins, done = self.generations[at], self.at, self.at
         try:
-            for step in self.feed:
+            for step in self.run:
                 for number in range(done, step.index + 1):
                     self.before[number] = self.weight.clone()  # an amendment may leave some out
                 done = step.index + 1
@@ -154,6 +156,8 @@ class Process:
                 if step.index == begins:
                     self.amend_at("in", at)
                 self.store.set(f"trains {at}", "")
+                if is_last and (now.lost or len(now.commits) < len(now.processes)):
+                    self.amend_at("last", at)
                 if is_last and self.number in now.lost:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if not self.commits or self.at == begins:
@@ -167,7 +171,6 @@ class Process:
                 self.before[step.index + 1] = self.weight.clone()
                 self.did["steps"] += 1
                 if self.commits:
-                    self.feed.commit(step.index)
                     self.at = step.index + 1
                 if is_last:
                     return
@@ -194,27 +197,33 @@ class Process:
         return torch.zeros_like(self.weight) if model.weight.grad is None else model.weight.grad
 
     def amend_at(self, place: str, at: int) -> None:
-        for _ in range(self.generations[at].amends.count((place, self.number))):
-            self.did[place] += 1
-            self.amend(changing.change(self.folder, self.dice, self.at), place)
+        for where, processes in self.generations[at].amends:
+            if where == place and self.number in processes:
+                self.did[place] += 1
+                dice = random.Random(f"{self.seed} amends {at} {place}")
+                self.amend(changing.change(self.folder, dice, dice.randrange(12)), place)
 
     # -- what it asks of its feed -------------------------------------------------------------------------
+
+    def begin(self, layout: mf.Layout, rank: int, generation: int, stayed: bool) -> Any:
+        """Its next run; `at` says how far its model is, where it does not count by its loop alone."""
+        step = self.at if stayed and self.commits else None
+        place: Any = {"layout": layout, "rank": rank, "generation": generation, "rendezvous": self.store}
+        return self.feed.run(step, **place, meet=True)
 
     def amend(self, change: Any, place: str) -> None:
         try:
             self.feed.amend(change)
             self.did["amended"] += 1
-        except (
-            mf.OptionError
-        ):  # it has left the job, or another survivor has joined the next generation before
-            assert place in ("between", "outside")
+        except mf.OptionError:  # it has left the job
+            assert place == "outside"
             self.did[f"refused {place}"] += 1
         except mf.RecipeError:
             self.did["refused by the recipe"] += 1
 
 
 def _process(number: int, *args: Any) -> Any:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # nobody but `regroup` says who there is
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # nobody but `run` says who there is
     return Process(number, *args).live()
 
 

@@ -1,7 +1,8 @@
 """Lives of a job under torchft's own Manager: whoever takes part in a step, all have the weights of the recipe.
 
 Replica groups of one process begin together or later, when they heal. They are killed before a step, within it and
-after it, fail in it alone or together, stay away for some steps, and amend the job, also while they take no part.
+after it, fail in it alone or together, stay away for some steps, and amend the job: all that take part in a step, in
+that step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LAST = 11
 LIMIT = timedelta(seconds=60)
 PLACES = ("before", "within", "after")
 """In a step: when it is known who takes part, with a gradient, and when gradients are added."""
-ACTS = ("kill", "fail", "fail all", "away", *["amend"] * 3)
+ACTS = ("kill", "fail", "fail all", "away")
 
 
 class Act(NamedTuple):
@@ -45,11 +46,12 @@ class Act(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A job. `begins` has, for each replica, the step of the job in which it begins."""
+    """A job. `begins` has, for each replica, the step of the job in which it begins; `amends` the steps that amend."""
 
     seed: str
     begins: tuple[int, ...]
     acts: tuple[Act, ...]
+    amends: tuple[int, ...]
     asynchronous: bool
     packed: bool
     keeps: bool
@@ -65,10 +67,15 @@ def a_life(seed: str) -> Life:
             what = "fail"  # one remains
         place = "end" if what == "away" else dice.choice(PLACES)
         acts.append(Act(what, dice.randint(0, LAST), place, replica))
-        if what == "fail" and dice.random() < 0.5:  # it amends while it heals
-            acts.append(Act("amend", acts[-1].step + 1, "before", replica))
+    amends = dice.sample(range(LAST), dice.randint(1, 5))
     return Life(
-        seed, tuple(begins), tuple(acts), dice.random() < 0.6, dice.random() < 0.5, dice.random() < 0.8
+        seed,
+        tuple(begins),
+        tuple(acts),
+        tuple(amends),
+        dice.random() < 0.6,
+        dice.random() < 0.5,
+        dice.random() < 0.8,
     )
 
 
@@ -133,7 +140,6 @@ class Replica:
                     self.await_others(self.manager.current_step())
                     self.try_step()
         finally:
-            self.test.set("ended", "")
             self.manager.shutdown(wait=False)
         return self.before, self.did
 
@@ -154,6 +160,8 @@ class Replica:
                 manager.report_error(lost)
         self.act("within", step)
         manager.allreduce(gradient).wait()
+        if self.takes_part and self.life.keeps and step in self.life.amends:
+            self.amend(step)
         self.act("after", step)
         if manager.should_commit():
             with torch.no_grad():
@@ -171,13 +179,10 @@ class Replica:
             if act.what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif act.what == "away":
-                self.takes_part = False
                 with contextlib.suppress(dist.DistStoreError):  # the others are away, too
                     self.test.wait([f"step {min(step + 7, LAST)}"], timedelta(seconds=10))
-            elif act.what in ("fail", "fail all"):
+            else:
                 self.manager.report_error(RuntimeError("a step fails"))
-            if act.what in ("amend", "away") and self.life.keeps and not self.test.check(["ended"]):
-                self.amend(step)
 
     # -- what a replica asks of its feed ------------------------------------------------------------------
 
@@ -195,11 +200,12 @@ class Replica:
         return torch.zeros_like(self.model.weight) if gradient is None else gradient
 
     def amend(self, step: int) -> None:
+        change = changing.change(self.folder, random.Random(f"{self.life.seed} amends {step}"), step)
         try:
-            self.feed.amend(changing.change(self.folder, self.dice, step))
+            assert self.feed.amend(change) == step + 1
             self.did["amended"] += 1
-        except mf.OptionError:  # it takes no part, or the others have gone on without it
-            self.did["refused " + ("inside" if self.takes_part else "outside")] += 1
+        except mf.OptionError:  # the others have gone on without this replica
+            self.did["refused"] += 1
         except mf.RecipeError:
             self.did["refused by the recipe"] += 1
 
@@ -250,4 +256,4 @@ def test_whoever_takes_part_all_have_the_weights_of_the_recipe(
     for number in range(cases(2, 300)):
         for each in _lived(folder, tmp_path / str(number), a_life(f"{SEED} torchft {number}")):
             happened += each
-    assert happened["compared"] and happened["amended"] > happened["refused inside"]
+    assert happened["compared"] and happened["amended"] > happened["refused"]

@@ -42,8 +42,7 @@ def data_iterators(
         _refuse_unfollowed()
         return unfollowed_iterators(source, num_microbatches)
     feed = _feed_of(source, args)
-    feed.leave_out(iteration - 1 for iteration in skipped_of(args))
-    first = feed.next_step
+    first = feed.run(leave_out=(iteration - 1 for iteration in skipped_of(args))).step
     of_core = num_microbatches or core("num_microbatches_calculator").get_num_microbatches
     return _of_stages(feed, lambda steps: FollowingIterator(feed, steps, of_core, args, first))
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import framework, state_at
+from meshfeed.integrations.loader import framework
 from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of, unfollowed_iterators
@@ -208,7 +208,7 @@ class DatasetsProvider:
         recipe = made.recipe  # with the amendments of a ledger
         if name == "train":
             _check_left_out(recipe.amendments.skipped, args)
-        made.load_state_dict(state_at(recipe, _first_step(name, recipe, args)))
+        made.run(_first_step(name, recipe, args))
         self._feeds.enter_context(made)
         check_shape(name, made, args, rows)
         _check_end(name, made, args, wanted)
