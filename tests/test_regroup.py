@@ -190,6 +190,60 @@ def test_a_run_with_another_recipe(recipe: mf.Recipe, tmp_path: Path) -> None:
         assert feed.run(2, recipe=further).recipe == further
 
 
+def test_a_run_has_the_fields_of_its_own_recipe(tmp_path: Path) -> None:
+    """A store with a column of its own, after one without."""
+    write_corpus(tmp_path / "plain", num_tokens=600, mean=20)
+    with mf.DatasetWriter(tmp_path / "masked", {"tokens": "u2", "loss_mask": "u1"}) as writer:
+        for _ in range(20):
+            writer.add_document(tokens=np.arange(9), loss_mask=np.arange(9) < 3)
+    plain, masked = (
+        mf.Recipe(data=mf.open(tmp_path / name), sequence=mf.Windows(8), batch=mf.Batch(3))
+        for name in ("plain", "masked")
+    )
+    with mf.Feed(masked) as fresh, mf.Feed(plain) as feed:
+        next(iter(feed))
+        found, wanted = (next(each) for each in (feed.run(0, recipe=masked), iter(fresh)))
+        for one, other in zip(found.microbatches, wanted.microbatches, strict=True):
+            assert one["loss_mask"].equal(other["loss_mask"])
+
+
+def test_a_refused_run_has_changed_nothing(recipe: mf.Recipe, tmp_path: Path) -> None:
+    """Nor has it taken over what the ledger has more; a state that is loaded does."""
+    path, wrong = tmp_path / "ledger.jsonl", [mf.Layout(dp=2)]
+    with mf.Feed(recipe, packing=PACKING, ledger=path) as feed:
+        loop = iter(feed)
+        assert next(loop).index == 0
+        amended = mf.Ledger((mf.Amendment(3, mf.BatchSize(7)),))
+        amended.write(path)
+        with pytest.raises(mf.OptionError, match="generation"):
+            feed.run(layout=wrong[0], rank=0, generation=-2)
+        assert (len(feed.ledger), next(loop).index) == (0, 1)
+        feed.load_state_dict(mf.State.at(recipe.amended(amended), 5).to_json())
+        assert len(_drawn(next(iter(feed)))) == 7
+
+
+def test_what_is_left_out_is_of_one_run(recipe: mf.Recipe) -> None:
+    with mf.Feed(recipe, packing=PACKING) as feed:
+        assert [step.index for _, step in zip(range(3), feed.run(5, leave_out=[6]))] == [5, 7, 8]
+        feed.load_state_dict(mf.State.at(recipe, 5).to_json())
+        assert [step.index for _, step in zip(range(3), feed)] == [5, 6, 7]
+
+
+def test_a_run_that_fails_is_not_at_its_end(recipe: mf.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mf.Feed(recipe, packing=PACKING, prefetch=0) as feed:
+        run, draw = feed.run(2), stepping.draws_of_step
+
+        def failing(recipe: mf.Recipe, step: int) -> Any:
+            raise mf.StoreError("it cannot be read")
+
+        monkeypatch.setattr(stepping, "draws_of_step", failing)
+        for _ in range(2):
+            with pytest.raises(mf.StoreError):
+                next(run)
+        monkeypatch.setattr(stepping, "draws_of_step", draw)
+        assert [step.index for _, step in zip(range(2), run)] == [2, 3]
+
+
 def test_a_layout_that_its_rows_do_not_fill_is_refused(recipe: mf.Recipe) -> None:
     rows = replace(recipe, sequence=mf.Windows(16), batch=mf.Batch(16))
     with mf.Feed(rows) as feed:
@@ -430,7 +484,9 @@ def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
         assert feed.at(5, two, 0, generation=4).index == 5
     with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", delivery="direct") as feed:
         assert feed.at(0, one, 0).index == 0
-        assert feed.at(1, two, 0).plan.num_ranks == 2
+        for _ in range(2):
+            with pytest.raises(mf.DeliveryError, match="rendezvous"):
+                feed.at(1, two, 0)
         assert feed.at(1, one, 0).plan.num_ranks == 1
 
 

@@ -58,9 +58,14 @@ class FeedRun(Iterator[Step]):
         self._steps: Iterator[Step] | None = None
 
     def __next__(self) -> Step:
-        if self._steps is None:
-            self._steps = self._begin()
-        step = next(self._steps)
+        try:
+            self._steps = self._steps or self._begin()
+            step = next(self._steps)
+        except StopIteration:
+            raise
+        except Exception:
+            self._steps = None  # it is not at its end: asked again, it goes on, or says why not
+            raise
         self._next = step.index + 1
         return step
 
@@ -149,7 +154,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             rank: this process's in that. With it, torch.distributed's default group is not asked for
                 anything.
             generation: the number of that arrangement, equal on its ranks and higher each time. Needed where
-                they meet: for a delivery other than "direct", and with a rendezvous.
+                they meet: for a delivery other than "direct", and with a rendezvous. A ledger needs that.
             rendezvous: of that arrangement, as for a Feed; None for the Feed's.
             readers: of that arrangement, as for a Feed.
             leave_out: steps that this run neither reads nor gives, for a trainer that skips them. States
@@ -162,35 +167,45 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         first, rank, generation = whole(step), whole(rank), whole(generation)
         if step is not None and (type(first) is not int or first < 0):
             raise OptionError(f"run({step!r}): give the number of a step, from 0, or None")
-        if layout is None and not (rank is generation is rendezvous is readers is None):
-            raise OptionError("run: rank, generation, rendezvous and readers are of another layout; give it")
-        self._read_ledger(self.next_step if first is None else first)
-        place, given, skipped = given_layout(layout), self._given, frozenset(map(whole, leave_out))
-        options = replace(self._options, rendezvous=rendezvous or self._options.rendezvous, readers=readers)
+        if layout is None and not (rank is rendezvous is readers is None):
+            raise OptionError("run: rank, rendezvous and readers are of another layout; give it")
+        here = (self._given_layout or Layout(), self._given_rank)
+        place, seat = (given_layout(layout), rank) if layout is not None or generation is None else here
+        ledger = self._latest_ledger(self.next_step if first is None else first)
+        given, skipped = self._given, frozenset(map(whole, leave_out))
         if recipe is not None:
             check_recipe(recipe, "run")
             given = self._as_run(recipe)
-        made = self.recipe if given is self._given else given.amended(self.ledger)
-        if given is not self._given or place is not None:
+        made = self._amended(ledger) if given is self._given else given.amended(ledger)
+        if made is not self.recipe or place is not None:
             self._check(made, place or self.layout)
         if first is not None:
             check_end(made, first, "the run begins at")
-        if place is not None:
-            self._check_generation(generation, place, options)
+        options, apart = self._options, self._apart
+        if layout is not None:
+            options = replace(options, rendezvous=rendezvous or options.rendezvous, readers=readers)
+            apart = rank is not None
+        if place is not None or (meet and self._generation is not None):
+            self._check_place(place or self.layout, generation, options, apart=apart)
         opened = self._opened_for(made)
         with self._changing:
-            if place is not None and self._run is not None:
-                why = f"rank {self._run.rank} has begun one of other ranks"
-                self._run.end_before(self._run.next_begun, why, without_others=True)
+            if self._run is not None:
+                why = f"rank {self._run.rank} has begun another run; call feed.run on all ranks at once"
+                self._run.end_before(self._run.next_begun, why, without_others=place is not None)
             known = self._known_step()
             self._stop()
             if place is not None:
-                self._move(place, rank, options, apart=rank is not None)
+                self._move(place, seat, options, apart=apart)
                 self._generation = generation
-            self._become(made, given, self.ledger, opened)
+            elif recipe is not None:  # its fields give ranks other roles
+                self._move(self._given_layout, self._given_rank, options, apart=apart)
+            self._become(made, given, ledger, opened)
         if meet:
             first = self._met(known if first is None else first)
-        self._go_on_at(self._next_step if first is None else first)
+        return self._begun_at(self._next_step if first is None else first, skipped)
+
+    def _begun_at(self, step: int, skipped: frozenset[int] = frozenset()) -> FeedRun:
+        self._go_on_at(step)
         self._left_out = skipped
         run = FeedRun(self, self._next_step, lambda: self._steps_in(run), lambda error: self._end(run, error))
         self._present = run
@@ -216,12 +231,13 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         if here != (place, rank, whole(generation)):
             run = self.run(step, layout=place, rank=rank, generation=generation)
         elif run is None or not run.is_at(step):
-            run = self.run(step)
+            self._read_ledger(step)
+            run = self._begun_at(step)
         if not has_step(self.recipe, step):
             raise StateError(
                 f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
             )
-        if self.recipe.skips(step):
+        if self.recipe.skips(step) or step in self._left_out:
             run.pass_over(step)
             with self._changing:
                 if self._run is None:
@@ -239,11 +255,19 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             return self._left
         return self._next_step if self._next_step or self._loaded else None
 
-    def _check_generation(self, generation: Any, layout: Layout, options: FeedOptions) -> None:
-        meets = options.rendezvous is not None and layout.world_size > 1
+    def _check_place(self, layout: Layout, generation: Any, options: FeedOptions, *, apart: bool) -> None:
+        """Raises OptionError or DeliveryError for a place that its ranks cannot begin a run in."""
+        several, store = layout.world_size > 1, options.rendezvous
         before = -1 if self._generation is None else self._generation
-        if (generation is not None or meets) and (type(generation) is not int or generation <= before):
+        if (generation is not None or (several and store is not None)) and (
+            type(generation) is not int or generation <= before
+        ):
             raise OptionError(f"generation={generation!r}: give a whole number above {before}")
+        if several and options.ledger is not None and apart and store is None:
+            raise DeliveryError(
+                f"ranks of {layout} that keep a ledger compare it: pass rendezvous=<torch.distributed.Store> "
+                f"to the Feed, or to run"
+            )
 
     def _met(self, first: int | None) -> int:
         """Where the ranks of this layout go on: at the lowest step. Waits for all of them."""
@@ -284,15 +308,15 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         told = [each.split() for each in text.split(";")[1:]]
         if len(told) > len(ranks):
             raise self._claimed_twice([int(of) for of, *_ in told])
-        _, longest, of = max((int(count), digest, int(of)) for of, _, count, digest in told)
+        _, longest = max((int(count), digest) for _, _, count, digest in told)
         if longest not in ("-", self.ledger.digest):  # its rank has written it before it came
             self._read_ledger(self._next_step)
-            if self.ledger.digest != longest:
-                raise PeerError(
-                    f"rank {rank} knows {len(self.ledger)} amendments of this job, rank {of} others; amend "
-                    f"on all ranks in the same step, and give all of them one ledger",
-                    sorted({rank, of}),
-                )
+        if other := [int(of) for of, _, _, digest in told if digest not in ("-", *self.ledger.digests)]:
+            raise PeerError(
+                f"rank {rank} knows {len(self.ledger)} amendments of this job, rank {other[0]} others; amend "
+                f"on all ranks in the same step, and give all of them one ledger",
+                sorted({rank, *other}),
+            )
         return min((int(step) for _, step, *_ in told if step != "-"), default=0)
 
     def _claimed_twice(self, ranks: Sequence[int]) -> PeerError:
@@ -310,6 +334,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             self._next_step, self._loaded = step, True
             self._told_end.clear()
             self._left = self._present = None
+            self._left_out = frozenset()
 
     def _steps_in(self, run: FeedRun) -> Iterator[Step]:
         """The steps of a run that nobody has ended."""
@@ -365,7 +390,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             ledger = self.ledger.added(Amendment(step, change, None if step == first else first))
             again = Ledger(self.ledger.amendments[:-1]).added(ledger.amendments[-1])
             if not self.ledger or again.digest != self.ledger.digest:  # else the same in the same step
-                self._amend_by(ledger)
+                self._become(*self._under(ledger))
             if self._run is not None:
                 self._run.end_before(
                     first,
@@ -382,16 +407,24 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             ) from bad
         return step
 
-    def _amend_by(self, ledger: Ledger) -> None:
-        """The recipe of runs that begin from now on. Raises for one that cannot be, and changes nothing."""
-        further = ledger.amendments[len(self.ledger) :]
-        if all(each.step >= max((each.step for each in self.ledger), default=0) for each in further):
-            recipe, before = self.recipe.amended(further), self.recipe
-        else:
-            recipe, before = self._given.amended(ledger), self._given
-        extend(recipe, before)
+    def _under(self, ledger: Ledger) -> tuple[Recipe, Recipe, Ledger, SequenceRule | None]:
+        """What `_become` takes for a longer ledger. Raises for one that cannot be."""
+        recipe = self._amended(ledger)
         self._check(recipe, self.layout)
-        self._become(recipe, self._given, ledger, self._opened_for(recipe))
+        return recipe, self._given, ledger, self._opened_for(recipe)
+
+    def _amended(self, ledger: Ledger) -> Recipe:
+        further = ledger.amendments[len(self.ledger) :]
+        if not further:
+            return self.recipe
+        recipe, before = self.recipe, self.recipe
+        if all(each.step >= max((each.step for each in self.ledger), default=0) for each in further):
+            recipe = before.amended(further)
+        else:
+            before = self._given
+            recipe = before.amended(ledger)
+        extend(recipe, before)
+        return recipe
 
     def _check(self, recipe: Recipe, layout: Layout) -> None:
         """Raises unless a recipe can have its amounts, sizes and columns, and its rows fill microbatches."""
@@ -407,16 +440,20 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         self.recipe, self._given, self.ledger = recipe, given, ledger
 
     def _read_ledger(self, step: int) -> None:
-        """Take over what the ledger has more before a run from a step on, such as of ranks that are lost.
+        if (ledger := self._latest_ledger(step)) is not self.ledger:
+            self._become(*self._under(ledger))
 
-        Raises StateError if that concerns steps which this rank has trained without it.
+    def _latest_ledger(self, step: int) -> Ledger:
+        """What the ledger's file has, if it goes on from this rank's, before a run from a step on.
+
+        Raises StateError if it has more for steps which this rank has trained without it.
         """
         if self._options.ledger is None:
-            return
+            return self.ledger
         kept = Ledger.read(self._options.ledger, missing_ok=True)
         further = kept.amendments[len(self.ledger) :]
         if not further or not kept.begins_with(self.ledger):
-            return
+            return self.ledger
         trained = min(step, self.next_step)
         if late := [each for each in further if each.step < trained]:
             raise StateError(
@@ -424,7 +461,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
                 f"{late[0].change!r}, and this rank has trained the steps before {trained} without that; go "
                 f"back to a checkpoint of step {late[0].step} or before"
             )
-        self._amend_by(kept)
+        return kept
 
     def _keep(self) -> None:
         """On the first rank: write the ledger, unless its file has it. Raises StateError."""

@@ -233,8 +233,12 @@ class Feed(ChangingSource):
         return run_by(recipe, self._machine, self._options.encoder)[0]
 
     def _opened_for(self, recipe: Recipe) -> SequenceRule | None:
+        if recipe is self.recipe:
+            return self._stepping.opened
         if not self._entered:
+            self._digests = None
             return None
+        cut_by_shards(recipe)
         known, opened = {id(store) for store in self.recipe.sources}, self._stepping.opened
         further = [store for store in recipe.sources if id(store) not in known]
         with contextlib.ExitStack() as stack:
@@ -242,9 +246,9 @@ class Feed(ChangingSource):
                 stack.enter_context(store.opened(self._machine))
             if recipe.sequence is not self.recipe.sequence:
                 opened = stack.enter_context(rule_of(recipe).opened(recipe))
-            self._digests = recipe.data_digests()
             if further and self._options.vocab_size is not None:
                 self._checks_tokens |= check_stores(further, self._options.vocab_size)
+            self._digests = recipe.data_digests()
             self._resources.push(stack.pop_all())
         return opened
 
@@ -280,9 +284,13 @@ class Feed(ChangingSource):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
+        ledger = self._latest_ledger(state.step)
         before = self._given.summary(until=0)  # before all steps, it may have what is amended there, or not
-        state.check(self._given if state.step == 0 and state.recipe == before else self.recipe)
+        is_before = state.step == 0 and state.recipe == before
+        state.check(self._given if is_before else self._amended(ledger))
         self._go_on_at(state.step)
+        if ledger is not self.ledger:
+            self._become(*self._under(ledger))
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self.next_step})"

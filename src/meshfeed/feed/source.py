@@ -259,8 +259,10 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     @property
     def next_step(self) -> int:
         """The first step that was not fully handed out: that of a state taken now."""
-        run = self._run
-        return run.step if run is not None else self._next_step
+        run, before = self._run, self._before
+        if run is None:
+            return self._next_step
+        return run.step if before is None else min(run.step, before.step)
 
     def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
         """The steps of a new run, or of the run that other virtual stages have begun."""
@@ -373,7 +375,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             if self._run is not None:
                 self._run.stop()
                 self._drop_announced()
-                self._next_step = self._run.step
+                self._next_step = self.next_step
                 self._run = self._before = None
 
     # -- a run ----------------------------------------------------------------------------------------
