@@ -2,9 +2,9 @@
 
 The order of a job is a function of its recipe, its amendments and the step. An amendment changes nothing
 before its step, and an amended recipe is a recipe like any other: every rank, under any layout, and every
-tool computes the same stream from it. A feed agrees on amendments while it runs: see `Feed.amend`.
+tool computes the same stream from it. All ranks of a job make them in the same step: see `Feed.amend`.
 
-A ledger is a file of lines of JSON, one for each amendment, in the order in which they were agreed. Each line
+A ledger is a file of lines of JSON, one for each amendment, in the order in which they were made. Each line
 has a digest of itself and all lines before it. Reading a ledger compares digests first, and asks for nothing
 that a line names: a store is opened, and a file read, when a recipe is amended with it.
 """
@@ -406,7 +406,7 @@ KINDS: Mapping[str, type[_Told]] = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """The amendments of a job, in the order in which they were agreed.
+    """The amendments of a job, in the order in which they were made.
 
     `recipe.amended(ledger)` is what it trains on.
     """
@@ -507,8 +507,8 @@ class Ledger:
         """Write it to a file, unless that has it already, maybe with further lines.
 
         Processes write one after the other, by a lock on a file beside it, so a shorter ledger never
-        replaces a longer one. Where the file system has no locks, the longer one is written again before the
-        next step is planned.
+        replaces a longer one. Where the file system has no locks, the longer one is written again with the
+        next state.
 
         timeout_s: how long another process may hold that lock; a minute at most.
 
