@@ -66,7 +66,8 @@ class Job:
         self.accelerator.register_for_checkpointing(self.loader)
 
     def run(self, run: Run) -> None:
-        if not (run.loads and run.size == self.size):
+        # within a step, which a loop may end in, nothing goes on in one process without a checkpoint
+        if not (run.loads and run.size == self.size and self.num_saved):
             self.start(run)
         if self.num_saved:
             self.accelerator.load_state(str(self.out / str(self.num_saved - 1 - run.back % self.num_saved)))
