@@ -74,7 +74,8 @@ class Job:
         start: Any = get_last_checkpoint(str(self.out))
         done = int(start.rpartition("-")[2]) if start else 0
         most = min(done + run.steps, STEPS)
-        if self.trainer is None or not run.again or run.size != self.size:
+        # without a checkpoint, a Trainer that trains again begins at step 0 with the weights that it has
+        if self.trainer is None or not run.again or run.size != self.size or start is None:
             self.trainer, self.size = self.trainer_of(run), run.size
         self.trainer.args.max_steps = most
         self.watch.left, self.watch.ends = run.at, run.ends
