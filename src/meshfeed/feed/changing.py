@@ -440,6 +440,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         self.recipe, self._given, self.ledger = recipe, given, ledger
 
     def _read_ledger(self, step: int) -> None:
+        """Take over what `_latest_ledger` finds."""
         if (ledger := self._latest_ledger(step)) is not self.ledger:
             self._become(*self._under(ledger))
 

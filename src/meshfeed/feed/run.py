@@ -181,11 +181,6 @@ class Run:
         return min(view.left for view in self._views)
 
     @property
-    def last_given(self) -> int:
-        """The step that the slowest view was given last."""
-        return min(view.step for view in self._views) - 1
-
-    @property
     def num_views(self) -> int:
         """Its consumers."""
         return len(self._views)
