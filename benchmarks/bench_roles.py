@@ -18,7 +18,7 @@ def measured(short: bool) -> Iterator[Row]:
     for text in ("tp8-cp4-dp32-pp16",) if short else ("tp8-cp4-dp32-pp16", "tp8-cp4-dp256-pp16"):
         layout = mf.Layout.parse(text, ranks_per_node=8)
         tables = {
-            delivery: partial(mf.assign_roles, layout, mf.StageMap(pp=16), fields, delivery)
+            delivery: partial(mf.roles.assign_roles, layout, mf.StageMap(pp=16), fields, delivery)
             for delivery in ("direct", "broadcast", "share", "tree")
         }
         took = in_turn(

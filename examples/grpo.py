@@ -124,7 +124,7 @@ class Owner:
 
 def group_of_answers(step: int, prompt: int) -> Iterator[dict[str, Any]]:
     """Stands for an inference engine and a reward model: random tokens, rewarded for even ones."""
-    rng = mf.rng(1234, step, prompt)
+    rng = mf.order.rng(1234, step, prompt)
     question = rng.integers(0, SHAPE.vocab, 2 + int(rng.integers(0, 6)))
     for _ in range(GROUP):
         answer = rng.integers(0, SHAPE.vocab, 1 + int(rng.exponential(12)))[: SHAPE.window - question.size]
@@ -148,7 +148,7 @@ class WayBack:
         self.group, self.across_stages = x.Group(groups[0], ranks=self.ranks), groups[1]
 
     def of(
-        self, results: list[torch.Tensor], plan: mf.StepPlan, answers: list[dict[str, Any]]
+        self, results: list[torch.Tensor], plan: mf.plan.StepPlan, answers: list[dict[str, Any]]
     ) -> list[torch.Tensor]:
         """One result for each of this rank's answers, in their order; float64 [tokens].
 
@@ -156,7 +156,7 @@ class WayBack:
         """
         mine = [torch.empty(answer["tokens"].size) for answer in answers]
         if self.place.is_last:
-            packs = [pack for rank in range(plan.num_ranks) for pack in mf.packs_of(plan, rank)]
+            packs = [pack for rank in range(plan.num_ranks) for pack in mf.plan.packs_of(plan, rank)]
             sequence = np.concatenate([pack.sequences for pack in packs])  # of each result of all ranks
             # a step's sequences are those of the first data-parallel rank, then of the next
             owner = sequence // (PROMPTS * GROUP // plan.num_ranks)
@@ -164,7 +164,7 @@ class WayBack:
             given = x.encode([{"log_probs": result} for result in results], SCORES)
             gathered = x.gather_lengths(given, membership, self.group)
             zeros, ones = np.zeros(owner.size, np.int32), np.ones(owner.size, np.int32)
-            home = mf.StepPlan(
+            home = mf.plan.StepPlan(
                 lengths=gathered.lengths,
                 microbatch=zeros,
                 first_rank=owner.astype(np.int32),

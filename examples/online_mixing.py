@@ -135,7 +135,7 @@ def train(
             if rule is not None:
                 rule.take(loss, sums[:, 1].numpy() / layout.tp)
                 if step.index % EVERY == EVERY - 1:  # all ranks have the same losses
-                    feed.amend(mf.Reweigh(dict(zip(CHOICES, rule.weights().tolist()))))
+                    feed.amend(mf.amendments.Reweigh(dict(zip(CHOICES, rule.weights().tolist()))))
             if step.index == steps - 1:
                 break
     if feed.rank == 0:

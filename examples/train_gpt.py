@@ -219,7 +219,7 @@ class Journal:
             self._files[2].write(json.dumps({"step": step.index, "loss": loss}) + "\n")
 
 
-def each(draws: mf.Draws) -> Iterator[tuple[int, int, int]]:
+def each(draws: mf.order.Draws) -> Iterator[tuple[int, int, int]]:
     """The draws one by one: (source, epoch, index)."""
     return zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist())
 

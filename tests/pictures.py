@@ -31,7 +31,7 @@ class Pixels(PartRule):
 
     def tokens(self, parts: Parts) -> np.ndarray:
         for i in np.flatnonzero(parts.width > self.widest)[:1]:
-            raise mf.StoreError(f"part {i}, {parts.height[i]} x {parts.width[i]} pixels: too wide")
+            raise mf.errors.StoreError(f"part {i}, {parts.height[i]} x {parts.width[i]} pixels: too wide")
         return parts.height + self.more
 
     def patches(self, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +73,7 @@ class Look(Processor):
         CALLS[0] += 1
         pixels = np.frombuffer(data, np.uint8)
         if pixels.size != size.height * size.width:
-            raise mf.PartError(f"{pixels.size} pixels of {size.height} x {size.width}")
+            raise mf.errors.PartError(f"{pixels.size} pixels of {size.height} x {size.width}")
         values = rng.random((pixels.size, self.wide), np.float32)
         values[:, 0] = pixels
         return {"pixel_values": values, "image_grid": np.array([[size.height, size.width]])}
@@ -181,7 +181,7 @@ def recipe_over(data: Any, rule: Any, *, sequences: int = 10) -> mf.Recipe:
 
 
 def expected_parts(
-    recipe: mf.Recipe, draws: mf.Draws, kind: str
+    recipe: mf.Recipe, draws: mf.order.Draws, kind: str
 ) -> list[tuple[int, int, dict[str, np.ndarray]]]:
     """(sequence, number in its document, what it is decoded to), of all parts of a kind of some draws."""
     processor = recipe.sequence.processors[kind]
@@ -197,6 +197,8 @@ def expected_parts(
             size = mf.sequence.PartSize(
                 *(getattr(parts, name)[part] for name in ("height", "width", "length", "rate"))
             )
-            arrays = processor(data, size, mf.rng(recipe.seed, epoch, index, part, recipe.source_key(s)))
+            arrays = processor(
+                data, size, mf.order.rng(recipe.seed, epoch, index, part, recipe.source_key(s))
+            )
             made.append((sequence, part, dict(arrays)))
     return made

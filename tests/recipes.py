@@ -45,7 +45,7 @@ class Job:
 
     folder: Path
     given: mf.Recipe
-    ledger: tuple[mf.Amendment, ...] = ()
+    ledger: tuple[mf.amendments.Amendment, ...] = ()
 
     @property
     def recipe(self) -> mf.Recipe:
@@ -60,7 +60,7 @@ class Job:
         """Itself, or no example if a job cannot have it."""
         try:
             num_positions(self.recipe)
-        except (mf.RecipeError, mf.StoreError):
+        except (mf.errors.RecipeError, mf.errors.StoreError):
             reject()
         return self
 
@@ -127,11 +127,11 @@ def ends_at(recipe: mf.Recipe) -> int | None:
     """The number of steps, or no example if it cannot be."""
     try:
         return num_steps(recipe)
-    except (mf.RecipeError, mf.StoreError):
+    except (mf.errors.RecipeError, mf.errors.StoreError):
         reject()
 
 
-def changes(draw: Draw, job: Job, *kinds: str) -> mf.Amendment:
+def changes(draw: Draw, job: Job, *kinds: str) -> mf.amendments.Amendment:
     """An amendment at any step. kinds: of these; without any, of all that the job can have."""
     recipe, times = job.given, TIMES if job.is_large else 1
     name, step = draw(st.sampled_from(recipe.source_names)), draw(st.integers(0, 9))
@@ -139,21 +139,26 @@ def changes(draw: Draw, job: Job, *kinds: str) -> mf.Amendment:
     kind = draw(st.sampled_from(kinds or ("size", "skip", "exclude", *mixed)))
     if kind == "size":
         size = times * draw(st.integers(LONGEST, 150) if recipe.batch.tokens else st.integers(1, 9))
-        return mf.Amendment(step, mf.BatchSize(**{"tokens" if recipe.batch.tokens else "sequences": size}))
+        return mf.amendments.Amendment(
+            step, mf.amendments.BatchSize(**{"tokens" if recipe.batch.tokens else "sequences": size})
+        )
     if kind == "skip":
-        return mf.Amendment(step, mf.SkipSteps(step, step + draw(st.integers(1, 2))))
+        return mf.amendments.Amendment(step, mf.amendments.SkipSteps(step, step + draw(st.integers(1, 2))))
     if kind == "exclude":
         store = recipe.sources[recipe.source_names.index(name)]
-        return mf.Amendment(
-            step, mf.Exclude({name: draw(st.lists(st.integers(0, store.num_documents - 1), min_size=1))})
+        return mf.amendments.Amendment(
+            step,
+            mf.amendments.Exclude(
+                {name: draw(st.lists(st.integers(0, store.num_documents - 1), min_size=1))}
+            ),
         )
     if kind == "grow":
         of = "large more" if job.is_large else draw(st.sampled_from(["more", "others"]))
-        return mf.Amendment(step // 3, mf.Grow(name, str(job.folder / of)))
+        return mf.amendments.Amendment(step // 3, mf.amendments.Grow(name, str(job.folder / of)))
     by = draw(st.sampled_from([None, "proportion", "count"]))
     among = draw(st.lists(st.sampled_from(recipe.source_names), min_size=1, max_size=2, unique=True))
     amount = st.integers(1, 30) if by == "count" else st.sampled_from([0.1, 1, 2.5])
-    return mf.Amendment(step, mf.Reweigh({each: draw(amount) for each in among}, by=by))
+    return mf.amendments.Amendment(step, mf.amendments.Reweigh({each: draw(amount) for each in among}, by=by))
 
 
 @st.composite
@@ -231,6 +236,6 @@ def later_changes(draw: Draw, job: Job, step: int) -> Job:
             made = replace(given, epochs=draw(st.sampled_from([None, 1, 2, 3])))
         else:
             made = replace(given, steps=draw(st.sampled_from([None, 5, 12, 40])))
-    except mf.RecipeError:
+    except mf.errors.RecipeError:
         reject()
     return replace(job, given=made).checked()

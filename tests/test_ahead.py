@@ -64,7 +64,7 @@ class Watched(StreamStore):
 
     def read_into(self, out: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
         if 0 <= self.breaks_at <= len(self.events):
-            raise mf.StoreError("the storage is gone")
+            raise mf.errors.StoreError("the storage is gone")
         for one in zip(starts.tolist(), stops.tolist()):
             assert self.outstanding[one] > 0, f"{one} was not announced"
             self.outstanding[one] -= 1
@@ -162,7 +162,7 @@ def test_a_remote_store_that_comes_later_is_read_ahead(
         for step in feed:
             list(step.microbatches)
             if step.index == 9:
-                feed.amend(mf.Grow("web", "far away"))
+                feed.amend(mf.amendments.Grow("web", "far away"))
             ahead.append((near.outstanding_bytes + far.outstanding_bytes) / STEP_BYTES)
             if step.index == 60:
                 break
@@ -233,14 +233,14 @@ def test_what_a_failed_run_announced_is_forgotten(path: Path, prefetch: int) -> 
     store = Watched(path, far=True)
     store.breaks_at = 9
     with mf.Feed(recipe_of(store), prefetch=prefetch) as feed:
-        with pytest.raises(mf.StoreError, match="gone"):
+        with pytest.raises(mf.errors.StoreError, match="gone"):
             run(feed, 50)
         assert store.outstanding.total() > 0
     assert store.events[-1] == ("forget", 0)
 
 
 def test_a_budget_below_nothing_is_refused(path: Path) -> None:
-    with pytest.raises(mf.RecipeError, match="read_ahead_bytes"):
+    with pytest.raises(mf.errors.RecipeError, match="read_ahead_bytes"):
         mf.Feed(recipe_of(mf.open(path)), read_ahead_bytes=-1)
 
 
@@ -256,7 +256,7 @@ def test_a_step_that_cannot_be_planned_fails_in_its_turn(far: bool, prefetch: in
     )
     with mf.Feed(recipe, packing=packing, prefetch=prefetch) as feed:
         taken = 0
-        with pytest.raises(mf.PlanError, match="step 25"):
+        with pytest.raises(mf.errors.PlanError, match="step 25"):
             for step in feed:
                 taken += len(list(step.microbatches))
         assert taken == 25

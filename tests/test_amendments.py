@@ -129,16 +129,22 @@ def a_change(folder: Path, dice: random.Random) -> Change:
     what = dice.randrange(5)
     if what == 0:
         chosen = dice.sample(sorted(SIZES), dice.randint(1, 3))
-        return mf.Reweigh({name: dice.choice([0.05, 1.0, 3.0]) for name in chosen})
+        return mf.amendments.Reweigh({name: dice.choice([0.05, 1.0, 3.0]) for name in chosen})
     if what == 1:
-        return dice.choice([mf.BatchSize(3), mf.BatchSize(10), mf.BatchSize(tokens=dice.choice([90, 300]))])
+        return dice.choice(
+            [
+                mf.amendments.BatchSize(3),
+                mf.amendments.BatchSize(10),
+                mf.amendments.BatchSize(tokens=dice.choice([90, 300])),
+            ]
+        )
     if what == 2:
         first = dice.randrange(STEPS)
-        return mf.SkipSteps(first, first + dice.randint(1, 3))
+        return mf.amendments.SkipSteps(first, first + dice.randint(1, 3))
     name = dice.choice(sorted(SIZES))
     if what == 3:
-        return mf.Grow(name, str(folder / dice.choice(sorted(FURTHER))))
-    return mf.Exclude({name: dice.sample(range(SIZES[name]), dice.randint(1, SIZES[name] - 1))})
+        return mf.amendments.Grow(name, str(folder / dice.choice(sorted(FURTHER))))
+    return mf.amendments.Exclude({name: dice.sample(range(SIZES[name]), dice.randint(1, SIZES[name] - 1))})
 
 
 def a_life(
@@ -172,18 +178,20 @@ def a_life(
                         change = a_change(folder, dice)
                         try:
                             happened[type(change).__name__] += who.amend(change, at) >= 0
-                        except mf.OptionError:
+                        except mf.errors.OptionError:
                             happened["too late"] += 1
                             continue
-                        except mf.RecipeError:
+                        except mf.errors.RecipeError:
                             # sequences for a batch of tokens, nothing left to skip, a store that is there
-                            assert isinstance(change, (mf.BatchSize, mf.SkipSteps, mf.Grow))
+                            assert isinstance(
+                                change, (mf.amendments.BatchSize, mf.amendments.SkipSteps, mf.amendments.Grow)
+                            )
                             happened["refused"] += 1
                             continue
                         job.changes[index].append((change, at))
             trained, had = job.trained(), max(job.seen[0], default=-1)
             made = [change.digest for step, each in job.changes.items() if step <= had for change, _ in each]
-            assert {*made} <= {each.digest for _, each in mf.Ledger.read(ledger, missing_ok=True)}
+            assert {*made} <= {each.digest for _, each in mf.amendments.Ledger.read(ledger, missing_ok=True)}
         if kept := [step for step in trained if step in states]:
             last = dice.choice(sorted(kept))  # the checkpoint that the next run loads
             state, realised = states[last], realised | trained
@@ -194,7 +202,7 @@ def a_life(
 class Naive:
     """What a ledger means, step by step, without arithmetic."""
 
-    def __init__(self, recipe: mf.Recipe, ledger: mf.Ledger) -> None:
+    def __init__(self, recipe: mf.Recipe, ledger: mf.amendments.Ledger) -> None:
         self.recipe, self.ledger = recipe, ledger
 
     def last(self, kind: type, step: int) -> Any:
@@ -205,12 +213,12 @@ class Naive:
 
     def size(self, step: int) -> int:
         """Sequences of a step, or tokens."""
-        change = self.last(mf.BatchSize, step) or self.recipe.batch
+        change = self.last(mf.amendments.BatchSize, step) or self.recipe.batch
         return change.sequences or change.tokens
 
     def shares(self, step: int) -> Mapping[str, float]:
         """Of each store."""
-        change = self.last(mf.Reweigh, step)
+        change = self.last(mf.amendments.Reweigh, step)
         amounts = dict.fromkeys(SIZES, 1.0) if change is None else change.amounts
         shares: dict[str, float] = {}
         for name, amount in amounts.items():
@@ -225,13 +233,13 @@ class Naive:
         found: dict[str, tuple[str, str]] = {}
         inorder = sorted(self.ledger, key=lambda each: each.step)
         for change in (each.change for each in inorder if each.step <= step):
-            if isinstance(change, mf.Grow):
+            if isinstance(change, mf.amendments.Grow):
                 found[f"{change.source}+{change.fingerprint[:8]}"] = change.source, Path(change.path).name
         return found
 
     def skips(self, step: int) -> bool:
         return any(
-            isinstance(change, mf.SkipSteps) and at <= step and change.first <= step < change.stop
+            isinstance(change, mf.amendments.SkipSteps) and at <= step and change.first <= step < change.stop
             for at, change in self.ledger
         )
 
@@ -239,7 +247,7 @@ class Naive:
         return {
             (name, number)
             for at, change in self.ledger
-            if isinstance(change, mf.Exclude) and at <= step
+            if isinstance(change, mf.amendments.Exclude) and at <= step
             for name, numbers in change.all_documents.items()
             for number in numbers.tolist()
         }
@@ -259,7 +267,7 @@ def order_of(recipe: mf.Recipe, source: int) -> Iterator[int]:
         position += 100
 
 
-def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -> None:
+def check(recipe: mf.Recipe, ledger: mf.amendments.Ledger, realised: dict[int, set[int]]) -> None:
     """What was realised is what the naive model says; no position moved, none is lost or comes twice."""
     naive, amended = Naive(recipe, ledger), recipe.amended(ledger)
     names = amended.source_names
@@ -279,7 +287,8 @@ def check(recipe: mf.Recipe, ledger: mf.Ledger, realised: dict[int, set[int]]) -
             lengths = [len(DOCUMENTS[store_of[names[source]], number]) for source, number in at]
             assert abs(sum(lengths) - naive.size(step)) <= LONGEST
         if naive.shares(step) != share or any(
-            at == step and isinstance(change, (mf.Reweigh, mf.Grow)) for at, change in ledger
+            at == step and isinstance(change, (mf.amendments.Reweigh, mf.amendments.Grow))
+            for at, change in ledger
         ):
             share, drawn, before = naive.shares(step), Counter(), 0
         wanted: set[int] = set()
@@ -302,7 +311,7 @@ def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path:
         recipe = recipe_of(folder, mf.Batch(tokens=150) if life % 3 == 0 else 6)
         ledger = tmp_path / f"{life}.jsonl"
         realised, did = a_life(folder, recipe, ledger, random.Random(f"{SEED} {life}"))
-        check(recipe, mf.Ledger.read(ledger, missing_ok=True), realised)
+        check(recipe, mf.amendments.Ledger.read(ledger, missing_ok=True), realised)
         happened += did
     assert all(
         happened[kind] for kind in ("Reweigh", "BatchSize", "SkipSteps", "Exclude", "Grow", "too late")
@@ -320,7 +329,7 @@ def _amending_rank(rank: int, folder: Path, ledger: Path, state: Any) -> tuple[d
         for step in feed:
             seen[step.index] = [dict(microbatch) for microbatch in step.microbatches]
             if state is None and dice.random() < 0.8:
-                with contextlib.suppress(mf.RecipeError):  # tokens, for a batch of sequences
+                with contextlib.suppress(mf.errors.RecipeError):  # tokens, for a batch of sequences
                     feed.amend(a_change(folder, dice))
             if step.index >= STEPS:
                 return seen, feed.state_dict()
@@ -331,8 +340,8 @@ def test_ranks_that_share_reads_follow_each_other(folder: Path, tmp_path: Path) 
     ledger = tmp_path / "ledger.jsonl"
     results = world.run(_amending_rank, 4, folder, ledger, None)
     assert len({json.dumps(state) for _, state in results}) == 1
-    amended = recipe_of(folder).amended(mf.Ledger.read(ledger))
-    assert len(mf.Ledger.read(ledger)) > 10
+    amended = recipe_of(folder).amended(mf.amendments.Ledger.read(ledger))
+    assert len(mf.amendments.Ledger.read(ledger)) > 10
     layout = mf.Layout.parse("tp2-pp2")
     for simulated in mf.simulate(amended, layout, STEPS + 1, packing=PACKING):
         step = simulated.batch.step
@@ -371,7 +380,7 @@ def test_windows_keep_excluded_tokens_without_loss(lengths: list[int], data: st.
         recipe = mf.Recipe(
             data=mf.open(f"{folder}/c"), sequence=mf.Windows(length, **flags), batch=mf.Batch(2), epochs=3
         )
-        amended, total = recipe.amended([(1, mf.Exclude(sorted(gone)))]), len(document_of)
+        amended, total = recipe.amended([(1, mf.amendments.Exclude(sorted(gone)))]), len(document_of)
         valid: Counter[int] = Counter()
         for simulated in mf.simulate(amended, layout, 4):
             step = simulated.batch.step
@@ -403,7 +412,7 @@ def test_two_recipes_of_one_store_exclude_their_own(folder: Path, monkeypatch: p
 
     monkeypatch.setattr("meshfeed.sequence.rows.extents_of", look_up)
     recipe = mf.Recipe(data=mf.open(folder / "web"), sequence=mf.Windows(8), batch=mf.Batch(4))
-    amended = [recipe.amended([(0, mf.Exclude([*range(first, 40, 2)]))]) for first in range(2)]
+    amended = [recipe.amended([(0, mf.amendments.Exclude([*range(first, 40, 2)]))]) for first in range(2)]
     draws, excluded = draws_of_step(recipe, 0), [each.amendments.excluded_at(0) for each in amended]
 
     def holes_of(which: int) -> list[list[int]]:
@@ -439,7 +448,7 @@ def _starts(document_of: list[int], token: int) -> bool:
 def test_masked_rows_of_excluded_documents_bear_no_loss(folder: Path) -> None:
     rule = mf.Masked(64, vocab_size=5000, mask_token=4999, first_token=4998)
     recipe = mf.Recipe(data=mf.open(folder / "web"), sequence=rule, batch=mf.Batch(43))
-    amended = recipe.amended([(1, mf.Exclude(range(0, 43, 2)))])
+    amended = recipe.amended([(1, mf.amendments.Exclude(range(0, 43, 2)))])
     for step, simulated in enumerate(mf.simulate(amended, mf.Layout(), 2, micro_batch_size=43)):
         (microbatch,) = simulated.microbatches
         has_loss = microbatch["loss_mask"].numpy().any(1)
@@ -451,26 +460,28 @@ def test_masked_rows_of_excluded_documents_bear_no_loss(folder: Path) -> None:
 # -- the ledger ---------------------------------------------------------------------------------------
 
 
-def ledger_of(folder: Path, tmp_path: Path) -> mf.Ledger:
+def ledger_of(folder: Path, tmp_path: Path) -> mf.amendments.Ledger:
     many = tmp_path / "removed.txt"
     many.write_text("\n".join(map(str, range(0, 43, 3))))
     changes = (
-        mf.Reweigh({"web": 0.5, "code": 2}),
-        mf.Reweigh({"web": 3, "code": 2}, by={"web": "repeat", "code": "count"}),
-        mf.BatchSize(9),
-        mf.SkipSteps(5, 7),
-        mf.Exclude({"web": range(40), "docs": np.arange(3)}),
-        mf.Exclude(files={"web": many}),
-        mf.Exclude({"": np.arange(0, 10**6, 7)}),
-        mf.Grow("web", str(folder / "more")),
+        mf.amendments.Reweigh({"web": 0.5, "code": 2}),
+        mf.amendments.Reweigh({"web": 3, "code": 2}, by={"web": "repeat", "code": "count"}),
+        mf.amendments.BatchSize(9),
+        mf.amendments.SkipSteps(5, 7),
+        mf.amendments.Exclude({"web": range(40), "docs": np.arange(3)}),
+        mf.amendments.Exclude(files={"web": many}),
+        mf.amendments.Exclude({"": np.arange(0, 10**6, 7)}),
+        mf.amendments.Grow("web", str(folder / "more")),
     )
-    return mf.Ledger(tuple(mf.Amendment(10 - at, change) for at, change in enumerate(changes)))
+    return mf.amendments.Ledger(
+        tuple(mf.amendments.Amendment(10 - at, change) for at, change in enumerate(changes))
+    )
 
 
 def test_a_ledger_is_what_was_written(folder: Path, tmp_path: Path) -> None:
     ledger = ledger_of(folder, tmp_path)
     ledger.write(tmp_path / "ledger.jsonl")
-    again = mf.Ledger.read(tmp_path / "ledger.jsonl")
+    again = mf.amendments.Ledger.read(tmp_path / "ledger.jsonl")
     assert again.text == ledger.text
     assert again.digest == ledger.digest
     assert [each.name for each in tmp_path.iterdir() if "new" in each.name] == []
@@ -481,16 +492,16 @@ def test_a_ledger_is_what_was_written(folder: Path, tmp_path: Path) -> None:
 def _keep_at_once(rank: int, path: Path, port: int) -> None:
     """Rank 1 keeps a longer ledger while rank 0 has read the file and not written it yet."""
     store = TCPStore("127.0.0.1", port, None, False)
-    ledger = mf.Ledger((mf.Amendment(3, mf.BatchSize(7)),))
+    ledger = mf.amendments.Ledger((mf.amendments.Amendment(3, mf.amendments.BatchSize(7)),))
     if rank == 0:
-        write = mf.Ledger.write
+        write = mf.amendments.Ledger.write
 
-        def waiting(ledger: mf.Ledger, path: Path) -> None:
+        def waiting(ledger: mf.amendments.Ledger, path: Path) -> None:
             store.set("writing", "")
             store.wait(["the other"])
             write(ledger, path)
 
-        mf.Ledger.write = waiting
+        mf.amendments.Ledger.write = waiting
         ledger.keep(path)
         return
     flock = fcntl.flock
@@ -504,15 +515,15 @@ def _keep_at_once(rank: int, path: Path, port: int) -> None:
 
     fcntl.flock = telling
     store.wait(["writing"])
-    ledger.added(mf.Amendment(5, mf.BatchSize(9))).keep(path)
+    ledger.added(mf.amendments.Amendment(5, mf.amendments.BatchSize(9))).keep(path)
     store.set("the other", "has written")
 
 
 def test_two_processes_that_write_the_ledger_lose_no_line(tmp_path: Path) -> None:
     store, path = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), tmp_path / "ledger.jsonl"
     world.start(_keep_at_once, 2, path, store.port, distributed=False).results()
-    assert [repr(change) for _, change in mf.Ledger.read(path)] == [
-        repr(mf.BatchSize(each)) for each in (7, 9)
+    assert [repr(change) for _, change in mf.amendments.Ledger.read(path)] == [
+        repr(mf.amendments.BatchSize(each)) for each in (7, 9)
     ]
 
 
@@ -528,11 +539,11 @@ def test_a_file_system_without_locks_keeps_a_ledger(
     path = tmp_path / "ledger.jsonl"
     feed = mf.Feed(recipe_of(folder), packing=PACKING, ledger=path)
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
-    feed.amend(mf.BatchSize(7))
-    assert len(mf.Ledger.read(path)) == 1
+    feed.amend(mf.amendments.BatchSize(7))
+    assert len(mf.amendments.Ledger.read(path)) == 1
     monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
-    with pytest.raises(mf.StateError, match="cannot write the ledger"):
-        feed.amend(mf.BatchSize(9))
+    with pytest.raises(mf.errors.StateError, match="cannot write the ledger"):
+        feed.amend(mf.amendments.BatchSize(9))
 
 
 @pytest.mark.parametrize(
@@ -540,8 +551,8 @@ def test_a_file_system_without_locks_keeps_a_ledger(
 )
 def test_a_ledger_that_cannot_be_written(tmp_path: Path, folder: str, why: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(mf.StateError, match=rf"{folder}/l\.jsonl: cannot write the ledger \(.*{why}"):
-        mf.Ledger().write(tmp_path / folder / "l.jsonl")
+    with pytest.raises(mf.errors.StateError, match=rf"{folder}/l\.jsonl: cannot write the ledger \(.*{why}"):
+        mf.amendments.Ledger().write(tmp_path / folder / "l.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -562,8 +573,8 @@ def test_a_damaged_ledger_is_refused_by_line(folder: Path, tmp_path: Path, what:
         "packed": "".join(lines).replace('"eJ', '"xx'),
     }
     path.write_text(damaged[what])
-    with pytest.raises(mf.StateError, match=r"line|ledger") as refused:
-        mf.Ledger.read(path)
+    with pytest.raises(mf.errors.StateError, match=r"line|ledger") as refused:
+        mf.amendments.Ledger.read(path)
     assert str(path) in str(refused.value)
 
 
@@ -572,17 +583,17 @@ def test_a_missing_or_shorter_ledger_is_refused_with_the_state(folder: Path, tmp
     with mf.Feed(recipe, packing=PACKING, ledger=path) as feed:
         for step in feed:
             if step.index == 1:
-                feed.amend(mf.BatchSize(9))
-                feed.amend(mf.Exclude({"web": [1]}))
+                feed.amend(mf.amendments.BatchSize(9))
+                feed.amend(mf.amendments.Exclude({"web": [1]}))
             if step.index == 9:
                 state = feed.state_dict()
                 break
     assert len(json.dumps(state)) <= 4096
-    with pytest.raises(mf.StateError, match=r"^the state has amendments: give ledger="):
+    with pytest.raises(mf.errors.StateError, match=r"^the state has amendments: give ledger="):
         mf.Feed(recipe, packing=PACKING).load_state_dict(state)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
-    with pytest.raises(mf.StateError, match=r"2, digest.*1, digest"):
+    with pytest.raises(mf.errors.StateError, match=r"2, digest.*1, digest"):
         mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(state)
     path.write_text("".join(lines))
     mf.Feed(recipe, packing=PACKING, ledger=path).load_state_dict(state)
@@ -598,10 +609,10 @@ def test_a_state_knows_all_amendments_that_were_made_before_it(folder: Path, tmp
             for step in feed:  # one rank after the other
                 states[rank].append(feed.state_dict())
                 if step.index == 1:
-                    feed.amend(mf.BatchSize(9), at=100)
+                    feed.amend(mf.amendments.BatchSize(9), at=100)
                     states[rank].append(feed.state_dict())
                 if step.index == 12:
-                    feed.amend(mf.BatchSize(3))
+                    feed.amend(mf.amendments.BatchSize(3))
                     states[rank].append(feed.state_dict())
                     break
     assert states[0] == states[1]
@@ -615,7 +626,7 @@ def test_a_state_knows_all_amendments_that_were_made_before_it(folder: Path, tmp
             if state in loads:
                 feed.load_state_dict(state)
                 continue
-            with pytest.raises(mf.StateError, match=r"amendments: saved '[12], digest"):
+            with pytest.raises(mf.errors.StateError, match=r"amendments: saved '[12], digest"):
                 feed.load_state_dict(state)
 
 
@@ -623,7 +634,7 @@ def test_a_state_knows_all_amendments_that_were_made_before_it(folder: Path, tmp
 def test_a_feed_whose_documents_are_all_excluded_closes_at_once(folder: Path, prefetch: int) -> None:
     """Its stream never ends, and no step of it has anything to read."""
     everything = {name: range(size) for name, size in SIZES.items()}
-    recipe = recipe_of(folder).amended([(3, mf.Exclude(everything))])
+    recipe = recipe_of(folder).amended([(3, mf.amendments.Exclude(everything))])
     before = {*threading.enumerate()}  # another test's feed may be waiting for the garbage collector
     with mf.Feed(recipe, packing=PACKING, prefetch=prefetch) as feed:
         for step in feed:
@@ -641,9 +652,17 @@ def test_an_amendment_is_added_to_the_schedule(
 ) -> None:
     """What was computed for the amendments before it stays, and is what a new recipe computes."""
     made, real = list[int](), stream.turns_of
-    size = mf.BatchSize(9) if batch.tokens is None else mf.BatchSize(tokens=400)
-    changes = [mf.Reweigh({"web": 3, "docs": 1}), size, mf.Grow("web", str(folder / "more"))]
-    changes += [mf.Exclude({"web": [1, 2]}), mf.Reweigh({"web": 1, "code": 2}), mf.SkipSteps(500, 501)]
+    size = mf.amendments.BatchSize(9) if batch.tokens is None else mf.amendments.BatchSize(tokens=400)
+    changes = [
+        mf.amendments.Reweigh({"web": 3, "docs": 1}),
+        size,
+        mf.amendments.Grow("web", str(folder / "more")),
+    ]
+    changes += [
+        mf.amendments.Exclude({"web": [1, 2]}),
+        mf.amendments.Reweigh({"web": 1, "code": 2}),
+        mf.amendments.SkipSteps(500, 501),
+    ]
 
     def counted(recipe: Any, sizes: Any, part: Any, of_batch: int) -> Any:
         made.append(part.step)
@@ -658,7 +677,7 @@ def test_an_amendment_is_added_to_the_schedule(
                 break
         amended = feed.recipe
     assert len(made) == len({*made}) == 4  # the beginning, two reweighings and a growth
-    fresh = recipe_of(folder, batch).amended(mf.Ledger.read(tmp_path / "ledger.jsonl"))
+    fresh = recipe_of(folder, batch).amended(mf.amendments.Ledger.read(tmp_path / "ledger.jsonl"))
     for number in range(80):
         one, other = draws_of_step(amended, number), draws_of_step(fresh, number)
         assert one.source.tolist() == other.source.tolist()
@@ -672,28 +691,35 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
         next(iter(feed))
         for change, told in (
-            (mf.Reweigh({"wiki": 1}), "'wiki'"),
-            (mf.Exclude({"web": [43]}), "document 43 of source 'web', which has 43"),
-            (mf.Exclude([3]), "such as {'code': "),
-            (mf.BatchSize(tokens=90), r"BatchSize\(.*tokens=90\): the batch is of sequences"),
-            (mf.SkipSteps(0, 1), "planned already"),
-            (mf.Grow("wiki", str(folder / "more")), "no mixture with a source 'wiki'"),
+            (mf.amendments.Reweigh({"wiki": 1}), "'wiki'"),
+            (mf.amendments.Exclude({"web": [43]}), "document 43 of source 'web', which has 43"),
+            (mf.amendments.Exclude([3]), "such as {'code': "),
+            (mf.amendments.BatchSize(tokens=90), r"BatchSize\(.*tokens=90\): the batch is of sequences"),
+            (mf.amendments.SkipSteps(0, 1), "planned already"),
+            (mf.amendments.Grow("wiki", str(folder / "more")), "no mixture with a source 'wiki'"),
         ):
-            with pytest.raises(mf.RecipeError, match=told):
+            with pytest.raises(mf.errors.RecipeError, match=told):
                 feed.amend(change)
-        with pytest.raises(mf.OptionError, match="begun already"):
-            feed.amend(mf.BatchSize(9), at=0)
+        with pytest.raises(mf.errors.OptionError, match="begun already"):
+            feed.amend(mf.amendments.BatchSize(9), at=0)
         wrong: Any
-        for wrong, at in (({"web": 2}, None), (mf.BatchSize(9), "30"), (mf.BatchSize(9), 30.0)):
-            with pytest.raises(mf.OptionError, match="amend"):
+        for wrong, at in (
+            ({"web": 2}, None),
+            (mf.amendments.BatchSize(9), "30"),
+            (mf.amendments.BatchSize(9), 30.0),
+        ):
+            with pytest.raises(mf.errors.OptionError, match="amend"):
                 feed.amend(wrong, at=at)
         assert len(feed.ledger) == 0
-    with mf.Feed(recipe_of(folder), packing=PACKING) as feed, pytest.raises(mf.OptionError, match="ledger"):
-        feed.amend(mf.BatchSize(9))
+    with (
+        mf.Feed(recipe_of(folder), packing=PACKING) as feed,
+        pytest.raises(mf.errors.OptionError, match="ledger"),
+    ):
+        feed.amend(mf.amendments.BatchSize(9))
     rows = replace(recipe_of(folder), sequence=mf.Windows(8), batch=mf.Batch(4))
     of_rows = mf.Feed(rows, mf.Layout.parse("dp2"), 0, delivery="direct", ledger=path, micro_batch_size=2)
-    with of_rows as feed, pytest.raises(mf.OptionError, match="has 6 sequences"):
-        feed.amend(mf.BatchSize(6))
+    with of_rows as feed, pytest.raises(mf.errors.OptionError, match="has 6 sequences"):
+        feed.amend(mf.amendments.BatchSize(6))
 
 
 def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path) -> None:
@@ -708,22 +734,22 @@ def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path)
             sizes.append(step.plan.lengths.size)
             if step.index < 6:
                 with pytest.raises(
-                    mf.RecipeError, match="are all drawn with step 5, and others begin at step"
+                    mf.errors.RecipeError, match="are all drawn with step 5, and others begin at step"
                 ):
-                    feed.amend(mf.Reweigh({"code": 1}), at=20)
+                    feed.amend(mf.amendments.Reweigh({"code": 1}), at=20)
             assert len(feed.ledger) == (step.index > 5)
             if step.index == 5:
-                assert feed.amend(mf.Reweigh({"code": 1})) == 6
+                assert feed.amend(mf.amendments.Reweigh({"code": 1})) == 6
             if step.index == 7:
                 break
         assert sizes == [6, 6, 6, 6, 6, 3, 6, 6]
     for at in (5, 6):
-        last = recipe.amended([(at, mf.Reweigh({"code": 1}))])
+        last = recipe.amended([(at, mf.amendments.Reweigh({"code": 1}))])
         for number in range(at):
             assert draws_of_step(last, number).index.tolist() == draws_of_step(recipe, number).index.tolist()
         assert len(draws_of_step(last, at)) == 6
-    with pytest.raises(mf.RecipeError, match="are all drawn with step 5, and others begin at step 7"):
-        recipe.amended([(7, mf.Reweigh({"code": 1}))])
+    with pytest.raises(mf.errors.RecipeError, match="are all drawn with step 5, and others begin at step 7"):
+        recipe.amended([(7, mf.amendments.Reweigh({"code": 1}))])
 
 
 def test_amounts_that_end_are_drawn_whatever_the_batch_becomes(folder: Path) -> None:
@@ -734,15 +760,15 @@ def test_amounts_that_end_are_drawn_whatever_the_batch_becomes(folder: Path) -> 
     for at, change, why in (
         (
             0,
-            mf.BatchSize(8),
+            mf.amendments.BatchSize(8),
             "are all drawn with step 4, and others begin at step 10: let these begin at step 5",
         ),
-        (5, mf.BatchSize(2), "would not all be drawn when others begin"),
-        (3, mf.Grow("code", str(folder / "more")), "give shares"),
+        (5, mf.amendments.BatchSize(2), "would not all be drawn when others begin"),
+        (3, mf.amendments.Grow("code", str(folder / "more")), "give shares"),
     ):
-        with pytest.raises(mf.RecipeError, match=why):
+        with pytest.raises(mf.errors.RecipeError, match=why):
             recipe.amended([(at, change)])
-    smaller = recipe.amended([(10, mf.BatchSize(2))])
+    smaller = recipe.amended([(10, mf.amendments.BatchSize(2))])
     drawn = np.concatenate([draws_of_step(smaller, step).source for step in range(15)])
     assert drawn.tolist() == [0] * 40 + [1] * 8
 
@@ -751,7 +777,7 @@ def test_a_source_that_is_not_drawn_grows_without_drawing_others_again(folder: P
     code, web = mf.open(folder / "code"), mf.open(folder / "web")
     data = mf.Mixture({"code": (code, 1), "web": (web, 1)}).then(2, {"code": 30}, by="count")
     recipe = replace(recipe_of(folder), data=data)
-    grown = recipe.amended([(4, mf.Grow("web", str(folder / "more")))])
+    grown = recipe.amended([(4, mf.amendments.Grow("web", str(folder / "more")))])
     assert num_steps(grown) == num_steps(recipe) == 7
     for number in range(7):
         assert draws_of_step(grown, number).index.tolist() == draws_of_step(recipe, number).index.tolist()
@@ -765,8 +791,8 @@ def test_a_source_with_columns_grows_by_no_store_without(folder: Path, tmp_path:
     recipe = mf.Recipe(data=data, sequence=mf.Windows(8), batch=mf.Batch(4))
     with mf.Feed(recipe, ledger=tmp_path / "ledger.jsonl", pad_rows=True) as feed:
         next(iter(feed))
-        with pytest.raises(mf.RecipeError, match="give all sources of a mixture the same"):
-            feed.amend(mf.Grow("web", str(folder / "more")))
+        with pytest.raises(mf.errors.RecipeError, match="give all sources of a mixture the same"):
+            feed.amend(mf.amendments.Grow("web", str(folder / "more")))
         assert len(feed.ledger) == 0
 
 
@@ -775,10 +801,10 @@ def test_a_change_is_not_changed_by_its_maker(folder: Path, tmp_path: Path) -> N
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
         for step in feed:
             amounts["web"] *= 2
-            feed.amend(mf.Reweigh(amounts))
+            feed.amend(mf.amendments.Reweigh(amounts))
             if step.index == 8:
                 break
-    made = [change.told["amounts"]["web"] for _, change in mf.Ledger.read(path)]
+    made = [change.told["amounts"]["web"] for _, change in mf.amendments.Ledger.read(path)]
     assert made == [2.0**k for k in range(1, 10)]
 
 
@@ -786,8 +812,8 @@ def test_an_agreed_amendment_outlives_a_clean_stop(folder: Path, tmp_path: Path)
     path = tmp_path / "ledger.jsonl"
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
         next(iter(feed))
-        at = feed.amend(mf.Exclude({"web": [1]}))
-    ((step, change),) = mf.Ledger.read(path)
+        at = feed.amend(mf.amendments.Exclude({"web": [1]}))
+    ((step, change),) = mf.amendments.Ledger.read(path)
     assert (step, change.told) == (at, {"documents": {"web": [1]}})
 
 
@@ -801,7 +827,7 @@ def test_steps_that_come_again_can_be_skipped(folder: Path, tmp_path: Path) -> N
             if step.index == 30:
                 break
         feed.load_state_dict(state)
-        assert feed.amend(mf.SkipSteps(12, 20)) == content_of(state)["step"]
+        assert feed.amend(mf.amendments.SkipSteps(12, 20)) == content_of(state)["step"]
         for step in feed:
             seen.append(step.index)
             if step.index == 22:
@@ -813,60 +839,60 @@ def test_what_was_trained_before_cannot_be_amended(folder: Path, tmp_path: Path)
     recipe = recipe_of(folder)
     state = mf.State.at(recipe, 21).to_json()
     feed = mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl")
-    feed.amend(mf.BatchSize(24))  # of step 0: it was not told yet that the job is further
-    with pytest.raises(mf.StateError, match="amendments"):
+    feed.amend(mf.amendments.BatchSize(24))  # of step 0: it was not told yet that the job is further
+    with pytest.raises(mf.errors.StateError, match="amendments"):
         feed.load_state_dict(state)
 
 
 def test_a_far_skip_takes_no_time(folder: Path, tmp_path: Path) -> None:
     recipe = replace(recipe_of(folder), steps=200)
     with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", prefetch=0) as feed:
-        feed.amend(mf.SkipSteps(3, 10**12))
+        feed.amend(mf.amendments.SkipSteps(3, 10**12))
         assert [step.index for step in feed] == [0, 1, 2]
 
 
 def test_a_ledger_that_cannot_be_written_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     feed = mf.Feed(recipe_of(folder), packing=PACKING, ledger=tmp_path / "no folder" / "ledger.jsonl")
-    with pytest.raises(mf.StateError, match="cannot write"), feed:
+    with pytest.raises(mf.errors.StateError, match="cannot write"), feed:
         pass
     nothing: Any = 5
-    with pytest.raises(mf.OptionError, match="ledger=5"):
+    with pytest.raises(mf.errors.OptionError, match="ledger=5"):
         mf.Feed(recipe_of(folder), packing=PACKING, ledger=nothing)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "3", None, True])
 def test_an_amendment_is_at_a_step(folder: Path, step: Any) -> None:
-    with pytest.raises(mf.RecipeError, match="an amendment at step"):
-        recipe_of(folder).amended([(2, mf.BatchSize(4)), (step, mf.BatchSize(3))])
+    with pytest.raises(mf.errors.RecipeError, match="an amendment at step"):
+        recipe_of(folder).amended([(2, mf.amendments.BatchSize(4)), (step, mf.amendments.BatchSize(3))])
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: mf.SkipSteps(3, 3),
-        lambda: mf.SkipSteps(-1, 3),
-        lambda: mf.SkipSteps(1.0, 3),  # type: ignore[arg-type]
-        lambda: mf.Exclude({"web": [-1]}),
-        lambda: mf.Exclude({"web": ["a"]}),  # type: ignore[dict-item]
-        lambda: mf.Exclude({"web": [1.5]}),  # type: ignore[dict-item]
-        lambda: mf.Exclude({"web": np.array([2**63 + 5], np.uint64)}),  # type: ignore[dict-item]
-        lambda: mf.Exclude(files="no-such-file"),
-        lambda: mf.Exclude({}),
-        lambda: mf.Exclude({"web": []}),
-        lambda: mf.Reweigh(None),  # type: ignore[arg-type]
-        lambda: mf.Reweigh({"web": "2"}),  # type: ignore[dict-item]
-        lambda: mf.Reweigh({"web": True}),
-        lambda: mf.Reweigh({"web": 1j}),  # type: ignore[dict-item]
-        lambda: mf.Reweigh({"web": torch.ones(2)}),  # type: ignore[dict-item]
-        lambda: mf.BatchSize(),
-        lambda: mf.BatchSize(0),
-        lambda: mf.BatchSize(True),
-        lambda: mf.BatchSize(4.0),  # type: ignore[arg-type]
-        lambda: mf.BatchSize(4, tokens=90),
+        lambda: mf.amendments.SkipSteps(3, 3),
+        lambda: mf.amendments.SkipSteps(-1, 3),
+        lambda: mf.amendments.SkipSteps(1.0, 3),  # type: ignore[arg-type]
+        lambda: mf.amendments.Exclude({"web": [-1]}),
+        lambda: mf.amendments.Exclude({"web": ["a"]}),  # type: ignore[dict-item]
+        lambda: mf.amendments.Exclude({"web": [1.5]}),  # type: ignore[dict-item]
+        lambda: mf.amendments.Exclude({"web": np.array([2**63 + 5], np.uint64)}),  # type: ignore[dict-item]
+        lambda: mf.amendments.Exclude(files="no-such-file"),
+        lambda: mf.amendments.Exclude({}),
+        lambda: mf.amendments.Exclude({"web": []}),
+        lambda: mf.amendments.Reweigh(None),  # type: ignore[arg-type]
+        lambda: mf.amendments.Reweigh({"web": "2"}),  # type: ignore[dict-item]
+        lambda: mf.amendments.Reweigh({"web": True}),
+        lambda: mf.amendments.Reweigh({"web": 1j}),  # type: ignore[dict-item]
+        lambda: mf.amendments.Reweigh({"web": torch.ones(2)}),  # type: ignore[dict-item]
+        lambda: mf.amendments.BatchSize(),
+        lambda: mf.amendments.BatchSize(0),
+        lambda: mf.amendments.BatchSize(True),
+        lambda: mf.amendments.BatchSize(4.0),  # type: ignore[arg-type]
+        lambda: mf.amendments.BatchSize(4, tokens=90),
     ],
 )
 def test_wrong_changes_are_refused_when_they_are_made(wrong: Any) -> None:
-    with pytest.raises(mf.RecipeError, match=r"^(SkipSteps|Exclude|Reweigh|BatchSize)"):
+    with pytest.raises(mf.errors.RecipeError, match=r"^(SkipSteps|Exclude|Reweigh|BatchSize)"):
         wrong()
 
 
@@ -875,21 +901,25 @@ def test_numbers_may_be_of_numpy_and_torch(folder: Path, tmp_path: Path) -> None
     whole: Any
     path, reals = tmp_path / "ledger.jsonl", (np.float32(0.5), torch.tensor(2.5, dtype=torch.bfloat16))
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path) as feed:
-        feed.amend(mf.Reweigh(dict(zip(("code", "web"), reals))))  # type: ignore[arg-type]
+        feed.amend(mf.amendments.Reweigh(dict(zip(("code", "web"), reals))))  # type: ignore[arg-type]
         for whole in (np.int64, np.uint8, torch.tensor):
             amounts: Any = {"web": whole(9)}
-            feed.amend(mf.Reweigh(amounts, by="count"), at=whole(100))
-            feed.amend(mf.BatchSize(whole(4)), at=100)
-            feed.amend(mf.SkipSteps(whole(110), whole(112)), at=100)
+            feed.amend(mf.amendments.Reweigh(amounts, by="count"), at=whole(100))
+            feed.amend(mf.amendments.BatchSize(whole(4)), at=100)
+            feed.amend(mf.amendments.SkipSteps(whole(110), whole(112)), at=100)
         for wrong in (np.float64(100), np.True_, torch.ones(2)):
-            with pytest.raises(mf.OptionError, match="such as amend"):
-                feed.amend(mf.BatchSize(4), at=wrong)  # type: ignore[arg-type]
-    plain = [mf.Reweigh({"web": 9}, by="count"), mf.BatchSize(4), mf.SkipSteps(110, 112)]
-    wanted = [mf.Reweigh({"code": 0.5, "web": 2.5}), *plain * 3]
-    kept = mf.Ledger.read(path)
+            with pytest.raises(mf.errors.OptionError, match="such as amend"):
+                feed.amend(mf.amendments.BatchSize(4), at=wrong)  # type: ignore[arg-type]
+    plain = [
+        mf.amendments.Reweigh({"web": 9}, by="count"),
+        mf.amendments.BatchSize(4),
+        mf.amendments.SkipSteps(110, 112),
+    ]
+    wanted = [mf.amendments.Reweigh({"code": 0.5, "web": 2.5}), *plain * 3]
+    kept = mf.amendments.Ledger.read(path)
     assert [repr(change) for _, change in kept] == [repr(change) for change in wanted]
     assert [change.digest for _, change in kept] == [change.digest for change in wanted]
-    recipe, sizes = recipe_of(folder), (mf.BatchSize(4), mf.BatchSize(2))
+    recipe, sizes = recipe_of(folder), (mf.amendments.BatchSize(4), mf.amendments.BatchSize(2))
     amended = recipe.amended(zip((np.int64(5), torch.tensor(9)), sizes))  # type: ignore[arg-type]
     assert amended.fingerprint == recipe.amended(zip((5, 9), sizes)).fingerprint
 
@@ -901,12 +931,12 @@ def test_a_source_may_grow_before_a_growth_that_was_agreed_earlier(folder: Path,
             draws = [microbatch.draws for microbatch in step.microbatches]
             seen[step.index] = [at for each in draws for at in zip(each.source.tolist(), each.index.tolist())]
             if step.index == 0:
-                feed.amend(mf.Grow("web", str(folder / "more")), at=20)
+                feed.amend(mf.amendments.Grow("web", str(folder / "more")), at=20)
             if step.index == 5:
-                feed.amend(mf.Grow("web", str(folder / "still more")))
+                feed.amend(mf.amendments.Grow("web", str(folder / "still more")))
             if step.index == 30:
                 break
-    amended = recipe.amended(mf.Ledger.read(path))
+    amended = recipe.amended(mf.amendments.Ledger.read(path))
     names = [f"web+{mf.open(folder / name).fingerprint[:8]}" for name in ("still more", "more")]
     assert amended.source_names == ("code", "docs", "web", *names)
     for simulated in mf.simulate(amended, mf.Layout(), 31, packing=PACKING):
@@ -922,7 +952,7 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
     with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", metrics=log) as feed:
         for step in feed:
             if step.index == 1:
-                feed.amend(mf.Grow("web", str(folder / "more")))
+                feed.amend(mf.amendments.Grow("web", str(folder / "more")))
             if step.index == 20:
                 break
     last = [line["mixture"] for line in lines_of(tmp_path / "log") if "mixture" in line][-1]
@@ -943,7 +973,7 @@ def test_what_is_read_of_a_source_that_came_later_is_counted(folder: Path, tmp_p
             gained += sum(int((sources == 3).sum()) for sources in drawn)
             assert step.stats.bytes_read >= 2 * step.valid_tokens > 0
             if step.index == 0:
-                feed.amend(mf.Grow("web", str(folder / "more")))
+                feed.amend(mf.amendments.Grow("web", str(folder / "more")))
             if step.index == 20:
                 break
     assert gained > 5
@@ -954,7 +984,7 @@ def test_statistics_are_of_the_sources_that_all_ranks_know(folder: Path, tmp_pat
     with mf.Feed(recipe_of(folder), packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:
         for step in feed:
             if step.index == 0:
-                feed.amend(mf.Grow("web", str(folder / "more")), at=20)
+                feed.amend(mf.amendments.Grow("web", str(folder / "more")), at=20)
             counts = step.stats.source_names, step.stats.source_drawn, step.stats.source_epochs
             known = 3 if step.index < 20 else 4
             for each in (*counts, step.stats.source_asked):
@@ -968,24 +998,24 @@ def test_statistics_are_of_the_sources_that_all_ranks_know(folder: Path, tmp_pat
 def test_amendments_of_two_calls_are_those_of_one(folder: Path, data: st.DataObject) -> None:
     """Or they are refused: one that comes before those that there are."""
     changes: list[Any] = [
-        mf.Exclude({"web": [1, 2, 3], "code": [4]}),
-        mf.Exclude({"web": [3, 9]}),
-        mf.Reweigh({"web": 1, "docs": 3}),
-        mf.Reweigh({"code": 2}),
-        mf.BatchSize(4),
-        mf.BatchSize(3),
-        mf.SkipSteps(11, 13),
-        mf.Grow("web", str(folder / "more")),
+        mf.amendments.Exclude({"web": [1, 2, 3], "code": [4]}),
+        mf.amendments.Exclude({"web": [3, 9]}),
+        mf.amendments.Reweigh({"web": 1, "docs": 3}),
+        mf.amendments.Reweigh({"code": 2}),
+        mf.amendments.BatchSize(4),
+        mf.amendments.BatchSize(3),
+        mf.amendments.SkipSteps(11, 13),
+        mf.amendments.Grow("web", str(folder / "more")),
     ]
     pairs = st.tuples(st.integers(0, 10), st.sampled_from(changes))
     first, then = (data.draw(st.lists(pairs, min_size=1, max_size=3)) for _ in range(2))
     recipe = recipe_of(folder)
     try:
         at_once = recipe.amended([*first, *then])
-    except mf.RecipeError:
+    except mf.errors.RecipeError:
         reject()  # a store that has grown already
     if min(step for step, _ in then) < max(step for step, _ in first):
-        with pytest.raises(mf.RecipeError, match="give all to one call"):
+        with pytest.raises(mf.errors.RecipeError, match="give all to one call"):
             _ = recipe.amended(first).amended(then)
         return
     amended = recipe.amended(first).amended(then)
@@ -1011,7 +1041,7 @@ def _amends_unless(
             for _ in step.microbatches:
                 pass
             dist.all_reduce(torch.zeros(1))
-            change = mf.BatchSize(9) if rank != who else other
+            change = mf.amendments.BatchSize(9) if rank != who else other
             if step.index == 3 and change is not None:
                 feed.amend(change)
             if step.index == 12:
@@ -1048,7 +1078,7 @@ def test_a_rank_that_does_not_amend_is_named(
 def test_ranks_that_amend_differently_are_told_what_differs(
     folder: Path, tmp_path: Path, layout: str, who: int, delivery: str
 ) -> None:
-    other = mf.BatchSize(7)
+    other = mf.amendments.BatchSize(7)
     job = world.start(_amends_unless, 2, folder, tmp_path / "l.jsonl", layout, who, delivery, other)
     messages = [outcome.error[1] for outcome in job.join(after_failure_s=60)]
     told = ("batch is 9 on rank 0, 7 on rank 1", "batch is 7 on rank 1, 9 on rank 0")

@@ -25,15 +25,19 @@ RECIPE = mf.Recipe(data=mf.Lengths(np.ones(64, int)), sequence=mf.Documents(), b
     [
         (
             {"layout": "tp2-dp2"},
-            mf.LayoutError,
+            mf.errors.LayoutError,
             r"layout='tp2-dp2' is a str; give mf.Layout.parse\('tp2-dp2'\)",
         ),
-        ({"layout": (2, 2)}, mf.LayoutError, "is a tuple; give a mf.Layout"),
-        ({"delivery": "fast"}, mf.RoleError, "delivery='fast': choose one of auto, direct, broadcast, share"),
-        ({"delivery": None}, mf.RoleError, "delivery=None"),
-        ({"device": "cdua"}, mf.RecipeError, "device='cdua' is not a device"),
-        ({"device": 1.5}, mf.RecipeError, "device=1.5 is not a device"),
-        ({"device": "mps"}, mf.RecipeError, "give 'cpu' or 'cuda'"),
+        ({"layout": (2, 2)}, mf.errors.LayoutError, "is a tuple; give a mf.Layout"),
+        (
+            {"delivery": "fast"},
+            mf.errors.RoleError,
+            "delivery='fast': choose one of auto, direct, broadcast, share",
+        ),
+        ({"delivery": None}, mf.errors.RoleError, "delivery=None"),
+        ({"device": "cdua"}, mf.errors.RecipeError, "device='cdua' is not a device"),
+        ({"device": 1.5}, mf.errors.RecipeError, "device=1.5 is not a device"),
+        ({"device": "mps"}, mf.errors.RecipeError, "give 'cpu' or 'cuda'"),
     ],
 )
 def test_both_refuse(options: dict[str, Any], kind: type[Exception], says: str) -> None:
@@ -55,7 +59,7 @@ def test_both_refuse(options: dict[str, Any], kind: type[Exception], says: str) 
 )
 def test_a_feed_refuses_numbers_that_are_none(options: dict[str, Any]) -> None:
     (name,) = options
-    with pytest.raises(mf.RecipeError, match=f"{name}="):
+    with pytest.raises(mf.errors.RecipeError, match=f"{name}="):
         mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **options)
 
 
@@ -80,7 +84,7 @@ def test_counts_begin_at_one(make: Callable[[Any], Any], says: str) -> None:
     made = make(1)
     assert made == make(1) != make(2)
     for other in (0, -1, 1.0, True, "1"):
-        with pytest.raises((mf.RecipeError, mf.PlanError), match=says):
+        with pytest.raises((mf.errors.RecipeError, mf.errors.PlanError), match=says):
             make(other)
 
 

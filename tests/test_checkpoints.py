@@ -109,7 +109,7 @@ class Life:
         feed.close()
 
     def train(self, feed: mf.Feed) -> None:
-        first, ledger = feed.next_step, mf.Ledger.read(self.ledger, missing_ok=True)
+        first, ledger = feed.next_step, mf.amendments.Ledger.read(self.ledger, missing_ok=True)
         seen, steps = take(feed, self.dice.randrange(1, 6)), range(first, feed.next_step)
         assert seen == simulated(self.recipe.amended(ledger), mf.Layout(), steps, 0, **self.packing)
 
@@ -118,22 +118,24 @@ class Life:
         feed.amend(
             self.dice.choice(
                 [
-                    mf.BatchSize(self.dice.choice([2, 10])),
-                    mf.Exclude({"a": [self.dice.randrange(9)]}),
-                    mf.Reweigh({"a": 1, "b": self.dice.random()}),
+                    mf.amendments.BatchSize(self.dice.choice([2, 10])),
+                    mf.amendments.Exclude({"a": [self.dice.randrange(9)]}),
+                    mf.amendments.Reweigh({"a": 1, "b": self.dice.random()}),
                 ]
             )
         )
-        known = mf.Ledger.read(self.ledger).amendments[-1].known
+        known = mf.amendments.Ledger.read(self.ledger).amendments[-1].known
         for gone in [saved for saved in self.saved if saved.step > known]:
             self.saved.remove(gone)
-            with pytest.raises(mf.StateError, match="amendments"):
+            with pytest.raises(mf.errors.StateError, match="amendments"):
                 gone.load(feed)
 
     def load(self, feed: mf.Feed, saved: Saved) -> None:
-        knows = any(each.known < saved.step for each in mf.Ledger.read(self.ledger, missing_ok=True))
+        knows = any(
+            each.known < saved.step for each in mf.amendments.Ledger.read(self.ledger, missing_ok=True)
+        )
         if knows:  # refused by that, and not as damaged
-            with pytest.raises(mf.StateError, match="the state has amendments: give ledger="):
+            with pytest.raises(mf.errors.StateError, match="the state has amendments: give ledger="):
                 saved.load(self.feed(None))
         saved.load(feed)
         assert feed.next_step == saved.step

@@ -45,7 +45,7 @@ class Gated:
     def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         self.gate.passed(at.index)
         return {"x": np.full(3, at.index)}
 
@@ -74,7 +74,7 @@ def close(source: Any) -> None:
 def load(source: Any) -> None:
     try:
         source.load_state_dict(source.state_dict())
-    except mf.StateError as busy:  # an iterator that does not return cannot be reset
+    except mf.errors.StateError as busy:  # an iterator that does not return cannot be reset
         assert "still producing" in str(busy)
 
 
@@ -130,7 +130,7 @@ def test_a_loop_that_waits_raises(
     ends = lambda: end(source)  # noqa: E731
     with source:
         ending = when_stopped(source, gate, by_signal(source, ends) if how == "signal" else ends)
-        with pytest.raises(mf.StateError, match="ended this iteration; start a new one"):
+        with pytest.raises(mf.errors.StateError, match="ended this iteration; start a new one"):
             for step in source:
                 for _ in step.microbatches:
                     taken += 1
@@ -150,7 +150,7 @@ def test_a_dataset_or_an_iterator_may_close_its_own_feed(
     gate.open.set()
     source = source_of(gate, prefetch=prefetch)
     passed, gate.passed = gate.passed, lambda count: source.close() if count == 5 else passed(count)  # type: ignore
-    with pytest.raises(mf.StateError, match="start a new one"):
+    with pytest.raises(mf.errors.StateError, match="start a new one"):
         for step in source:
             list(step.microbatches)
 
@@ -199,7 +199,7 @@ def test_at_any_moment_and_from_several_threads(corpus: Path, prefetch: int) -> 
     try:
         for _ in range(cases(30, 600)):
             wanted, expected = int(rng.integers(1, 6)), None
-            with pytest.raises(mf.StateError, match="start a new one"):
+            with pytest.raises(mf.errors.StateError, match="start a new one"):
                 for step in feed:
                     assert expected in (None, step.index)
                     expected = step.index + 1
@@ -239,9 +239,9 @@ def test_while_it_waits_for_peers(corpus: Path, end: Callable[[Any], None]) -> N
             threading.Event().wait(0.001)
         end(feed)
         thread.join(SOON_S)
-    assert isinstance(found[0], mf.StateError) and "start a new one" in str(found[0])
+    assert isinstance(found[0], mf.errors.StateError) and "start a new one" in str(found[0])
     prefix = meshfeed.deliver.Meeting.prefix
     with pytest.MonkeyPatch.context() as patch:  # in a process of its own it would be in the same run
         patch.setattr(meshfeed.deliver.Meeting, "prefix", property(lambda m: prefix.fget(m)[:-1] + "0"))  # type: ignore
-        with peer, pytest.raises(mf.PeerError, match="rank 0 has closed its feed, or loaded a state"):
+        with peer, pytest.raises(mf.errors.PeerError, match="rank 0 has closed its feed, or loaded a state"):
             iter(peer)

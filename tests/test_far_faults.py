@@ -194,6 +194,6 @@ def test_patience_is_not_endless(folder: Path, tmp_path: Path, monkeypatch: pyte
     ):
         one = client.Client(faults.url, {}, client.Patience(attempts=3))
         tag = one.stat("corpus.bin").tag
-        with pytest.raises(mf.UnavailableError, match=r"corpus\.bin: bytes 0\.\.10: failed 3 times"):
+        with pytest.raises(mf.errors.UnavailableError, match=r"corpus\.bin: bytes 0\.\.10: failed 3 times"):
             for _ in range(20):
                 one.read("corpus.bin", 0, 10, tag)

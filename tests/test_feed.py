@@ -100,7 +100,7 @@ class FailsAt:
     def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         if at.index == self.place:
             raise OSError("the disk is gone")
         return {"x": np.array([at.index])}
@@ -134,7 +134,7 @@ def test_a_step_that_cannot_be_read_is_trained_after_a_repair(prefetch: int, pla
     with feed_of(place) as feed:
         seen = told_of(feed, iter(feed))
         assert seen[:40] == list(range(40)) and feed.next_step == 10
-        with pytest.raises(mf.StoreError):
+        with pytest.raises(mf.errors.StoreError):
             take(feed, 1)
         assert feed.next_step == 10, "nor does it count when it fails again"
         state = feed.state_dict()
@@ -152,20 +152,20 @@ def test_a_loop_after_the_end_is_refused(corpus: str, prefetch: int) -> None:
     assert seen == sequence_of(recipe, 100) and len(seen) == 10
     for _ in range(2):
         with pytest.raises(
-            mf.StateError, match=r"all its 10 steps were handed out; for another pass .*epochs="
+            mf.errors.StateError, match=r"all its 10 steps were handed out; for another pass .*epochs="
         ):
             take(feed)
     assert feed.next_step == 10 and threads() == 0 and recipe.data._depth == 0
     with mf.Feed(recipe, prefetch=prefetch) as done:
         done.load_state_dict(feed.state_dict())
         assert take(done) == [], "a job that is done, started again, has nothing to do"
-        with pytest.raises(mf.StateError, match="has ended"):
+        with pytest.raises(mf.errors.StateError, match="has ended"):
             take(done)
         done.load_state_dict(start)
         assert take(done) == seen
     with mf.Feed(recipe, prefetch=prefetch) as left:
         assert take(left, 10) == seen
-        with pytest.raises(mf.StateError, match="has ended"):
+        with pytest.raises(mf.errors.StateError, match="has ended"):
             iter(left)
 
 
@@ -174,14 +174,14 @@ def test_views_after_the_end_are_refused(corpus: str) -> None:
         for view in feed.virtual_stages:  # one after the other
             assert len(list(view)) == 10
         for view in feed.virtual_stages:
-            with pytest.raises(mf.StateError, match="has ended"):
+            with pytest.raises(mf.errors.StateError, match="has ended"):
                 iter(view)
         for _ in range(2):
             feed.load_state_dict(feed.state_dict())
             for view in feed.virtual_stages:
                 assert list(view) == [], "a job that is done, started again, has nothing to do"
             for view in feed.virtual_stages:
-                with pytest.raises(mf.StateError, match="has ended"):
+                with pytest.raises(mf.errors.StateError, match="has ended"):
                     iter(view)
 
 
@@ -199,7 +199,7 @@ def test_a_dataloader_with_workers_is_refused(corpus: str) -> None:
     feed = mf.Feed(recipe_of(corpus, epochs=1))
     loader = torch.utils.data.DataLoader(Streamed(feed), batch_size=None, num_workers=2)
     with pytest.raises(
-        mf.DeliveryError, match=r"a Feed in worker \d of a torch DataLoader.*Machine\(workers"
+        mf.errors.DeliveryError, match=r"a Feed in worker \d of a torch DataLoader.*Machine\(workers"
     ):
         list(loader)
     alone = torch.utils.data.DataLoader(Streamed(feed), batch_size=None)
@@ -238,7 +238,7 @@ def test_an_abandoned_iterator_leaves_its_step_usable_until_the_next(corpus: str
     feed.close()
     assert threads() == 0 and recipe.data._depth == 0
     assert seen_microbatch(kept) == sequence_of(recipe, [1])[0]["microbatches"][0]
-    with pytest.raises(mf.StateError):
+    with pytest.raises(mf.errors.StateError):
         next(second.microbatches)
     assert take(feed, 1) == sequence_of(recipe, [1])
     feed.close()
@@ -267,7 +267,7 @@ def test_a_new_iterator_replaces_the_old_one(corpus: str) -> None:
     new = iter(feed)
     assert next(new).index == 0
     for stale in (old, step.microbatches):
-        with pytest.raises(mf.StateError, match="start a new one"):
+        with pytest.raises(mf.errors.StateError, match="start a new one"):
             next(stale)
     assert next(new).index == 1, "the old one took nothing from the new"
     feed.close()
@@ -279,7 +279,7 @@ def test_microbatches_of_a_step_that_is_over(corpus: str) -> None:
     steps = iter(feed)
     first = next(steps)
     second = next(steps)
-    with pytest.raises(mf.StateError, match="finished step"):
+    with pytest.raises(mf.errors.StateError, match="finished step"):
         next(first.microbatches)
 
     def first_of(microbatches: Any) -> Iterator[mf.Microbatch]:
@@ -289,7 +289,7 @@ def test_microbatches_of_a_step_that_is_over(corpus: str) -> None:
     next(some)
     some.close()  # type: ignore[attr-defined]  # takes what it took, and no more
     assert sum(1 for _ in second.microbatches) == second.num_microbatches - 1 == 15
-    with pytest.raises(mf.StateError, match="taken already"):
+    with pytest.raises(mf.errors.StateError, match="taken already"):
         list(second.microbatches)
     feed.close()
 
@@ -300,11 +300,11 @@ def test_iter_begins_the_run_and_next_only_waits_for_data(corpus: str) -> None:
     assert threads() == 1, "it reads from here on"
     used = iter(feed)
     assert next(used).index == 0
-    with pytest.raises(mf.StateError, match="start a new one"):
+    with pytest.raises(mf.errors.StateError, match="start a new one"):
         next(unused)
     made_before = iter(feed)
     feed.load_state_dict(feed.state_dict())
-    with pytest.raises(mf.StateError, match="load_state_dict"):
+    with pytest.raises(mf.errors.StateError, match="load_state_dict"):
         next(made_before)
     feed.close()
     assert threads() == 0
@@ -314,12 +314,12 @@ def test_a_failing_store_ends_the_loop_and_nothing_hangs(corpus: str) -> None:
     recipe = recipe_of(corpus)
 
     def broken(*args: Any) -> Any:
-        raise mf.StoreError("corpus.bin: the disk is gone")
+        raise mf.errors.StoreError("corpus.bin: the disk is gone")
 
     object.__setattr__(recipe.sequence, "load", broken)
     for prefetch in (0, 2):
         feed = mf.Feed(recipe, prefetch=prefetch)
-        with pytest.raises(mf.StoreError, match=r"corpus\.bin"):
+        with pytest.raises(mf.errors.StoreError, match=r"corpus\.bin"):
             take(feed)
         feed.close()
         assert threads() == 0 and recipe.data._depth == 0
@@ -406,7 +406,7 @@ def test_load_state_in_the_middle_of_an_iteration(corpus: str) -> None:
         step = next(steps)
         feed.load_state_dict(state)
         for stale in (step.microbatches, steps):
-            with pytest.raises(mf.StateError, match="load_state_dict"):
+            with pytest.raises(mf.errors.StateError, match="load_state_dict"):
                 next(stale)
         assert take(feed, 2) == sequence_of(recipe, 2)
     assert threads() == 0
@@ -419,7 +419,7 @@ def test_a_refused_state_changes_nothing(corpus: str) -> None:
     steps = iter(feed)
     next(steps)
     for bad in (foreign, {}, feed.state_dict() | {"step": -1}, feed.state_dict() | {"version": 99}):
-        with pytest.raises(mf.StateError):
+        with pytest.raises(mf.errors.StateError):
             feed.load_state_dict(bad)
     assert next(steps).index == 1
     feed.close()
@@ -508,7 +508,7 @@ def test_views_are_closed_under_their_feed(corpus: str) -> None:
         views = [iter(view) for view in feed.virtual_stages]
         step = next(views[0])
     for stale in (views[0], step.microbatches):
-        with pytest.raises(mf.StateError):
+        with pytest.raises(mf.errors.StateError):
             next(stale)
     assert threads() == 0
 

@@ -46,19 +46,27 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
     [
         (
             lambda: mf.Feed(Squares()),
-            mf.OptionError,
+            mf.errors.OptionError,
             r"takes a mf\.Recipe, not a Squares; .*mf\.Mapped\(mf\.Same",
         ),
-        (lambda: mf.Feed([1, 2]), mf.OptionError, r"not a list; .*mf\.Samples"),
-        (lambda: mf.Feed(STORE), mf.OptionError, r"not a \w+; for a store: mf\.Recipe\(data=store"),
-        (lambda: mf.Feed("corpus"), mf.OptionError, r"not a str; .*mf\.open\('corpus'\)"),
-        (lambda: recipe_with(data="corpus"), mf.RecipeError, r"data='corpus': .*; here mf\.open\('corpus'\)"),
-        (lambda: recipe_with(data=Squares()), mf.RecipeError, r"data=.*mf\.Mapped\(mf\.SameEveryEpoch"),
-        (lambda: recipe_with(data=[{"x": 1}] * 999), mf.RecipeError, r"^.{0,300}$"),
-        (lambda: recipe_with(batch="16"), mf.RecipeError, r"batch='16': give a mf\.Batch"),
-        (lambda: recipe_with(batch=True), mf.RecipeError, r"batch=True: give a mf\.Batch"),
-        (lambda: recipe_with(batch=0), mf.RecipeError, r"Batch\(sequences=0\): a whole number from 1"),
-        (lambda: mf.Batch(True), mf.RecipeError, r"Batch\(sequences=True\): a whole number from 1"),
+        (lambda: mf.Feed([1, 2]), mf.errors.OptionError, r"not a list; .*mf\.Samples"),
+        (lambda: mf.Feed(STORE), mf.errors.OptionError, r"not a \w+; for a store: mf\.Recipe\(data=store"),
+        (lambda: mf.Feed("corpus"), mf.errors.OptionError, r"not a str; .*mf\.open\('corpus'\)"),
+        (
+            lambda: recipe_with(data="corpus"),
+            mf.errors.RecipeError,
+            r"data='corpus': .*; here mf\.open\('corpus'\)",
+        ),
+        (
+            lambda: recipe_with(data=Squares()),
+            mf.errors.RecipeError,
+            r"data=.*mf\.Mapped\(mf\.SameEveryEpoch",
+        ),
+        (lambda: recipe_with(data=[{"x": 1}] * 999), mf.errors.RecipeError, r"^.{0,300}$"),
+        (lambda: recipe_with(batch="16"), mf.errors.RecipeError, r"batch='16': give a mf\.Batch"),
+        (lambda: recipe_with(batch=True), mf.errors.RecipeError, r"batch=True: give a mf\.Batch"),
+        (lambda: recipe_with(batch=0), mf.errors.RecipeError, r"Batch\(sequences=0\): a whole number from 1"),
+        (lambda: mf.Batch(True), mf.errors.RecipeError, r"Batch\(sequences=True\): a whole number from 1"),
         (lambda: len(mf.Feed(ROWS)), TypeError, "feed.num_steps has the number of its steps"),
         (lambda: mf.Feed(ROWS)[0], TypeError, "it gives steps in order.*load_state_dict"),
         (lambda: len(mf.Exchange([], packing=PACKING)), TypeError, "when its iterators have ended"),
@@ -68,63 +76,75 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
             "It is its own loader: iterate it in the process that trains, without a DataLoader",
         ),
         (lambda: torch.utils.data.DataLoader(mf.Feed(ROWS), shuffle=True), TypeError, "without a DataLoader"),
-        (lambda: mf.Feed(ROWS).load_state_dict("{}"), mf.StateError, r"is text; .*json\.loads\(text\)"),
+        (
+            lambda: mf.Feed(ROWS).load_state_dict("{}"),
+            mf.errors.StateError,
+            r"is text; .*json\.loads\(text\)",
+        ),
         (
             lambda: mf.Feed(ROWS).load_state_dict({}),
-            mf.StateError,
+            mf.errors.StateError,
             "not 'meshfeed' alone",
         ),
-        (lambda: mf.Feed(ROWS).load_state_dict(None), mf.StateError, "the state is a NoneType"),
+        (lambda: mf.Feed(ROWS).load_state_dict(None), mf.errors.StateError, "the state is a NoneType"),
         (
             lambda: mf.Exchange([], packing=PACKING).load_state_dict({}),
-            mf.StateError,
+            mf.errors.StateError,
             "not 'meshfeed' alone",
         ),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),
-            mf.OptionError,
+            mf.errors.OptionError,
             "^micro_batch_size=2 with a packing",
         ),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, pad_rows=True),
-            mf.OptionError,
+            mf.errors.OptionError,
             "^pad_rows=True with a packing",
         ),
-        (lambda: recipe_with(sequence=64), mf.RecipeError, r"sequence=64: give a rule, such as mf\.Windows"),
-        (lambda: mf.Feed(PACKED, packing=16), mf.OptionError, r"packing=16: give a mf\.Packing"),
-        (lambda: mf.Feed(ROWS, verify="no"), mf.OptionError, "verify='no': give True or False"),
-        (lambda: mf.Feed(ROWS, pad_rows=1), mf.OptionError, "pad_rows=1: give True or False"),
+        (
+            lambda: recipe_with(sequence=64),
+            mf.errors.RecipeError,
+            r"sequence=64: give a rule, such as mf\.Windows",
+        ),
+        (lambda: mf.Feed(PACKED, packing=16), mf.errors.OptionError, r"packing=16: give a mf\.Packing"),
+        (lambda: mf.Feed(ROWS, verify="no"), mf.errors.OptionError, "verify='no': give True or False"),
+        (lambda: mf.Feed(ROWS, pad_rows=1), mf.errors.OptionError, "pad_rows=1: give True or False"),
         (
             lambda: mf.Exchange([], packing=PACKING, verify="no"),
-            mf.OptionError,
+            mf.errors.OptionError,
             "verify='no': give True or False",
         ),
         (
             lambda: mf.Feed(ROWS, metrics="runs/7"),
-            mf.MetricsError,
+            mf.errors.MetricsError,
             r"metrics='runs/7' is not a sink; .*RunLog",
         ),
-        (lambda: mf.Mapped(iter([1])), mf.StoreError, "no length or no items; .*not its loader or iterator"),
+        (
+            lambda: mf.Mapped(iter([1])),
+            mf.errors.StoreError,
+            "no length or no items; .*not its loader or iterator",
+        ),
         (
             lambda: mf.Mixture({"a": "corpus"}),
-            mf.RecipeError,
+            mf.errors.RecipeError,
             "'a' is new: give .store, amount.*mf.open.*, not a str",
         ),
         (lambda: mf.open("corpus", vocab_size=7), TypeError, r"^open\(\) got an unexpected .*'vocab_size'"),
         (
             lambda: next(mf.simulate(ROWS, "dp2", 1)),
-            mf.LayoutError,
+            mf.errors.LayoutError,
             r"layout='dp2' .*mf\.Layout\.parse\('dp2'\)",
         ),
         (
             lambda: next(mf.simulate(STORE, mf.Layout(), 1)),
-            mf.OptionError,
+            mf.errors.OptionError,
             r"simulate takes a mf\.Recipe, not a L",
         ),
-        (lambda: mf.Documents("64"), mf.RecipeError, r"Documents\(max_len='64'\): at least one token"),
+        (lambda: mf.Documents("64"), mf.errors.RecipeError, r"Documents\(max_len='64'\): at least one token"),
         (
             lambda: mf.StageMap(pp="2"),
-            mf.LayoutError,
+            mf.errors.LayoutError,
             r"StageMap\(pp='2', vpp=1\): each is a whole number from 1",
         ),
         (
@@ -142,48 +162,52 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
             AttributeError,
             r"it is a mapping: microbatch\['x'\]",
         ),
-        (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
-        (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
-        (lambda: mf.Machine(workers=-1), mf.OptionError, r"workers=-1\): give a whole number, 0 or more"),
+        (lambda: mf.open(None), mf.errors.OptionError, r"mf.open\(None\): give a path"),
+        (lambda: mf.Feed(None), mf.errors.OptionError, r"not a NoneType"),
+        (
+            lambda: mf.Machine(workers=-1),
+            mf.errors.OptionError,
+            r"workers=-1\): give a whole number, 0 or more",
+        ),
         (
             lambda: mf.Machine(item_timeout_s=0),
-            mf.OptionError,
+            mf.errors.OptionError,
             r"item_timeout_s=0\): give seconds, more than 0",
         ),
-        (lambda: mf.Feed(ROWS, machine=8), mf.OptionError, r"machine=8: give a mf\.Machine"),
-        (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
+        (lambda: mf.Feed(ROWS, machine=8), mf.errors.OptionError, r"machine=8: give a mf\.Machine"),
+        (lambda: mf.Mixture([STORE]), mf.errors.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (
             lambda: mf.Feed(ROWS, micro_batch_size=0),
-            mf.OptionError,
+            mf.errors.OptionError,
             "micro_batch_size=0: give a whole number, 1",
         ),
-        (lambda: mf.Feed(ROWS, micro_batch_size=2.5), mf.OptionError, r"micro_batch_size=2\.5"),
-        (lambda: mf.Feed(ROWS, micro_batch_size="2"), mf.OptionError, "micro_batch_size='2'"),
-        (lambda: mf.Feed(ROWS, micro_batch_size=True), mf.OptionError, "micro_batch_size=True"),
-        (lambda: mf.Feed(ROWS, timeout_s=float("nan")), mf.OptionError, "timeout_s=nan: give seconds"),
-        (lambda: mf.Feed(ROWS, timeout_s=float("inf")), mf.OptionError, "timeout_s=inf"),
-        (lambda: mf.Feed(ROWS, timeout_s="9"), mf.OptionError, "timeout_s='9'"),
+        (lambda: mf.Feed(ROWS, micro_batch_size=2.5), mf.errors.OptionError, r"micro_batch_size=2\.5"),
+        (lambda: mf.Feed(ROWS, micro_batch_size="2"), mf.errors.OptionError, "micro_batch_size='2'"),
+        (lambda: mf.Feed(ROWS, micro_batch_size=True), mf.errors.OptionError, "micro_batch_size=True"),
+        (lambda: mf.Feed(ROWS, timeout_s=float("nan")), mf.errors.OptionError, "timeout_s=nan: give seconds"),
+        (lambda: mf.Feed(ROWS, timeout_s=float("inf")), mf.errors.OptionError, "timeout_s=inf"),
+        (lambda: mf.Feed(ROWS, timeout_s="9"), mf.errors.OptionError, "timeout_s='9'"),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),
-            mf.OptionError,
+            mf.errors.OptionError,
             "micro_batch_size=2 with a packing, which makes the microbatches itself",
         ),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, pad_rows=True),
-            mf.OptionError,
+            mf.errors.OptionError,
             "pad_rows=True with a packing",
         ),
         (
             lambda: mf.Packing(capacity=16, policy="in_order", tolerance=0.1),
-            mf.PlanError,
+            mf.errors.PlanError,
             r"tolerance=0\.1 with policy='in_order', which balances nothing",
         ),
         (
             lambda: pickle.dumps(mf.Feed(ROWS)),
-            mf.StateError,
+            mf.errors.StateError,
             "a Feed cannot be pickled or copied: .*state_dict",
         ),
-        (lambda: copy.deepcopy(mf.Feed(ROWS)), mf.StateError, "make one in each process"),
+        (lambda: copy.deepcopy(mf.Feed(ROWS)), mf.errors.StateError, "make one in each process"),
     ],
 )
 def test_a_first_mistake_is_told_what_to_write(
@@ -196,7 +220,7 @@ def test_a_first_mistake_is_told_what_to_write(
 def test_an_open_feed_is_not_pickled() -> None:
     with mf.Feed(PACKED, packing=PACKING) as feed:
         next(iter(feed))
-        with pytest.raises(mf.StateError, match="cannot be pickled"):
+        with pytest.raises(mf.errors.StateError, match="cannot be pickled"):
             pickle.dumps(feed)
 
 
@@ -204,14 +228,16 @@ def test_a_batch_that_changes_at_a_resume_is_told_of_then(tmp_path: Path) -> Non
     write_corpus(tmp_path / "c")
     state = mf.State(recipe=recipe_of(tmp_path / "c", sequences=16).summary(until=5), step=5).to_json()
     with pytest.raises(
-        mf.StateError, match=r"(?s)saved 'sequences=16', now 'sequences=32'.*Batch.*\.then\(step"
+        mf.errors.StateError, match=r"(?s)saved 'sequences=16', now 'sequences=32'.*Batch.*\.then\(step"
     ):
         mf.Feed(recipe_of(tmp_path / "c", sequences=32)).load_state_dict(state)
 
 
 def test_an_option_error_is_one_class_for_all() -> None:
     """Those who caught what was raised before still catch it."""
-    assert issubclass(mf.OptionError, mf.RecipeError) and issubclass(mf.OptionError, mf.StoreError)
+    assert issubclass(mf.errors.OptionError, mf.errors.RecipeError) and issubclass(
+        mf.errors.OptionError, mf.errors.StoreError
+    )
 
 
 GO_ON = threading.Event()
@@ -227,14 +253,14 @@ def test_a_dataset_that_hangs_is_not_called_storage() -> None:
     machine = mf.Machine(workers=1, item_timeout_s=60)
     with (
         mf.Feed(recipe, machine=machine, timeout_s=0.2) as feed,
-        pytest.raises(mf.DeliveryError) as late,
+        pytest.raises(mf.errors.DeliveryError) as late,
     ):
         for step in feed:
             list(step.microbatches)
     assert "Mapped(Fatal, 8 items) has not returned it; check what the dataset does" in str(late.value)
     given = (each for each in iter(waiting, None))
     with mf.Exchange(given, packing=PACKING, prefetch=1, timeout_s=0.2) as exchange:
-        with pytest.raises(mf.DeliveryError, match="its own iterator has not returned it"):
+        with pytest.raises(mf.errors.DeliveryError, match="its own iterator has not returned it"):
             next(iter(exchange))
         GO_ON.set()
 
@@ -283,7 +309,9 @@ def test_a_state_of_another_mixture_or_batch_says_how_to_change_it() -> None:
 
     state = mf.State(recipe=recipe_of_shares(0.5).summary(until=3), step=3).to_json()
     feed = mf.Feed(recipe_of_shares(0.25, 8), packing=PACKING)
-    with pytest.raises(mf.StateError, match=r"Batch\(\.\.\.\)\.then\(step.*Mixture\(\.\.\.\)\.then\(step"):
+    with pytest.raises(
+        mf.errors.StateError, match=r"Batch\(\.\.\.\)\.then\(step.*Mixture\(\.\.\.\)\.then\(step"
+    ):
         feed.load_state_dict(state)
 
 

@@ -27,7 +27,7 @@ class Numbers:
     def __len__(self) -> int:
         return 23
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": np.array([at.epoch, at.index])}
 
 

@@ -234,8 +234,8 @@ class Noisy:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
-        return {"tokens": mf.rng(self.name, at.epoch, at.index).integers(0, 999, self.sizes[at.index])}
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
+        return {"tokens": mf.order.rng(self.name, at.epoch, at.index).integers(0, 999, self.sizes[at.index])}
 
 
 def user_recipe(weights: list[tuple[int, tuple[float, float]]]) -> mf.Recipe:

@@ -99,7 +99,7 @@ def test_steps_whose_lanes_are_alike_are_planned_and_cut_once() -> None:
     assert [plans.index(plan) for plan in plans] == [0] * 11 + [11] + [12] * 10
     for batch in batches:
         assert batch is not None
-        for coord in (mf.Coord(0, 0, 0, 0), mf.Coord(0, 0, 1, 0)):
+        for coord in (mf.layout.Coord(0, 0, 0, 0), mf.layout.Coord(0, 0, 1, 0)):
             cut = stepping.portions(batch, coord, [0])
             drawn = np.concatenate([portion.draws.index for portion in cut])
             mine = np.flatnonzero(batch.plan.first_rank == coord.dp)

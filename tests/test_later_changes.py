@@ -76,7 +76,7 @@ def test_what_is_random_in_a_source_follows_from_its_name(folder: Path, rule: An
     """A grown source has another number under a recipe that names one more source later."""
     of = " pictures" if isinstance(rule, mf.Multimodal) else ""
     web, code, more, others = (mf.open(folder / f"{name}{of}") for name in ("web", "code", "more", "others"))
-    grown = [(2, mf.Grow("web", str(folder / f"more{of}")))]
+    grown = [(2, mf.amendments.Grow("web", str(folder / f"more{of}")))]
     first = mf.Mixture({"web": (web, 3), "code": (code, 1)})
     now, later = (
         mf.Recipe(data=data, sequence=rule, batch=mf.Batch(6), seed=3).amended(grown)
@@ -98,9 +98,9 @@ class OfOneJob:
     """
 
     def __init__(self, given: mf.Recipe) -> None:
-        self.given, self.last = given, (mf.Ledger(), given)
+        self.given, self.last = given, (mf.amendments.Ledger(), given)
 
-    def under(self, ledger: mf.Ledger) -> mf.Recipe:
+    def under(self, ledger: mf.amendments.Ledger) -> mf.Recipe:
         known, before = self.last
         further, latest = ledger.amendments[len(known) :], max((each.step for each in known), default=0)
         if not ledger.begins_with(known) or any(each.step < latest for each in further):
@@ -116,11 +116,16 @@ def test_two_sources_that_grow_have_their_own_sums_of_tokens(folder: Path) -> No
     data = mf.Mixture({"web": (mf.open(folder / "web"), 4), "code": (mf.open(folder / "code"), 1)})
     recipe = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(tokens=20_000), steps=40)
     later, sooner = (
-        mf.Amendment(step, mf.Grow("web", str(folder / name))) for step, name in ((6, "A"), (4, "B"))
+        mf.amendments.Amendment(step, mf.amendments.Grow("web", str(folder / name)))
+        for step, name in ((6, "A"), (4, "B"))
     )
     recipes = OfOneJob(recipe)
     assert start_of_step(recipe, 3) > 0  # its stream is there, as in a job that trains
-    for ledger in (mf.Ledger((later,)), mf.Ledger((sooner,)), mf.Ledger((later, sooner))):
+    for ledger in (
+        mf.amendments.Ledger((later,)),
+        mf.amendments.Ledger((sooner,)),
+        mf.amendments.Ledger((later, sooner)),
+    ):
         known, fresh = recipes.under(ledger), recipe.amended(ledger)
         for step in (39, 5, 20, 0):
             assert start_of_step(known, step) == start_of_step(fresh, step)
@@ -172,16 +177,16 @@ def check_that_later_changes_keep_what_comes_before(data: st.DataObject, job: Jo
     state = mf.State.from_json(mf.State.at(recipe, step).to_json())
     try:
         state.check(later.recipe)
-    except mf.StateError:
+    except mf.errors.StateError:
         reject()
     steps = range(step)
     assert data_of(later.recipe, steps) == data_of(recipe, steps)
     recipes = OfOneJob(later.given)
     # each stream is made of the one before; without the first amendment, other sources have their numbers
     for ledger in ((), job.ledger, later.ledger[::-1], later.ledger[1:], later.ledger):
-        with contextlib.suppress(mf.RecipeError):
-            _ = data_of(recipes.under(mf.Ledger(ledger)), [step + 3, step], fields=False)
-    known = recipes.under(mf.Ledger(later.ledger))
+        with contextlib.suppress(mf.errors.RecipeError):
+            _ = data_of(recipes.under(mf.amendments.Ledger(ledger)), [step + 3, step], fields=False)
+    known = recipes.under(mf.amendments.Ledger(later.ledger))
     assert data_of(known, data.draw(st.permutations(steps)), fields=False) == data_of(
         recipe, steps, fields=False
     )

@@ -32,7 +32,7 @@ def test_ranks_and_coordinates_are_inverse(tp: int, cp: int, dp: int, pp: int, o
     coords = layout.coords()
     assert len({tuple(row) for row in coords.tolist()}) == layout.world_size
     for rank, row in enumerate(coords.tolist()):
-        assert layout.rank_of(mf.Coord(*row)) == rank
+        assert layout.rank_of(mf.layout.Coord(*row)) == rank
         assert layout.coord(rank) == tuple(row)
 
 
@@ -97,7 +97,7 @@ def test_a_table_renames_the_ranks_and_nothing_else(both: tuple[mf.Layout, mf.La
         assert named.group_of(rank, dims).tolist() == table[plain.group_of(slot, dims)].tolist()
     for rank in sorted(set(range(-2, 503)) - set(table.tolist()))[::37]:
         for ask in (named.coord, lambda r: named.group_of(r, dims), lambda r: named.coords([table[0], r])):
-            with pytest.raises(mf.LayoutError, match=f"rank {rank} is not in"):
+            with pytest.raises(mf.errors.LayoutError, match=f"rank {rank} is not in"):
                 ask(rank)
 
 
@@ -113,7 +113,7 @@ def test_a_table_names_ranks_that_are_not_contiguous() -> None:
     assert layout.ranks().tolist() == [3, 7, 10, 20]
     assert layout.groups("tp").tolist() == [[10, 3], [7, 20]]
     assert layout.coord(20) == (1, 0, 1, 0)
-    with pytest.raises(mf.LayoutError, match="rank 4 is not in"):
+    with pytest.raises(mf.errors.LayoutError, match="rank 4 is not in"):
         layout.coord(4)
 
 
@@ -232,7 +232,7 @@ def test_a_real_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> N
         (lambda: mf.Layout(dp=4).group_of(9, "dp"), "rank 9 is not in"),
         (lambda: mf.Layout(dp=4).group_of(0, "ep"), "dimensions are"),
         (lambda: mf.Layout(dp=4).groups(""), "dimensions are"),
-        (lambda: mf.Layout(dp=4).rank_of(mf.Coord(0, 0, -1, 0)), "dp must be in 0..3"),
+        (lambda: mf.Layout(dp=4).rank_of(mf.layout.Coord(0, 0, -1, 0)), "dp must be in 0..3"),
         (lambda: mf.Layout(tp=0), "tp=0"),
         (lambda: mf.Layout(tp=2, order="dp-pp"), "leaves out tp"),
         (lambda: mf.Layout(order="tp-tp"), "at most once"),
@@ -245,7 +245,7 @@ def test_a_real_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> N
         (lambda: mf.Layout(dp=2, table=(0, 0.5)), "whole numbers"),
         (lambda: mf.Layout(dp=2, table=("0", "1")), "whole numbers"),
         (lambda: mf.Layout().groups("xp"), "dimensions are"),
-        (lambda: mf.Layout(dp=4).rank_of(mf.Coord(0, 0, 4, 0)), "dp must be in 0..3"),
+        (lambda: mf.Layout(dp=4).rank_of(mf.layout.Coord(0, 0, 4, 0)), "dp must be in 0..3"),
         (lambda: mf.Layout(dp=4).check_world(8), "needs 4 ranks, the job has 8"),
         (lambda: mf.Layout(dp=2, table=(1, 8)).check_world(8), "names rank 8, the job has 8"),
         (lambda: mf.Layout.from_device_mesh(mesh((2,), None)), "no mesh_dim_names"),
@@ -253,13 +253,13 @@ def test_a_real_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> N
     ],
 )
 def test_what_does_not_fit_is_refused(make: object, says: str) -> None:
-    with pytest.raises(mf.LayoutError, match=says):
+    with pytest.raises(mf.errors.LayoutError, match=says):
         make()  # type: ignore[operator]
 
 
 def test_names_of_ones_own_mesh_dimensions() -> None:
     assert mf.Layout.from_device_mesh(mesh((2, 2), ("stage", "tp")), names={"stage": "pp"}).pp == 2
-    with pytest.raises(mf.LayoutError, match="'stage' is unknown"):
+    with pytest.raises(mf.errors.LayoutError, match="'stage' is unknown"):
         mf.Layout.from_device_mesh(mesh((2,), ("stage",)), names={"stage": "ep"})
 
 
@@ -267,7 +267,7 @@ def test_a_job_holds_its_layout() -> None:
     mf.Layout.parse("tp2-dp4").check_world(8)
     mf.Layout(dp=2, table=(1, 7)).check_world(8)  # others of the job may do other work
     for world in (1, 7, 9, 16):
-        with pytest.raises(mf.LayoutError, match=f"the job has {world}"):
+        with pytest.raises(mf.errors.LayoutError, match=f"the job has {world}"):
             mf.Layout.parse("tp2-dp4").check_world(world)
 
 

@@ -79,16 +79,16 @@ def test_nothing_that_a_ledger_names_is_asked_until_a_recipe_is_amended(
         ]
     )
     path.write_text(sealed(lines))
-    ledger = mf.Ledger.read(path)
+    ledger = mf.amendments.Ledger.read(path)
     assert ledger.text == path.read_text()
     assert "by" in repr(ledger) and ledger.amendments[1].change.digest
     path.write_text(path.read_text().replace('"step": 1', '"step": 0'))
-    with pytest.raises(mf.StateError, match="line 2: it does not follow"):
-        mf.Ledger.read(path)
+    with pytest.raises(mf.errors.StateError, match="line 2: it does not follow"):
+        mf.amendments.Ledger.read(path)
     with pytest.raises(BlockingIOError):
         server.accept()
     write_corpus(tmp_path / "c")
-    with pytest.raises(mf.RecipeError, match="Not a regular file"):
+    with pytest.raises(mf.errors.RecipeError, match="Not a regular file"):
         recipe_of(tmp_path / "c").amended(ledger.amendments[1:])
 
 
@@ -157,12 +157,14 @@ def test_whatever_a_ledger_holds_is_read_or_refused(tmp_path: Path) -> None:
             text = dice.choice([text[: dice.randrange(len(text))], HEAD.encode() + dice.randbytes(50)])
         path.write_bytes(text)
         try:
-            ledger = mf.Ledger.read(path)
-        except mf.StateError:
+            ledger = mf.amendments.Ledger.read(path)
+        except mf.errors.StateError:
             ended["refused"] += 1
             continue
         assert (
-            mf.Ledger.of_text(ledger.text).lines == ledger.lines == [*map(json.loads, text.splitlines()[1:])]
+            mf.amendments.Ledger.of_text(ledger.text).lines
+            == ledger.lines
+            == [*map(json.loads, text.splitlines()[1:])]
         )
         ended["read"] += 1
         try:
@@ -194,16 +196,16 @@ def test_whatever_a_ledger_holds_is_read_or_refused(tmp_path: Path) -> None:
 def test_texts_that_are_no_ledgers(tmp_path: Path, text: str, why: str | None) -> None:
     (tmp_path / "ledger.jsonl").write_text(text)
     if why is None:
-        assert mf.Ledger.read(tmp_path / "ledger.jsonl").text == text
+        assert mf.amendments.Ledger.read(tmp_path / "ledger.jsonl").text == text
         return
-    with pytest.raises(mf.StateError, match=why):
-        mf.Ledger.read(tmp_path / "ledger.jsonl")
+    with pytest.raises(mf.errors.StateError, match=why):
+        mf.amendments.Ledger.read(tmp_path / "ledger.jsonl")
 
 
 def test_a_list_that_unpacks_without_end_is_refused() -> None:
     packed = base64.b64encode(zlib.compress(bytes(1 << 27))).decode()
-    with pytest.raises(mf.StateError, match="too many documents"):
-        mf.Ledger.of_text(sealed(lines_of([(1, {"Exclude": {"documents": {"web": packed}}})])))
+    with pytest.raises(mf.errors.StateError, match="too many documents"):
+        mf.amendments.Ledger.of_text(sealed(lines_of([(1, {"Exclude": {"documents": {"web": packed}}})])))
 
 
 def test_a_ledger_packed_by_another_zlib_is_the_same(tmp_path: Path) -> None:
@@ -212,8 +214,8 @@ def test_a_ledger_packed_by_another_zlib_is_the_same(tmp_path: Path) -> None:
     for level in (1, 9):
         packed = base64.b64encode(zlib.compress(steps, level)).decode()
         text = sealed(lines_of([(1, {"Exclude": {"documents": {"web": packed}}})]))
-        (_, change), *_ = ledger = mf.Ledger.of_text(text)
-        assert ledger.text == text and change.digest == mf.Exclude({"web": numbers}).digest
+        (_, change), *_ = ledger = mf.amendments.Ledger.of_text(text)
+        assert ledger.text == text and change.digest == mf.amendments.Exclude({"web": numbers}).digest
 
 
 # -- what kind of file it is ----------------------------------------------------------------------------------
@@ -228,11 +230,11 @@ def test_only_a_file_is_a_ledger(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     elif kind == "loop":
         path.symlink_to(path)
-    with pytest.raises(mf.StateError, match="cannot read the ledger"):
-        mf.Ledger.read(path)
+    with pytest.raises(mf.errors.StateError, match="cannot read the ledger"):
+        mf.amendments.Ledger.read(path)
     if kind != "device":
-        with pytest.raises(mf.StateError, match=r"cannot (read|write) the ledger"):
-            mf.Ledger().write(path)
+        with pytest.raises(mf.errors.StateError, match=r"cannot (read|write) the ledger"):
+            mf.amendments.Ledger().write(path)
     assert kind != "pipe" or path.is_fifo()
 
 
@@ -241,19 +243,19 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, exists: bool) -
     target, link = tmp_path / "shared" / "ledger.jsonl", tmp_path / "ledger.jsonl"
     target.parent.mkdir()
     link.symlink_to(target)
-    ledger = mf.Ledger((mf.Amendment(1, mf.BatchSize(9)),))
+    ledger = mf.amendments.Ledger((mf.amendments.Amendment(1, mf.amendments.BatchSize(9)),))
     if exists:
-        mf.Ledger().keep(target)
+        mf.amendments.Ledger().keep(target)
     ledger.keep(link)
-    assert link.is_symlink() and mf.Ledger.read(target).text == ledger.text
+    assert link.is_symlink() and mf.amendments.Ledger.read(target).text == ledger.text
     assert [each.name for each in tmp_path.iterdir()] == ["shared", "ledger.jsonl"] or not exists
 
 
 def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    mf.Ledger().keep(path)
+    mf.amendments.Ledger().keep(path)
     path.chmod(0o660)
-    mf.Ledger((mf.Amendment(1, mf.BatchSize(9)),)).keep(path)
+    mf.amendments.Ledger((mf.amendments.Amendment(1, mf.amendments.BatchSize(9)),)).keep(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
 
 
@@ -263,8 +265,8 @@ def test_a_file_of_documents_is_not_quoted(tmp_path: Path) -> None:
     (tmp_path / "deep.npy").write_bytes(b"\x93NUMPY" + b"\xff" * 50)
     os.mkfifo(tmp_path / "pipe")
     for name in ("secret", "deep.npy", "pipe"):
-        with pytest.raises(mf.RecipeError, match="one document number in each line") as refused:
-            mf.Exclude(files={"web": tmp_path / name})
+        with pytest.raises(mf.errors.RecipeError, match="one document number in each line") as refused:
+            mf.amendments.Exclude(files={"web": tmp_path / name})
         assert "hunter2" not in str(refused.value) and (refused.value.__cause__ is None) == (name != "pipe")
 
 
@@ -283,18 +285,21 @@ def test_an_amendment_whose_ledger_cannot_be_written_is_in_force_and_comes_once(
     path = tmp_path / "ledger.jsonl"
     with mf.Feed(recipe, ledger=path) as feed:
         next(iter(feed))
-        feed.amend(mf.BatchSize(6))
+        feed.amend(mf.amendments.BatchSize(6))
         with monkeypatch.context() as full, caplog.at_level(logging.INFO, "meshfeed"):
             full.setattr(durable.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
             for _ in range(2):  # a retry that fails
                 with pytest.raises(
-                    mf.StateError, match=r"in force from step \d+; the ledger could not be written"
+                    mf.errors.StateError, match=r"in force from step \d+; the ledger could not be written"
                 ):
-                    feed.amend(mf.BatchSize(8))
+                    feed.amend(mf.amendments.BatchSize(8))
         assert feed.ledger.lines[-1]["BatchSize"] == {"sequences": 8} and len(feed.ledger) == 2
         assert json.dumps(feed.ledger.lines[-1]) in caplog.text, "it is logged whole"
-        step = feed.amend(mf.BatchSize(8))
-        assert feed.ledger.amendments[-1].step == step and mf.Ledger.read(path).text == feed.ledger.text
+        step = feed.amend(mf.amendments.BatchSize(8))
+        assert (
+            feed.ledger.amendments[-1].step == step
+            and mf.amendments.Ledger.read(path).text == feed.ledger.text
+        )
 
 
 def test_a_state_looks_at_the_ledger_and_writes_it_again(
@@ -304,7 +309,7 @@ def test_a_state_looks_at_the_ledger_and_writes_it_again(
     with mf.Feed(recipe, ledger=path) as feed:
         for step in feed:
             if step.index == 1:
-                feed.amend(mf.BatchSize(6))
+                feed.amend(mf.amendments.BatchSize(6))
             if step.index == 9:
                 break
         whole = path.read_bytes()
@@ -325,25 +330,25 @@ def test_a_loop_at_the_end_of_the_stream_waits_for_nobody(tmp_path: Path, delive
     recipe = recipe_of(tmp_path / "c", steps=3, sequences=4)
     peers: dict[str, Any] = {"rendezvous": HashStore(), "wait_for_all": True, "timeout_s": 0.5}
     feed = mf.Feed(replace(recipe, steps=3), mf.Layout(dp=2), 0, delivery=delivery, **peers)
-    with pytest.raises(mf.PeerError):
+    with pytest.raises(mf.errors.PeerError):
         next(iter(feed))  # the other rank does not come
     feed.load_state_dict(mf.State.at(recipe, 3).to_json())
     assert list(feed) == []
-    with pytest.raises(mf.StateError, match="the stream has ended"):
+    with pytest.raises(mf.errors.StateError, match="the stream has ended"):
         iter(feed)
 
 
-@pytest.mark.parametrize("change", [mf.Reweigh({"web": 1, "code": 3}), mf.BatchSize(8)])
+@pytest.mark.parametrize("change", [mf.amendments.Reweigh({"web": 1, "code": 3}), mf.amendments.BatchSize(8)])
 def test_a_state_before_all_steps_is_of_either_side_of_what_is_amended_there(
-    recipe: mf.Recipe, tmp_path: Path, change: mf.Reweigh | mf.BatchSize
+    recipe: mf.Recipe, tmp_path: Path, change: mf.amendments.Reweigh | mf.amendments.BatchSize
 ) -> None:
     store, path = recipe.sources[0], tmp_path / "ledger.jsonl"
     recipe = replace(recipe, data=mf.Mixture({"web": (store, 1.0), "code": (store, 1.0)}))
     before = mf.Feed(recipe).state_dict()
-    mf.Ledger((mf.Amendment(0, change),)).write(path)
+    mf.amendments.Ledger((mf.amendments.Amendment(0, change),)).write(path)
     feed = mf.Feed(recipe, ledger=path)
     for state in (before, feed.state_dict()):
         feed.load_state_dict(state)
         assert feed.next_step == 0
-    with pytest.raises(mf.StateError, match="under another recipe"):
+    with pytest.raises(mf.errors.StateError, match="under another recipe"):
         feed.load_state_dict(mf.Feed(replace(recipe, seed=6)).state_dict())

@@ -69,6 +69,6 @@ def test_a_store_that_is_entered_before_the_feed_has_its_workers() -> None:
         with mf.Feed(recipe, machine=mf.Machine(workers=2)) as feed:
             got = [[m["ids"] for m in step.microbatches] for step in feed]
             assert len(multiprocessing.active_children()) == 2
-        assert len(store.fetch([mf.EpochIndex(0, 1)])) == 1  # still entered
+        assert len(store.fetch([mf.order.EpochIndex(0, 1)])) == 1  # still entered
     assert not multiprocessing.active_children()
     assert len(got) == len(want) > 0 and str(got) == str(want)

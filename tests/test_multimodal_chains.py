@@ -231,7 +231,7 @@ def undisturbed(folder: Path, seed: int) -> list[Undisturbed]:
     return steps
 
 
-def places_of(draws: mf.Draws) -> list[Place]:
+def places_of(draws: mf.order.Draws) -> list[Place]:
     return list(zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()))
 
 

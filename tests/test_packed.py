@@ -94,7 +94,7 @@ def test_every_stage_has_lengths_without_being_sent_any(tmp_path: Path) -> None:
     }
     for stage, extra in {0: {"tokens"}, 1: set(), 2: {"tokens"}, 3: {"labels", "loss_mask"}}.items():
         assert all(fields == everywhere | extra for fields in by_stage[stage])
-    roles = mf.assign_roles(layout, stages, mf.Documents().fields, "share")
+    roles = mf.roles.assign_roles(layout, stages, mf.Documents().fields, "share")
     assert [roles[rank].source is None for rank in range(8)] == [
         False,
         False,
@@ -125,15 +125,15 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
         assert step.flops(shape) == 3 * step.flops(shape, backward=False)
     with (
         mf.Feed(recipe, packing=mf.Packing(capacity=100)) as feed,
-        pytest.raises(mf.PlanError, match=r"300 tokens.*source 0, epoch 0, index 2"),
+        pytest.raises(mf.errors.PlanError, match=r"300 tokens.*source 0, epoch 0, index 2"),
     ):
         next(iter(feed))
 
 
 def test_packing_and_rule_must_fit(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c")
-    with pytest.raises(mf.RecipeError, match="needs packing"):
+    with pytest.raises(mf.errors.RecipeError, match="needs packing"):
         mf.Feed(recipe_of(tmp_path / "c"))
     windows = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(8), batch=mf.Batch(sequences=4))
-    with pytest.raises(mf.RecipeError, match="leave packing out"):
+    with pytest.raises(mf.errors.RecipeError, match="leave packing out"):
         mf.Feed(windows, packing=mf.Packing(capacity=100))

@@ -73,10 +73,10 @@ def test_a_microbatch_is_full_or_refused(
             for step in itertools.islice(feed, 8):
                 assert {len(microbatch.draws) for microbatch in step.microbatches} == {rows}
         return
-    with pytest.raises(mf.OptionError, match=says) as refused, mf.Feed(made, **options):
+    with pytest.raises(mf.errors.OptionError, match=says) as refused, mf.Feed(made, **options):
         pass
     assert "pad_rows=True" in str(refused.value) and made.data._depth == 0
-    with pytest.raises(mf.OptionError, match=says):
+    with pytest.raises(mf.errors.OptionError, match=says):
         iter(mf.Feed(made, **options))
     options["rank"] = dp - 1
     with mf.Feed(made, pad_rows=True, **options) as feed:
@@ -92,7 +92,7 @@ def test_items_of_a_dataset_are_never_dummies() -> None:
     for rank, rows in enumerate((1, 0)):
         options: dict[str, Any] = {"layout": mf.Layout(dp=2), "rank": rank, "micro_batch_size": 2}
         says = r"3 would be missing; .*last='drop'.* fewer rows, or none, on some ranks"
-        with pytest.raises(mf.OptionError, match=says), mf.Feed(five, **options):
+        with pytest.raises(mf.errors.OptionError, match=says), mf.Feed(five, **options):
             pass
         with mf.Feed(five, pad_rows=True, **options) as feed:
             got = [len(microbatch["x"]) for step in feed for microbatch in step.microbatches]

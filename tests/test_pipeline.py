@@ -106,7 +106,7 @@ def flipping(rank: int, path: Path) -> tuple[int, Any]:
         try:
             for _ in schedule(feed, rank):
                 seen += 1
-        except mf.VerifyError as error:
+        except mf.errors.VerifyError as error:
             return seen, error.ranks
     return seen, None
 

@@ -145,7 +145,7 @@ def test_light_items_go_with_the_heavy_ones_but_not_without_end(light: int, ahea
 
 
 def test_errors_come_in_their_turn_but_a_lost_peer_at_once() -> None:
-    for error, turns in ((ValueError("late"), 3), (mf.PeerError("gone", [1]), 0)):
+    for error, turns in ((ValueError("late"), 3), (mf.errors.PeerError("gone", [1]), 0)):
         over = threading.Event()
 
         def items(error: Exception = error, over: threading.Event = over) -> Iterator[int]:
@@ -359,5 +359,5 @@ def test_stats_are_plain_numbers_of_their_own_step(corpus: str) -> None:
 
 def test_settings_outside_their_range_are_refused(corpus: str, tmp_path: Path) -> None:
     for wrong in ({"prefetch": -1}, {"timeout_s": 0}):
-        with pytest.raises(mf.RecipeError, match=next(iter(wrong))):
+        with pytest.raises(mf.errors.RecipeError, match=next(iter(wrong))):
             mf.Feed(recipe_of(corpus), **wrong)

@@ -34,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_state_of_another_step_than_the_models_is_refused(corpus: Path) -> None:
     feed = mf.Feed(recipe_of(corpus))
     state = mf.State.at(feed.recipe, 3).to_json()
-    with pytest.raises(mf.StateError, match="data is at step 3, the model at step 4"):
+    with pytest.raises(mf.errors.StateError, match="data is at step 3, the model at step 4"):
         feed.load_state_dict(state, step=4)
     assert feed.next_step == 0
     feed.load_state_dict(state, step=3)
@@ -80,7 +80,7 @@ def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Pa
     for other in others:
         if replace(other, epochs=None).summary() == recipe.summary():
             continue  # more or fewer epochs, which begin alike
-        with pytest.raises(mf.StateError, match="another recipe"):
+        with pytest.raises(mf.errors.StateError, match="another recipe"):
             state.check(other)
 
 
@@ -126,7 +126,7 @@ def test_a_state_loads_where_the_steps_before_it_are_the_same(
         feed.load_state_dict(state)
         assert same and feed.next_step == step
     else:
-        with pytest.raises(mf.StateError, match=says):
+        with pytest.raises(mf.errors.StateError, match=says):
             feed.load_state_dict(state)
         assert not same
 
@@ -144,7 +144,7 @@ def test_no_flipped_bit_passes(corpus: Path) -> None:
             continue
         try:
             mf.Feed(recipe).load_state_dict(state)
-        except mf.StateError:
+        except mf.errors.StateError:
             continue
         passed.append((at, state))
     assert passed == []
@@ -154,7 +154,7 @@ def test_a_step_past_the_end_is_refused(corpus: Path) -> None:
     feed = mf.Feed(recipe_of(corpus, epochs=1))
     assert feed.num_steps == 20
     feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=20), step=20).to_json())
-    with pytest.raises(mf.StateError, match="step 21, but the recipe ends after 20 steps"):
+    with pytest.raises(mf.errors.StateError, match="step 21, but the recipe ends after 20 steps"):
         feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=21), step=21).to_json())
     assert feed.next_step == 20 and list(feed) == [], "a job that is done ends at once"
 
@@ -195,7 +195,7 @@ def test_no_recipe_makes_a_state_of_more_than_4_kb(corpus: Path, letter: str) ->
     # as it was saved when parts were abbreviated by characters, or not at all
     in_full = made[0].summary(until=0) | {"sequence": f"{made[0].sequence.summary()} {code_of(Wordy)}"}
     mf.State(recipe=in_full, step=0).check(made[0])
-    with pytest.raises(mf.StateError, match="sequence"):
+    with pytest.raises(mf.errors.StateError, match="sequence"):
         mf.State(recipe=in_full, step=0).check(made[1])
 
 
@@ -270,7 +270,7 @@ def test_a_state_is_read_whole_or_refused(summary: dict[str, str], step: int, ju
     ):  # as an attacker seals it
         try:
             read = mf.State.from_json(spoilt)
-        except mf.StateError:
+        except mf.errors.StateError:
             continue
         assert read.to_json() == spoilt, "what was read is what was given"
 
@@ -323,7 +323,7 @@ def test_what_is_no_state_is_refused_and_nothing_changes(spoil: object, corpus: 
     feed = mf.Feed(recipe_of(corpus))
     good = mf.State(recipe=feed.recipe.summary(), step=4).to_json()
     feed.load_state_dict(good)
-    with pytest.raises(mf.StateError):
+    with pytest.raises(mf.errors.StateError):
         feed.load_state_dict(spoil(good))  # type: ignore[operator]
     assert feed.state_dict() == good
 
@@ -335,16 +335,16 @@ def _content(state: dict[str, str]) -> dict[str, object]:
 def test_a_state_of_an_exchange_is_told_from_one_of_a_feed(corpus: Path) -> None:
     feed = mf.Feed(recipe_of(corpus))
     with mf.Exchange([], packing=mf.Packing(capacity=8)) as exchange:
-        with pytest.raises(mf.StateError, match=r"something else: it has 'recipe', 'step'.*'taken'"):
+        with pytest.raises(mf.errors.StateError, match=r"something else: it has 'recipe', 'step'.*'taken'"):
             exchange.load_state_dict(feed.state_dict())
-        with pytest.raises(mf.StateError, match=r"something else: it has 'step', 'taken'.*'recipe'"):
+        with pytest.raises(mf.errors.StateError, match=r"something else: it has 'step', 'taken'.*'recipe'"):
             feed.load_state_dict(exchange.state_dict())
 
 
 def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None:
     saved = mf.State(recipe=recipe_of(corpus, seed=5).summary(), step=4).to_json()
     feed = mf.Feed(recipe_of(corpus, seed=77, sequences=8))
-    with pytest.raises(mf.StateError) as refused:
+    with pytest.raises(mf.errors.StateError) as refused:
         feed.load_state_dict(saved)
     for word in ("seed", "'5'", "'77'", "sequences=16", "sequences=8"):
         assert word in str(refused.value)
@@ -355,17 +355,17 @@ def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None
 def test_a_state_of_other_data_names_both(corpus: Path, tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", seed=1)
     here, there = recipe_of(corpus), recipe_of(tmp_path / "other")
-    with pytest.raises(mf.StateError) as refused:
+    with pytest.raises(mf.errors.StateError) as refused:
         mf.State(recipe=here.summary(), step=3).check(there)
     assert f"data: saved {here.data.fingerprint!r}, now {there.data.fingerprint!r}" in str(refused.value)
 
 
 def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
     summary = recipe_of(corpus).summary()
-    with pytest.raises(mf.StateError, match="weights: saved '1', now None"):
+    with pytest.raises(mf.errors.StateError, match="weights: saved '1', now None"):
         mf.State(recipe=summary | {"weights": "1"}, step=0).check(recipe_of(corpus))
     del summary["seed"]
-    with pytest.raises(mf.StateError, match="seed: saved None, now '5'"):
+    with pytest.raises(mf.errors.StateError, match="seed: saved None, now '5'"):
         mf.State(recipe=summary, step=0).check(recipe_of(corpus))
 
 
@@ -404,7 +404,7 @@ def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
     ],
 )
 def test_recipes_that_make_no_stream_are_refused(make: object, corpus: Path) -> None:
-    with pytest.raises(mf.RecipeError):
+    with pytest.raises(mf.errors.RecipeError):
         make(recipe_of(corpus))  # type: ignore[operator]
 
 

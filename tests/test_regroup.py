@@ -104,7 +104,13 @@ def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[s
         assert starts == [at] * size
         last, half = at + dice.randint(0, 3), at + 1
         drops, amends = dice.random() < 0.5, dice.random() < 0.5
-        change = dice.choice([mf.BatchSize(7), mf.BatchSize(20), mf.Exclude([*range(0, 90, 4)])])
+        change = dice.choice(
+            [
+                mf.amendments.BatchSize(7),
+                mf.amendments.BatchSize(20),
+                mf.amendments.Exclude([*range(0, 90, 4)]),
+            ]
+        )
         if amends and last > half:  # and then they go on
             for each in dice.sample(ranks, size):
                 each.train(half, takes_last=True)
@@ -125,7 +131,7 @@ def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[s
     for each in ranks:
         each.feed.close()
     for step, drawn in by_step.items():
-        amended = recipe.amended(mf.Ledger.read(ledger, missing_ok=True))
+        amended = recipe.amended(mf.amendments.Ledger.read(ledger, missing_ok=True))
         (simulated,) = mf.simulate(amended, mf.Layout(), [step], packing=PACKING)
         held = [microbatch.draws for microbatch in simulated.microbatches]
         wanted = [at for draws in held for at in zip(draws.epoch.tolist(), draws.index.tolist())]
@@ -144,20 +150,22 @@ def test_where_a_run_begins(recipe: mf.Recipe) -> None:
             if step.index == 3:
                 break
         wrong = "dp1"
-        with pytest.raises(mf.LayoutError):
+        with pytest.raises(mf.errors.LayoutError):
             feed.run(layout=wrong, generation=0)
         # the loop was in step 3, and all of it was handed out
         assert feed.run(generation=0, **place, meet=True).step == 3
         for wrong in (0, -1, "x", 1.0):
-            with pytest.raises(mf.OptionError, match="generation"):
+            with pytest.raises(mf.errors.OptionError, match="generation"):
                 feed.run(generation=wrong, **place)
         assert next(iter(feed)).index == 3
         for wrong in ("3", -1, 1.0, True):
-            with pytest.raises(mf.OptionError, match="number of a step"):
+            with pytest.raises(mf.errors.OptionError, match="number of a step"):
                 feed.run(wrong)
-        with pytest.raises(mf.OptionError, match="of another layout"):
+        with pytest.raises(mf.errors.OptionError, match="of another layout"):
             feed.run(3, rank=0)
-        with pytest.raises(mf.StateError, match="the run begins at step 9, but the recipe ends after 5"):
+        with pytest.raises(
+            mf.errors.StateError, match="the run begins at step 9, but the recipe ends after 5"
+        ):
             feed.run(9, recipe=replace(recipe, steps=5))
         assert feed.run(np.int64(5)).step == 5  # type: ignore[arg-type]
         run = feed.run()
@@ -166,7 +174,7 @@ def test_where_a_run_begins(recipe: mf.Recipe) -> None:
             assert [step.index for _, step in zip(range(2), run)] == [5, 6]
         assert next(iter(feed)).index == 6
         ended, _ = feed.run(2), feed.run(4)
-        with pytest.raises(mf.StateError, match="another run"):
+        with pytest.raises(mf.errors.StateError, match="another run"):
             next(ended)
 
 
@@ -213,9 +221,9 @@ def test_a_refused_run_has_changed_nothing(recipe: mf.Recipe, tmp_path: Path) ->
     with mf.Feed(recipe, packing=PACKING, ledger=path) as feed:
         loop = iter(feed)
         assert next(loop).index == 0
-        amended = mf.Ledger((mf.Amendment(3, mf.BatchSize(7)),))
+        amended = mf.amendments.Ledger((mf.amendments.Amendment(3, mf.amendments.BatchSize(7)),))
         amended.write(path)
-        with pytest.raises(mf.OptionError, match="generation"):
+        with pytest.raises(mf.errors.OptionError, match="generation"):
             feed.run(layout=wrong[0], rank=0, generation=-2)
         assert (len(feed.ledger), next(loop).index) == (0, 1)
         feed.load_state_dict(mf.State.at(recipe.amended(amended), 5).to_json())
@@ -234,11 +242,11 @@ def test_a_run_that_fails_is_not_at_its_end(recipe: mf.Recipe, monkeypatch: pyte
         run, draw = feed.run(2), stepping.draws_of_step
 
         def failing(recipe: mf.Recipe, step: int) -> Any:
-            raise mf.StoreError("it cannot be read")
+            raise mf.errors.StoreError("it cannot be read")
 
         monkeypatch.setattr(stepping, "draws_of_step", failing)
         for _ in range(2):
-            with pytest.raises(mf.StoreError):
+            with pytest.raises(mf.errors.StoreError):
                 next(run)
         monkeypatch.setattr(stepping, "draws_of_step", draw)
         assert [step.index for _, step in zip(range(2), run)] == [2, 3]
@@ -248,10 +256,10 @@ def test_a_layout_that_its_rows_do_not_fill_is_refused(recipe: mf.Recipe) -> Non
     rows = replace(recipe, sequence=mf.Windows(16), batch=mf.Batch(16))
     with mf.Feed(rows) as feed:
         next(iter(feed))
-        with pytest.raises(mf.OptionError, match="16 sequences"):
+        with pytest.raises(mf.errors.OptionError, match="16 sequences"):
             feed.run(0, recipe=replace(rows, seed=2), layout=mf.Layout(dp=3), rank=0)
         assert (feed.recipe, feed.layout) == (rows, mf.Layout())
-        with pytest.raises(mf.DeliveryError, match="rendezvous"):
+        with pytest.raises(mf.errors.DeliveryError, match="rendezvous"):
             feed.run(layout=mf.Layout(dp=2), rank=0, meet=True)
 
 
@@ -264,7 +272,7 @@ def test_a_generation_is_used_once(recipe: mf.Recipe) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(met, range(2))] == [0, 0]
-    with pytest.raises(mf.PeerError, match="two processes are rank 1 of generation 1"):
+    with pytest.raises(mf.errors.PeerError, match="two processes are rank 1 of generation 1"):
         met(1)
 
 
@@ -291,7 +299,7 @@ def test_a_rank_plans_its_next_step_while_it_meets_the_others(
     made, planned = list[int](), threading.Event()
     draw, meet = stepping.draws_of_step, Meeting.meet
 
-    def drawing(recipe: mf.Recipe, step: int) -> mf.Draws:
+    def drawing(recipe: mf.Recipe, step: int) -> mf.order.Draws:
         made.append(step)
         planned.set()
         return draw(recipe, step)
@@ -336,7 +344,7 @@ def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:
                     store.wait(["lost"])  # as a collective of the trainer fails
                     break
                 seen[step.index] = drawn
-        except mf.PeerError:  # it was lost while this rank waited for data
+        except mf.errors.PeerError:  # it was lost while this rank waited for data
             pass
         layout = mf.Layout.parse("tp2-pp2")
         place: Any = {"layout": layout, "rank": 3 if is_new else rank}
@@ -422,7 +430,7 @@ def test_a_step_that_an_amendment_leaves_out_is_empty(recipe: mf.Recipe, tmp_pat
         for number in range(14):
             step = feed.at(number, mf.Layout(), 0)
             if number == 1:
-                feed.amend(mf.SkipSteps(10, 12))
+                feed.amend(mf.amendments.SkipSteps(10, 12))
             taken = len([*step.microbatches])
             assert (step.index, step.num_microbatches) == (number, taken)
             assert (
@@ -441,8 +449,8 @@ def test_a_step_that_an_amendment_leaves_out_is_empty(recipe: mf.Recipe, tmp_pat
 def test_steps_may_be_left_out_up_to_the_end(recipe: mf.Recipe, tmp_path: Path) -> None:
     short = replace(recipe, steps=12)
     with mf.Feed(short, packing=PACKING, ledger=tmp_path / "ledger.jsonl") as feed:
-        feed.amend(mf.SkipSteps(3, 6))
-        feed.amend(mf.SkipSteps(9, 12))
+        feed.amend(mf.amendments.SkipSteps(3, 6))
+        feed.amend(mf.amendments.SkipSteps(9, 12))
         for again in range(2):
             for number in range(12):
                 step = feed.at(number, mf.Layout(), 0)
@@ -451,7 +459,7 @@ def test_steps_may_be_left_out_up_to_the_end(recipe: mf.Recipe, tmp_path: Path) 
                 assert (taken == 0) == (3 <= number < 6 or number >= 9)
                 # a step that is left out has the costs of no other one
                 assert (step.stats.bytes_read == 0) == (step.stats.efficiency is None) == (taken == 0)
-            with pytest.raises(mf.StateError, match="ended"):
+            with pytest.raises(mf.errors.StateError, match="ended"):
                 feed.at(12, mf.Layout(), 0)
             assert feed.at(11 - again, mf.Layout(), 0).tokens == 0
 
@@ -461,31 +469,31 @@ def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
     wrong: Any
     with mf.Feed(short, packing=PACKING, delivery="direct") as feed:
         for wrong in ((-1, 0), ("3", 0), (3, None), (True, 0)):
-            with pytest.raises(mf.OptionError, match="takes no part"):
+            with pytest.raises(mf.errors.OptionError, match="takes no part"):
                 feed.at(wrong[0], one, wrong[1])
         wrong = "dp2"
-        with pytest.raises(mf.LayoutError, match="parse"):
+        with pytest.raises(mf.errors.LayoutError, match="parse"):
             feed.at(0, wrong, 0)
-        with pytest.raises(mf.LayoutError, match="rank 2"):
+        with pytest.raises(mf.errors.LayoutError, match="rank 2"):
             feed.at(0, two, 2)
         end = feed.num_steps
         assert end is not None
         for _ in range(2):
-            with pytest.raises(mf.StateError, match="ended"):
+            with pytest.raises(mf.errors.StateError, match="ended"):
                 feed.at(end, two, 1)
         assert feed.at(end - 1, two, 1).index == end - 1
     with mf.Feed(recipe, packing=PACKING, rendezvous=HashStore(), delivery="direct") as feed:
-        with pytest.raises(mf.OptionError, match="generation=None"):
+        with pytest.raises(mf.errors.OptionError, match="generation=None"):
             feed.at(0, two, 0)
         assert feed.at(3, two, 0, generation=4).index == 3
         assert feed.at(4, two, 0, generation=4).index == 4
-        with pytest.raises(mf.OptionError, match="above 4"):
+        with pytest.raises(mf.errors.OptionError, match="above 4"):
             feed.at(5, mf.Layout(dp=3), 0, generation=4)
         assert feed.at(5, two, 0, generation=4).index == 5
     with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", delivery="direct") as feed:
         assert feed.at(0, one, 0).index == 0
         for _ in range(2):
-            with pytest.raises(mf.DeliveryError, match="rendezvous"):
+            with pytest.raises(mf.errors.DeliveryError, match="rendezvous"):
                 feed.at(1, two, 0)
         assert feed.at(1, one, 0).plan.num_ranks == 1
 
@@ -511,9 +519,11 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
             seen.append([*chain(*(_drawn(each.result()) for each in asked))])
             if number == 2:
                 for feed in feeds:
-                    assert feed.amend(mf.BatchSize(7), at=12) == 12
-                    assert feed.amend(mf.BatchSize(20)) == 3
-        assert {feed.ledger.digest for feed in feeds} == {mf.Ledger.read(tmp_path / "ledger.jsonl").digest}
+                    assert feed.amend(mf.amendments.BatchSize(7), at=12) == 12
+                    assert feed.amend(mf.amendments.BatchSize(20)) == 3
+        assert {feed.ledger.digest for feed in feeds} == {
+            mf.amendments.Ledger.read(tmp_path / "ledger.jsonl").digest
+        }
         amended = recipe.amended(feeds[0].ledger)
     for simulated in mf.simulate(amended, mf.Layout(), 16, packing=PACKING):
         assert sorted(seen[simulated.batch.step]) == sorted(_drawn(simulated))
@@ -537,12 +547,12 @@ def _amends_without_the_job(number: int, recipe: mf.Recipe, path: Path, port: in
         return {"layout": two, "rank": rank, "generation": generation, "rendezvous": store, "meet": True}
 
     with mf.Feed(recipe, packing=PACKING, rendezvous=store, ledger=path, delivery="direct") as feed:
-        with pytest.raises(mf.OptionError, match="no part"):
-            feed.amend(mf.BatchSize(7))
+        with pytest.raises(mf.errors.OptionError, match="no part"):
+            feed.amend(mf.amendments.BatchSize(7))
         if number < 2:
             run = feed.run(**place(0))
             assert next(run).index == 0
-            assert feed.amend(mf.BatchSize(7)) == 1
+            assert feed.amend(mf.amendments.BatchSize(7)) == 1
             assert next(run).index == 1
         if number:
             run = feed.run(2 if number == 1 else None, **place(1))
@@ -551,12 +561,12 @@ def _amends_without_the_job(number: int, recipe: mf.Recipe, path: Path, port: in
         store.wait(["1 goes on", "2 goes on"])
         if number == 0:
             kept = path.read_text()
-            with pytest.raises(mf.OptionError, match="no part"):
-                feed.amend(mf.BatchSize(9))
+            with pytest.raises(mf.errors.OptionError, match="no part"):
+                feed.amend(mf.amendments.BatchSize(9))
             assert path.read_text() == kept
             store.set("refused", "")
         store.wait(["refused"])
-        return feed.amend(mf.BatchSize(9)) if number else 3
+        return feed.amend(mf.amendments.BatchSize(9)) if number else 3
 
 
 def test_who_takes_no_part_amends_nothing(recipe: mf.Recipe, tmp_path: Path) -> None:
@@ -574,9 +584,9 @@ def test_an_amendment_behind_trained_steps_is_refused(recipe: mf.Recipe, tmp_pat
     with feed:
         for step in range(3):
             assert feed.at(step, mf.Layout(), 0, generation=0).index == step
-        ledger = mf.Ledger((mf.Amendment(3, mf.BatchSize(7)),))
+        ledger = mf.amendments.Ledger((mf.amendments.Amendment(3, mf.amendments.BatchSize(7)),))
         ledger.write(path)
         assert len(_drawn(feed.at(3, mf.Layout(), 0, generation=1))) == 7
-        ledger.added(mf.Amendment(2, mf.BatchSize(9))).write(path)
-        with pytest.raises(mf.StateError, match="from step 2 on"):
+        ledger.added(mf.amendments.Amendment(2, mf.amendments.BatchSize(9))).write(path)
+        with pytest.raises(mf.errors.StateError, match="from step 2 on"):
             feed.at(4, mf.Layout(), 0, generation=2)

@@ -115,7 +115,7 @@ class Dataset:
     def __len__(self) -> int:
         return COUNT
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         if not self.reuses:
             return Dataset(True, self.tensors)[at]
         self.item["tokens"][:], self.item["image"][:] = at.index, at.index

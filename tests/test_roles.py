@@ -68,7 +68,7 @@ def needs_stored(layout: mf.Layout, stages: mf.StageMap, rank: int) -> bool:
     return bool(held & {0, stages.num_stages - 1, *stages.mtp})
 
 
-def check_levels(role: mf.Role, by_rank: dict[int, mf.Role]) -> None:
+def check_levels(role: mf.roles.Role, by_rank: dict[int, mf.roles.Role]) -> None:
     """Down a tree from the source, every rank has one giver, who has the bytes before it."""
     assert sorted(rank for node in role.nodes for rank in node) == (list(role.peers) if role.nodes else [])
     assert role.giver == role.source or (by_rank[role.giver].giver == role.source and role.nodes)
@@ -85,7 +85,7 @@ def check_levels(role: mf.Role, by_rank: dict[int, mf.Role]) -> None:
         assert role.giver in (across or within).peers
 
 
-def check_laws(layout: mf.Layout, stages: mf.StageMap, roles: list[mf.Role]) -> None:
+def check_laws(layout: mf.Layout, stages: mf.StageMap, roles: list[mf.roles.Role]) -> None:
     by_rank = {role.rank: role for role in roles}
     assert sorted(by_rank) == layout.ranks().tolist()
     for role in roles:
@@ -132,7 +132,7 @@ def test_a_trainers_own_policy_is_kept_or_refused(
     policy = data.draw(st.sets(st.sampled_from(layout.ranks().tolist()), min_size=1))
     try:
         roles = list(assign_roles(layout, stages, FIELDS, delivery, policy))  # type: ignore[arg-type]
-    except mf.RoleError as refused:
+    except mf.errors.RoleError as refused:
         named = re.match(r"rank (\d+) \(", str(refused))
         assert named is not None
         hungry = [r for r in layout.ranks().tolist() if needs_stored(layout, stages, r)]
@@ -214,7 +214,7 @@ def test_roles_are_what_plain_loops_make_them(
     expected = expected_roles(layout, stages, delivery, policy)
     try:
         roles = assign_roles(layout, stages, FIELDS, delivery, policy)  # type: ignore[arg-type]
-    except mf.RoleError:
+    except mf.errors.RoleError:
         assert expected is None
         return
     assert {role.rank: (role.reads, role.source, role.peers) for role in roles} == expected
@@ -227,7 +227,7 @@ def test_roles_are_what_plain_loops_make_them(
         assert roles[role.rank] == role
 
 
-def nodes_of(layout: mf.Layout, role: mf.Role) -> tuple[tuple[int, ...], ...]:
+def nodes_of(layout: mf.Layout, role: mf.roles.Role) -> tuple[tuple[int, ...], ...]:
     """The peers by node, the source first on its own."""
     by_node: dict[int, list[int]] = {}
     for peer in role.peers:
@@ -351,7 +351,7 @@ def test_stages_get_what_they_are_for() -> None:
     ],
 )
 def test_stage_layouts_that_make_no_model_are_refused(text: str) -> None:
-    with pytest.raises(mf.LayoutError):
+    with pytest.raises(mf.errors.LayoutError):
         mf.StageMap(pp=1, layout=text)
 
 
@@ -367,22 +367,22 @@ def test_stage_maps_that_do_not_fit_are_refused() -> None:
         lambda: mf.StageMap(pp=2, mtp=(1,), layout="Et|L"),
         lambda: mf.StageMap(pp=2, vpp=2, layout="Et|L"),
     ):
-        with pytest.raises(mf.LayoutError):
+        with pytest.raises(mf.errors.LayoutError):
             make()
-    with pytest.raises(mf.RoleError, match="pp=2"):
+    with pytest.raises(mf.errors.RoleError, match="pp=2"):
         assign_roles(mf.Layout(pp=4), mf.StageMap(pp=2), FIELDS, "direct")
-    with pytest.raises(mf.RoleError, match="choose"):
+    with pytest.raises(mf.errors.RoleError, match="choose"):
         assign_roles(mf.Layout(), mf.StageMap(), FIELDS, "telepathy")  # type: ignore[arg-type]
 
 
 def test_readers_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(mf.LayoutError, match="rank 8 is not in"):
+    with pytest.raises(mf.errors.LayoutError, match="rank 8 is not in"):
         assign_roles(mf.Layout(dp=8), mf.StageMap(), FIELDS, "direct", {0, 8})
 
 
 @pytest.mark.parametrize("stages", [(), ("middle",), ("first", "loss"), "first"])
 def test_fields_for_no_stage_are_refused(stages: tuple[str, ...]) -> None:
-    with pytest.raises(mf.RoleError, match="'tokens'"):
+    with pytest.raises(mf.errors.RoleError, match="'tokens'"):
         mf.Field(name="tokens", dtype="int64", stages=stages)  # type: ignore[arg-type]
 
 
@@ -459,7 +459,7 @@ def test_auto_is_its_rules(case: tuple[mf.Layout, mf.StageMap], can_share: bool,
         tree = None
     roles = share or tree or expected_roles(layout, stages, "broadcast", policy)
     if roles is None:
-        with pytest.raises(mf.RoleError, match=r"^rank \d+ "):
+        with pytest.raises(mf.errors.RoleError, match=r"^rank \d+ "):
             choose_delivery(layout, stages, FIELDS, policy, can_share=can_share)
         return
     alone = all(source in (None, rank) for rank, (_, source, _) in roles.items())
@@ -479,9 +479,9 @@ def test_sixteen_thousand_ranks() -> None:
     layout = mf.Layout.parse("tp8-cp4-dp32-pp16", ranks_per_node=8)
     roles = assign_roles(layout, mf.StageMap(pp=16), FIELDS, "share")
     assert len(list(roles)) == 16_384
-    middle = layout.rank_of(mf.Coord(3, 1, 7, 5))
+    middle = layout.rank_of(mf.layout.Coord(3, 1, 7, 5))
     assert roles[middle].source is None
-    with pytest.raises(mf.RoleError, match="not in the layout"):
+    with pytest.raises(mf.errors.RoleError, match="not in the layout"):
         roles[16_384]
     tree = list(assign_roles(layout, mf.StageMap(pp=16), FIELDS, "tree"))
     assert sum(role.reads for role in tree) == 32

@@ -163,19 +163,19 @@ def test_a_pickled_microbatch_leaves_the_others_behind(corpus: Path) -> None:
 
 def test_a_stage_map_of_another_pipeline_is_refused(corpus: Path) -> None:
     for pp in (1, 2, 8):
-        with pytest.raises(mf.RoleError, match=f"stage map has pp={pp}, layout pp4 has pp=4"):
+        with pytest.raises(mf.errors.RoleError, match=f"stage map has pp={pp}, layout pp4 has pp=4"):
             list(mf.simulate(recipe_of(corpus), mf.Layout(pp=4), 1, stage_map=mf.StageMap(pp=pp)))
 
 
 def test_what_cannot_be_simulated_is_refused(corpus: Path) -> None:
     recipe = recipe_of(corpus)
-    with pytest.raises(mf.LayoutError, match="rank 4 is not in"):
+    with pytest.raises(mf.errors.LayoutError, match="rank 4 is not in"):
         list(mf.simulate(recipe, mf.Layout(dp=4), 1, ranks=[0, 4]))
-    with pytest.raises(mf.RecipeError, match="steps=-1: give a whole number, 0 or more"):
+    with pytest.raises(mf.errors.RecipeError, match="steps=-1: give a whole number, 0 or more"):
         list(mf.simulate(recipe, mf.Layout(), [-1]))
-    with pytest.raises(mf.PlanError, match="micro_batch_size=0"):
+    with pytest.raises(mf.errors.PlanError, match="micro_batch_size=0"):
         list(mf.simulate(recipe, mf.Layout(), 1, micro_batch_size=0))
-    with pytest.raises(mf.PlanError, match="'diagonal'"):
+    with pytest.raises(mf.errors.PlanError, match="'diagonal'"):
         list(mf.simulate(recipe, mf.Layout(), 1, cp_split="diagonal"))  # type: ignore[arg-type]
     assert list(mf.simulate(recipe, mf.Layout(dp=4), 0)) == []
     assert list(mf.simulate(recipe, mf.Layout(dp=4), 3, ranks=[])) == []
@@ -252,7 +252,9 @@ def ledger(
     """
     lines: list[tuple[int, int, int]] = []
     roll = (lambda size: 0) if dice is None else dice.randrange
-    places = [mf.Coord(roll(layout.tp), roll(layout.cp), dp, roll(layout.pp)) for dp in range(layout.dp)]
+    places = [
+        mf.layout.Coord(roll(layout.tp), roll(layout.cp), dp, roll(layout.pp)) for dp in range(layout.dp)
+    ]
     asked = [layout.rank_of(place) for place in places]
     found: dict[int, list[tuple[int, int, int, int, int]]] = defaultdict(list)
     for got in mf.simulate(recipe, layout, range(start, stop), ranks=asked, micro_batch_size=rows):
@@ -323,9 +325,9 @@ def test_the_stream_ends_for_all_ranks_at_once(corpus: Path) -> None:
 def test_a_corner_of_sixteen_thousand_ranks(corpus: Path) -> None:
     layout = mf.Layout.parse("tp8-cp4-dp32-pp16", ranks_per_node=8)
     recipe = recipe_of(corpus, sequences=64)
-    first = layout.rank_of(mf.Coord(5, 3, 31, 0))
-    middle = layout.rank_of(mf.Coord(5, 3, 31, 8))
-    last = layout.rank_of(mf.Coord(5, 3, 31, 15))
+    first = layout.rank_of(mf.layout.Coord(5, 3, 31, 0))
+    middle = layout.rank_of(mf.layout.Coord(5, 3, 31, 8))
+    last = layout.rank_of(mf.layout.Coord(5, 3, 31, 15))
     got = {g.rank: g for g in mf.simulate(recipe, layout, 1, ranks=[first, middle, last])}
     assert set(got[first].microbatches[0]) == {"tokens", "position_ids"}
     assert set(got[middle].microbatches[0]) == {"position_ids"}

@@ -81,9 +81,9 @@ def test_an_iteration_from_before_a_load_is_refused(corpus: Path) -> None:
         steps = iter(feed)
         step = next(steps)
         feed.load_state_dict(feed.state_dict())
-        with pytest.raises(mf.StateError, match="start a new one"):
+        with pytest.raises(mf.errors.StateError, match="start a new one"):
             next(step.microbatches)
-        with pytest.raises(mf.StateError, match="start a new one"):
+        with pytest.raises(mf.errors.StateError, match="start a new one"):
             next(steps)
 
 
@@ -96,7 +96,7 @@ def test_steps_may_be_left_half_taken(corpus: Path) -> None:
         assert next(first.microbatches).draws.index.tolist() == whole[0][:2]
         second = next(steps)
         assert [i for m in second.microbatches for i in m.draws.index.tolist()] == whole[1]
-        with pytest.raises(mf.StateError, match="belong to a finished step"):
+        with pytest.raises(mf.errors.StateError, match="belong to a finished step"):
             next(first.microbatches)
 
 
@@ -201,10 +201,10 @@ def test_every_rank_of_a_launched_job_needs_a_layout(
         monkeypatch.setenv(rank, number)
         feed = mf.Feed(recipe_of(corpus))
         for use in (lambda feed=feed: next(iter(feed)), lambda feed=feed: feed.num_microbatches(0)):
-            with pytest.raises(mf.LayoutError, match=r"2 processes needs a layout.*mf.Layout\(dp=2\)"):
+            with pytest.raises(mf.errors.LayoutError, match=r"2 processes needs a layout.*mf.Layout\(dp=2\)"):
                 use()
         assert mf.Feed(recipe_of(corpus), mf.Layout(dp=2)).rank == int(number)
-        with pytest.raises(mf.LayoutError, match="dp4 needs 4 ranks, the job has 2"):
+        with pytest.raises(mf.errors.LayoutError, match="dp4 needs 4 ranks, the job has 2"):
             next(iter(mf.Feed(recipe_of(corpus), mf.Layout(dp=4))))
         with mf.Feed(recipe_of(corpus), mf.Layout(dp=4), 2) as alone:  # of a job that was not launched
             assert next(iter(alone)).index == 0
@@ -216,7 +216,9 @@ def test_a_process_that_nobody_told_its_rank_is_not_taken_for_rank_0(
     for name in (name for pair in LAUNCHED for name in pair):
         monkeypatch.delenv(name, raising=False)
     for use in (lambda feed: feed.rank, lambda feed: next(iter(feed))):
-        with pytest.raises(mf.LayoutError, match=r"which of the 2 ranks of layout dp2.*torchrun.*rank="):
+        with pytest.raises(
+            mf.errors.LayoutError, match=r"which of the 2 ranks of layout dp2.*torchrun.*rank="
+        ):
             use(mf.Feed(recipe_of(corpus), mf.Layout(dp=2)))
     assert mf.Feed(recipe_of(corpus)).rank == 0
 
@@ -227,7 +229,7 @@ def test_microbatches_are_handed_out_once(corpus: Path) -> None:
         for _ in step.microbatches:
             break
         assert len(list(step.microbatches)) == step.num_microbatches - 1, "what is left of a pass"
-        with pytest.raises(mf.StateError, match=r"taken already.*list\(step.microbatches\)"):
+        with pytest.raises(mf.errors.StateError, match=r"taken already.*list\(step.microbatches\)"):
             list(step.microbatches)
 
 

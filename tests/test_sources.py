@@ -260,7 +260,7 @@ def test_virtual_stages_each_know_it(folder: Path) -> None:
                 check_sources(first, 0)
                 assert torch.equal(first["source"], second["source"])
                 assert last(second)[:, 1].sum() == second["loss_mask"].sum()
-                with pytest.raises(mf.OptionError, match=r"'loss_mask'.* only tokens, .*stage"):
+                with pytest.raises(mf.errors.OptionError, match=r"'loss_mask'.* only tokens, .*stage"):
                     mf.loss_by_source(torch.zeros(first["tokens"].shape), first)
 
 
@@ -293,7 +293,7 @@ def test_a_source_that_an_amendment_adds_counts_from_its_step_on(folder: Path, t
         at, told = 8, []
         for step in feed:
             if step.index == 0:
-                assert feed.amend(mf.Grow("middle", str(folder / "long")), at=at) == at
+                assert feed.amend(mf.amendments.Grow("middle", str(folder / "long")), at=at) == at
             told.append(step.sources)
             for microbatch in step.microbatches:
                 check_sources(microbatch, 0)
@@ -336,9 +336,9 @@ def test_sources_of_images_grow_while_they_are_trained(tmp_path: Path, workers: 
         for step in feed:
             seen += [seen_step(step, step.microbatches)]
             if step.index == 0:
-                assert feed.amend(mf.Grow("a", str(tmp_path / "c")), at=12) == 12
+                assert feed.amend(mf.amendments.Grow("a", str(tmp_path / "c")), at=12) == 12
             if step.index == 1:
-                assert feed.amend(mf.Grow("b", str(tmp_path / "d"))) < 12
+                assert feed.amend(mf.amendments.Grow("b", str(tmp_path / "d"))) < 12
             if step.index == 16:
                 break
         amended = recipe.amended(feed.ledger)
@@ -377,7 +377,7 @@ def test_packs_of_items() -> None:
     for microbatch in made.microbatches:
         of_token = microbatch["source"][microbatch["sequence_ids"].long()]
         assert torch.equal(of_token, microbatch["ids"])
-        with pytest.raises(mf.OptionError, match=r"'loss_mask'"):
+        with pytest.raises(mf.errors.OptionError, match=r"'loss_mask'"):
             mf.loss_by_source(torch.zeros(of_token.shape), microbatch)
 
 
@@ -402,14 +402,14 @@ def test_an_exchange_names_no_source() -> None:
         (microbatch,) = next(iter(exchange)).microbatches
     with pytest.raises(KeyError, match="'source' is not among the fields"):
         microbatch["source"]
-    with pytest.raises(mf.OptionError, match=r"Exchange"):
+    with pytest.raises(mf.errors.OptionError, match=r"Exchange"):
         mf.loss_by_source(torch.zeros(1, 5), microbatch)
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (32,), (4, 8, 1), (1, 8)])
 def test_losses_of_another_shape_are_refused(folder: Path, shape: Sequence[int]) -> None:
     (made,) = mf.simulate(recipe_of(folder, mf.Windows(8), 4), mf.Layout(), 1, micro_batch_size=4)
-    with pytest.raises(mf.OptionError, match=r"shape .*\[4, 8\]"):
+    with pytest.raises(mf.errors.OptionError, match=r"shape .*\[4, 8\]"):
         mf.loss_by_source(torch.zeros(*shape), made.microbatches[0])
 
 

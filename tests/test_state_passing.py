@@ -127,5 +127,5 @@ def test_rows_have_no_runs_of_a_pack(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "c", np.uint16) as writer:
         writer.add_document(np.arange(64, dtype=np.uint16))
     recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(8), batch=mf.Batch(sequences=4))
-    with pytest.raises(mf.OptionError, match="for rows choose 'contiguous'"):
+    with pytest.raises(mf.errors.OptionError, match="for rows choose 'contiguous'"):
         mf.Feed(recipe, micro_batch_size=1, cp_split="pack_contiguous")

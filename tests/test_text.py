@@ -37,7 +37,11 @@ def test_what_is_shown_is_obeyed_by_nothing_and_stays_as_it_is_shown(text: str) 
 
 @given(foreign)
 def test_every_error_is_visible_here_and_on_peers(text: str) -> None:
-    for error in (mf.StoreError(text), mf.PeerError(text, [1]), mf.PartError(text, path="x")):
+    for error in (
+        mf.errors.StoreError(text),
+        mf.errors.PeerError(text, [1]),
+        mf.errors.PartError(text, path="x"),
+    ):
         assert str(error) == str(pickle.loads(pickle.dumps(error))) == visible(text)
         assert str(ErrorRecord.of(error).exception()) == visible(text)
     assert not obeyed(str(ErrorRecord.of(ValueError(text)).exception()))

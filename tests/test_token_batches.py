@@ -149,10 +149,10 @@ def test_a_state_is_of_its_tokens() -> None:
     )
     mf.Feed(later, rank=0, packing=PACKING).load_state_dict(state)
     other = mf.Recipe(data=recipe_of().data, sequence=mf.Documents(), batch=mf.Batch(tokens=301))
-    with pytest.raises(mf.StateError, match="batch: saved 'tokens=300', now 'tokens=301'"):
+    with pytest.raises(mf.errors.StateError, match="batch: saved 'tokens=300', now 'tokens=301'"):
         mf.Feed(other, rank=0, packing=PACKING).load_state_dict(state)
     short = recipe_of(steps=1)
-    with pytest.raises(mf.StateError, match="ends after 1 steps"):
+    with pytest.raises(mf.errors.StateError, match="ends after 1 steps"):
         mf.Feed(short, rank=0, packing=PACKING).load_state_dict(state)
 
 
@@ -180,7 +180,7 @@ def looked_up(rank: int, path: str, cache: str, step: int, options: Any, ranks: 
     """Sequences whose lengths this process looks up until it has a step, and how many are before the step."""
     count, lengths = 0, mf.Documents.lengths
 
-    def counting(self: mf.Documents, recipe: mf.Recipe, draws: mf.Draws) -> Any:
+    def counting(self: mf.Documents, recipe: mf.Recipe, draws: mf.order.Draws) -> Any:
         nonlocal count
         count += len(draws)
         return lengths(self, recipe, draws)

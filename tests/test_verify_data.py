@@ -113,7 +113,7 @@ def test_a_state_refuses_other_bytes_and_names_the_store(tmp_path: Path) -> None
     } == content_of(saved[1]) | {"fingerprint": 0}
     flip(tmp_path / "docs.bin")
     now = mixed(tmp_path, names, "full")
-    with pytest.raises(mf.StateError, match=r"other bytes") as refused:
+    with pytest.raises(mf.errors.StateError, match=r"other bytes") as refused:
         mf.Feed(now).load_state_dict(saved[0])
     assert f"source 'docs' ({tmp_path / 'docs'})" in str(refused.value) and "'code'" not in str(refused.value)
     mf.Feed(mixed(tmp_path, names, "sampled")).load_state_dict(saved[0])  # what is not asked for
@@ -147,7 +147,7 @@ def test_a_state_of_many_stores_stays_small_and_narrows_down_which(tmp_path: Pat
     state = mf.State.at(recipe, 5, digests)
     assert len(json.dumps(state.to_json())) <= 4096 and len(state.data) <= 24
     other = mf.State.at(recipe, 5, [*digests[:100], "0" * 32, *digests[101:]])
-    with pytest.raises(mf.StateError, match="one of 9 sources, 'source-099' to 'source-107'"):
+    with pytest.raises(mf.errors.StateError, match="one of 9 sources, 'source-099' to 'source-107'"):
         other.check(recipe)
 
 
@@ -157,7 +157,7 @@ def test_the_choice_is_no_part_of_the_fingerprint(tmp_path: Path) -> None:
     full = replace(recipe, verify_data="full")
     assert recipe.verify_data == "sampled" and recipe.data_digests() == ()
     assert full.fingerprint == recipe.fingerprint and full.summary() == recipe.summary() and full == recipe
-    with pytest.raises(mf.RecipeError, match="verify_data='all'"):
+    with pytest.raises(mf.errors.RecipeError, match="verify_data='all'"):
         replace(recipe, verify_data="all")
 
 
@@ -204,7 +204,7 @@ def test_checksums_of_another_pair_do_not_stand_in(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         write_corpus(tmp_path / name, seed=seed)
     shutil.copy(tmp_path / "b.sums", tmp_path / "a.sums")
-    with pytest.raises(mf.StoreError, match=r"a\.sums"):
+    with pytest.raises(mf.errors.StoreError, match=r"a\.sums"):
         mf.open(tmp_path / "a").content_digest()
 
 
@@ -226,7 +226,7 @@ class Items:
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": np.array([at.index])}
 
 
@@ -234,7 +234,7 @@ def test_a_users_dataset_says_its_version() -> None:
     def digest(**options: Any) -> str:
         return mf.Mapped(Items(), **options).content_digest()
 
-    with pytest.raises(mf.OptionError, match=r"version=\.\.\."):
+    with pytest.raises(mf.errors.OptionError, match=r"version=\.\.\."):
         digest()
     assert digest(version="1") == digest(version="1") != digest(version="2")
 
@@ -246,7 +246,7 @@ def test_a_store_without_digests_is_refused_when_the_feed_is_entered() -> None:
     recipe = mf.Recipe(
         data=Own([20] * 8), sequence=mf.Windows(4), batch=mf.Batch(sequences=2), verify_data="full"
     )
-    with pytest.raises(mf.OptionError, match="Own has no content_digest"), mf.Feed(recipe):
+    with pytest.raises(mf.errors.OptionError, match="Own has no content_digest"), mf.Feed(recipe):
         pass
 
 
@@ -264,10 +264,10 @@ def test_of_a_remote_pair_the_checksums_stand_in(server: Nginx, tmp_path: Path, 
     write_corpus(served / "bare", checksum_bytes=None)
     near, far = mf.open(served / "c"), mf.open(f"{server.url}/c", cache=tmp_path / "cache")
     assert far.content_digest() == near.content_digest()
-    with pytest.raises(mf.OptionError, match="inspect PATH --write-checksums"):
+    with pytest.raises(mf.errors.OptionError, match="inspect PATH --write-checksums"):
         mf.open(f"{server.url}/bare", cache=tmp_path / "cache").content_digest()
     (served / "lines.jsonl").write_text('{"tokens": [1, 2]}\n')
-    with pytest.raises(mf.OptionError, match="copy other formats"):
+    with pytest.raises(mf.errors.OptionError, match="copy other formats"):
         mf.open(f"{server.url}/lines.jsonl", cache=tmp_path / "cache").content_digest()
     assert not read
 
@@ -282,6 +282,6 @@ def test_of_remote_shards_the_hashes_stand_in(server: Nginx, tmp_path: Path, rea
     assert (
         digest("a", 0, hashes=["sha1"]) == digest("b", 0, hashes=["sha1"]) != digest("c", 1, hashes=["sha1"])
     )
-    with pytest.raises(mf.OptionError, match="copy other formats"):
+    with pytest.raises(mf.errors.OptionError, match="copy other formats"):
         digest("d", 0)
     assert not read

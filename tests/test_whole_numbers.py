@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ import torch
 
 import meshfeed as mf
 
+REFERENCE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 LENGTHS = mf.Lengths(np.ones(64, int))
 MIXTURE = mf.Mixture({"all": (LENGTHS, 1)})
 PACKING = mf.Packing(capacity=16)
-PLAN = mf.plan_step(np.array([3, 5, 2, 6]), dp=2, packing=PACKING)
+PLAN = mf.plan.plan_step(np.array([3, 5, 2, 6]), dp=2, packing=PACKING)
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "ffn_size": 16, "num_kv_heads": 2, "head_dim": 4}
 
 
@@ -40,7 +43,7 @@ def rows(**given: Any) -> Any:
 
 
 def random(more: int, **given: int) -> float:
-    return mf.rng(given["seed"], given["epoch"], given["index"], more).random()
+    return mf.order.rng(given["seed"], given["epoch"], given["index"], more).random()
 
 
 CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
@@ -51,7 +54,7 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
         (mf.Batch(4).then, {"step": 3, "sequences": 6}),
         (mf.Batch(tokens=64).then, {"step": 3, "tokens": 128}),
     ],
-    "BatchSize": [(mf.BatchSize, {"sequences": 4}), (mf.BatchSize, {"tokens": 4})],
+    "BatchSize": [(mf.amendments.BatchSize, {"sequences": 4}), (mf.amendments.BatchSize, {"tokens": 4})],
     "Blocks": [(mf.Blocks, {"sequences": 4, "window": 2, "lanes": 3})],
     "Cache": [(lambda **given: mf.Cache("cache", **given), {"block_bytes": 4096, "limit_bytes": 8192})],
     "Chat": [(mf.Chat, {"max_len": 4})],
@@ -99,15 +102,15 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
         (lambda **given: vars(mf.Resampled(range(9), **given)), {"num_epochs": 2, "seed": 3}),
         (lambda **given: vars(mf.Resampled(range(9), **given)), {"num_samples": 2}),
     ],
-    "SkipSteps": [(mf.SkipSteps, {"first": 2, "stop": 4})],
+    "SkipSteps": [(mf.amendments.SkipSteps, {"first": 2, "stop": 4})],
     "StageMap": [(mf.StageMap, {"pp": 2, "vpp": 3})],
     "State": [(lambda **given: mf.State.at(recipe(), **given), {"step": 3})],
     "Windows": [(mf.Windows, {"length": 8}), (mf.Windows(8).then, {"step": 3, "length": 4})],
-    "account_of": [(lambda **given: mf.account_of(PLAN, PACKING, **given), {"pp": 2, "vpp": 1})],
-    "packs_of": [(lambda **given: mf.packs_of(PLAN, **given), {"dp_cp_rank": 1, "together": 2})],
+    "account_of": [(lambda **given: mf.plan.account_of(PLAN, PACKING, **given), {"pp": 2, "vpp": 1})],
+    "packs_of": [(lambda **given: mf.plan.packs_of(PLAN, **given), {"dp_cp_rank": 1, "together": 2})],
     "plan_step": [
         (
-            lambda **given: mf.plan_step([3, 5, 2, 6], packing=PACKING, **given),
+            lambda **given: mf.plan.plan_step([3, 5, 2, 6], packing=PACKING, **given),
             {"dp": 2, "cp": 1, "pp": 2, "vpp": 1, "quantum": 2},
         )
     ],
@@ -131,9 +134,11 @@ ELSEWHERE = {
 
 def numbers() -> Iterator[tuple[str, str]]:
     """Name and parameter of everything public that takes one whole number."""
-    for name in mf.__all__:
-        kind = getattr(mf, name)
-        if name in MADE or (isinstance(kind, type) and issubclass(kind, Exception)):
+    for place in re.findall(
+        r"^::: meshfeed\.((?:amendments\.|layout\.|order\.|plan\.|roles\.)?\w+)$", REFERENCE, re.M
+    ):
+        kind, name = attrgetter(place)(mf), place.rpartition(".")[2]
+        if name in MADE or inspect.ismodule(kind):
             continue
         for each in inspect.signature(kind).parameters.values():
             if re.search(r"(^|\| )int( \||$)", str(each.annotation)):

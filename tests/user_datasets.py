@@ -31,8 +31,8 @@ class Rich:
     def length_of(self, index: int) -> int:
         return 1 + index * 7 % 23
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
-        rng = mf.rng(self.seed, at.epoch, at.index)
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
+        rng = mf.order.rng(self.seed, at.epoch, at.index)
         n = self.length_of(at.index)
         return {
             "ids": rng.integers(1, 1000, n).astype(np.int32),
@@ -50,36 +50,36 @@ class Rich:
 class Plain:
     """One item per index, made by a function."""
 
-    def __init__(self, size: int, make: Callable[[mf.EpochIndex], Any]) -> None:
+    def __init__(self, size: int, make: Callable[[mf.order.EpochIndex], Any]) -> None:
         self.size, self.make = size, make
 
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, at: mf.EpochIndex) -> Any:
+    def __getitem__(self, at: mf.order.EpochIndex) -> Any:
         return self.make(at)
 
 
 class Fatal(Plain):
     """The item at `index` does what `make` says, the others are fine."""
 
-    def __init__(self, size: int, index: int, make: Callable[[mf.EpochIndex], Any]) -> None:
+    def __init__(self, size: int, index: int, make: Callable[[mf.order.EpochIndex], Any]) -> None:
         super().__init__(size, make)
         self.index = index
 
-    def __getitem__(self, at: mf.EpochIndex) -> Any:
+    def __getitem__(self, at: mf.order.EpochIndex) -> Any:
         return self.make(at) if at.index == self.index else {"x": np.full(50_000, at.index)}
 
 
-def kill_this_process(at: mf.EpochIndex) -> Any:
+def kill_this_process(at: mf.order.EpochIndex) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave_this_process(at: mf.EpochIndex) -> Any:
+def leave_this_process(at: mf.order.EpochIndex) -> Any:
     os._exit(3)
 
 
-def fail(at: mf.EpochIndex) -> Any:
+def fail(at: mf.order.EpochIndex) -> Any:
     raise LookupError(f"nothing at {at.index}, that is it")
 
 
@@ -98,7 +98,7 @@ def lock(at: Any) -> Any:
     return threading.Lock()
 
 
-def never(at: mf.EpochIndex) -> Any:
+def never(at: mf.order.EpochIndex) -> Any:
     threading.Event().wait()
 
 
@@ -109,7 +109,7 @@ class OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def fail_oddly(at: mf.EpochIndex) -> Any:
+def fail_oddly(at: mf.order.EpochIndex) -> Any:
     raise OddError(1, 2)
 
 

@@ -171,7 +171,7 @@ def _row_of_ranks(roles: Sequence[Role], y: float) -> Iterable[str]:
 def roles() -> str:
     """What every rank of one replica needs."""
     fields = mf.Windows(4096).fields
-    every = list(mf.assign_roles(LAYOUT, mf.StageMap(pp=4), fields, "direct"))
+    every = list(mf.roles.assign_roles(LAYOUT, mf.StageMap(pp=4), fields, "direct"))
     shapes = list(_row_of_ranks([_not_reading(role) for role in every], 46))
     for stage in range(4):
         x = _x_of(4 * stage)
@@ -187,7 +187,9 @@ def roles() -> str:
 
 
 def _not_reading(role: Role) -> Role:
-    return mf.Role(rank=role.rank, reads=False, source=role.source, peers=role.peers, fields=role.fields)
+    return mf.roles.Role(
+        rank=role.rank, reads=False, source=role.source, peers=role.peers, fields=role.fields
+    )
 
 
 def delivery() -> str:
@@ -195,7 +197,7 @@ def delivery() -> str:
     fields, shapes = mf.Windows(4096).fields, []
     names: tuple[DeliveryName, ...] = ("direct", "broadcast", "share", "tree")
     for row, name in enumerate(names):
-        assigned = mf.assign_roles(LAYOUT, mf.StageMap(pp=4), fields, name)
+        assigned = mf.roles.assign_roles(LAYOUT, mf.StageMap(pp=4), fields, name)
         y = 76 + 128 * row
         readers = int(assigned.reads.sum())
         shapes.append(

@@ -15,56 +15,23 @@ import importlib
 import os
 import typing
 
+from meshfeed import errors as errors
+from meshfeed import layout as layout
+from meshfeed import order as order
+from meshfeed import plan as plan
+from meshfeed import roles as roles
 from meshfeed.batch import Batch
-from meshfeed.errors import (
-    AccessError,
-    CacheError,
-    ChangedError,
-    ChecksumError,
-    DeliveryError,
-    LayoutError,
-    MeshfeedError,
-    MetricsError,
-    MissingError,
-    OptionError,
-    PartError,
-    PeerError,
-    PlanError,
-    PrepareError,
-    RecipeError,
-    RoleError,
-    StateError,
-    StoreError,
-    UnavailableError,
-    VerifyError,
-)
-from meshfeed.layout import Coord, Layout
+from meshfeed.errors import MeshfeedError
+from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture
-from meshfeed.order import Draws, EpochIndex, rng
-from meshfeed.plan import (
-    Account,
-    Align,
-    CostModel,
-    EncoderPlan,
-    EncoderRoute,
-    ModelShape,
-    Pack,
-    Packing,
-    StepPlan,
-    account_of,
-    encoder_routes,
-    packs_of,
-    plan_encoder,
-    plan_step,
-    slices_of,
-)
-from meshfeed.recipe import Amendment, Blocks, Recipe
-from meshfeed.roles import Field, Role, StageMap, assign_roles
+from meshfeed.plan import Align, CostModel, ModelShape, Packing
+from meshfeed.recipe import Blocks, Recipe
+from meshfeed.roles import Field, StageMap
 from meshfeed.state import State
 
 if typing.TYPE_CHECKING:
-    from meshfeed.amendments import BatchSize, Exclude, Grow, Ledger, Reweigh, SkipSteps
+    from meshfeed import amendments as amendments
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step, loss_by_source
@@ -78,109 +45,60 @@ if typing.TYPE_CHECKING:
     MegatronGPT: typing.Any
 
 __all__ = [
-    "AccessError",
-    "Account",
     "Align",
-    "Amendment",
     "Batch",
-    "BatchSize",
     "Blocks",
     "Cache",
-    "CacheError",
-    "ChangedError",
     "Chat",
-    "ChecksumError",
-    "Coord",
     "CostModel",
     "DatasetWriter",
-    "DeliveryError",
     "Documents",
-    "Draws",
-    "EncoderPlan",
-    "EncoderRoute",
-    "EpochIndex",
     "Exchange",
-    "Exclude",
     "Feed",
     "Field",
-    "Grow",
     "IndexedWriter",
     "Layout",
-    "LayoutError",
-    "Ledger",
     "Lengths",
     "Machine",
     "Mapped",
     "Masked",
     "MegatronGPT",
     "MeshfeedError",
-    "MetricsError",
     "Microbatch",
-    "MissingError",
     "Mixture",
     "ModelShape",
     "Multimodal",
-    "OptionError",
-    "Pack",
     "Packing",
-    "PartError",
-    "PeerError",
-    "PlanError",
-    "PrepareError",
     "Recipe",
-    "RecipeError",
     "Resampled",
-    "Reweigh",
-    "Role",
-    "RoleError",
     "SameEveryEpoch",
     "Samples",
-    "SkipSteps",
     "StageMap",
     "State",
-    "StateError",
     "Step",
-    "StepPlan",
-    "StoreError",
-    "UnavailableError",
-    "VerifyError",
     "Windows",
-    "account_of",
-    "assign_roles",
-    "encoder_routes",
     "exchange_encoded",
     "loss_by_source",
     "open",
-    "packs_of",
-    "plan_encoder",
-    "plan_step",
-    "rng",
     "simulate",
-    "slices_of",
 ]
 
 _ON_FIRST_USE = {
-    "BatchSize": "meshfeed.amendments",
     "Cache": "meshfeed.files",
     "Chat": "meshfeed.sequence",
     "DatasetWriter": "meshfeed.store",
     "Documents": "meshfeed.sequence",
     "Exchange": "meshfeed.exchange",
-    "Exclude": "meshfeed.amendments",
     "Feed": "meshfeed.feed",
-    "Grow": "meshfeed.amendments",
     "IndexedWriter": "meshfeed.store",
-    "Ledger": "meshfeed.amendments",
     "Lengths": "meshfeed.store",
     "Mapped": "meshfeed.store",
     "Masked": "meshfeed.sequence",
     "Microbatch": "meshfeed.feed.batch",
     "Multimodal": "meshfeed.sequence",
     "Resampled": "meshfeed.store",
-    "Reweigh": "meshfeed.amendments",
     "SameEveryEpoch": "meshfeed.store",
     "Samples": "meshfeed.sequence",
-    "SkipSteps": "meshfeed.amendments",
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
     "exchange_encoded": "meshfeed.feed.encoded",
@@ -191,10 +109,10 @@ _ON_FIRST_USE = {
 """Name -> module of what imports torch. The planner and the rest of the core need NumPy alone."""
 
 _PACKAGES = {
-    *("deliver", "exchange", "feed", "files", "metrics", "sequence", "store"),
+    *("amendments", "deliver", "exchange", "feed", "files", "metrics", "sequence", "store"),
     *("formats", "processors", "report", "sinks"),  # of the outer circle
 }
-"""Packages that `import meshfeed` offers as attributes, imported on first use too."""
+"""What `import meshfeed` offers as attributes, imported on first use too."""
 
 importlib.import_module("meshfeed.forks")  # it must know of every fork from here on
 if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -210,7 +128,7 @@ def __getattr__(name: str) -> typing.Any:
         plugins = importlib.import_module("meshfeed.plugins")
         try:
             return globals().setdefault(name, plugins.named(plugins.RULES, "megatron_gpt"))
-        except OptionError as error:
+        except errors.OptionError as error:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -148,7 +148,7 @@ class BatchSize(_Told):
             batch = batch.in_tokens(rows)  # the recipe makes it one of sequences again
         unit = "sequences" if batch.tokens is None else "tokens"
         if getattr(self, unit) is None:
-            raise RecipeError(f"{self!r}: the batch is of {unit}; give mf.BatchSize({unit}=...)")
+            raise RecipeError(f"{self!r}: the batch is of {unit}; give mf.amendments.BatchSize({unit}=...)")
         made = replace(recipe, batch=batch.amended(step, self.sequences, tokens=self.tokens))
         if cut := cut_off(made) - cut_off(recipe):
             raise RecipeError(

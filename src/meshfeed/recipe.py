@@ -419,7 +419,7 @@ class Recipe:
     def amended(self, amendments: Iterable[Amendment | tuple[int, Change]]) -> Recipe:
         """The same recipe with further changes, each from a step on.
 
-        amendments: a Ledger, or pairs such as (1000, mf.BatchSize(512)).
+        amendments: a Ledger, or pairs such as (1000, mf.amendments.BatchSize(512)).
         Of two changes of one kind at the same step, the later one holds. Raises RecipeError for a change that
         this recipe cannot have, and for one before those that it has.
         """

@@ -210,7 +210,7 @@ def _lead(differ: list[str], amended: bool) -> str:
         )
     return (
         "the state has amendments: give ledger=, the job's own, which was kept beside the checkpoint, "
-        "mf.Feed(recipe, ledger=path), or amend the recipe, recipe.amended(mf.Ledger.read(path)); "
+        "mf.Feed(recipe, ledger=path), or amend the recipe, recipe.amended(mf.amendments.Ledger.read(path)); "
     )
 
 

@@ -38,7 +38,7 @@ class OnDisk(mf.Lengths):
         try:
             tokens = np.memmap(self.path, np.uint16, "r")
         except FileNotFoundError as missing:
-            raise mf.MissingError(f"{self.path}: no such file") from missing
+            raise mf.errors.MissingError(f"{self.path}: no such file") from missing
         made = super().read_stream(starts, stops, out)
         np.concatenate([tokens[a:b] for a, b in zip(starts.tolist(), stops.tolist())], out=made)
         return made

@@ -506,7 +506,7 @@ def test_one_process_needs_no_torch_distributed(corpus: str) -> None:
     seen = take(feed)
     assert feed.delivery == "direct" and seen == simulated(recipe, mf.Layout(), 100, 0)
     assert len(set(ledger(seen))) == 2_700 // 64
-    with pytest.raises(mf.StateError, match="the stream has ended"):
+    with pytest.raises(mf.errors.StateError, match="the stream has ended"):
         next(iter(feed))
 
 

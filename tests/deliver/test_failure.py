@@ -33,7 +33,7 @@ from observe import take
 from soak import cases, some
 
 AT = 3  # the step that cannot be read
-KINDS = [mf.MissingError, mf.ChecksumError, mf.UnavailableError, ValueError]
+KINDS = [mf.errors.MissingError, mf.errors.ChecksumError, mf.errors.UnavailableError, ValueError]
 WAYS = [("direct", 2), ("direct", 0), ("broadcast", 2), ("share", 2), ("share", 0), ("tree", 2)]
 
 
@@ -114,7 +114,7 @@ def test_every_rank_ends_with_the_readers_error_at_the_step_that_it_spoils(corpu
 def two_storages_fail(rank: int, path: str) -> Any:
     recipe = recipe_of(path, sequences=8)
     if rank in (1, 2):
-        fail_at(recipe, {1: 9, 2: 5}[rank], mf.MissingError(f"shard of {rank}"), replicas=4)
+        fail_at(recipe, {1: 9, 2: 5}[rank], mf.errors.MissingError(f"shard of {rank}"), replicas=4)
     prefetch = {1: 60}.get(rank, 2)  # rank 1 finds early what strikes late
     return train(mf.Feed(recipe, mf.Layout.parse("dp4"), prefetch=prefetch, timeout_s=6000), 4)
 
@@ -278,7 +278,11 @@ def test_a_corpus_that_is_cut_under_one_reader_ends_all_ranks(tmp_path: Path) ->
     told = world.run(truncated, 4, str(tmp_path))
     assert len(set(told)) == 1, told
     kind, text = told[0]
-    assert issubclass(getattr(mf, kind), mf.StoreError) and "far/text.bin" in text and "rank 2" in text
+    assert (
+        issubclass(getattr(mf.errors, kind), mf.errors.StoreError)
+        and "far/text.bin" in text
+        and "rank 2" in text
+    )
 
 
 def a_peer_dies(rank: int, path: str) -> Any:
@@ -290,7 +294,7 @@ def a_peer_dies(rank: int, path: str) -> Any:
             list(step.microbatches)
             if step.index == 2:
                 store.set(f"at{rank}", "1")
-    except mf.PeerError as lost:
+    except mf.errors.PeerError as lost:
         return lost.ranks
 
 
@@ -326,7 +330,7 @@ def host_dies(rank: int, path: str, where: str) -> Any:
                         store.wait(["at1", "at2", "at3"], timedelta(seconds=world.HANG_S))
                         os.kill(os.getpid(), 9)
                     store.set(f"at{rank}", "1")
-    except mf.PeerError as lost:
+    except mf.errors.PeerError as lost:
         return lost.ranks
     return "done"
 
@@ -342,7 +346,7 @@ def runs_apart(rank: int, path: str) -> list[Any]:
     recipe, valid = recipe_of(path, sequences=8), recipe_of(path, sequences=8, seed=9)
     whole = valid.sequence.load
     if rank == 2:
-        fail_at(valid, 1, mf.MissingError("valid shard"))
+        fail_at(valid, 1, mf.errors.MissingError("valid shard"))
     layout, told = mf.Layout.parse("tp2-dp2"), []
     with mf.Feed(recipe, layout, delivery="share", timeout_s=6000) as feed:
         steps = iter(feed)
@@ -414,7 +418,7 @@ ERRORS = [kind for kind in vars(mf).values() if isinstance(kind, type) and issub
 @settings(max_examples=cases(100), deadline=None)
 @given(st.sampled_from(ERRORS), st.text(max_size=300), st.lists(st.integers(0, 2**40), max_size=5))
 def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[int]) -> None:
-    blame = issubclass(kind, mf.PeerError | mf.VerifyError)
+    blame = issubclass(kind, mf.errors.PeerError | mf.errors.VerifyError)
     error = kind(text, ranks) if blame else kind(text)  # type: ignore[call-arg]
     again = ErrorRecord.decode(ErrorRecord.of(error).encode(4096)).exception()
     assert type(again) is kind and getattr(again, "ranks", None) == (tuple(ranks) if blame else None)
@@ -448,7 +452,7 @@ def pickled(error: mf.MeshfeedError) -> mf.MeshfeedError:
 def test_a_read_that_fails_names_file_bytes_rank_and_step(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text", num_tokens=20_000)
     recipe = recipe_of(str(tmp_path / "text"))
-    with pytest.raises(mf.ChangedError) as caught, mf.Feed(recipe, rank=0, prefetch=0) as feed:
+    with pytest.raises(mf.errors.ChangedError) as caught, mf.Feed(recipe, rank=0, prefetch=0) as feed:
         for step in feed:
             (tmp_path / "text.bin").write_bytes(b"") if step.index == 2 else None
     assert caught.value.path == str(tmp_path / "text.bin")
@@ -459,16 +463,16 @@ def test_a_read_that_fails_names_file_bytes_rank_and_step(tmp_path: Path) -> Non
 
 def test_all_ranks_of_a_large_job_are_named() -> None:
     late = range(1, 16_384)
-    record = ErrorRecord.decode(ErrorRecord.of(mf.PeerError("late", late)).encode(4096))
+    record = ErrorRecord.decode(ErrorRecord.of(mf.errors.PeerError("late", late)).encode(4096))
     assert record.ranks == tuple(late), "each of them looks for itself there"
-    scattered = ErrorRecord.of(mf.PeerError("late", range(0, 16_384, 2))).encode(4096)
+    scattered = ErrorRecord.of(mf.errors.PeerError("late", range(0, 16_384, 2))).encode(4096)
     assert len(scattered) <= 4096 and ErrorRecord.decode(scattered).text == "late"
 
 
 @settings(max_examples=cases(100), deadline=None)
 @given(st.text(max_size=3_000), st.integers(200, 900))
 def test_a_long_text_loses_its_end(text: str, room: int) -> None:
-    encoded = ErrorRecord.of(mf.StoreError(text)).encode(room)
+    encoded = ErrorRecord.of(mf.errors.StoreError(text)).encode(room)
     assert len(encoded) <= room
     told = str(ErrorRecord.decode(encoded).exception())
     assert visible(text).encode(errors="replace").decode().startswith(told)
@@ -484,4 +488,4 @@ def test_bad_news_that_cannot_be_read_is_still_bad_news(foreign: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["os", "Iterable", "KeyboardInterrupt", "__builtins__", "", "Exception"])
 def test_no_other_class_is_made(kind: str) -> None:
-    assert type(ErrorRecord(kind, "x").exception()) is mf.DeliveryError
+    assert type(ErrorRecord(kind, "x").exception()) is mf.errors.DeliveryError

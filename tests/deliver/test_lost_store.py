@@ -119,7 +119,7 @@ def rank_of_a_job(rank: int, path: str, port: int, folder: str) -> Any:
         def broken(*given: Any) -> Any:
             if next(begun) == 2:  # of its third step
                 after("lost")
-                raise mf.MissingError("shard 7")
+                raise mf.errors.MissingError("shard 7")
             return load(*given)
 
         object.__setattr__(feed.recipe.sequence, "load", broken)

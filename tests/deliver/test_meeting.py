@@ -316,7 +316,7 @@ def exchange_without_memfd(rank: int) -> list[str]:
         with exchange:
             try:
                 told.append(f"{exchange.delivery} {[step.tokens for step in exchange]}")
-            except mf.DeliveryError as error:
+            except mf.errors.DeliveryError as error:
                 told.append(str(error))
     return told
 
@@ -347,7 +347,7 @@ def test_meetings_are_apart_by_purpose_peers_and_run(tmp_path: Path) -> None:
         Meeting(store, 7, 0.2).meet("share", (7,)),
     ]
     assert len(set(prefixes)) == 3
-    with pytest.raises(mf.PeerError, match=r"\[8, 9\]") as raised:
+    with pytest.raises(mf.errors.PeerError, match=r"\[8, 9\]") as raised:
         meeting.meet("share", (7, 8, 9))
     assert raised.value.ranks == (8, 9)
 
@@ -563,7 +563,7 @@ def test_an_own_error_is_not_hidden_by_a_lost_store(corpus: str) -> None:
 
     lost: Any = Lost()
     feed = mf.Feed(recipe_of(corpus), mf.Layout(dp=2), 0, rendezvous=lost, micro_batch_size=7)
-    with pytest.raises(mf.RecipeError, match="micro_batch_size") as raised:
+    with pytest.raises(mf.errors.RecipeError, match="micro_batch_size") as raised:
         next(iter(feed))
     assert "could not report this error to the other ranks" in "".join(raised.value.__notes__)
 
@@ -572,7 +572,7 @@ def test_a_rank_logs_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("meshfeed.deliver.meeting._LOG_AFTER_S", 0.1)
-    with pytest.raises(mf.PeerError):
+    with pytest.raises(mf.errors.PeerError):
         Meeting(dist.HashStore(), 0, 0.5).meet("share", (0, 5))
     assert [record.name for record in caplog.records] == ["meshfeed"], "after that every minute"
     assert "rank(s) [5] to join its share group" in caplog.text

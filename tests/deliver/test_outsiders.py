@@ -121,7 +121,7 @@ def larger_later(rank: int, port: int, path: str) -> list[str]:
                     store.wait([f"over0{other}" for other in (1, 2, 3)], LONG)
                 take([next(steps)])
                 told.append("trained")
-            except mf.PeerError as error:
+            except mf.errors.PeerError as error:
                 told.append("disagrees" if "rank 1 and rank 0 disagree" in str(error) else "not among")
         store.set(f"over{attempt}{rank}", "1")
         store.wait([f"over{attempt}{other}" for other in range(4)], LONG)
@@ -189,7 +189,7 @@ def child_before_meshfeed(rank: int, port: int, path: str) -> list[str]:
         "    with mf.Feed(recipe, mf.Layout(dp=2)) as feed: return len(list(feed))\n"
         "if rank == 0 and os.fork() == 0:\n"
         "    try: print('child', steps(), flush=True)\n"
-        "    except mf.DeliveryError as error: print('child', 'forked process' in str(error), flush=True)\n"
+        "    except mf.errors.DeliveryError as error: print('child', 'forked process' in str(error), flush=True)\n"
         "    os._exit(0)\n"
         "if rank == 0: os.wait()\n"
         "print(rank, steps(), flush=True); dist.barrier(); dist.destroy_process_group()\n"

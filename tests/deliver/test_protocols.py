@@ -99,12 +99,12 @@ def test_errors_and_the_end_travel_as_messages() -> None:
     wire = Wire()
     reader, peer = both(wire)
     with reader, peer:
-        reader.fail(mf.StoreError("the disk is gone"), 100)
-        with pytest.raises(mf.StoreError, match="the disk is gone"):
+        reader.fail(mf.errors.StoreError("the disk is gone"), 100)
+        with pytest.raises(mf.errors.StoreError, match="the disk is gone"):
             peer.deliver(None, 100)
-        with pytest.raises(mf.DeliveryError, match="Python objects"):
+        with pytest.raises(mf.errors.DeliveryError, match="Python objects"):
             reader.deliver({"tokens": np.array([object()])}, 100)
-        with pytest.raises(mf.DeliveryError, match="Python objects"):
+        with pytest.raises(mf.errors.DeliveryError, match="Python objects"):
             peer.deliver(None, 100)
         peer.interrupt()  # it goes on receiving until the reader ends
         reader.deliver(columns_of(3), 100)
@@ -180,10 +180,10 @@ def test_a_relay_whose_node_has_parted_goes_on_receiving_for_the_others() -> Non
         assert said(log)[2:] == ["across delivers", "within delivers", "within leaves"]
         within.raises = AssertionError("it has parted")
         leader.deliver(None, 5)
-        leader.fail(mf.StoreError("late"), 5)
+        leader.fail(mf.errors.StoreError("late"), 5)
         assert said(log) == ["across delivers", "across fails with late"]
-        across.raises = mf.StoreError("the reader's")
-        with pytest.raises(mf.StoreError, match="the reader's"):
+        across.raises = mf.errors.StoreError("the reader's")
+        with pytest.raises(mf.errors.StoreError, match="the reader's"):
             leader.deliver(None, 5)
         across.raises = EndOfStream()
         with pytest.raises(EndOfStream):
@@ -195,8 +195,8 @@ def test_a_relay_whose_node_has_parted_goes_on_receiving_for_the_others() -> Non
 def test_a_relay_passes_errors_and_the_end_to_its_node(gone: BaseException) -> None:
     leader, across, within, log = relay()
     with leader:
-        across.raises, within.raises = mf.StoreError("the reader's"), gone
-        with pytest.raises(mf.StoreError, match="the reader's"):
+        across.raises, within.raises = mf.errors.StoreError("the reader's"), gone
+        with pytest.raises(mf.errors.StoreError, match="the reader's"):
             leader.deliver(None, 5)
         assert said(log)[2:] == ["across delivers", "within fails with the reader's"]
         across.raises = EndOfStream()
@@ -211,7 +211,7 @@ def test_a_relay_passes_errors_and_the_end_to_its_node(gone: BaseException) -> N
 def test_a_relay_that_fails_tells_its_node_though_the_network_is_gone() -> None:
     leader, across, _, log = relay()
     with leader:
-        across.raises = mf.PeerError("rank 4 is gone", [4])
-        with pytest.raises(mf.PeerError):
-            leader.fail(mf.StoreError("mine"), 5)
+        across.raises = mf.errors.PeerError("rank 4 is gone", [4])
+        with pytest.raises(mf.errors.PeerError):
+            leader.fail(mf.errors.StoreError("mine"), 5)
         assert said(log)[2:] == ["across fails with mine", "within fails with mine"]

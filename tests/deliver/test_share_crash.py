@@ -65,7 +65,7 @@ def endless(rank: int, path: str, layout: str, delivery: str, where: str, call_a
                 assert microbatch["position_ids"].shape == (1, 32)
             if step.index == call_at:
                 store.set(f"at{rank}", "1")
-    except mf.PeerError as lost:
+    except mf.errors.PeerError as lost:
         return lost.ranks, str(lost)
 
 
@@ -126,7 +126,7 @@ def killed_once_all_are_here(rank: int, path: str) -> Any:
         mf.deliver.Meeting.meet = meet  # type: ignore[method-assign]
     try:
         next(iter(feed))
-    except mf.PeerError as lost:
+    except mf.errors.PeerError as lost:
         return lost.ranks, str(lost)
 
 
@@ -177,7 +177,7 @@ def reader_with_a_child(rank: int, path: str, where: str, fifo: str, delivery: s
                     os._exit(0)
             if step.index == 2:
                 store.set(f"at{rank}", "1")
-    except mf.PeerError as lost:
+    except mf.errors.PeerError as lost:
         store.set(f"lost{rank}", "1")
         return lost.ranks
 
@@ -236,7 +236,7 @@ def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any
         rendezvous=store,
         timeout_s=600,
     )
-    with pytest.raises(mf.PeerError) as raised:
+    with pytest.raises(mf.errors.PeerError) as raised:
         take(feed, 3)
     return str(raised.value)
 

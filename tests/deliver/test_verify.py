@@ -37,7 +37,7 @@ def watched(feed: mf.Feed) -> Any:
             for _ in step.microbatches:
                 pass
             done = step.index
-    except mf.VerifyError as error:
+    except mf.errors.VerifyError as error:
         return done, error.ranks, str(error)
     return None
 
@@ -146,7 +146,7 @@ def silent_rank(rank: int, path: str) -> Any:
         store.wait(["told0", "told2"])
         steps.close()
         return None
-    with pytest.raises(mf.PeerError) as raised:
+    with pytest.raises(mf.errors.PeerError) as raised:
         for _ in steps:
             pass
     store.set(f"told{rank}", "1")
@@ -161,7 +161,7 @@ def test_a_rank_that_stops_comparing_ends_the_others_in_time_and_is_named(corpus
 def mortal(rank: int, path: str) -> Any:
     layout = mf.Layout.parse("tp3")
     feed = mf.Feed(recipe_of(path), layout, delivery="direct", verify=True, prefetch=0, timeout_s=300)
-    with pytest.raises(mf.PeerError) as raised:
+    with pytest.raises(mf.errors.PeerError) as raised:
         for step in feed:
             list(step.microbatches)
             if (rank, step.index) == (1, STEP):
@@ -180,7 +180,7 @@ def test_a_killed_rank_is_named(corpus: str) -> None:
 
 def test_verify_needs_a_way_to_meet(corpus: str) -> None:
     feed = mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery="direct", verify=True)
-    with pytest.raises(mf.DeliveryError, match="rendezvous"):
+    with pytest.raises(mf.errors.DeliveryError, match="rendezvous"):
         next(iter(feed))
     with mf.Feed(recipe_of(corpus), mf.Layout.parse("dp2"), 0, delivery="direct", verify=True) as alone:
         assert next(iter(alone)).index == 0, "nobody holds the same slices: nothing to compare"

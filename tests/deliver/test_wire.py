@@ -89,14 +89,14 @@ def test_columns_start_at_multiples_of_64_bytes() -> None:
     ids=["objects", "ragged objects", "records", "mixed dtypes"],
 )
 def test_what_no_wire_can_carry_is_refused_by_name(column: Any) -> None:
-    with pytest.raises(mf.DeliveryError, match="'picture'"):
+    with pytest.raises(mf.errors.DeliveryError, match="'picture'"):
         wire.encode({"picture": column})
 
 
 def test_errors_and_ends() -> None:
     buffer = sent(wire.error_message(ValueError("Größe\n" * 3)))
     assert wire.peek(buffer)[0] == wire.ERROR
-    assert type(wire.decode_error(buffer)) is mf.DeliveryError
+    assert type(wire.decode_error(buffer)) is mf.errors.DeliveryError
     assert str(wire.decode_error(buffer)) == "ValueError: " + "Größe\n" * 3
     assert wire.peek(sent(wire.end_message()))[0] == wire.END
 
@@ -110,7 +110,7 @@ def test_an_endless_error_still_fits_the_room_that_receivers_leave() -> None:
 @settings(max_examples=cases(100), deadline=None)
 @given(foreign=st.binary(min_size=24, max_size=200))
 def test_foreign_bytes_are_no_message(foreign: bytes) -> None:
-    with pytest.raises(mf.DeliveryError):
+    with pytest.raises(mf.errors.DeliveryError):
         wire.peek(np.frombuffer(foreign, np.uint8))
 
 

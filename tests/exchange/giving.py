@@ -81,7 +81,7 @@ def plain(microbatch: mf.Microbatch) -> dict[str, Any]:
     return {name: _plain(value) for name, value in microbatch.items()} | {"cp_ranks": microbatch.cp_ranks}
 
 
-def plain_plan(plan: mf.StepPlan) -> list[Any]:
+def plain_plan(plan: mf.plan.StepPlan) -> list[Any]:
     """A plan as what can be sent home and compared."""
     values = [getattr(plan, field.name) for field in fields(plan)]
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]

@@ -53,7 +53,7 @@ def staged(rank: int, whats: tuple[str, ...]) -> dict[str, Any]:
                     taken += len(list(step.microbatches))
                     store.set(f"{what}/{rank}/{step.index}", "taken")
                     store.wait([f"{what}/{1 - rank}/{step.index}"])
-            except mf.PeerError as error:
+            except mf.errors.PeerError as error:
                 told = f"{error.ranks} {error}"
             finally:
                 for step in range(len(LENGTHS)):
@@ -110,7 +110,9 @@ def test_words_are_cleared_away_and_name_who_has_no_iterator() -> None:
             check(exchange, step, given)
     assert store.num_keys() == before
     check(0, 3, given)
-    with pytest.raises(mf.PeerError, match=r"rank 1 gives items of data-parallel rank 1, but none .* rank 2"):
+    with pytest.raises(
+        mf.errors.PeerError, match=r"rank 1 gives items of data-parallel rank 1, but none .* rank 2"
+    ):
         check(1, 3, [given[0], mf.exchange.nothing().report])
 
 
@@ -129,7 +131,7 @@ def verified(rank: int, where: int | None) -> tuple[str, int]:
             for step in exchange:
                 list(step.microbatches)
                 steps += 1
-        except mf.VerifyError as error:
+        except mf.errors.VerifyError as error:
             return f"{error.ranks} {error}", steps
     return "", steps
 

@@ -56,7 +56,7 @@ def uneven(rank: int, prefetch: int) -> dict[str, Any]:
             try:
                 for step in exchange:
                     held.append([uid for m in step.microbatches for uid in m.get("uid", [])])
-            except mf.RecipeError as error:
+            except mf.errors.RecipeError as error:
                 got["error"] = str(error)
                 continue
             got[how] = (held, exchange.left_over)
@@ -141,15 +141,15 @@ def test_a_foreign_state_is_refused() -> None:
                 for changed in ({"version": 4}, {"step": -1}, {"step": "1"}, {"more": 1})
             ),
         ):
-            with pytest.raises(mf.StateError):
+            with pytest.raises(mf.errors.StateError):
                 exchange.load_state_dict(bad)
-        with pytest.raises(mf.StateError, match="data is at step 0, the model at step 1"):
+        with pytest.raises(mf.errors.StateError, match="data is at step 0, the model at step 1"):
             exchange.load_state_dict(state, step=1)
         assert exchange.state_dict() == state
         exchange.load_state_dict(state, step=0)
     with (
         exchange_of(0, mf.Layout(), iter([])) as exchange,
-        pytest.raises(mf.StateError, match="load_state_dict"),
+        pytest.raises(mf.errors.StateError, match="load_state_dict"),
     ):
         exchange.load_state_dict(state)
 
@@ -161,7 +161,7 @@ def torn(rank: int) -> str:
         exchange.load_state_dict(sealed(content | {"step": rank}))
         try:
             next(iter(exchange))
-        except mf.StateError as error:
+        except mf.errors.StateError as error:
             return str(error)
     return ""
 
@@ -169,7 +169,7 @@ def torn(rank: int) -> str:
 def crossed(rank: int) -> str:
     items = [[item_of(rank, 0, 5)]]
     several = [exchange_of(rank, mf.Layout(dp=2), items, name=name) for name in ("train", "valid")]
-    with several[0], several[1], pytest.raises(mf.PeerError) as refused:
+    with several[0], several[1], pytest.raises(mf.errors.PeerError) as refused:
         next(iter(several[rank]))
     return str(refused.value)
 
@@ -177,7 +177,7 @@ def crossed(rank: int) -> str:
 def test_equal_exchanges_in_another_order_are_told_apart_by_name() -> None:
     told = world.run(crossed, 2)
     assert told[0] == told[1] and "'train' on rank" in told[0] and "'valid' on rank" in told[0]
-    with pytest.raises(mf.RecipeError, match="name=3: give a string"):
+    with pytest.raises(mf.errors.RecipeError, match="name=3: give a string"):
         exchange_of(0, mf.Layout(), None, name=3)
 
 
@@ -285,7 +285,7 @@ def killed(rank: int) -> str:
         try:
             for step in exchange:
                 list(step.microbatches)
-        except mf.PeerError as error:
+        except mf.errors.PeerError as error:
             return f"{error.ranks} {error}"
     return ""
 
@@ -315,7 +315,7 @@ def leaving(rank: int, prefetch: int) -> str:
                 num_steps += 1
                 if (rank, step.index) == (1, 1):
                     return ""
-        except mf.PeerError as error:
+        except mf.errors.PeerError as error:
             return f"{num_steps} {error.ranks} {error}"
     return "went through"
 
@@ -333,7 +333,7 @@ def differing(rank: int, layout: mf.Layout) -> str:
     with exchange_of(rank, layout, iterator) as exchange:
         try:
             next(iter(exchange))
-        except mf.PeerError as error:
+        except mf.errors.PeerError as error:
             return str(error)
     return ""
 
@@ -356,7 +356,7 @@ def ownerless(rank: int) -> list[str]:
         with exchange_of(rank, layout, iterator, **options) as exchange:
             try:
                 next(iter(exchange))
-            except mf.RoleError as error:
+            except mf.errors.RoleError as error:
                 told.append(str(error))
     return told
 

@@ -373,9 +373,9 @@ def test_virtual_stages_share_one_exchange() -> None:
 
 def test_two_keys_of_one_name_are_refused() -> None:
     for keys in (("a", "a"), ("cu_seqlens",)):
-        with pytest.raises(mf.RecipeError):
+        with pytest.raises(mf.errors.RecipeError):
             mf.exchange.Keys(*keys)
     for pulls, uneven in itertools.product((0, 1), ("drain", "stop")):
         if (pulls, uneven) != (1, "drain"):
-            with pytest.raises(mf.RecipeError):
+            with pytest.raises(mf.errors.RecipeError):
                 mf.Exchange(None, packing=mf.Packing(capacity=8), pulls=pulls, uneven=uneven)  # type: ignore

@@ -143,7 +143,7 @@ def itself() -> list[Any]:
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:
-    with pytest.raises(mf.StoreError, match=text):
+    with pytest.raises(mf.errors.StoreError, match=text):
         mf.exchange.encode([{"tokens": torch.arange(3), "about": value}], KEYS)
 
 
@@ -160,15 +160,17 @@ def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:
 )
 def test_collated_and_transposed_values_are_refused_by_name(item: Any, text: str) -> None:
     keys = mf.exchange.Keys(*(dataclasses.replace(field, dtype="any") for field in KEYS.declared))
-    with pytest.raises(mf.StoreError, match=text):
+    with pytest.raises(mf.errors.StoreError, match=text):
         mf.exchange.encode([item], keys)
-    with pytest.raises(mf.StoreError, match=text):  # not that it differs from another item
+    with pytest.raises(mf.errors.StoreError, match=text):  # not that it differs from another item
         mf.exchange.encode([item, {name: torch.ones(*np.shape(x)[:-1], 6) for name, x in item.items()}], keys)
 
 
 def test_a_misspelt_declaration_is_named() -> None:
     keys = mf.exchange.Keys("tokens", mf.Field(name="positon_ids", dtype="any", split=True))
-    with pytest.raises(mf.StoreError, match=r"'position_ids' is computed .*\(Keys has 'positon_ids'\)"):
+    with pytest.raises(
+        mf.errors.StoreError, match=r"'position_ids' is computed .*\(Keys has 'positon_ids'\)"
+    ):
         mf.exchange.encode([{"tokens": torch.ones(5), "position_ids": torch.ones(5, 3)}], keys)
 
 
@@ -176,7 +178,7 @@ def test_a_class_that_a_rank_lacks_is_named() -> None:
     data = nested_bytes("x", [Size(1, torch.ones(2))])
     broken = np.frombuffer(data.tobytes().replace(b":Size", b":Sizf"), np.uint8).copy()
     assert same(nested_value("x", data), [Size(1, torch.ones(2))])
-    with pytest.raises(mf.StoreError, match=r"key 'x' holds a Sizf of module .*cannot import"):
+    with pytest.raises(mf.errors.StoreError, match=r"key 'x' holds a Sizf of module .*cannot import"):
         nested_value("x", broken)
 
 

@@ -131,7 +131,7 @@ def test_items_that_torch_joins_are_what_they_are_one_by_one(items: Any, wanted:
     def outcome() -> Any:
         try:
             given = encode(items, keys, wanted=wanted, first=3)
-        except mf.StoreError as error:
+        except mf.errors.StoreError as error:
             return str(error)
         report = given.report
         columns = [column.tolist() for column in given.columns]
@@ -232,7 +232,7 @@ def test_every_place_is_served_once_in_every_exchange(text: str, delivery: Any, 
     for role in (role for role in roles if role.reads):
         try:
             mine = Membership.of(layout, roles, role.rank)
-        except mf.RoleError as uneven:
+        except mf.errors.RoleError as uneven:
             assert delivery == "share", uneven  # nodes that cut replicas unevenly
             return
         assert role.rank in mine.ranks

@@ -126,7 +126,7 @@ def test_an_iterators_state_that_only_pickle_reads_is_refused_when_it_is_saved(m
     with exchange_of(Having(more)) as exchange:
         list(next(iter(exchange)).microbatches)
         list(next(iter(exchange)).microbatches)
-        with pytest.raises(mf.StateError, match="let it give tensors, arrays, numbers and texts"):
+        with pytest.raises(mf.errors.StateError, match="let it give tensors, arrays, numbers and texts"):
             exchange.state_dict()
 
 
@@ -135,7 +135,7 @@ def test_a_hostile_state_of_an_iterator_is_refused(hostile: Any) -> None:
     with exchange_of(Epochs(9)) as exchange:
         content = content_of(exchange.state_dict())
         del content["fingerprint"]
-        with pytest.raises(mf.StateError, match="iterator's state cannot be read"):
+        with pytest.raises(mf.errors.StateError, match="iterator's state cannot be read"):
             exchange.load_state_dict(sealed(content | {"iterator": hostile}))
 
 
@@ -247,14 +247,14 @@ def test_what_would_be_replayed_or_lost_is_refused() -> None:
         (listed(3), "after 4 elements, and this list has 3"),
         (Epochs(9), "after 4 elements .* this Epochs would start from the beginning"),
     ):
-        with exchange_of(source) as exchange, pytest.raises(mf.StateError, match=text):
+        with exchange_of(source) as exchange, pytest.raises(mf.errors.StateError, match=text):
             exchange.load_state_dict(state)
     standing = iter(listed()[4:])
     with exchange_of(standing, pulls=2) as exchange:
         for _ in range(2):  # nothing was taken between, so it stands there still
             exchange.load_state_dict(state)
         assert [(step.index, elements(step)) for step in exchange] == [(2, [4, 5]), (3, [6])]
-        with pytest.raises(mf.StateError, match="cannot be reset, has given 10"):
+        with pytest.raises(mf.errors.StateError, match="cannot be reset, has given 10"):
             exchange.load_state_dict(state)
 
 
@@ -314,7 +314,7 @@ class Flaky:
 def test_what_was_pulled_before_an_error_is_given_after_it() -> None:
     given: list[list[int]] = []
     with exchange_of(Flaky(), pulls=2) as exchange:
-        with pytest.raises(mf.DeliveryError, match="step 1, after 3 items: OSError: once"):
+        with pytest.raises(mf.errors.DeliveryError, match="step 1, after 3 items: OSError: once"):
             given.extend(numbers(step) for step in exchange)
         state = exchange.state_dict()
         given.extend(numbers(step) for step in exchange)
@@ -326,7 +326,7 @@ def test_an_item_that_cannot_be_does_not_take_others_with_it() -> None:
     bad = {"labels": torch.zeros(4)}
     with exchange_of([numbered(0), bad], pulls=2) as exchange:
         for _ in range(2):
-            with pytest.raises(mf.StoreError, match="item 1: key 'tokens' is missing"):
+            with pytest.raises(mf.errors.StoreError, match="item 1: key 'tokens' is missing"):
                 next(iter(exchange))
         bad["tokens"] = torch.ones(4, dtype=torch.int64)
         del bad["labels"]
@@ -344,7 +344,7 @@ def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.Monkey
         started = [thread for thread in threading.enumerate() if thread not in others]
         threads = [thread for thread in started if thread.name == "meshfeed-prefetch"]
         assert len(threads) == 1
-        with pytest.raises(mf.StateError, match="still producing a prefetched item"):
+        with pytest.raises(mf.errors.StateError, match="still producing a prefetched item"):
             exchange.load_state_dict(state)
         assert source.live == {"at": 3}
         source.go_on.set()

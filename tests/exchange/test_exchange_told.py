@@ -136,7 +136,7 @@ def broken(rank: int) -> Any:
 
     with (
         mf.Exchange(deep_down(), mf.Layout(dp=2), packing=PACKING, timeout_s=TIMEOUT_S) as exchange,
-        pytest.raises(mf.DeliveryError) as caught,
+        pytest.raises(mf.errors.DeliveryError) as caught,
     ):
         list(exchange)
     cause = caught.value.__cause__
@@ -162,31 +162,35 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
-        ({"keys": ["tokens", "reward"]}, mf.RecipeError, r"keys is a list, .*make it a Keys\(...\)"),
-        ({"layout": "dp2"}, mf.LayoutError, r"layout='dp2' is a str; give mf.Layout.parse\('dp2'\)"),
-        ({"pulls": 0}, mf.RecipeError, "^pulls=0: give a whole number, 1 or more"),
-        ({"prefetch": -1}, mf.RecipeError, "^prefetch=-1: give a whole number, 0 or more"),
-        ({"timeout_s": 0}, mf.RecipeError, "^timeout_s=0: "),
-        ({"source": 7}, mf.RecipeError, "int is not an iterable of items"),
-        ({"source": [item(100)]}, mf.PlanError, "item 0: key 'tokens' has 100 tokens, at step 0; .* 64 "),
+        ({"keys": ["tokens", "reward"]}, mf.errors.RecipeError, r"keys is a list, .*make it a Keys\(...\)"),
+        ({"layout": "dp2"}, mf.errors.LayoutError, r"layout='dp2' is a str; give mf.Layout.parse\('dp2'\)"),
+        ({"pulls": 0}, mf.errors.RecipeError, "^pulls=0: give a whole number, 1 or more"),
+        ({"prefetch": -1}, mf.errors.RecipeError, "^prefetch=-1: give a whole number, 0 or more"),
+        ({"timeout_s": 0}, mf.errors.RecipeError, "^timeout_s=0: "),
+        ({"source": 7}, mf.errors.RecipeError, "int is not an iterable of items"),
+        (
+            {"source": [item(100)]},
+            mf.errors.PlanError,
+            "item 0: key 'tokens' has 100 tokens, at step 0; .* 64 ",
+        ),
         (
             {"source": [{"tokens": torch.zeros(1, 10, dtype=torch.int64)}]},
-            mf.StoreError,
+            mf.errors.StoreError,
             r"item 0: key 'tokens' has shape \(1, 10\).*do not collate",
         ),
         (
             {"source": [{"tokens": "some text"}]},
-            mf.StoreError,
+            mf.errors.StoreError,
             "item 0: key 'tokens' has bytes, but the key that gives the length has one number per token; ",
         ),
         (
             {"source": LABELLED, "keys": Keys(SPLIT["tokens"], SPLIT["lables"])},
-            mf.StoreError,
+            mf.errors.StoreError,
             "key 'labels' has one entry per token but is not declared",
         ),
         (
             {"source": [{**item(), "lbels": 1.0}], "keys": Keys(SPLIT["tokens"], SPLIT["labels"])},
-            mf.StoreError,
+            mf.errors.StoreError,
             r"step 0: no item has key 'labels'.*\['lbels', 'tokens'\].*did you mean 'lbels'",
         ),
     ],
@@ -205,7 +209,7 @@ def test_a_step_without_items_asks_for_no_key() -> None:
 def test_a_job_of_several_processes_needs_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(
-        mf.LayoutError, match=r"4 processes needs a layout; pass one, such as mf.Layout\(dp=4\)"
+        mf.errors.LayoutError, match=r"4 processes needs a layout; pass one, such as mf.Layout\(dp=4\)"
     ):
         steps_of(rows())
 
@@ -213,6 +217,6 @@ def test_a_job_of_several_processes_needs_a_layout(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("delivery", ["auto", "broadcast", "share", "tree"])
 def test_owners_that_do_not_serve_all_are_told_of_as_owners(delivery: Any) -> None:
     layout = mf.Layout.parse("dp2", ranks_per_node=1)
-    with pytest.raises(mf.RoleError) as refused:
+    with pytest.raises(mf.errors.RoleError) as refused:
         _ = mf.Exchange([], layout, 0, packing=PACKING, readers=[0], delivery=delivery).roles
     assert "readers=[0]" in (text := str(refused.value)) and "reads" not in text and "tree" not in text

@@ -160,7 +160,7 @@ def test_what_a_stopped_process_makes_is_not_waited_for_without_end(
 
 def test_the_lock_beside_a_ledger(tmp_path: Path) -> None:
     """It is only held for a moment, so the time of the feed ends the wait."""
-    amended = mf.Ledger().added(mf.Amendment(step=3, change=mf.BatchSize(4)))
+    amended = mf.amendments.Ledger().added(mf.amendments.Amendment(step=3, change=mf.amendments.BatchSize(4)))
     path = tmp_path / "ledger.jsonl"
     with process(_HOLD, tmp_path / "ledger.jsonl.lock") as holder:
         began = time.monotonic()
@@ -168,4 +168,4 @@ def test_the_lock_beside_a_ledger(tmp_path: Path) -> None:
             amended.keep(path, timeout_s=0.5)
         assert time.monotonic() - began < 50
     amended.keep(path, timeout_s=0.5)
-    assert mf.Ledger.read(path) == amended
+    assert mf.amendments.Ledger.read(path) == amended

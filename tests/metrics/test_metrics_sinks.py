@@ -129,14 +129,14 @@ def test_without_sinks_nothing_of_theirs_runs(corpus: str, monkeypatch: pytest.M
 
 def test_what_is_no_sink_is_refused(corpus: str) -> None:
     for wrong in ("runs/7", [RunLog("run"), print], RunLog):
-        with pytest.raises(mf.MetricsError, match="not a sink"):
+        with pytest.raises(mf.errors.MetricsError, match="not a sink"):
             mf.Feed(recipe_of(corpus), metrics=wrong)
 
 
 def test_a_log_that_cannot_be_begun_is_refused_before_training(corpus: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(mf.MetricsError, match="rank-000000"),
+        pytest.raises(mf.errors.MetricsError, match="rank-000000"),
         mf.Feed(recipe_of(corpus), metrics=RunLog(tmp_path / "file")) as feed,
     ):
         next(iter(feed))
@@ -144,7 +144,7 @@ def test_a_log_that_cannot_be_begun_is_refused_before_training(corpus: str, tmp_
 
 def refused_on_one(rank: int, path: str, folders: list[str]) -> str:
     feed = mf.Feed(recipe_of(path), mf.Layout.parse("dp2"), timeout_s=600, metrics=RunLog(folders[rank]))
-    with pytest.raises(mf.MetricsError) as refused, feed:
+    with pytest.raises(mf.errors.MetricsError) as refused, feed:
         for _ in feed:  # the other rank may be a step or two ahead before it hears
             pass
     return str(refused.value)
@@ -233,7 +233,7 @@ def test_a_folder_that_vanishes_is_waited_for(corpus: str, tmp_path: Path) -> No
 
 def test_what_was_not_written_is_an_error_when_all_is_closed(corpus: str, tmp_path: Path) -> None:
     feed = mf.Feed(recipe_of(corpus), metrics=RunLog(tmp_path / "run"))
-    with pytest.raises(mf.MetricsError, match=r"missed 5 steps.*rank-000000"), feed:
+    with pytest.raises(mf.errors.MetricsError, match=r"missed 5 steps.*rank-000000"), feed:
         loop = iter(feed)
         next(loop)
         shutil.rmtree(tmp_path / "run")
@@ -259,7 +259,7 @@ def test_a_sink_that_fails_is_told_again_and_forgets_the_oldest(
     monkeypatch.setattr(background, "MOST_KEPT", 8)
     sink, whole = Kept(), Kept()
     with (
-        pytest.raises(mf.MetricsError, match="Kept has missed 12 steps"),
+        pytest.raises(mf.errors.MetricsError, match="Kept has missed 12 steps"),
         mf.Feed(recipe_of(corpus), metrics=[sink, whole]) as feed,
     ):
         loop = iter(feed)
@@ -291,7 +291,10 @@ def test_the_loop_does_not_wait_for_a_sink_that_hangs(corpus: str, monkeypatch: 
     monkeypatch.setattr(background, "MOST_KEPT", 8)
     monkeypatch.setattr(background, "_CLOSE_S", 0.1)
     sink = Hanging()
-    with pytest.raises(mf.MetricsError, match="hangs"), mf.Feed(recipe_of(corpus), metrics=sink) as feed:
+    with (
+        pytest.raises(mf.errors.MetricsError, match="hangs"),
+        mf.Feed(recipe_of(corpus), metrics=sink) as feed,
+    ):
         stats = [step.stats for step in itertools.islice(feed, 60)]
     assert stats[-1]["metrics_lost"] > 30
     sink.release.set()

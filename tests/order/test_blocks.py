@@ -210,19 +210,19 @@ def test_every_index_is_as_likely_everywhere() -> None:
 @pytest.mark.parametrize("name", ["sequences", "window", "lanes"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, "4", True, None, np.float64(4), 2**62 + 1])
 def test_options_are_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(mf.RecipeError, match=name):
+    with pytest.raises(mf.errors.RecipeError, match=name):
         mf.Blocks(**{name: value})
 
 
 def test_the_word_is_the_defaults_and_other_words_are_refused() -> None:
     assert recipe_of(Sharded(9)).fingerprint == recipe_of(Sharded(9), mf.Blocks()).fingerprint
-    with pytest.raises(mf.RecipeError, match="block'"):
+    with pytest.raises(mf.errors.RecipeError, match="block'"):
         recipe_of(Sharded(9), "block")
 
 
 @pytest.mark.parametrize("ends", [[], [4, 3, 9], [4, 8], [9, 10], [-1, 9]])
 def test_shard_ends_that_cannot_be_are_refused(ends: list[int]) -> None:
-    with pytest.raises(mf.RecipeError, match="shard"):
+    with pytest.raises(mf.errors.RecipeError, match="shard"):
         draws_of_step(recipe_of(Sharded(9, np.array(ends, np.int64))), 0)
 
 

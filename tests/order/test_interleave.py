@@ -262,5 +262,5 @@ def test_runs_are_an_interleaving_of_runs(size: int) -> None:
     ],
 )
 def test_weights_that_are_none(weights: list[float], message: str) -> None:
-    with pytest.raises(mf.RecipeError, match=message):
+    with pytest.raises(mf.errors.RecipeError, match=message):
         Interleaving(weights)

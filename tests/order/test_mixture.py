@@ -166,7 +166,7 @@ def test_a_state_loads_where_only_the_future_changed() -> None:
         recipe_of(first, sequences=mf.Batch(sequences=16).then(2, 32)),
         recipe_of(own),
     ):
-        with pytest.raises(mf.StateError, match="saved") as told:
+        with pytest.raises(mf.errors.StateError, match="saved") as told:
             state.check(changed)
         assert "now" in str(told.value)
 
@@ -235,14 +235,14 @@ def test_the_share_that_is_asked_changes_with_the_very_step() -> None:
     ],
 )
 def test_what_is_no_mixture_is_refused_in_words(make: Any, message: str) -> None:
-    with pytest.raises(mf.RecipeError, match=message):
+    with pytest.raises(mf.errors.RecipeError, match=message):
         make()
 
 
 def test_a_source_without_a_sequence_is_named() -> None:
     empty = recipe_of(mf.Mixture({"a": (store(5), 1), "b": (store(0), 1)}))
-    with pytest.raises(mf.RecipeError, match="makes no sequence"):
+    with pytest.raises(mf.errors.RecipeError, match="makes no sequence"):
         draws_of_step(empty, 0)
     too_little = recipe_of(mf.Mixture({"a": (store(5), 1), "b": (store(5), 0.01)}, by="repeat"))
-    with pytest.raises(mf.RecipeError, match=r"'b': 0\.01 passes"):
+    with pytest.raises(mf.errors.RecipeError, match=r"'b': 0\.01 passes"):
         draws_of_step(too_little, 0)

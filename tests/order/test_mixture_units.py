@@ -134,7 +134,7 @@ def test_next_to_nothing_beside_a_lot() -> None:
     ],
 )
 def test_amounts_that_do_not_go_together_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(mf.RecipeError, match=message):
+    with pytest.raises(mf.errors.RecipeError, match=message):
         make()
 
 
@@ -233,7 +233,7 @@ def test_a_source_that_fills_no_batch_is_left_out_under_drop() -> None:
 )
 def test_amounts_that_make_no_whole_batches_are_refused(batch: mf.Batch, message: str) -> None:
     mixture = mf.Mixture({"a": A, "b": B}, by="repeat", batches="per_source")
-    with pytest.raises(mf.RecipeError, match=message):
+    with pytest.raises(mf.errors.RecipeError, match=message):
         num_steps(recipe_of(mixture, sequences=batch))
     assert num_steps(recipe_of(mixture, sequences=10)) == 13
 
@@ -262,5 +262,5 @@ def test_a_feed_of_such_batches_resumes_under_another_layout() -> None:
     other = mf.Recipe(
         data=mf.Mixture({"a": (A, 2), "b": (B, 1)}), sequence=mf.Documents(), batch=recipe.batch
     )
-    with pytest.raises(mf.StateError, match="per_source"):
+    with pytest.raises(mf.errors.StateError, match="per_source"):
         mf.Feed(other, packing=packing).load_state_dict(saved)

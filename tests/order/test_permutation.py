@@ -202,7 +202,7 @@ def test_shapes_are_kept() -> None:
 )
 def test_what_is_outside_is_refused(places: list[int], size: int) -> None:
     for walk in (permute, unpermute):
-        with pytest.raises(mf.RecipeError, match=f"permutation of {size}"):
+        with pytest.raises(mf.errors.RecipeError, match=f"permutation of {size}"):
             walk(np.array(places), size=size, key=0)
 
 

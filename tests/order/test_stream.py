@@ -53,7 +53,7 @@ class Three:
     def __len__(self) -> int:
         return 3
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
         return {"x": np.array([at.index])}
 
 
@@ -63,7 +63,7 @@ def recipe(size: int, **options: object) -> mf.Recipe:
     return mf.Recipe(data=Numbered(size), sequence=rule, batch=mf.Batch(sequences=sequences), **options)
 
 
-def pairs(draws: mf.Draws) -> list[tuple[int, int, int]]:
+def pairs(draws: mf.order.Draws) -> list[tuple[int, int, int]]:
     return list(zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()))
 
 
@@ -200,11 +200,11 @@ def test_runs_of_draws() -> None:
 
 
 def test_what_makes_no_stream_is_refused() -> None:
-    with pytest.raises(mf.RecipeError, match="steps count from 0"):
+    with pytest.raises(mf.errors.RecipeError, match="steps count from 0"):
         draws_of_step(recipe(5), -1)
-    with pytest.raises(mf.RecipeError, match="no sequence"):
+    with pytest.raises(mf.errors.RecipeError, match="no sequence"):
         draws_of_step(recipe(0), 0)
-    with pytest.raises(mf.RecipeError, match=r"positions -5\.\.3"):
+    with pytest.raises(mf.errors.RecipeError, match=r"positions -5\.\.3"):
         draws_between(recipe(5), -5, 3)
 
 
@@ -212,7 +212,7 @@ def test_positions_end_where_their_arithmetic_does() -> None:
     last = 2**62 // 4 - 2  # a damaged state may say any step
     assert len(draws_of_step(recipe(2**61), last)) == 4
     for step in (last + 1, 2**62, 2**80):
-        with pytest.raises(mf.RecipeError, match="counts them from 0"):
+        with pytest.raises(mf.errors.RecipeError, match="counts them from 0"):
             draws_of_step(recipe(7), step)
         assert len(draws_of_step(recipe(7, epochs=2), step)) == 0
 
@@ -247,7 +247,7 @@ def test_draws_with_replacement() -> None:
     assert draws_between(recipe(1000, shuffle="replacement"), 0, 8).index.tolist() == GOLDEN_CHOICE
     far = draws_between(recipe(2**62, shuffle="replacement"), 10**12, 10**12 + 100).index
     assert far.max() > 2**61 and np.unique(far).size == 100
-    with pytest.raises(mf.RecipeError, match="any number of positions"):
+    with pytest.raises(mf.errors.RecipeError, match="any number of positions"):
         position_of(recipe(10, shuffle="replacement"), 0, 0, 3)
 
 

@@ -33,7 +33,7 @@ def recipe_of(data: Any, batch: mf.Batch, **options: Any) -> mf.Recipe:
     return mf.Recipe(data=data, sequence=mf.Documents(), batch=batch, **options)
 
 
-def lengths_of(recipe: mf.Recipe, draws: mf.Draws) -> np.ndarray:
+def lengths_of(recipe: mf.Recipe, draws: mf.order.Draws) -> np.ndarray:
     of_each = [store.lengths(np.arange(store.num_documents)).tolist() for store in recipe.sources]
     return np.array([of_each[s][i] for s, i in zip(draws.source.tolist(), draws.index.tolist())], np.int64)
 
@@ -220,10 +220,10 @@ def test_rows_of_one_length_make_a_batch_of_sequences() -> None:
     assert by_tokens.batch == by_rows.batch and by_tokens == by_rows
     assert by_tokens.fingerprint == by_rows.fingerprint
     with pytest.raises(
-        mf.RecipeError, match="1000 tokens are no whole number of rows of 64; give 960 or 1024"
+        mf.errors.RecipeError, match="1000 tokens are no whole number of rows of 64; give 960 or 1024"
     ):
         mf.Recipe(data=store, sequence=mf.Windows(64), batch=mf.Batch(tokens=1_000))
-    with pytest.raises(mf.RecipeError, match="rows of 64; give 64"):
+    with pytest.raises(mf.errors.RecipeError, match="rows of 64; give 64"):
         mf.Recipe(data=store, sequence=mf.Windows(64), batch=mf.Batch(tokens=10))
 
 
@@ -260,13 +260,16 @@ def test_what_cannot_be_counted_in_tokens_is_refused_by_name() -> None:
             ),
             "Masked.*give Batch",
         ),
-        (lambda: recipe_of(store, mf.Batch(tokens=90)).amended([(3, mf.BatchSize(8))]), "of tokens"),
+        (
+            lambda: recipe_of(store, mf.Batch(tokens=90)).amended([(3, mf.amendments.BatchSize(8))]),
+            "of tokens",
+        ),
         (
             lambda: draws_of_step(recipe_of(mf.Lengths([0]), mf.Batch(tokens=9)), 0),
             "no source .* has a token",
         ),
     ):
-        with pytest.raises(mf.RecipeError, match=message):
+        with pytest.raises(mf.errors.RecipeError, match=message):
             wrong()
     assert len(draws_of_step(recipe_of(store, mf.Batch(tokens=90)), 0)) > 0
 
@@ -366,7 +369,7 @@ def test_thresholds_of_documents_by_the_number_are_where_a_plain_count_has_them(
         data: Any = wanted.data
         last = data.parts[-1].step if isinstance(change, dict) else wanted.batch.stages[-1][0]
         if step <= last:
-            with pytest.raises(mf.RecipeError, match=f"give a step after {last}"):
+            with pytest.raises(mf.errors.RecipeError, match=f"give a step after {last}"):
                 recipe_of(mixture, batch, **options)
             return
         if isinstance(change, dict):
@@ -427,7 +430,7 @@ def test_thresholds_that_mean_nothing_are_refused() -> None:
             "give a step after 1",
         ),
     ):
-        with pytest.raises(mf.RecipeError, match=message):
+        with pytest.raises(mf.errors.RecipeError, match=message):
             wrong()
     assert "then(at_tokens=90, sequences=3)" in repr(mf.Batch(8).then(at_tokens=90, sequences=3))
     assert "at 90 tokens" in repr(mixture.then(at_tokens=90, sources={"a": 1}))

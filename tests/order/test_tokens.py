@@ -134,7 +134,7 @@ def test_later_amounts_stay_in_tokens() -> None:
 class Cropped(mf.Documents):
     """Documents of another length in every epoch."""
 
-    def lengths(self, recipe: mf.Recipe, draws: mf.Draws) -> np.ndarray:
+    def lengths(self, recipe: mf.Recipe, draws: mf.order.Draws) -> np.ndarray:
         return super().lengths(recipe, draws) - draws.epoch
 
 
@@ -142,20 +142,20 @@ class Item:
     def __len__(self) -> int:
         return 5
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
         return {"x": np.arange(3)}
 
 
 def test_sources_whose_tokens_are_not_known_are_refused_by_name() -> None:
     a, empty = mf.Lengths([5, 6]), mf.Lengths([0, 0])
-    with pytest.raises(mf.RecipeError, match=r"Cropped.* other lengths in another epoch"):
+    with pytest.raises(mf.errors.RecipeError, match=r"Cropped.* other lengths in another epoch"):
         draws_of_step(recipe_of(mf.Mixture({"a": (a, 1)}, by="tokens"), rule=Cropped()), 0)
-    with pytest.raises(mf.RecipeError, match="source 'none' has no tokens"):
+    with pytest.raises(mf.errors.RecipeError, match="source 'none' has no tokens"):
         draws_of_step(recipe_of(mf.Mixture({"a": (a, 1), "none": (empty, 1)}, by="tokens")), 0)
     rested = recipe_of(mf.Mixture({"a": (a, 1), "none": (empty, 0)}, by="tokens"))
     assert set(draws_of_step(rested, 0).source.tolist()) == {0}
     items = mf.Mapped(Item(), version="1")
-    with pytest.raises(mf.RecipeError, match=r"Samples.* not known beforehand; give it lengths="):
+    with pytest.raises(mf.errors.RecipeError, match=r"Samples.* not known beforehand; give it lengths="):
         draws_of_step(recipe_of(mf.Mixture({"a": (items, 1)}, by="tokens"), rule=mf.Samples("x")), 0)
     counted = mf.Mapped(Item(), version="1", lengths=[3] * 5)
     assert shares_at(recipe_of(mf.Mixture({"a": (counted, 1)}, by="tokens"), rule=mf.Samples("x")), 0) == [1]
@@ -163,11 +163,11 @@ def test_sources_whose_tokens_are_not_known_are_refused_by_name() -> None:
 
 def test_units_that_do_not_go_together_are_refused() -> None:
     a, b = mf.Lengths([5]), mf.Lengths([6])
-    with pytest.raises(mf.RecipeError, match="'a' has no amount: by='tokens' takes"):
+    with pytest.raises(mf.errors.RecipeError, match="'a' has no amount: by='tokens' takes"):
         mf.Mixture({"a": a, "b": (b, 1)}, by="tokens")
-    with pytest.raises(mf.RecipeError, match="shares are of sequences"):
+    with pytest.raises(mf.errors.RecipeError, match="shares are of sequences"):
         mf.Mixture({"a": (a, 1), "b": (b, 1)}, by={"a": "tokens", "b": "proportion"})
-    with pytest.raises(mf.RecipeError, match="never ends"):
+    with pytest.raises(mf.errors.RecipeError, match="never ends"):
         mf.Mixture({"a": (a, 1), "b": (b, 1)}, by={"a": "tokens", "b": "count"})
 
 

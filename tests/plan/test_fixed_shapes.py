@@ -161,5 +161,5 @@ def test_a_compiled_model_has_the_loss_and_gradients_and_never_recompiles(recipe
 
 
 def test_a_shape_that_cannot_be_is_refused() -> None:
-    with pytest.raises(mf.PlanError, match="max_sequences; give that too"):
+    with pytest.raises(mf.errors.PlanError, match="max_sequences; give that too"):
         mf.Packing(capacity=8, fixed_shapes=True)

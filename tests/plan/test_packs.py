@@ -226,19 +226,19 @@ def test_a_dummy_has_no_slices() -> None:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(mf.PlanError):
+    with pytest.raises(mf.errors.PlanError):
         plan_fixed(np.ones(3, np.int64), dp=0, cp=1, micro_batch_size=1)
-    with pytest.raises(mf.PlanError):
+    with pytest.raises(mf.errors.PlanError):
         Align(sequence=0)
-    with pytest.raises(mf.PlanError, match="pack=-1"):
+    with pytest.raises(mf.errors.PlanError, match="pack=-1"):
         Align(pack=-1)
     for sizes in ((1, 0, 1), (1, 1, 0), (-1, 1, 1)):
-        with pytest.raises(mf.PlanError, match="at least 1"):
+        with pytest.raises(mf.errors.PlanError, match="at least 1"):
             plan_fixed(np.ones(3, np.int64), dp=sizes[0], cp=sizes[1], micro_batch_size=sizes[2])
     huge = plan_fixed(np.full(3, 2**30, np.int64), dp=1, cp=1, micro_batch_size=3)
-    with pytest.raises(mf.PlanError, match="int32"):
+    with pytest.raises(mf.errors.PlanError, match="int32"):
         packs_of(huge, 0)
-    with pytest.raises(mf.PlanError, match="int32"):
+    with pytest.raises(mf.errors.PlanError, match="int32"):
         packs_of(plan_fixed(np.full(2, 2**30, np.int64), dp=1, cp=1, micro_batch_size=1), 0, together=2)
     odd = Pack(
         sequences=np.zeros(1, np.int32),
@@ -248,10 +248,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
         cp_rank=0,
     )
     for split in ("zigzag", "contiguous"):
-        with pytest.raises(mf.PlanError, match="do not split"):
+        with pytest.raises(mf.errors.PlanError, match="do not split"):
             slices_of(odd, [0], split)  # type: ignore[arg-type]
     pack = packs_of(plan_fixed(np.ones(3, np.int64), dp=1, cp=2, micro_batch_size=3), 0)[0]
-    with pytest.raises(mf.PlanError, match="cp split"):
+    with pytest.raises(mf.errors.PlanError, match="cp split"):
         slices_of(pack, [0], "diagonal")  # type: ignore[arg-type]
 
 

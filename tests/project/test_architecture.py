@@ -114,7 +114,7 @@ def test_importing_every_name_does_no_work_and_pulls_in_nothing_optional() -> No
 def test_planning_needs_numpy_alone() -> None:
     code = (
         "import sys, meshfeed as mf; packing = mf.Packing(capacity=16, policy='dynamic_cp')\n"
-        "plan = mf.plan_step([5, 30, 9], packing, dp=2); mf.packs_of(plan, 1); mf.account_of(plan, packing)\n"
+        "plan = mf.plan.plan_step([5, 30, 9], packing, dp=2); mf.plan.packs_of(plan, 1); mf.plan.account_of(plan, packing)\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

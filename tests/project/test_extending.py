@@ -58,7 +58,7 @@ def test_its_tokenizer_reads_text(package: Path, tmp_path: Path) -> None:
     with mf.open(tmp_path / "docs.jsonl", tokenizer="letters:", cache=tmp_path / "cache") as store:
         assert store.read(0, 0, 2).tolist() == [97, 98]
         assert store.read(1, 0, 1).tolist() == [233]
-    with pytest.raises(mf.MissingError, match="missing"):
+    with pytest.raises(mf.errors.MissingError, match="missing"):
         mf.open(tmp_path / "docs.jsonl", tokenizer="unknown:", cache=tmp_path / "cache")
 
 
@@ -83,16 +83,20 @@ def test_two_processes_train_on_it(package: Path, tmp_path: Path) -> None:
 
 def test_a_path_of_no_format_names_what_each_expects(package: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        mf.MissingError, match=r"\.bin/\.idx pair.*dataset\.json.*MDS.*\.jsonl.*a \.npy file of rows"
+        mf.errors.MissingError, match=r"\.bin/\.idx pair.*dataset\.json.*MDS.*\.jsonl.*a \.npy file of rows"
     ):
         mf.open(tmp_path)
     (tmp_path / "x.npy").write_bytes(b"")
-    with pytest.raises(mf.OptionError, match="rows has no option tokenizer; leave out tokenizer='bytes'"):
+    with pytest.raises(
+        mf.errors.OptionError, match="rows has no option tokenizer; leave out tokenizer='bytes'"
+    ):
         np.save(tmp_path / "x.npy", np.zeros((2, 2), np.uint16))
         mf.open(tmp_path / "x.npy", tokenizer="bytes")
 
 
 def test_a_format_that_cannot_be_imported_is_named(package: Path, tmp_path: Path) -> None:
     (package / "rows.py").write_text("import a_package_that_is_missing\n")
-    with pytest.raises(mf.OptionError, match=r"'rows' of meshfeed-rows cannot be imported.*a_package_that"):
+    with pytest.raises(
+        mf.errors.OptionError, match=r"'rows' of meshfeed-rows cannot be imported.*a_package_that"
+    ):
         mf.open(tmp_path)

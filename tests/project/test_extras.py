@@ -103,7 +103,7 @@ def test_a_newer_framework_is_named_with_its_tested_versions(
         loader.framework("json", "x")  # it was said, or allowed, once
     loader.check_versions.cache_clear()
     monkeypatch.setenv("MESHFEED_UNTESTED", "maybe")
-    with pytest.raises(mf.OptionError, match="MESHFEED_UNTESTED='maybe': set it to one of 1, true"):
+    with pytest.raises(mf.errors.OptionError, match="MESHFEED_UNTESTED='maybe': set it to one of 1, true"):
         loader.framework("json", "x")
     loader.check_versions.cache_clear()
 
@@ -128,7 +128,7 @@ folder = Path(sys.argv[1])
 for name in ("a.parquet", "a.jsonl"):
     try:
         mf.open(folder / name, tokenizer=str(folder / "t.json"))
-    except mf.StoreError as error:
+    except mf.errors.StoreError as error:
         print(error)
 """
     done = subprocess.run(

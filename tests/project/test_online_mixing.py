@@ -37,7 +37,7 @@ def test_a_replay_trains_on_the_same(rule: str, corpus: Path, tmp_path: Path) ->
         (tmp_path / name).mkdir()
     ledger = tmp_path / "ledger.jsonl"
     world.run(run, 4, "tp2-dp2", corpus, ledger, rule, tmp_path / "run")
-    agreed = [*mf.Ledger.read(ledger)]
+    agreed = [*mf.amendments.Ledger.read(ledger)]
     world.run(run, 2, "cp2", corpus, ledger, "", tmp_path / "again")
     first, again = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("run", "again"))
     np.testing.assert_allclose(first, again, rtol=0, atol=1e-12)
@@ -45,7 +45,7 @@ def test_a_replay_trains_on_the_same(rule: str, corpus: Path, tmp_path: Path) ->
     assert [change.amounts.keys() for _, change in agreed] == [online_mixing.CHOICES.keys()] * (
         STEPS // online_mixing.EVERY
     )
-    assert [*mf.Ledger.read(ledger)] == agreed, "a replay adds nothing"
+    assert [*mf.amendments.Ledger.read(ledger)] == agreed, "a replay adds nothing"
     last = agreed[-1].change.amounts
     assert last["easy"] < max(last.values()), "it is learned first"
 
@@ -56,10 +56,10 @@ def test_a_source_that_has_grown_is_reweighed_as_one(corpus: Path, tmp_path: Pat
         for length in range(20, 120):
             writer.add_document(np.arange(length) % online_mixing.TOKENS)
     ledger = tmp_path / "ledger.jsonl"
-    grow = mf.Amendment(3, mf.Grow("easy", str(tmp_path / "more")))
-    mf.Ledger((grow,)).write(ledger)
+    grow = mf.amendments.Amendment(3, mf.amendments.Grow("easy", str(tmp_path / "more")))
+    mf.amendments.Ledger((grow,)).write(ledger)
     world.run(run, 2, "cp2", corpus, ledger, "excess", tmp_path / "run", 12)
-    grown, reweighed = mf.Ledger.read(ledger)
+    grown, reweighed = mf.amendments.Ledger.read(ledger)
     assert grown == grow
     assert reweighed.change.amounts.keys() == online_mixing.CHOICES.keys()
     losses = json.loads((tmp_path / "run" / "losses.json").read_text())

@@ -63,7 +63,7 @@ def test_windows_with_columns_keep_excluded_tokens_without_loss(
     document_of = write_columns(tmp_path / "store", columns)
     store = mf.open(tmp_path / "store", labels=labels if "labels" in columns else None)
     recipe = mf.Recipe(data=store, sequence=mf.Windows(13), batch=mf.Batch(6), seed=5, epochs=3)
-    amended = recipe.amended([(2, mf.Exclude([*GONE, 25]))])
+    amended = recipe.amended([(2, mf.amendments.Exclude([*GONE, 25]))])
     is_gone = np.isin(document_of, [*GONE, 25])
     loses = is_gone | np.roll(is_gone, -1)  # a token of one, or the token before it
     plain, made = (merged(each, layout, 8, micro_batch_size=2) for each in (recipe, amended))
@@ -93,7 +93,7 @@ class Counting(Rich):
 
     gone: frozenset[int] = frozenset()
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         assert at.index not in self.gone, "an excluded item is not read"
         return super().__getitem__(at)
 
@@ -113,7 +113,7 @@ def test_rows_of_excluded_items_are_left_out(layout: str, has_lengths: bool) -> 
         data=data, sequence=mf.Samples("class", "score"), batch=mf.Batch(12), seed=5, epochs=None
     )
     gone = {"a": HALF} if not has_lengths else HALF
-    amended = recipe.amended([(1, mf.Exclude(gone))])
+    amended = recipe.amended([(1, mf.amendments.Exclude(gone))])
     plain, made = (merged(each, layout, 9, micro_batch_size=2) for each in (recipe, amended))
     assert made.keys() == plain.keys()
     seen_fewer, tokens = set[int](), dict[int, int]()
@@ -151,7 +151,7 @@ PACKED = {"packing": mf.Packing(capacity=32, policy="dynamic_cp")}
 def test_excluded_items_are_in_no_pack(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like items that have no token, which no pack holds."""
     shape = mf.Layout.parse(layout)
-    amended, empty = samples().amended([(0, mf.Exclude(GONE))]), samples(GONE)
+    amended, empty = samples().amended([(0, mf.amendments.Exclude(GONE))]), samples(GONE)
     monkeypatch.setattr(Counting, "gone", frozenset(GONE))
     for rank in range(shape.world_size):
         assert simulated(amended, shape, 7, rank, **PACKED) == simulated(empty, shape, 7, rank, **PACKED)
@@ -177,7 +177,7 @@ def test_documents_with_parts_leave_neither_text_nor_part(
 ) -> None:
     shape, packing = mf.Layout.parse(layout), mf.Packing(capacity=64, oversize="truncate")
     plain, rest = (multimodal(folder / name, **options) for name in ("all", "rest"))
-    amended = plain.amended([(2, mf.Exclude(GONE))])
+    amended = plain.amended([(2, mf.amendments.Exclude(GONE))])
     for rank in range(shape.world_size):
         made = simulated(amended, shape, 8, rank, packing=packing)
         assert made[:2] == simulated(plain, shape, 2, rank, packing=packing)
@@ -192,10 +192,10 @@ def _rank(rank: int, layout: mf.Layout, recipe: mf.Recipe, options: dict[str, An
 def test_real_ranks_get_what_is_left(folder: Path) -> None:
     """Of parts, shared with encoders elsewhere; and of items, by every rank of cp and pp."""
     cases = [
-        (mf.Layout.parse("cp2-pp2"), samples().amended([(1, mf.Exclude(GONE))]), PACKED),
+        (mf.Layout.parse("cp2-pp2"), samples().amended([(1, mf.amendments.Exclude(GONE))]), PACKED),
         (
             mf.Layout.parse("dp2-cp2"),
-            multimodal(folder / "all", image=LookFirst()).amended([(1, mf.Exclude(GONE))]),
+            multimodal(folder / "all", image=LookFirst()).amended([(1, mf.amendments.Exclude(GONE))]),
             {"packing": mf.Packing(capacity=64, oversize="truncate"), "encoder": "balanced"},
         ),
     ]

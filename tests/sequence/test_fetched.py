@@ -64,7 +64,7 @@ def fetched_by_an_lru(recipe: mf.Recipe) -> float:
     return fetched / store.num_tokens
 
 
-def blocks_of(recipe: mf.Recipe, draws: mf.Draws) -> list[int]:
+def blocks_of(recipe: mf.Recipe, draws: mf.order.Draws) -> list[int]:
     """The blocks that the windows of a step need, last labels included."""
     (store,), starts, lengths = recipe.sources, np.zeros_like(draws.index), np.full_like(draws.index, LENGTH)
     begins, ends, _ = recipe.sequence.stream_ranges(recipe, 0, draws, starts, lengths, ahead=0)
@@ -117,7 +117,7 @@ def test_shards_meet_only_in_their_joints(rule: Any) -> None:
         read_by = np.zeros((-(-count // shard), store.num_tokens), np.bool_)
         for epoch in range(5):
             index = np.arange(count)
-            draws = mf.Draws(np.zeros(count, np.int32), np.full(count, epoch), index)
+            draws = mf.order.Draws(np.zeros(count, np.int32), np.full(count, epoch), index)
             draws = rule.look_up(recipe, draws)
             of = [rule.lengths(recipe, draws)]
             for ahead in (0, 1):

@@ -199,7 +199,7 @@ def test_how_many_are_hidden_is_known_from_lengths(fraction: float) -> None:
 def test_documents_of_several_sources(tmp_path: Path) -> None:
     stores = [mf.open(write(tmp_path / name, seed)) for name, seed in (("a", 1), ("b", 2))]
     recipe: Any = SimpleNamespace(sources=tuple(stores), seed=3, source_key=int)
-    draws = mf.Draws(
+    draws = mf.order.Draws(
         np.array([1, 0, 0, 1, 1], np.int32), np.array([0, 0, 2, 1, 0]), np.array([3, 3, 9, 1, 11])
     )
     rule, host = rule_of(), OnHost()
@@ -413,7 +413,7 @@ def test_new_options_are_in_the_fingerprint_and_old_rules_keep_theirs(corpus: st
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(mf.RecipeError, match="Masked"):
+    with pytest.raises(mf.errors.RecipeError, match="Masked"):
         mf.Masked(
             **({"length": 8, "vocab_size": 9, "mask_token": 1, "first_token": 2, "last_token": 3} | options)
         )
@@ -421,9 +421,9 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
 
 def test_what_it_does_not_fit_is_refused(corpus: str) -> None:
     mapped = mf.Recipe(data=mf.Mapped([1]), sequence=rule_of(), batch=mf.Batch(sequences=1))  # type: ignore
-    with pytest.raises(mf.RecipeError, match="Masked reads a token store"):
+    with pytest.raises(mf.errors.RecipeError, match="Masked reads a token store"):
         next(mf.simulate(mapped, mf.Layout(), 1))
-    with pytest.raises(mf.OptionError, match="for rows choose 'zigzag'"):
+    with pytest.raises(mf.errors.OptionError, match="for rows choose 'zigzag'"):
         next(mf.simulate(recipe_of(corpus), mf.Layout(cp=2), 1, micro_batch_size=2, cp_split="pack_zigzag"))
     assert rule_of(replace=1, random=0).summary() == rule_of(replace=1.0, random=0.0).summary()
     assert rule_of().summary() != rule_of(mask_fraction=0.2).summary()

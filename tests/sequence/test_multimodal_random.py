@@ -57,7 +57,7 @@ def text_labels(tokens: list[int], start: int, size: int) -> int:
     return sum(token not in (IMAGE, AUDIO) for token in tokens[start + 1 : start + 1 + size])
 
 
-def check_plan(plan: mf.StepPlan, lengths: list[int], packing: mf.Packing) -> None:
+def check_plan(plan: mf.plan.StepPlan, lengths: list[int], packing: mf.Packing) -> None:
     """No pack over its limits; of each sequence every token once, or its first ones where it is truncated."""
     account = account_of(plan, packing)
     assert account.rank_tokens.max(initial=0) <= packing.capacity
@@ -84,7 +84,7 @@ def parts_of(recipe: mf.Recipe, source: int, epoch: int, index: int) -> list[tup
         kind, one = ("image", "audio")[int(parts.kind[number])], parts.only(number)
         processor = recipe.sequence.processors[kind]
         (data,) = store.read_parts(np.array([index]), np.array([number]))
-        rng = mf.rng(recipe.seed, epoch, index, number, recipe.source_key(source))
+        rng = mf.order.rng(recipe.seed, epoch, index, number, recipe.source_key(source))
         ((count,), (each,)) = processor.rule.patches(one)
         tokens = int(processor.rule.tokens(one)[0])
         arrays = processor(data, PartSize.of(one, 0), rng)

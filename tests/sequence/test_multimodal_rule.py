@@ -149,7 +149,7 @@ def test_packs_are_planned_by_the_work_of_both_encoders(folder: Path) -> None:
                 work[row, place] = rule.processors[kind].rule.work(mine).sum()
         np.testing.assert_array_equal(rule.encoder_work(recipe, batch.draws), work)
     assert work.any(axis=1).all()
-    plan = mf.plan_step(batch.lengths, PACKING["packing"], dp=2, encoder_work=work)
+    plan = mf.plan.plan_step(batch.lengths, PACKING["packing"], dp=2, encoder_work=work)
     for name in ("microbatch", "first_rank"):
         np.testing.assert_array_equal(getattr(batch.plan, name), getattr(plan, name))
 
@@ -335,7 +335,7 @@ class Buggy(Look):
             "zero",
             r"ZeroDivisionError: .*test_multimodal_rule.py, line \d+\); correct the processor, or let it",
         ),
-        ("shape", "ValueError: cannot reshape .*mf.PartError where the part's bytes are at fault$"),
+        ("shape", "ValueError: cannot reshape .*mf.errors.PartError where the part's bytes are at fault$"),
         ("attribute", "AttributeError: .*'hight'"),
         ("filter", "ValueError: Unknown resampling filter"),
         ("path", "ValueError: embedded null byte"),
@@ -364,7 +364,7 @@ class Codecs(Look):
             OSError("image file is truncated"),
             EOFError(),
             DecompressionBombError("too large"),
-            mf.PartError("no picture"),
+            mf.errors.PartError("no picture"),
         )
         raise errors[size.height % 4]
 
@@ -434,7 +434,7 @@ def counted(
                 bad, stats = len(m["bad_parts"]), step.stats
                 assert stats["parts_bad"] == bad
                 counts.append((counts[-1][0] + stats["parts_decoded"], counts[-1][1] + bad))
-        except mf.PartError as error:
+        except mf.errors.PartError as error:
             match = re.search(
                 r"(\d+) of the first (\d+) parts .* allows of \d+; .*document .* pixels", str(error)
             )
@@ -463,7 +463,7 @@ def test_the_share_is_of_a_thousand_parts_at_least(broken: Path) -> None:
     said = r"1\d of the first \d\d parts .*0.01\) allows of 1000; .*document"
     with (
         mf.Feed(multimodal(broken, on_bad="drop"), **PACKING) as feed,
-        pytest.raises(mf.PartError, match=said),
+        pytest.raises(mf.errors.PartError, match=said),
     ):
         take(feed)
 

@@ -71,7 +71,7 @@ def test_rows_are_stacked_where_shapes_agree(layout: str, micro_batch_size: int)
         names |= {"caption"} if made.coord.pp == parse(layout).pp - 1 else set()
         for m in made.microbatches:
             assert set(m) == names
-            at = [mf.EpochIndex(e, i) for e, i in zip(m.draws.epoch.tolist(), m.draws.index.tolist())]
+            at = [mf.order.EpochIndex(e, i) for e, i in zip(m.draws.epoch.tolist(), m.draws.index.tolist())]
             items = [dataset[each] for each in at]
             for name, value in m.items():
                 wanted = expected_row_value(name, [item[name] for item in items])
@@ -152,7 +152,8 @@ def test_packed_fields_against_plain_loops(
         for m in got.microbatches:
             rows = rows_of(plan, got.coord.dp * cp + got.coord.cp, m)
             items = [
-                dataset[mf.EpochIndex(int(draws.epoch[s]), int(draws.index[s]))] for s in plan.sequence[rows]
+                dataset[mf.order.EpochIndex(int(draws.epoch[s]), int(draws.index[s]))]
+                for s in plan.sequence[rows]
             ]
             assert same(m["caption"], [item["caption"].encode() for item in items])
             assert same(m["image"], [item["image"] for item in items])
@@ -207,7 +208,7 @@ def test_valid_tokens_of_pieces_add_up(oversize: Any) -> None:
     recipe = samples_recipe(Rich(), *PACK, packed=True, lengths=LENGTHS, valid=valid, sequences=40)
     packing = mf.Packing(capacity=10, oversize=oversize)
     if oversize == "truncate":
-        with pytest.raises(mf.PlanError, match=r"item \d+ is cut from \d+ to 10 tokens"):
+        with pytest.raises(mf.errors.PlanError, match=r"item \d+ is cut from \d+ to 10 tokens"):
             next(mf.simulate(recipe, mf.Layout(), 1, packing=packing))
         return
     (made,) = mf.simulate(recipe, mf.Layout(), 1, packing=packing)
@@ -223,10 +224,10 @@ def test_sequences_of_several_sources(packed: bool) -> None:
     """By the rule itself, with draws of two stores interleaved."""
     sets = [Rich(), Rich(seed=8)]
     recipe: Any = SimpleNamespace(sources=tuple(mf.Mapped(d, lengths=LENGTHS) for d in sets), seed=0)
-    draws = mf.Draws(
+    draws = mf.order.Draws(
         np.array([1, 0, 0, 1, 1, 0], np.int32), np.zeros(6, np.int64), np.array([3, 3, 9, 1, 0, 7])
     )
-    items = [sets[s][mf.EpochIndex(0, i)] for s, i in zip(draws.source.tolist(), draws.index.tolist())]
+    items = [sets[s][mf.order.EpochIndex(0, i)] for s, i in zip(draws.source.tolist(), draws.index.tolist())]
     rule = mf.Samples(IDS, CAPTION, "score", packed=True) if packed else mf.Samples(CAPTION, "score")
     lengths = rule.lengths(recipe, draws)
     assert np.array_equal(lengths, LENGTHS[draws.index])
@@ -336,7 +337,7 @@ def test_peers_hear_what_the_dataset_raised(delivery: str) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def spoiled(value: dict[str, Any], at: mf.EpochIndex) -> dict[str, Any]:
+def spoiled(value: dict[str, Any], at: mf.order.EpochIndex) -> dict[str, Any]:
     return value | {"y": 0} if at.index == 2 else {"x": np.float32(1)}
 
 
@@ -365,7 +366,7 @@ def test_values_that_cannot_be_are_refused_by_name(value: dict[str, Any], said: 
     where = r"source 0, Mapped\(Plain, 4 items\): EpochIndex\(epoch=0, index=2\): "
     with (
         mf.Feed(recipe, micro_batch_size=4, machine=mf.Machine(workers=workers)) as feed,
-        pytest.raises(mf.StoreError, match=where + f".*{said}"),
+        pytest.raises(mf.errors.StoreError, match=where + f".*{said}"),
     ):
         take(feed)
 
@@ -376,13 +377,16 @@ def test_a_length_that_is_not_the_declared_one(got: int) -> None:
     x = mf.Field(name="x", dtype="int8", split=True)
     recipe = samples_recipe(dataset, x, packed=True, lengths=[8] * 4, sequences=4)
     said = rf"source 0, .*EpochIndex\(epoch=0, index=1\): 'x' has {got} tokens, lengths says 8"
-    with mf.Feed(recipe, packing=mf.Packing(capacity=64)) as feed, pytest.raises(mf.StoreError, match=said):
+    with (
+        mf.Feed(recipe, packing=mf.Packing(capacity=64)) as feed,
+        pytest.raises(mf.errors.StoreError, match=said),
+    ):
         take(feed)
     two = Plain(4, lambda at: {"x": np.zeros((8, 2), np.int8)})
     recipe = replace(recipe, data=mf.Mapped(two, lengths=[8] * 4))
     with (
         mf.Feed(recipe, packing=mf.Packing(capacity=64)) as feed,
-        pytest.raises(mf.StoreError, match=r"\[8, 2\]"),
+        pytest.raises(mf.errors.StoreError, match=r"\[8, 2\]"),
     ):
         take(feed)
 
@@ -391,13 +395,13 @@ def test_types_may_not_change_within_a_microbatch() -> None:
     mixed = Plain(4, lambda at: {"x": np.zeros(2, np.int8 if at.index % 2 else np.int16)})
     with (
         mf.Feed(samples_recipe(mixed, "x", sequences=4), micro_batch_size=4) as feed,
-        pytest.raises(mf.StoreError, match=r"'x' is int\d+, int\d+ in EpochIndex\(.*give it one type"),
+        pytest.raises(mf.errors.StoreError, match=r"'x' is int\d+, int\d+ in EpochIndex\(.*give it one type"),
     ):
         take(feed)
     tuples = Plain(4, lambda at: (1, 2))
     with (
         mf.Feed(samples_recipe(tuples, "x")) as feed,
-        pytest.raises(mf.StoreError, match="gave tuple; give a dict"),
+        pytest.raises(mf.errors.StoreError, match="gave tuple; give a dict"),
     ):
         take(feed)
 
@@ -415,19 +419,19 @@ def test_types_may_not_change_within_a_microbatch() -> None:
     ],
 )
 def test_fields_that_cannot_be_are_refused(fields: Any, packed: bool, said: str) -> None:
-    with pytest.raises(mf.RecipeError, match=said):
+    with pytest.raises(mf.errors.RecipeError, match=said):
         mf.Samples(*fields, packed=packed)
 
 
 def test_rules_and_stores_must_fit() -> None:
     batch = mf.Batch(sequences=1)
-    with pytest.raises(mf.RecipeError, match=r"give Mapped\(Rich, 40 items\) its lengths="):
+    with pytest.raises(mf.errors.RecipeError, match=r"give Mapped\(Rich, 40 items\) its lengths="):
         next(
             mf.simulate(
                 samples_recipe(Rich(), "ids", packed=True), mf.Layout(), 1, packing=mf.Packing(capacity=9)
             )
         )
-    with pytest.raises(mf.RecipeError, match=r"Samples reads a mf\.Mapped"):
+    with pytest.raises(mf.errors.RecipeError, match=r"Samples reads a mf\.Mapped"):
         next(
             mf.simulate(
                 mf.Recipe(data=mf.Lengths([3]), sequence=mf.Samples("x"), batch=batch), mf.Layout(), 1
@@ -435,7 +439,7 @@ def test_rules_and_stores_must_fit() -> None:
         )
     for rule in (mf.Windows(4), mf.Documents()):
         options = {"packing": mf.Packing(capacity=9)} if rule.packed else {}
-        with pytest.raises(mf.RecipeError):
+        with pytest.raises(mf.errors.RecipeError):
             next(
                 mf.simulate(
                     mf.Recipe(data=mf.Mapped(Rich()), sequence=rule, batch=batch), mf.Layout(), 1, **options
@@ -458,5 +462,5 @@ def test_a_dict_declares_fields_by_their_dtypes() -> None:
 
 @pytest.mark.parametrize("given", [{"a": np.int64}, {1: "int64"}, 5, ["a"], None])
 def test_what_is_no_field_is_refused(given: Any) -> None:
-    with pytest.raises(mf.RecipeError, match=r"Samples\(.*give names, mf\.Field"):
+    with pytest.raises(mf.errors.RecipeError, match=r"Samples\(.*give names, mf\.Field"):
         mf.Samples(given)

@@ -132,7 +132,9 @@ def test_every_rank_has_the_length_of_the_step(folder: Path, layout: str, has_co
     shape = mf.Layout.parse(layout)
     columns = {name: (store, 1) for name, store in stores(folder, ignore=[]).items()}
     recipe = recipe_of(folder, data=mf.Mixture(columns)) if has_columns else recipe_of(folder)
-    amended = recipe.amended([(2, mf.Exclude({"one": [1, 2, 7]})), (6, mf.SkipSteps(7, 8))])
+    amended = recipe.amended(
+        [(2, mf.amendments.Exclude({"one": [1, 2, 7]})), (6, mf.amendments.SkipSteps(7, 8))]
+    )
     steps = [step for step in range(13) if step != 7]
     for rank, got in enumerate(world.run(_rank, 4, shape, amended)):
         assert got == simulated(amended, shape, steps, rank, micro_batch_size=2)
@@ -142,7 +144,7 @@ def test_excluded_documents_bear_no_loss_at_any_length(folder: Path) -> None:
     recipe = recipe_of(folder)
     with (store := recipe.sources[0]):
         gone = np.concatenate([store.read(d, 0, int(store.lengths(np.array([d]))[0])) for d in (1, 2, 7)])
-    amended = recipe.amended([(0, mf.Exclude({"one": [1, 2, 7]}))])
+    amended = recipe.amended([(0, mf.amendments.Exclude({"one": [1, 2, 7]}))])
     lost = set[int]()
     for plain, made in zip(*(mf.simulate(each, mf.Layout(), 14) for each in (recipe, amended))):
         bears = 0
@@ -167,10 +169,16 @@ def test_a_batch_of_tokens_is_amended_in_tokens(folder: Path) -> None:
     ramp = mf.Batch(tokens=24 * 8).then(6, tokens=24 * 4)
     recipe = recipe_of(folder, sequence=rule, batch=ramp)
     for amended, wanted in (
-        ([(2, mf.BatchSize(tokens=48))], {2: 48, 6: 96}),
-        ([(3, mf.BatchSize(tokens=48)), (7, mf.BatchSize(tokens=240))], {3: 48, 6: 96, 7: 240}),
-        ([(2, mf.BatchSize(tokens=48)), (4, mf.BatchSize(tokens=72))], {2: 48, 4: 72, 6: 96}),
-        ([(3, mf.BatchSize(6))], {3: 48, 4: 192, 6: 96}),  # sequences, until the length changes
+        ([(2, mf.amendments.BatchSize(tokens=48))], {2: 48, 6: 96}),
+        (
+            [(3, mf.amendments.BatchSize(tokens=48)), (7, mf.amendments.BatchSize(tokens=240))],
+            {3: 48, 6: 96, 7: 240},
+        ),
+        (
+            [(2, mf.amendments.BatchSize(tokens=48)), (4, mf.amendments.BatchSize(tokens=72))],
+            {2: 48, 4: 72, 6: 96},
+        ),
+        ([(3, mf.amendments.BatchSize(6))], {3: 48, 4: 192, 6: 96}),  # sequences, until the length changes
     ):
         steps = [(0, 192), *wanted.items()]
         made = recipe.amended(amended)
@@ -178,9 +186,9 @@ def test_a_batch_of_tokens_is_amended_in_tokens(folder: Path) -> None:
             tokens = [tokens for first, tokens in steps if first <= step][-1]
             assert sum(len(row) for _, row in inputs_of(made, step)) == tokens, (amended, step)
     rows = mf.Recipe(data=stores(folder)["one"], sequence=mf.Windows(8), batch=mf.Batch(tokens=64))
-    assert rows.amended([(3, mf.BatchSize(tokens=128))]).batch == mf.Batch(8).then(3, 16)
+    assert rows.amended([(3, mf.amendments.BatchSize(tokens=128))]).batch == mf.Batch(8).then(3, 16)
     with pytest.raises(RecipeError, match="100 tokens are no whole number of rows of 8; give 96 or 104"):
-        rows.amended([(3, mf.BatchSize(tokens=100))])
+        rows.amended([(3, mf.amendments.BatchSize(tokens=100))])
 
 
 def test_thresholds_in_tokens_and_the_fingerprint(folder: Path) -> None:

@@ -164,7 +164,7 @@ def test_an_epoch_has_as_many_windows_as_fit_and_the_edges_move(
 def test_a_store_of_less_than_a_window_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c", num_tokens=300)
     recipe = recipe_of(tmp_path / "c", length=300)
-    with pytest.raises(mf.StoreError, match=r"300 tokens.*need 301"):
+    with pytest.raises(mf.errors.StoreError, match=r"300 tokens.*need 301"):
         next(iter(mf.Feed(recipe)))
     assert next(iter(mf.Feed(recipe_of(tmp_path / "c", length=299)))).tokens == 16 * 299
 
@@ -176,7 +176,7 @@ def test_a_store_without_a_stream_is_refused() -> None:
         def lengths(self, documents: np.ndarray) -> np.ndarray:
             return np.ones_like(documents)
 
-    with pytest.raises(mf.RecipeError, match="stream of tokens"):
+    with pytest.raises(mf.errors.RecipeError, match="stream of tokens"):
         mf.Windows(8).num_sequences(Pictures())
 
 
@@ -340,7 +340,7 @@ def test_tokens_are_whole_numbers_of_any_width(tmp_path: Path, dtype: type) -> N
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_store_of_fractions_is_refused(tmp_path: Path, dtype: type) -> None:
     store_of(tmp_path / "c", [np.array([0.5, 1.5, 2.5])], dtype)
-    with pytest.raises(mf.RecipeError, match=f"integer tokens.*{np.dtype(dtype).name}"):
+    with pytest.raises(mf.errors.RecipeError, match=f"integer tokens.*{np.dtype(dtype).name}"):
         list(mf.simulate(recipe_of(tmp_path / "c", length=1), mf.Layout(), 1))
 
 

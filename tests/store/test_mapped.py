@@ -45,8 +45,8 @@ from user_datasets import (
 WORKERS = (0, 1, 2)
 
 
-def places(*indices: int, epoch: int = 0) -> list[mf.EpochIndex]:
-    return [mf.EpochIndex(epoch, i) for i in indices]
+def places(*indices: int, epoch: int = 0) -> list[mf.order.EpochIndex]:
+    return [mf.order.EpochIndex(epoch, i) for i in indices]
 
 
 def nothing_runs() -> bool:
@@ -89,7 +89,7 @@ def test_the_fingerprint_of_a_store_inside_counts(tmp_path: Path) -> None:
     assert first.data.fingerprint == copied.data.fingerprint != other.data.fingerprint
     state = mf.State(recipe=first.summary(), step=1)
     state.check(copied)
-    with pytest.raises(mf.StateError, match="data: saved"):
+    with pytest.raises(mf.errors.StateError, match="data: saved"):
         state.check(other)
 
 
@@ -149,7 +149,7 @@ def test_a_dataset_of_torch_is_told_how_to_be_one_of_ours(workers: int, get: Any
     recipe = samples_recipe(ByNumber(get), "x")
     with (
         mf.Feed(recipe, machine=mf.Machine(workers=workers)) as feed,
-        pytest.raises(mf.StoreError, match=f"(?s){said}"),
+        pytest.raises(mf.errors.StoreError, match=f"(?s){said}"),
     ):
         take(feed)
 
@@ -163,14 +163,14 @@ def test_a_dataset_of_torch_is_told_how_to_be_one_of_ours(workers: int, get: Any
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(mf.StoreError, match=said):
+    with pytest.raises(mf.errors.StoreError, match=said):
         mf.Mapped(Rich(), **options)
 
 
 def test_what_is_no_dataset_is_refused() -> None:
-    with pytest.raises(mf.StoreError, match="no length or no items"):
+    with pytest.raises(mf.errors.StoreError, match="no length or no items"):
         mf.Mapped(iter([1]))  # type: ignore[arg-type]
-    with pytest.raises(mf.StoreError, match="not entered"):
+    with pytest.raises(mf.errors.StoreError, match="not entered"):
         mf.Mapped(Rich()).fetch(places(0))
 
 
@@ -179,7 +179,7 @@ def test_a_copy_is_not_entered() -> None:
         store.fetch(places(1))
         copy = pickle.loads(pickle.dumps(store))
         assert copy.fingerprint == store.fingerprint
-        with pytest.raises(mf.StoreError, match="not entered"):
+        with pytest.raises(mf.errors.StoreError, match="not entered"):
             copy.fetch(places(1))
     assert nothing_runs()
 
@@ -240,7 +240,7 @@ def test_what_a_dataset_raises_is_told(workers: int, make: Any, kind: str) -> No
     recipe = samples_recipe(Fatal(12, 5, make), "x")
     with (
         mf.Feed(recipe, machine=mf.Machine(workers=workers)) as feed,
-        pytest.raises(mf.StoreError, match=told) as said,
+        pytest.raises(mf.errors.StoreError, match=told) as said,
     ):
         take(feed)
     assert kind in str(said.value)
@@ -261,7 +261,7 @@ def test_a_worker_that_dies_ends_the_feed(prefetch: int, make: Any, how: str) ->
     told = rf"worker [01] \(process \d+\) .*{how} while EpochIndex"
     with (
         mf.Feed(recipe, prefetch=prefetch, machine=mf.Machine(workers=2)) as feed,
-        pytest.raises(mf.StoreError, match=told),
+        pytest.raises(mf.errors.StoreError, match=told),
     ):
         take(feed)
     assert nothing_runs()
@@ -284,7 +284,7 @@ def test_a_dead_worker_that_had_forked_is_noticed_and_named(sent: bytes, tmp_pat
     workers: Workers[int] = Workers(partial(fork_and_die, sent, fifo), 1, world.HANG_S, "forked")
     told = r"forked: worker 0 \(process \d+\) was killed by signal 9 while 0"
     try:
-        with pytest.raises(mf.StoreError, match=told):
+        with pytest.raises(mf.errors.StoreError, match=told):
             workers.fetch([0])
         workers.close()
         assert nothing_runs()
@@ -312,7 +312,7 @@ def test_an_item_that_never_comes() -> None:
     recipe = samples_recipe(Fatal(8, 3, never), "x")
     with (
         mf.Feed(recipe, machine=mf.Machine(workers=1, item_timeout_s=0.5)) as feed,
-        pytest.raises(mf.StoreError, match=r"index=\d\) has not arrived after 0.5 s"),
+        pytest.raises(mf.errors.StoreError, match=r"index=\d\) has not arrived after 0.5 s"),
     ):
         take(feed)
     assert nothing_runs()
@@ -323,7 +323,7 @@ def test_workers_that_cannot_start_say_why() -> None:
     try:
         with (
             mf.Feed(samples_recipe(Rich(), "ids"), machine=mf.Machine(workers=1)) as feed,
-            pytest.raises(mf.StoreError, match=r"(?s)workers have failed while.*daemonic"),
+            pytest.raises(mf.errors.StoreError, match=r"(?s)workers have failed while.*daemonic"),
         ):
             take(feed)
     finally:
@@ -339,7 +339,7 @@ class Stuck:
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, at: mf.EpochIndex) -> Any:
+    def __getitem__(self, at: mf.order.EpochIndex) -> Any:
         os.write(os.open(self.fifo, os.O_WRONLY), b"!")
         never(at)
 
@@ -355,7 +355,10 @@ def test_what_only_a_fork_can_send_is_explained(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(multiprocessing, "get_context", partial(multiprocessing.get_context, "forkserver"))
     told = r"(?s)Plain, 12 items.*'forkserver'; the dataset must be .*pickle.*__main__"
     recipe = samples_recipe(Plain(12, lambda at: at.index), "x")
-    with mf.Feed(recipe, machine=mf.Machine(workers=2)) as feed, pytest.raises(mf.StoreError, match=told):
+    with (
+        mf.Feed(recipe, machine=mf.Machine(workers=2)) as feed,
+        pytest.raises(mf.errors.StoreError, match=told),
+    ):
         take(feed)
     assert nothing_runs()
 
@@ -414,7 +417,7 @@ def test_same_every_epoch() -> None:
     assert np.array_equal(seen[0], np.array([pair for pair, _ in pairs]))
     assert np.array_equal(seen[0], seen[1])
     wrong = mf.Mapped(mf.SameEveryEpoch(pairs, names=("one",)))
-    with wrong, pytest.raises(mf.StoreError, match=r"index=2\).*not a tuple of 1 parts"):
+    with wrong, pytest.raises(mf.errors.StoreError, match=r"index=2\).*not a tuple of 1 parts"):
         wrong.fetch(places(2))
 
 
@@ -456,9 +459,9 @@ def test_resampled_holds_no_order_and_checks_its_arguments() -> None:
         {"num_epochs": 1, "num_samples": 1},
         {"num_epochs": 1.5},
     ):
-        with pytest.raises(mf.RecipeError, match="Resampled"):
+        with pytest.raises(mf.errors.RecipeError, match="Resampled"):
             mf.Resampled(Rich(), **bad)
-    with pytest.raises(mf.RecipeError, match="no samples of nothing"):
+    with pytest.raises(mf.errors.RecipeError, match="no samples of nothing"):
         mf.Resampled(Rich(0), num_samples=3)
     assert len(mf.Resampled(Rich(0), num_epochs=3)) == len(mf.Resampled(Rich(), num_samples=0)) == 0
     assert (view.num_samples, view.num_epochs) == (10**18, 1000)
@@ -472,8 +475,8 @@ def test_resampled_holds_no_order_and_checks_its_arguments() -> None:
 
 def test_rng_is_keyed_by_its_place_and_nothing_else() -> None:
     keys = [(s, e, i) for s in (-1, 0, 2**62) for e in range(3) for i in range(3)]
-    drawn = {mf.rng(*key).integers(2**62) for key in (*keys, *((*key, 0) for key in keys))}
+    drawn = {mf.order.rng(*key).integers(2**62) for key in (*keys, *((*key, 0) for key in keys))}
     assert len(drawn) == 2 * len(keys)
-    assert mf.rng(1, 2, 3).random() == mf.rng(1, 2, 3).random()
-    with pytest.raises(mf.RecipeError, match="64 bits"):
-        mf.rng(2**64, 0, 0)
+    assert mf.order.rng(1, 2, 3).random() == mf.order.rng(1, 2, 3).random()
+    with pytest.raises(mf.errors.RecipeError, match="64 bits"):
+        mf.order.rng(2**64, 0, 0)

@@ -49,11 +49,11 @@ def test_lengths_from_a_file_and_from_a_distribution(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lengths", [[-1], [1.5], [[1, 2]]])
 def test_what_is_no_length_is_refused(lengths: Any, tmp_path: Path) -> None:
-    with pytest.raises(mf.StoreError):
+    with pytest.raises(mf.errors.StoreError):
         mf.Lengths(lengths)
     (tmp_path / "words.txt").write_text("three\n")
     for path in (tmp_path / "words.txt", tmp_path / "missing.txt"):
-        with pytest.raises(mf.StoreError):
+        with pytest.raises(mf.errors.StoreError):
             mf.Lengths.from_file(path)
-    with pytest.raises(mf.StoreError):
+    with pytest.raises(mf.errors.StoreError):
         mf.Lengths.lognormal(5, mean=0, sigma=1)

@@ -35,7 +35,7 @@ class Sound:
     def __len__(self) -> int:
         return 10
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         rng = np.random.default_rng([at.epoch, at.index])
         return {"x": rng.standard_normal(4), "name": str(at.index), "parts": [b"a", torch.zeros(2)]}
 
@@ -46,7 +46,7 @@ class WithOneRng(Sound):
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": self.rng.standard_normal(4)}
 
 
@@ -55,30 +55,30 @@ class DependsOnTheLast(Sound):
 
     last = 79
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         before, self.last = self.last, at.index
         return {"x": np.array([at.index, before == 79 or before == 8])}
 
 
 class DrawsFromPython(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": random.random()}
 
 
 class DrawsFromNumpy(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": np.random.rand(2)}
 
 
 class DrawsFromTorch(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": torch.rand(2)}
 
 
 class SeedsTorch(Sound):
     """Leaves no trace in the state, and still must not."""
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         state = torch.get_rng_state()
         torch.manual_seed(at.index)
         x = torch.rand(2)
@@ -89,27 +89,27 @@ class SeedsTorch(Sound):
 class ReadsTheGlobalState(Sound):
     """Changes nothing, but what it gives hangs on a seed that somebody else may set."""
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": int(torch.get_rng_state()[:64].sum()) + at.index}
 
 
 class DependsOnTheProcess(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": os.getpid()}
 
 
 class DependsOnHashes(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": hash(f"item {at.index}") % 1000}
 
 
 class ReadsItsRank(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": at.index + int(os.environ.get("RANK", "0"))}
 
 
 class ShardsByWorldSize(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": at.index % int(os.environ.get("WORLD_SIZE", "1"))}
 
 
@@ -124,7 +124,7 @@ class ReadsItsRankOnImport(Sound):
 
     rank: Any = None
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": str(self.rank)}
 
 
@@ -134,7 +134,7 @@ class DoesNotTravel(Sound):
 
 
 class FailsElsewhere(Sound):
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         if multiprocessing.parent_process() is None:
             return {"x": 1}
         raise OSError("no such mount here")
@@ -204,10 +204,10 @@ def test_items_that_every_epoch_repeats_are_caught() -> None:
 
 
 def test_an_epoch_index_unpacks() -> None:
-    at = mf.EpochIndex(epoch=3, index=14)
+    at = mf.order.EpochIndex(epoch=3, index=14)
     epoch, index = at
     assert (epoch, index, at.idx) == (3, 14, 14)
-    assert {at: 1}[mf.EpochIndex(3, 14)] == 1 and at != mf.EpochIndex(3, 15)
+    assert {at: 1}[mf.order.EpochIndex(3, 14)] == 1 and at != mf.order.EpochIndex(3, 15)
 
 
 def test_a_dataset_to_ask_nothing_of() -> None:
@@ -329,5 +329,5 @@ def test_roles_other_than_expected_are_caught() -> None:
         assert_roles("tp2-dp2", readers=[0, 1, 2], delivery="broadcast")
     with pytest.raises(AssertionError, match="rank 1 receives"):
         assert_roles("pp3", receives={1: ["tokens"]})
-    with pytest.raises(mf.RoleError, match="rank 2"):
+    with pytest.raises(mf.errors.RoleError, match="rank 2"):
         assert_roles("tp2-dp2", may_read=[0], delivery="broadcast")

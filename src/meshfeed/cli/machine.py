@@ -103,7 +103,7 @@ def _across_nodes() -> Finding:
 def _chosen(layout: mf.Layout) -> Finding:
     stages, fields = mf.StageMap(pp=layout.pp), mf.Windows(4096).fields
     delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
-    roles = mf.assign_roles(layout, stages, fields, delivery)
+    roles = mf.roles.assign_roles(layout, stages, fields, delivery)
     nodes = len(set(layout.node(roles.ranks).tolist()))
     text = f"{layout} on {counted(nodes, 'node')}: delivery='auto' takes {delivery}"
     return Finding("layout", "ok", f"{text}; storage is opened by {counted(int(roles.reads.sum()), 'rank')}")

@@ -115,7 +115,7 @@ class RecipeOptions(StoreOptions, AmendmentOptions):
         recipe = self._unamended(text)
         if self.amendments is None:
             return recipe
-        ledger = mf.Ledger.read(self.amendments)
+        ledger = mf.amendments.Ledger.read(self.amendments)
         return recipe.amended(each for each in ledger if until is None or each.step < until)
 
     def _unamended(self, text: str) -> mf.Recipe:

@@ -366,7 +366,9 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         """
         at = whole(at)
         if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
-            raise OptionError(f"amend({change!r}, at={at!r}): such as amend(mf.BatchSize(512), at=1000)")
+            raise OptionError(
+                f"amend({change!r}, at={at!r}): such as amend(mf.amendments.BatchSize(512), at=1000)"
+            )
         if self._options.ledger is None:
             raise OptionError(
                 "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "

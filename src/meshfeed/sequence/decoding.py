@@ -350,7 +350,7 @@ def _failed(processor: Processor, error: Exception) -> Bad:
     at = traceback.extract_tb(error.__traceback__)[-1]
     return Bad(
         f"{processor!r}: {told} ({at.filename}, line {at.lineno}); correct the processor, or let it raise "
-        f"mf.PartError where the part's bytes are at fault",
+        f"mf.errors.PartError where the part's bytes are at fault",
         is_broken=False,
     )
 

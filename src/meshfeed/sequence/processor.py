@@ -98,13 +98,13 @@ class Processor(ABC):
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """Decode a part: field -> array. Pure: nothing but its arguments decides.
 
-        data: as stored. rng: keyed by (seed, epoch, index, part) and the source's name, so `mf.rng(seed,
-        epoch, index, part, recipe.source_key(source))`; draw from it whatever is random. Raise PartError if
-        the part's bytes are at fault: `on_bad` then says what becomes of it. The same mean EOFError, an
-        OSError that is not of the system, and of what Pillow raises while it reads a file:
-        DecompressionBombError, SyntaxError, ValueError, IndexError, OverflowError, struct.error and
-        zlib.error. Any other stops the job, whatever `on_bad` says, such as Pillow's TypeError, or its
-        ValueError for a filter that it does not know.
+        data: as stored. rng: keyed by (seed, epoch, index, part) and the source's name, so
+        `mf.order.rng(seed, epoch, index, part, recipe.source_key(source))`; draw from it
+        whatever is random. Raise PartError if the part's bytes are at fault: `on_bad` then says what
+        becomes of it. The same mean EOFError, an OSError that is not of the system, and of what Pillow
+        raises while it reads a file: DecompressionBombError, SyntaxError, ValueError, IndexError,
+        OverflowError, struct.error and zlib.error. Any other stops the job, whatever `on_bad` says, such
+        as Pillow's TypeError, or its ValueError for a filter that it does not know.
         """
 
     @property

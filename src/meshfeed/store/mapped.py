@@ -1,8 +1,8 @@
 """A store over a dataset that a user writes: anything with a length, indexed by `EpochIndex`.
 
 The whole contract: `dataset[EpochIndex(epoch, index)]` is a dict of name -> value, the same at any time, in
-any process and any order. Draw its random parts from `meshfeed.rng(seed, epoch, index)`, never from a global
-generator.
+any process and any order. Draw its random parts from `meshfeed.order.rng(seed, epoch, index)`, never from a
+global generator.
 """
 
 from __future__ import annotations

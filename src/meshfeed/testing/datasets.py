@@ -85,7 +85,7 @@ def assert_epochs_differ(
         if difference(one, other) is None:
             raise AssertionError(
                 f"item {index} is the same in epochs {epochs[0]} and {epochs[1]}; "
-                f"draw from a generator keyed by (seed, epoch, index), as mf.rng makes"
+                f"draw from a generator keyed by (seed, epoch, index), as mf.order.rng makes"
             )
 
 

@@ -79,7 +79,12 @@ def test_the_digest_is_of_all_that_decides_the_steps(
     assert len(set(digests.values())) == 5
 
 
-LEDGER = mf.Ledger((mf.Amendment(2, mf.Exclude({"code": [3, 8, 40]})), mf.Amendment(5, mf.SkipSteps(6, 8))))
+LEDGER = mf.amendments.Ledger(
+    (
+        mf.amendments.Amendment(2, mf.amendments.Exclude({"code": [3, 8, 40]})),
+        mf.amendments.Amendment(5, mf.amendments.SkipSteps(6, 8)),
+    )
+)
 
 
 @pytest.mark.parametrize("name", ["recipe", "wide", "megatron"])
@@ -168,8 +173,15 @@ def test_steps_skipped_far_beyond_its_end(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """And those that two amendments skip, once."""
-    skips = mf.SkipSteps(5, 10**12), mf.SkipSteps(2, 4), mf.SkipSteps(3, 6), mf.SkipSteps(12, 10**30)
-    mf.Ledger(tuple(mf.Amendment(1, skip) for skip in skips)).write(tmp_path / "ledger.jsonl")
+    skips = (
+        mf.amendments.SkipSteps(5, 10**12),
+        mf.amendments.SkipSteps(2, 4),
+        mf.amendments.SkipSteps(3, 6),
+        mf.amendments.SkipSteps(12, 10**30),
+    )
+    mf.amendments.Ledger(tuple(mf.amendments.Amendment(1, skip) for skip in skips)).write(
+        tmp_path / "ledger.jsonl"
+    )
     ledger = ["--amendments", f"{tmp_path}/ledger.jsonl"]
     skipped = told(capsys, "audit", f"{folder}/recipes.py:{name}", "--until", "10", *ledger)
     plain = told(capsys, "audit", f"{folder}/recipes.py:{name}", "--until", "2")

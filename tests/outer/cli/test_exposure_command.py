@@ -99,8 +99,11 @@ def test_what_is_excluded_is_told_to_bear_no_loss(
     """Windows keep the tokens of a document that is excluded; packs of documents do not."""
     monkeypatch.setenv("COLUMNS", "300")
     ledger = tmp_path / "ledger.jsonl"
-    mf.Ledger(
-        (mf.Amendment(0, mf.Exclude({"docs": [11]})), mf.Amendment(12, mf.Exclude({"code": [3, 41]})))
+    mf.amendments.Ledger(
+        (
+            mf.amendments.Amendment(0, mf.amendments.Exclude({"docs": [11]})),
+            mf.amendments.Amendment(12, mf.amendments.Exclude({"code": [3, 41]})),
+        )
     ).write(ledger)
     ends = {"code": 12, "docs": 0}  # the first step without loss
     file = listed(folder, "code\t3\ncode\t41\ndocs\t11\n")
@@ -127,8 +130,10 @@ def test_what_later_amendments_name_need_not_be_there(
     with mf.IndexedWriter(tmp_path / "more", np.uint16) as writer:
         writer.add_document(np.arange(500))
     ledger, file = tmp_path / "ledger.jsonl", listed(folder, "code\t3\ncode\t41\ndocs\t11\n")
-    grown = mf.Amendment(12, mf.Grow("docs", str(tmp_path / "more")))
-    mf.Ledger((mf.Amendment(3, mf.Exclude({"docs": [11]})), grown)).write(ledger)
+    grown = mf.amendments.Amendment(12, mf.amendments.Grow("docs", str(tmp_path / "more")))
+    mf.amendments.Ledger((mf.amendments.Amendment(3, mf.amendments.Exclude({"docs": [11]})), grown)).write(
+        ledger
+    )
     recipe, capacity = f"{folder}/recipes.py:documents", ("--capacity", "512")
     of = "--amendments", str(ledger)
     asked = [

@@ -49,14 +49,16 @@ def test_json_is_one_object(store, capsys):
 def test_what_a_ledger_does_to_a_store(store, tmp_path, capsys):
     further = write(tmp_path / "d", [5, 5])
     changes = [
-        mf.Exclude({"web": [1, 6]}),
-        mf.BatchSize(8),
-        mf.Grow("web", further),
-        mf.Exclude({"code": [1]}),
-        mf.Reweigh({"web": 1, "notes": 1}),
+        mf.amendments.Exclude({"web": [1, 6]}),
+        mf.amendments.BatchSize(8),
+        mf.amendments.Grow("web", further),
+        mf.amendments.Exclude({"code": [1]}),
+        mf.amendments.Reweigh({"web": 1, "notes": 1}),
     ]
     path = tmp_path / "ledger.jsonl"
-    mf.Ledger(tuple(mf.Amendment(10 * at, change) for at, change in enumerate(changes))).write(path)
+    mf.amendments.Ledger(
+        tuple(mf.amendments.Amendment(10 * at, change) for at, change in enumerate(changes))
+    ).write(path)
     assert run(store, "--amendments", path, "--source", "web", "--json") == 0
     assert json.loads(capsys.readouterr().out)["amendments"] == [
         {"step": 0, "excluded": 2, "tokens": 1501},

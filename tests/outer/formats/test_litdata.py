@@ -449,7 +449,7 @@ def test_bytes_between_the_table_and_the_first_item_are_refused(tmp_path: Path) 
     data[4:8] = (int.from_bytes(data[4:8], "little") + 2).to_bytes(4, "little")
     path.write_bytes(data)
     with (
-        pytest.raises(mf.StoreError, match=r"chunk-0-0\.bin: byte 4: the items' offsets"),
+        pytest.raises(mf.errors.StoreError, match=r"chunk-0-0\.bin: byte 4: the items' offsets"),
         mf.open(folder) as store,
     ):
         store.lengths(np.arange(1))

@@ -181,7 +181,7 @@ def test_samples_of_a_store_and_of_a_users_dataset(stores: Any) -> None:
         def __len__(self) -> int:
             return len(LENGTHS)
 
-        def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+        def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
             return {"tokens": documents_of("raw", 1)[at.index]}
 
     mapped = {

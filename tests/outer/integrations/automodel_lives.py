@@ -342,7 +342,7 @@ class Job(FeedRecipe):
         self._check(self.step_scheduler.step)
         if self._goes_wrong() and self.run.again:
             for act in (self.dataloader.state_dict, self.run_train_validation_loop):
-                with pytest.raises(mf.StateError, match="Ended ended the loop, perhaps within a step"):
+                with pytest.raises(mf.errors.StateError, match="Ended ended the loop, perhaps within a step"):
                     act()
             latest = Path(self.checkpointer.config.checkpoint_dir, "LATEST")
             # within a step, FSDP2 may hold gradients that nobody can drop

@@ -44,12 +44,12 @@ def change(folder: Path, dice: random.Random, step: int) -> Change:
     kind = dice.choice(KINDS)
     name = dice.choice(["a", "b"])
     if kind == "Exclude":
-        return mf.Exclude({name: dice.sample(range(DOCUMENTS[name]), 20)})
+        return mf.amendments.Exclude({name: dice.sample(range(DOCUMENTS[name]), 20)})
     if kind == "Reweigh":
-        return mf.Reweigh({"a": dice.choice([0.2, 1, 5]), "b": 1})
+        return mf.amendments.Reweigh({"a": dice.choice([0.2, 1, 5]), "b": 1})
     if kind == "SkipSteps":
         first = step + dice.randint(1, 6)
-        return mf.SkipSteps(first, first + dice.randint(1, 2))
+        return mf.amendments.SkipSteps(first, first + dice.randint(1, 2))
     if kind == "Grow":
-        return mf.Grow(name, str(folder / "more"))
-    return mf.BatchSize(dice.randint(5, 20))
+        return mf.amendments.Grow(name, str(folder / "more"))
+    return mf.amendments.BatchSize(dice.randint(5, 20))

@@ -191,21 +191,23 @@ class Life:
 
     def amend(self, rng: random.Random) -> None:
         """Another amendment, known to all from a step on that nothing has trained."""
-        told = mf.Ledger.read(self.ledger).amendments if self.ledger.exists() else ()
+        told = mf.amendments.Ledger.read(self.ledger).amendments if self.ledger.exists() else ()
         known = max([0, *self.saved(), *(each.known for each in told)]) + rng.randint(0, 2)
         documents = rng.sample(range(100), 40)
-        change: Any = mf.Exclude({"a": documents} if self.mixed else documents)
+        change: Any = mf.amendments.Exclude({"a": documents} if self.mixed else documents)
         if self.mixed and self.kind != "short" and rng.random() < 0.5:
-            change = mf.Reweigh({"a": rng.randint(1, 3), "b": rng.randint(1, 3)})
+            change = mf.amendments.Reweigh({"a": rng.randint(1, 3), "b": rng.randint(1, 3)})
         if self.skipped and rng.random() < 0.5:
             later = [step for step in self.skipped if step >= known]
-            change = mf.SkipSteps(min(later), min(later) + 1) if later else change
-        mf.Ledger((*told, mf.Amendment(known, change))).write(self.ledger)
+            change = mf.amendments.SkipSteps(min(later), min(later) + 1) if later else change
+        mf.amendments.Ledger((*told, mf.amendments.Amendment(known, change))).write(self.ledger)
 
     def amended_recipe(self) -> mf.Recipe:
         """As the ledger says, but for the iterations that are skipped, whose steps are there to count."""
-        told = mf.Ledger.read(self.ledger).amendments if self.ledger.exists() else ()
-        return self.train.amended([each for each in told if not isinstance(each.change, mf.SkipSteps)])
+        told = mf.amendments.Ledger.read(self.ledger).amendments if self.ledger.exists() else ()
+        return self.train.amended(
+            [each for each in told if not isinstance(each.change, mf.amendments.SkipSteps)]
+        )
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Job:
     def save(self) -> None:
         """A checkpoint, or a refusal within a step."""
         if done := self.loader.num_done:
-            with pytest.raises(mf.StateError, match=f"after {done} of .* after the optimizer's step"):
+            with pytest.raises(mf.errors.StateError, match=f"after {done} of .* after the optimizer's step"):
                 self.loader.state_dict()
             return
         self.accelerator.save_state(str(self.out / str(self.num_saved)))
@@ -137,7 +137,7 @@ def test_a_batch_that_does_not_accumulate_once_is_refused(
     job: Any = Job(truth, tmp_path)
     job.start(Run())
     told = f"microbatch {place} of 4 of step 0: the loop entered accelerator.accumulate {times} times"
-    with pytest.raises(mf.RecipeError, match=told):
+    with pytest.raises(mf.errors.RecipeError, match=told):
         for _ in job.loader:
             for _ in range(times):
                 with job.accelerator.accumulate(job.model):
@@ -150,5 +150,7 @@ def test_accumulation_must_be_the_recipes(truth: Truth) -> None:
     loops.forget_accelerate()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = FeedLoader(mf.Feed(truth.recipe, micro_batch_size=2), accelerator)
-    with pytest.raises(mf.RecipeError, match=r"4 microbatches .* but gradient_accumulation_steps is 3"):
+    with pytest.raises(
+        mf.errors.RecipeError, match=r"4 microbatches .* but gradient_accumulation_steps is 3"
+    ):
         next(iter(loader))

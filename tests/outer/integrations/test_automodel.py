@@ -78,7 +78,7 @@ class Pictures:
     def __len__(self) -> int:
         return 16
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         tokens = np.arange(8) + at.index
         return {"input_ids": tokens, "tokens": tokens, "labels": tokens + 1, "pixel_values": np.ones((2, 3))}
 
@@ -347,7 +347,7 @@ def test_after_an_error_nothing_goes_on_but_from_a_state(place: Path, tmp_path: 
     second = [next(batches) for _ in range(4)]
     made.close(ValueError())
     for act in (made.state_dict, lambda: iter(made)):
-        with pytest.raises(mf.StateError, match="ValueError ended the loop, perhaps within a step"):
+        with pytest.raises(mf.errors.StateError, match="ValueError ended the loop, perhaps within a step"):
             act()
     made.load_state_dict(state)
     batches = iter(made)
@@ -452,7 +452,7 @@ def test_items_that_do_not_fill_a_validation_batch_are_refused(
     assert [len(batch["labels"]) for batch in made.build(**ALONE)] == [2, 2, 1]
     monkeypatch.setattr(automodel, "gathered_layout", lambda *_: mf.Layout(dp=2))
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(mf.OptionError, match="3 would be missing; drop it"):
+    with pytest.raises(mf.errors.OptionError, match="3 would be missing; drop it"):
         next(iter(made.build(dp_rank=0, dp_world_size=2)))
 
 
@@ -553,7 +553,7 @@ def test_another_recipe_and_an_endless_validation_are_named(place: Path, tmp_pat
     from meshfeed.integrations.automodel import FeedRecipe
 
     cfg = config(tmp_path, dataset=fed("windows"), validation_dataset=fed("endless"))
-    with pytest.raises(mf.RecipeError, match=f"set recipe: {FED}.FeedRecipe"):
+    with pytest.raises(mf.errors.RecipeError, match=f"set recipe: {FED}.FeedRecipe"):
         Theirs(cfg).cfg.dataloader.build(dp_rank=0, dp_world_size=1)
-    with pytest.raises(mf.RecipeError, match="validation_dataset never ends"):
+    with pytest.raises(mf.errors.RecipeError, match="validation_dataset never ends"):
         FeedRecipe(cfg).cfg.validation_dataloaders["default"].build(dp_rank=0, dp_world_size=1)

@@ -178,7 +178,7 @@ def refusals(job: Any, folder: Path) -> list[str]:
             try:
                 bridge.DatasetConfig(recipe=other).on_data_init_start(context)
                 told.append(f"{load.name} {name}: accepted")
-            except mf.StateError:
+            except mf.errors.StateError:
                 told.append(f"{load.name} {name}: refused")
     return told
 
@@ -236,7 +236,7 @@ def options_of_no_effect(rank: int, folder: Path) -> list[str]:
     told = []
     for dataset, train in (({"num_workers": 0}, {}), ({}, {"decrease_batch_size_if_needed": True})):
         data = bridge.DatasetConfig(recipe=recipe(folder), **dataset)
-        with pytest.raises(mf.RecipeError) as refused:
+        with pytest.raises(mf.errors.RecipeError) as refused:
             bw.train(bw.Job(folder, tp=1, pp=1), data, bridge.forward_step, data, **train)
         told.append(str(refused.value))
     return told

@@ -112,7 +112,7 @@ class Run:
 
     def check(self, before: int) -> None:
         """The weights before a step are those of the recipe, amended with the ledger."""
-        amended = self.recipe.amended(mf.Ledger.read(self.ledger))
+        amended = self.recipe.amended(mf.amendments.Ledger.read(self.ledger))
         truth = Truth(amended, before, micro_batch_size=SEQUENCES).before[before]
         wrong = float((self.model.weight.detach() - truth).abs().max())
         assert wrong < EXACT, (
@@ -121,12 +121,12 @@ class Run:
         self.did["compared"] += 1
 
     def amend(self) -> None:
-        change = mf.BatchSize(self.dice.choice(SIZES))
+        change = mf.amendments.BatchSize(self.dice.choice(SIZES))
         if self.dice.random() < 0.5:
-            change = mf.Exclude([self.dice.randrange(20)])
+            change = mf.amendments.Exclude([self.dice.randrange(20)])
         self.feed.amend(change)
         dist.barrier()
-        self.known = mf.Ledger.read(self.ledger).amendments[-1].known
+        self.known = mf.amendments.Ledger.read(self.ledger).amendments[-1].known
         self.await_saved()
         for gone in [each for each in self.kept if each[1] > self.known]:
             self.kept.remove(gone)  # of a stream that is no more
@@ -172,7 +172,9 @@ class Run:
         self.model.load_state_dict(state["model"])
         assert self.feed.next_step == step
         self.check(step)
-        self.did["loaded amended"] += any(each.known < step for each in mf.Ledger.read(self.ledger))
+        self.did["loaded amended"] += any(
+            each.known < step for each in mf.amendments.Ledger.read(self.ledger)
+        )
         dist.barrier()
 
 
@@ -197,7 +199,7 @@ def _lived(corpus: str, folder: Path, life: int) -> Iterator[Counter[str]]:
         yield Counter(killed=dead)
         if not dead:
             break
-    yield Counter(amended=len(mf.Ledger.read(folder / LEDGER)))
+    yield Counter(amended=len(mf.amendments.Ledger.read(folder / LEDGER)))
 
 
 @pytest.mark.timeout(7_000)

@@ -103,7 +103,7 @@ def test_only_training_resumes(corpus: str, tmp_path: Path) -> None:
 
 def test_a_ledger_amends_training_alone(corpus: str, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
-    mf.Ledger((mf.Amendment(0, mf.SkipSteps(0, 1)),)).write(ledger)
+    mf.amendments.Ledger((mf.amendments.Amendment(0, mf.amendments.SkipSteps(0, 1)),)).write(ledger)
     data = fed.DataModule(
         recipe(corpus), held_out(corpus), held_out(corpus), micro_batch_size=2, ledger=str(ledger)
     )
@@ -113,7 +113,7 @@ def test_a_ledger_amends_training_alone(corpus: str, tmp_path: Path) -> None:
     trainer(tmp_path).validate(trained, datamodule=data, verbose=False)
     assert trained.seen["train"] == rows(corpus, range(1, 4)) and trained.seen["test"] == two
     assert trained.seen["validate"] == [(0, each) for each in two]
-    assert len(mf.Ledger.read(ledger)) == 1
+    assert len(mf.amendments.Ledger.read(ledger)) == 1
 
 
 def test_epochs_go_on_where_the_last_one_ended(corpus: str, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_epochs_go_on_where_the_last_one_ended(corpus: str, tmp_path: Path) -> N
 def test_an_epoch_that_ends_within_a_step_is_refused(corpus: str, tmp_path: Path) -> None:
     data = fed.DataModule(recipe(corpus), micro_batch_size=2)
     run = trainer(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=6)
-    with pytest.raises(mf.RecipeError, match=r"limit_train_batches=6: .* would have 2; give 4 or"):
+    with pytest.raises(mf.errors.RecipeError, match=r"limit_train_batches=6: .* would have 2; give 4 or"):
         run.fit(model(), datamodule=data)
     short = fed.DataModule(recipe(corpus, steps=1), micro_batch_size=2)
     trainer(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=6).fit(model(), datamodule=short)
@@ -161,7 +161,7 @@ def test_steps_and_accumulation_must_agree(
 ) -> None:
     more = {"packing": mf.Packing(capacity=200)} if "sequence" in options else {"micro_batch_size": 2}
     data = fed.DataModule(recipe(corpus, **options), **more)
-    with pytest.raises(mf.RecipeError, match=said):
+    with pytest.raises(mf.errors.RecipeError, match=said):
         trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model(), datamodule=data)
 
 
@@ -212,7 +212,7 @@ def test_by_hand_no_checkpoint_is_taken_within_a_step(corpus: str, tmp_path: Pat
 
     run = trainer(tmp_path, callbacks=[saving(tmp_path)], accumulate_grad_batches=1)
     with pytest.raises(
-        mf.StateError, match=r"after 1 microbatches of step 0, under manual optim.*every_n_train"
+        mf.errors.StateError, match=r"after 1 microbatches of step 0, under manual optim.*every_n_train"
     ):
         run.fit(ByHand(), datamodule=fed.DataModule(recipe(corpus), micro_batch_size=2))
 
@@ -222,9 +222,9 @@ def test_another_recipe_is_refused(corpus: str, tmp_path: Path) -> None:
     run.fit(model(), datamodule=fed.DataModule(recipe(corpus), micro_batch_size=2))
     run.save_checkpoint(tmp_path / "state.ckpt")
     other = fed.DataModule(recipe(corpus, seed=1), micro_batch_size=2)
-    with pytest.raises(mf.StateError, match="another recipe"):
+    with pytest.raises(mf.errors.StateError, match="another recipe"):
         trainer(tmp_path).fit(model(), datamodule=other, ckpt_path=tmp_path / "state.ckpt")
-    with pytest.raises(mf.RecipeError, match="DataModule\\(train=recipe\\)"):
+    with pytest.raises(mf.errors.RecipeError, match="DataModule\\(train=recipe\\)"):
         trainer(tmp_path).fit(model(), datamodule=fed.DataModule())
 
 
@@ -233,7 +233,7 @@ def test_another_recipe_is_refused(corpus: str, tmp_path: Path) -> None:
 )
 def test_an_evaluation_without_end_is_refused(corpus: str, tmp_path: Path, role: str, limit: str) -> None:
     data = fed.DataModule(recipe(corpus), **{role: recipe(corpus)}, micro_batch_size=2)
-    with pytest.raises(mf.RecipeError, match=f"{role} never ends; .*{limit}="):
+    with pytest.raises(mf.errors.RecipeError, match=f"{role} never ends; .*{limit}="):
         getattr(trainer(tmp_path), role)(model(), datamodule=data)
     limited = model()
     getattr(trainer(tmp_path, **{limit: 2}), role)(limited, datamodule=data)
@@ -246,18 +246,20 @@ def test_no_epoch_begins_after_the_end_of_the_stream(corpus: str, tmp_path: Path
 
     for options, epochs in (({}, 2), ({"steps_per_epoch": 2}, 3)):
         trained = model()
-        with pytest.raises(mf.RecipeError, match="ended after 3 steps, and another epoch would be empty"):
+        with pytest.raises(
+            mf.errors.RecipeError, match="ended after 3 steps, and another epoch would be empty"
+        ):
             trainer(tmp_path, max_steps=-1, max_epochs=epochs).fit(trained, datamodule=data(**options))
         assert trained.seen["train"] == rows(corpus, range(3))
 
     untouched = model()
-    with pytest.raises(mf.RecipeError, match=r"max_steps=4, 0 of .* only 3 more; set max_steps=3"):
+    with pytest.raises(mf.errors.RecipeError, match=r"max_steps=4, 0 of .* only 3 more; set max_steps=3"):
         trainer(tmp_path, max_steps=4).fit(untouched, datamodule=data())
     assert not untouched.seen["train"]
     ended, run = data(), trainer(tmp_path)
     run.fit(model(), datamodule=ended)
     run.save_checkpoint(tmp_path / "end.ckpt")
-    with pytest.raises(mf.RecipeError, match="would be empty"):
+    with pytest.raises(mf.errors.RecipeError, match="would be empty"):
         trainer(tmp_path, max_steps=-1, max_epochs=1).fit(untouched, datamodule=ended)
     trainer(tmp_path).fit(untouched, datamodule=data(), ckpt_path=tmp_path / "end.ckpt")  # nothing left to do
     assert not untouched.seen["train"]
@@ -340,14 +342,16 @@ def test_shares_of_a_stream_are_refused(corpus: str, tmp_path: Path) -> None:
     ):
         for given in ({}, {"steps": 4}):
             data = fed.DataModule(recipe(corpus, **given), held_out(corpus), micro_batch_size=2)
-            with pytest.raises(mf.RecipeError, match=said):
+            with pytest.raises(mf.errors.RecipeError, match=said):
                 trainer(tmp_path, **options).fit(model(), datamodule=data)
 
 
 @pytest.mark.parametrize("role", ["validate", "test"])
 def test_a_role_without_a_recipe_is_refused(corpus: str, tmp_path: Path, role: str) -> None:
     for given in ({}, {role: []}):
-        with pytest.raises(mf.RecipeError, match=rf"{role} needs a recipe: DataModule\({role}=recipe\)"):
+        with pytest.raises(
+            mf.errors.RecipeError, match=rf"{role} needs a recipe: DataModule\({role}=recipe\)"
+        ):
             getattr(trainer(tmp_path), role)(model(), datamodule=fed.DataModule(recipe(corpus), **given))
 
 
@@ -411,9 +415,11 @@ def test_a_batch_size_that_would_change_nothing_is_not_searched(corpus: str, tmp
 
     tried, data = model(), fed.DataModule(recipe(corpus), micro_batch_size=2)
     tried.batch_size = 2
-    with pytest.raises(mf.RecipeError, match=r"Tuner.scale_batch_size.* DataModule\(micro_batch_size=\)"):
+    with pytest.raises(
+        mf.errors.RecipeError, match=r"Tuner.scale_batch_size.* DataModule\(micro_batch_size=\)"
+    ):
         Tuner(trainer(tmp_path)).scale_batch_size(tried, datamodule=data, max_trials=1)
-    with pytest.raises(mf.RecipeError, match="BatchSizeFinder"):
+    with pytest.raises(mf.errors.RecipeError, match="BatchSizeFinder"):
         trainer(tmp_path, callbacks=[BatchSizeFinder(max_trials=1)]).fit(tried, datamodule=data)
     assert tried.batch_size == 2 and not tried.seen["train"]
 

@@ -54,5 +54,5 @@ def test_numbers_are_written_as_for_megatron() -> None:
     ],
 )
 def test_what_megatron_refuses_is_refused(schedule: str, message: str) -> None:
-    with pytest.raises(mf.RecipeError, match=message):
+    with pytest.raises(mf.errors.RecipeError, match=message):
         batch_of_schedule(schedule)

@@ -216,7 +216,7 @@ def test_steps_and_megatrons_microbatches_must_agree(tmp_path: Path) -> None:
 
     assert begun(mf.Batch(sequences=4).then(2, 8).then(3, 12), 5) == [2, 2, 4, 6, 6]
     told = r"step 2 is 4 sequences, 2 micro.*micro_batch_size=2.*num_microbatches is 4; .*global_batch_size is, 8"
-    with pytest.raises(mf.RecipeError, match=told):
+    with pytest.raises(mf.errors.RecipeError, match=told):
         begun(mf.Batch(sequences=4), 3)
 
 

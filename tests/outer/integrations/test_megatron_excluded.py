@@ -57,7 +57,7 @@ def test_samples_keep_excluded_tokens_without_loss(
     folder: Path, layout: str, options: dict[str, Any]
 ) -> None:
     plain = recipe_of(folder, **options)
-    amended, gone = plain.amended([(4, mf.Exclude(GONE))]), gone_tokens(folder)
+    amended, gone = plain.amended([(4, mf.amendments.Exclude(GONE))]), gone_tokens(folder)
     shape = mf.Layout.parse(layout)
     pairs = zip(*(mf.simulate(each, shape, 15, micro_batch_size=2) for each in (plain, amended)))
     lost, valid, counted = 0, dict[int, int](), dict[int, int]()
@@ -89,7 +89,7 @@ def _rank(rank: int, layout: mf.Layout, recipe: mf.Recipe) -> Any:
 def test_real_ranks_and_the_audit(folder: Path) -> None:
     layout = mf.Layout.parse("tp2-cp2")
     plain = recipe_of(folder, **RESETS)
-    amended = plain.amended([(2, mf.Exclude(GONE))])
+    amended = plain.amended([(2, mf.amendments.Exclude(GONE))])
     for rank, got in enumerate(world.run(_rank, 4, layout, amended)):
         assert got == simulated(amended, layout, 8, rank, micro_batch_size=2)
     for one, other in zip(drawn_of_sources(plain, 8), drawn_of_sources(amended, 8)):
@@ -100,7 +100,7 @@ def test_windows_of_several_lengths_are_refused(folder: Path) -> None:
     """A job of Megatron, or of torchtitan, has one length."""
     rule = mf.Windows(8).then(3, 16)
     recipe = mf.Recipe(data=mf.open(folder / "one"), sequence=rule, batch=mf.Batch(tokens=64))
-    with pytest.raises(mf.RecipeError, match="Megatron's jobs have one --seq-length"):
+    with pytest.raises(mf.errors.RecipeError, match="Megatron's jobs have one --seq-length"):
         check_documents(mf.Feed(recipe, mf.Layout()))
-    with pytest.raises(mf.RecipeError, match=r"sequences have 16 tokens, training\.seq_len is 8"):
+    with pytest.raises(mf.errors.RecipeError, match=r"sequences have 16 tokens, training\.seq_len is 8"):
         torchtitan_rows(recipe, 8, 1)

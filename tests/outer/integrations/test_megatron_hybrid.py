@@ -221,11 +221,11 @@ def failing_job(rank: int) -> list[str]:
             next(wrapper)
         told.append(str(refused.value))
         wrapper = megatron.HybridCPDataLoaderWrapper(iter([[sample_of(np.ones(1000))]]), config)
-        with pytest.raises(mf.PlanError, match="1000"):
+        with pytest.raises(mf.errors.PlanError, match="1000"):
             next(wrapper)
     with initialized(Case(cp=2, order="tp-dp-cp-ep-pp")):
         wrapper = megatron.HybridCPDataLoaderWrapper(iter([[sample_of(np.ones(5))]]), config)
-        with pytest.raises(mf.LayoutError, match="let cp vary faster"):
+        with pytest.raises(mf.errors.LayoutError, match="let cp vary faster"):
             next(wrapper)
     with initialized(Case(options={"create_gloo_process_groups": False})):
         given = iter([[sample_of(np.ones(5))]] * 2)
@@ -385,7 +385,7 @@ def subclass_job(rank: int) -> list[Any]:
             with pytest.raises(StopIteration):
                 next(wrapper)
             got.append((groups, {at: {k: plain(v) for k, v in each.items()} for at, each in mine.items()}))
-        with pytest.raises(mf.LayoutError, match="dp_cp rank -1"):
+        with pytest.raises(mf.errors.LayoutError, match="dp_cp rank -1"):
             next(Wrong(iter([samples]), config))
         for kind, fails in ((megatron.HybridCPDataLoaderWrapper, 1), (All, 0)):
             given = [[{"labels": torch.ones(3)}] if dp_rank == fails else samples]

@@ -105,16 +105,16 @@ ONE = {"tp": [0], "cp": [0], "dp": [0], "pp": [0]}
 def test_groups_that_do_not_fit_are_refused(groups: dict[str, list[int]], told: str | None) -> None:
     if told is None:  # the eight sums of 0 or 2, 4 and 6 hold 6 twice
         told = "two cells"
-    with pytest.raises(mf.LayoutError, match=told):
+    with pytest.raises(mf.errors.LayoutError, match=told):
         mf.Layout.from_groups(groups)
 
 
 def test_without_process_groups_it_says_what_to_call() -> None:
-    with pytest.raises(mf.LayoutError, match="initialize_model_parallel"):
+    with pytest.raises(mf.errors.LayoutError, match="initialize_model_parallel"):
         megatron.layout()
-    with pytest.raises(mf.LayoutError, match="no 'tp'"):
+    with pytest.raises(mf.errors.LayoutError, match="no 'tp'"):
         megatron.layout(SimpleNamespace())
-    with pytest.raises(mf.LayoutError, match="not in a 'tp' group"):
+    with pytest.raises(mf.errors.LayoutError, match="not in a 'tp' group"):
         megatron.layout(SimpleNamespace(tp=-100, cp=-100, dp=-100, pp=-100))
 
 

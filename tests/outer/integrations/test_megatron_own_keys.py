@@ -104,12 +104,14 @@ def options_job(rank: int) -> list[Any]:
         kept = [batch["tokens"][batch["tokens"] > 0].unique_consecutive().tolist() for batch in batches]
         assert kept == [[int(sample["tokens"][0]) for sample in pack] for pack in own]
         assert not [name for batch in batches for name in batch if name.startswith("(")]
-        with pytest.raises(mf.PlanError, match=r"pack 0 of data-parallel rank 0 has 70 tokens.*holds 64"):
+        with pytest.raises(
+            mf.errors.PlanError, match=r"pack 0 of data-parallel rank 0 has 70 tokens.*holds 64"
+        ):
             wrap(iter([[sample_of(np.ones(70))]]) if rank % 2 == 0 else None, config, 1)
     items, packing = iter([{"tokens": rows[0]}]), mf.Packing(capacity=64)
     with mf.Exchange(items, mf.Layout(dp=2, pp=2), packing=packing, timeout_s=60) as exchange:
         iterators = megatron.data_iterators(exchange)
-        with pytest.raises(mf.RecipeError, match=r"call megatron\.begin"):
+        with pytest.raises(mf.errors.RecipeError, match=r"call megatron\.begin"):
             megatron.get_batch(iterators)  # type: ignore[arg-type]
     return seen
 
@@ -155,7 +157,7 @@ def test_microbatches_come_in_the_groups_of_an_interleaved_schedule(group: int |
     }
     assert packing.quantum == group
     assert group is None or {count % group for count in counts} == {0}
-    with pytest.raises(mf.PlanError, match="quantum=0"):
+    with pytest.raises(mf.errors.PlanError, match="quantum=0"):
         mf.Packing(capacity=8, quantum=0)
 
 
@@ -169,7 +171,7 @@ def groups_job(rank: int) -> str:
             packing=mf.Packing(capacity=8),
         ) as feed:
             assert feed.packing is not None and feed.packing.quantum == 3
-        with pytest.raises(mf.RoleError) as refused:
+        with pytest.raises(mf.errors.RoleError) as refused:
             megatron.is_reader(SimpleNamespace(tp=None))
         return str(refused.value)
 
@@ -207,5 +209,5 @@ def test_lengths_of_megatrons_mock_datasets(tmp_path: Path) -> None:
     store = megatron.mock_lengths({"mode": "file", "path": tmp_path / "lengths.csv"})
     assert store.lengths(np.arange(2)).tolist() == [30, 40]
     for bad in ({"mode": "verification"}, "{}", tmp_path / "missing.json", {"mode": "distribution"}):
-        with pytest.raises(mf.StoreError, match="mock dataset config"):
+        with pytest.raises(mf.errors.StoreError, match="mock dataset config"):
             megatron.mock_lengths(bad)

@@ -152,7 +152,7 @@ def dynamic_job(rank: int, path: Path) -> dict[str, Any]:
     packing = packing_of("dynamic_cp", cp_sizes=(4, 8))
     with initialized(Case(cp=2)), megatron.feed(recipe_of(path), packing=packing, device="cpu") as feed:
         (iterator,) = iterators_of(feed)
-        with pytest.raises(mf.LayoutError, match="no context-parallel group of 4"):
+        with pytest.raises(mf.errors.LayoutError, match="no context-parallel group of 4"):
             for _ in range(100):
                 megatron.get_batch(iterator)
     case = Case(cp=2, options={"hybrid_context_parallel": True})
@@ -185,7 +185,7 @@ def dynamic_job(rank: int, path: Path) -> dict[str, Any]:
             for size, ranks in feed.cp_groups.items()
         }
         (iterator,) = iterators_of(feed)
-        with pytest.raises(mf.LayoutError, match="sort_ranks=False"):
+        with pytest.raises(mf.errors.LayoutError, match="sort_ranks=False"):
             for _ in range(iterator.begin().num_microbatches):
                 megatron.get_batch(iterator)
         iterator.begin()
@@ -248,7 +248,7 @@ def images_job(rank: int) -> list[Any]:
 class Renamed(Rich):
     """Its ids under the name that Megatron has for them."""
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         item = super().__getitem__(at)
         return {"tokens": item["ids"], "image": item["image"], "caption": item["caption"].encode()}
 
@@ -274,7 +274,7 @@ def test_rows_by_document_are_laid_end_to_end(tmp_path: Path) -> None:
         assert params.max_seqlen_q == int(params.cu_seqlens_q.diff().max())
     steps = mf.simulate(recipe, mf.Layout(cp=2), 1)
     rows = next(steps).microbatches[0]
-    with pytest.raises(mf.RecipeError, match="leave reset_attention_mask out"):
+    with pytest.raises(mf.errors.RecipeError, match="leave reset_attention_mask out"):
         megatron.get_batch(iter([dict(rows)]))
 
 

@@ -281,17 +281,21 @@ def test_packs_have_the_shape_that_a_pipeline_sends() -> None:
 
 
 LEDGERS: list[tuple[dict[str, Any], list[tuple[int, Any]], str]] = [
-    ({}, [(2, mf.SkipSteps(2, 4))], "leaves out 2 iterations from 3 to 4 .* --iterations-to-skip 3 4 "),
+    (
+        {},
+        [(2, mf.amendments.SkipSteps(2, 4))],
+        "leaves out 2 iterations from 3 to 4 .* --iterations-to-skip 3 4 ",
+    ),
     (
         {"iterations_to_skip": [4]},
-        [(1, mf.SkipSteps(3, 99))],
+        [(1, mf.amendments.SkipSteps(3, 99))],
         "out 2 iterations from 5 to 6 .* --iterations-to-skip 4 5 6 ",
     ),
-    ({"iterations_to_skip": [3, 4]}, [(2, mf.SkipSteps(2, 4))], ""),
-    ({"iteration": 4, "consumed_train_samples": 64}, [(2, mf.SkipSteps(2, 4))], ""),
+    ({"iterations_to_skip": [3, 4]}, [(2, mf.amendments.SkipSteps(2, 4))], ""),
+    ({"iteration": 4, "consumed_train_samples": 64}, [(2, mf.amendments.SkipSteps(2, 4))], ""),
     (
         {"iteration": 3, "consumed_train_samples": 48},
-        [(1, mf.Exclude([*range(40)])), (4, mf.Exclude([50]))],
+        [(1, mf.amendments.Exclude([*range(40)])), (4, mf.amendments.Exclude([50]))],
         "",
     ),
 ]
@@ -321,7 +325,9 @@ def ledgers_job(rank: int, folder: Path) -> list[Any]:
     exec(page_snippets()[1].partition("\n\nwith ")[0], names)
     recipes, told = {"train": names["recipe"], "valid": names["valid"]}, list[Any]()
     for at, (options, amendments, _) in enumerate(LEDGERS):
-        mf.Ledger(tuple(mf.Amendment(*each) for each in amendments)).write(f"{at}.jsonl")
+        mf.amendments.Ledger(tuple(mf.amendments.Amendment(*each) for each in amendments)).write(
+            f"{at}.jsonl"
+        )
         try:
             told.append(with_ledger(pretrain_driver.arguments(**options), recipes, f"{at}.jsonl"))
         except MeshfeedError as refused:
@@ -407,7 +413,7 @@ def short_last_step_job(rank: int, folder: Path) -> str:
         initialized(Case()),
         pretrain_driver.global_args(args),
         megatron.DatasetsProvider(train=short_step_recipe(4), device="cpu") as provider,
-        pytest.raises(mf.RecipeError) as refused,
+        pytest.raises(mf.errors.RecipeError) as refused,
     ):
         provider((64, 0, 0))
     return str(refused.value)

@@ -216,14 +216,14 @@ def ends_job(rank: int) -> tuple[list[list[int]], str, str]:
     with initialized(case), megatron.SequencePacking(timeout_s=120) as wrap:
         step(None if rank else numbers(1, 2))
         if rank:
-            with pytest.raises(mf.RecipeError) as refused:
+            with pytest.raises(mf.errors.RecipeError) as refused:
                 step(numbers(1, 2))
             told = str(refused.value)
         dist.barrier()
     with (
         initialized(case),
         megatron.SequencePacking(timeout_s=120) as wrap,
-        pytest.raises(mf.RoleError) as misplaced,
+        pytest.raises(mf.errors.RoleError) as misplaced,
     ):
         step(numbers(1, 2))  # on both
     return got, told, str(misplaced.value)
@@ -408,7 +408,7 @@ def test_every_row_is_a_sequence_and_no_shape_says_what_is_per_token() -> None:
         (rows | {"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens"),
         (rows | {"original_seq_len": torch.tensor([3])}, "original_seq_len"),
     ):
-        with pytest.raises(mf.RecipeError, match=word):
+        with pytest.raises(mf.errors.RecipeError, match=word):
             sequences_of(wrong)
 
 

@@ -215,7 +215,9 @@ def test_a_batch_can_be_kept_and_a_source_of_nothing_is_refused(folder: Path) ->
             batch["nothing"]
     none = megatron.get_batch(None)
     assert none["tokens"] is None
-    with pytest.raises(mf.OptionError, match=r"give get_batch an iterator of megatron\.data_iterators"):
+    with pytest.raises(
+        mf.errors.OptionError, match=r"give get_batch an iterator of megatron\.data_iterators"
+    ):
         _ = none.microbatch
     with pytest.raises(KeyError, match="source"):
         none["source"]

@@ -174,7 +174,7 @@ class Process:
                     self.at = step.index + 1
                 if is_last:
                     return
-        except (mf.PeerError, RuntimeError) as lost:  # of its feed, or of its collective
+        except (mf.errors.PeerError, RuntimeError) as lost:  # of its feed, or of its collective
             if not now.lost:
                 raise
             if self.number in now.lost:  # another one was killed before
@@ -215,10 +215,10 @@ class Process:
         try:
             self.feed.amend(change)
             self.did["amended"] += 1
-        except mf.OptionError:  # it has left the job
+        except mf.errors.OptionError:  # it has left the job
             assert place == "outside"
             self.did[f"refused {place}"] += 1
-        except mf.RecipeError:
+        except mf.errors.RecipeError:
             self.did["refused by the recipe"] += 1
 
 
@@ -239,7 +239,7 @@ def _lived(folder: Path, out: Path, seed: str) -> Iterator[Counter[str]]:
     generations_of(dice)
     packed = dice.random() < 0.5
     amended = changing.recipe(folder, packed=packed).amended(
-        mf.Ledger.read(out / "ledger.jsonl", missing_ok=True)
+        mf.amendments.Ledger.read(out / "ledger.jsonl", missing_ok=True)
     )
     lost = {each for generation in generations for each in generation.lost}
     wrong = {number: outcome.trace for number, outcome in enumerate(outcomes) if outcome.error}

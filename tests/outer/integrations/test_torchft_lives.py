@@ -155,7 +155,7 @@ class Replica:
         if replica is not None:
             try:
                 gradient = self.gradient(step, replica, replicas)
-            except mf.PeerError as lost:
+            except mf.errors.PeerError as lost:
                 self.did["lost"] += 1
                 manager.report_error(lost)
         self.act("within", step)
@@ -204,9 +204,9 @@ class Replica:
         try:
             assert self.feed.amend(change) == step + 1
             self.did["amended"] += 1
-        except mf.OptionError:  # the others have gone on without this replica
+        except mf.errors.OptionError:  # the others have gone on without this replica
             self.did["refused"] += 1
-        except mf.RecipeError:
+        except mf.errors.RecipeError:
             self.did["refused by the recipe"] += 1
 
 
@@ -228,7 +228,7 @@ def _lived(folder: Path, out: Path, life: Life) -> Iterator[Counter[str]]:
     finally:
         lighthouse.shutdown()
     recipe = changing.recipe(folder, packed=life.packed)
-    amended = recipe.amended(mf.Ledger.read(out / "ledger.jsonl", missing_ok=True))
+    amended = recipe.amended(mf.amendments.Ledger.read(out / "ledger.jsonl", missing_ok=True))
     truth = Truth(amended, LAST + 1, **({"packing": changing.PACKING} if life.packed else {}))
     for number, outcome in enumerate(outcomes):
         if outcome.exitcode == -signal.SIGKILL:

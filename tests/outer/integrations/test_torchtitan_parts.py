@@ -83,7 +83,7 @@ def test_a_dataset_beside_the_recipe_is_refused(corpus: str) -> None:
     for name in names:
         config = fed.DataLoader.Config(recipe=recipe(corpus), **{name: "c4"})
         with pytest.raises(
-            mf.RecipeError, match=rf"leave them out: dataloader\.{name}='c4' \(dataloader.recipe\)"
+            mf.errors.RecipeError, match=rf"leave them out: dataloader\.{name}='c4' \(dataloader.recipe\)"
         ):
             config.build(**PLACE)
 
@@ -182,7 +182,7 @@ def save(rank: int, corpus: str, folder: Path) -> None:
 
 def misplaced(rank: int, corpus: str) -> str:
     loader = fed.DataLoader.Config(recipe=recipe(corpus)).build(**{**PLACE, "dp_world_size": 2, "dp_rank": 0})
-    with pytest.raises(mf.LayoutError) as raised:
+    with pytest.raises(mf.errors.LayoutError) as raised:
         next(iter(loader))
     return str(raised.value)
 
@@ -254,7 +254,7 @@ def test_a_line_is_exactly_so_many_tokens_and_each_document_is_whole(tmp_path: P
 def test_a_document_that_is_longer_than_the_context_is_refused(corpus: str) -> None:
     sizes = {**IN_LINE, "max_context_length": 64}
     told = r"step 0: sequence 0 of the batch: 100 tokens > 64, training.max_context_length; .*max_len=64"
-    with pytest.raises(mf.RecipeError, match=told):
+    with pytest.raises(mf.errors.RecipeError, match=told):
         next(iter(fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents())).build(**sizes)))
     config = fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents(max_len=64), steps=1))
     assert {int(fields["positions"].max()) for fields, _ in config.build(**sizes)} == {63}
@@ -286,25 +286,29 @@ def test_windows_stand_end_to_end_in_a_line(corpus: str) -> None:
     ],
 )
 def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packing: Any, told: str) -> None:
-    with pytest.raises(mf.RecipeError, match=told):
+    with pytest.raises(mf.errors.RecipeError, match=told):
         fed.DataLoader.Config(recipe=recipe(corpus, sequence=sequence), packing=packing).build(**IN_LINE)
-    with pytest.raises(mf.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"):
+    with pytest.raises(
+        mf.errors.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"
+    ):
         fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents())).build(**PLACE)
 
 
 @pytest.mark.parametrize("sizes", [PLACE, IN_LINE])
 def test_a_packing_of_windows_is_refused(corpus: str, sizes: Any) -> None:
     packing = mf.Packing(capacity=256, fixed_shapes=True, max_sequences=8)
-    with pytest.raises(mf.RecipeError, match=r"Windows\(\) has sequences of one length, .*\(packing=\) out"):
+    with pytest.raises(
+        mf.errors.RecipeError, match=r"Windows\(\) has sequences of one length, .*\(packing=\) out"
+    ):
         fed.DataLoader.Config(recipe=recipe(corpus), packing=packing).build(**sizes)
 
 
 def test_packs_that_a_step_cannot_take_are_refused(corpus: str) -> None:
     config = fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents()))
-    with pytest.raises(mf.StateError, match=r"set DataLoader.Config\(microbatches=\) to gradient"):
+    with pytest.raises(mf.errors.StateError, match=r"set DataLoader.Config\(microbatches=\) to gradient"):
         config.build(**IN_LINE).state_dict()
     told = r"step 0 is packed into 4 microbatches .*Config\(microbatches=\) is 3"
-    with pytest.raises(mf.RecipeError, match=told):
+    with pytest.raises(mf.errors.RecipeError, match=told):
         next(iter(replace(config, microbatches=3).build(**IN_LINE)))
 
 
@@ -353,9 +357,9 @@ def test_a_config_names_its_recipe(corpus: str, tmp_path: Path, monkeypatch: pyt
         ("no_such_module:x", "No module named"),
         ("", "give 'package.module:name'"),
     ):
-        with pytest.raises(mf.RecipeError, match=said):
+        with pytest.raises(mf.errors.RecipeError, match=said):
             iter(fed.DataLoader.Config(recipe=place).build(**PLACE)).__next__()
-    with pytest.raises(mf.RecipeError, match=r"32 tokens, training\.seq_len is 64"):
+    with pytest.raises(mf.errors.RecipeError, match=r"32 tokens, training\.seq_len is 64"):
         next(iter(config.build(**{**PLACE, "seq_len": 64})))
 
 
@@ -364,7 +368,7 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
     batches = iter(loader)
     next(batches)
     with pytest.raises(
-        mf.StateError,
+        mf.errors.StateError,
         match=r"within step 0: .*dp_world_size=1 .*4 microbatches, 1 .*global_batch_size must be .* 8 ",
     ):
         loader.state_dict()
@@ -372,9 +376,9 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
         next(batches)
     state = loader.state_dict()
     other = fed.DataLoader.Config(recipe=recipe(corpus, seed=1)).build(**PLACE)
-    with pytest.raises(mf.StateError, match="another recipe"):
+    with pytest.raises(mf.errors.StateError, match="another recipe"):
         other.load_state_dict(state)
-    with pytest.raises(mf.StateError, match=r"it has \['dp_rank_0'"):
+    with pytest.raises(mf.errors.StateError, match=r"it has \['dp_rank_0'"):
         loader.load_state_dict({"dp_rank_0": b"", "world_size": 1})
     other.load_state_dict({})
     assert content_of(other.state_dict())["step"] == 0
@@ -384,9 +388,11 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
 def test_replicas_of_unequal_size_are_no_layout(corpus: str) -> None:
     assert layout_of_ranks([1, 0, 1, 0]) == mf.Layout(tp=2, dp=2, order="tp-dp", table=(1, 3, 0, 2))
     loader = fed.DataLoader(fed.DataLoader.Config(recipe=recipe(corpus)), **{**PLACE, "dp_world_size": 2})
-    with pytest.raises(mf.LayoutError, match=r"dp_world_size=2.*init_process_group first, or pass layout"):
+    with pytest.raises(
+        mf.errors.LayoutError, match=r"dp_world_size=2.*init_process_group first, or pass layout"
+    ):
         loader._layout()
-    with pytest.raises(mf.LayoutError, match=r"replicas have \[2, 1\] ranks"):
+    with pytest.raises(mf.errors.LayoutError, match=r"replicas have \[2, 1\] ranks"):
         layout_of_ranks([0, 0, 1])
 
 
@@ -405,6 +411,6 @@ def test_replicas_of_unequal_size_are_no_layout(corpus: str) -> None:
     ],
 )
 def test_what_is_no_recipe_is_told_when_the_loader_is_made(given: Any, told: str) -> None:
-    with pytest.raises(mf.RecipeError, match=told) as refused:
+    with pytest.raises(mf.errors.RecipeError, match=told) as refused:
         fed.DataLoader(fed.DataLoader.Config(recipe=given), **PLACE)
     assert "mf.Recipe" in str(refused.value)

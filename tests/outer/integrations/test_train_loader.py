@@ -97,10 +97,10 @@ def test_a_state_within_a_step_is_refused_when_it_is_taken(corpus: str) -> None:
     loop.epoch(EACH + 2)
     assert (loop.loader.position, loop.loader.num_done) == (1, 2)
     with pytest.raises(
-        mf.StateError, match=r"after 2 of 3 microbatches of step 1, .*after the optimizer's step"
+        mf.errors.StateError, match=r"after 2 of 3 microbatches of step 1, .*after the optimizer's step"
     ):
         loop.loader.state_dict()
-    with pytest.raises(mf.RecipeError, match="ended its epoch after 2 of 3"):
+    with pytest.raises(mf.errors.RecipeError, match="ended its epoch after 2 of 3"):
         loop.epoch(1)
 
 
@@ -139,9 +139,9 @@ def test_wherever_a_loop_breaks_it_goes_on(corpus: str) -> None:
             assert loop.trained == whole[:k]
             if k % EACH:
                 told = f"after {k % EACH} of 3 microbatches of step {k // EACH}"
-                with pytest.raises(mf.StateError, match=told):
+                with pytest.raises(mf.errors.StateError, match=told):
                     loop.loader.state_dict()
-                with pytest.raises(mf.RecipeError, match=told):
+                with pytest.raises(mf.errors.RecipeError, match=told):
                     loop.epoch(1)
                 loop.loader.close()
             else:
@@ -200,10 +200,10 @@ def test_a_step_that_fails_is_the_state(corpus: str, monkeypatch: pytest.MonkeyP
 
     def broken(*args: Any) -> Any:
         if next(reads) == 2:
-            raise mf.StoreError("the disk is gone")
+            raise mf.errors.StoreError("the disk is gone")
         return load(*args)
 
-    with monkeypatch.context() as patch, pytest.raises(mf.StoreError):
+    with monkeypatch.context() as patch, pytest.raises(mf.errors.StoreError):
         patch.setattr(mf.Windows, "load", broken)
         for batch in loader:
             trained.append(batch)
@@ -230,7 +230,7 @@ def test_lengths(corpus: str) -> None:
     assert len(TrainLoader(feed_of(corpus, steps=5))) == 5 * EACH
     with pytest.raises(TypeError, match="give steps_per_epoch"):
         len(TrainLoader(feed_of(corpus)))
-    with pytest.raises(mf.RecipeError, match="steps_per_epoch=0"):
+    with pytest.raises(mf.errors.RecipeError, match="steps_per_epoch=0"):
         TrainLoader(feed_of(corpus), steps_per_epoch=0)
     for options in ({}, {"steps": 3}, {"epochs": 1}, {"batch": mf.Batch(sequences=6, last="drop")}):
         recipe = feed_of(corpus).recipe

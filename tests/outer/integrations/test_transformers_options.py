@@ -141,13 +141,13 @@ def test_an_option_without_effect_is_refused(corpus: str, tmp_path: Path, name: 
     if name == "dataloader_prefetch_factor":
         options["dataloader_num_workers"] = 1  # or transformers refuses it
     note = CONFIG_FIELDS[name].partition(": ")[2]
-    with pytest.raises(mf.RecipeError, match=r"would have no effect on a mf\.Recipe") as told:
+    with pytest.raises(mf.errors.RecipeError, match=r"would have no effect on a mf\.Recipe") as told:
         trainer(tmp_path, recipe(corpus), None, options)
     assert f"{name}=" in str(told.value) and f"({note})" in str(told.value)
     if name not in IN_TRAINING:
-        with pytest.raises(mf.RecipeError, match=name.rpartition(".")[2]):
+        with pytest.raises(mf.errors.RecipeError, match=name.rpartition(".")[2]):
             trainer(tmp_path, None, recipe(corpus), options)
-        with pytest.raises(mf.RecipeError, match=name.rpartition(".")[2]):
+        with pytest.raises(mf.errors.RecipeError, match=name.rpartition(".")[2]):
             trainer(tmp_path, None, None, options).evaluate(recipe(corpus, epochs=1, steps=1))
     plain = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
     if name in IN_TRAINING:  # of a set that is no recipe
@@ -196,7 +196,7 @@ def test_options_that_are_honoured_keep_the_data(corpus: str, tmp_path: Path, na
 def test_a_ledger_amends_no_evaluation(corpus: str, tmp_path: Path) -> None:
     """Which has sources and steps of its own."""
     ledger = tmp_path / "ledger.jsonl"
-    mf.Ledger((mf.Amendment(0, mf.SkipSteps(0, 1)),)).write(ledger)
+    mf.amendments.Ledger((mf.amendments.Amendment(0, mf.amendments.SkipSteps(0, 1)),)).write(ledger)
     held_out = recipe(corpus, shuffle="none", epochs=1, steps=2)
     counted: list[int] = []
 
@@ -213,7 +213,7 @@ def test_a_ledger_amends_no_evaluation(corpus: str, tmp_path: Path) -> None:
     assert run.seen == [
         each for _, each in loops.wanted(corpus, range(1, 3), 0, window=32, sequences=8, dp=1)
     ]
-    assert len(mf.Ledger.read(ledger)) == 1
+    assert len(mf.amendments.Ledger.read(ledger)) == 1
 
 
 def test_an_evaluation_returns_no_shift_labels_beside_a_loss_function(corpus: str, tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_an_evaluation_returns_no_shift_labels_beside_a_loss_function(corpus: st
     held_out = recipe(corpus, epochs=1, steps=1)
     said = "shift_labels.* with compute_loss_func: a loss function gets labels"
     for sets in (held_out, {"one": held_out}):
-        with pytest.raises(mf.RecipeError, match=said):
+        with pytest.raises(mf.errors.RecipeError, match=said):
             trainer(tmp_path, recipe(corpus), sets, options)
     run = trainer(tmp_path, recipe(corpus), None, options)
     for evaluate in (run.evaluate, run.predict):
-        with pytest.raises(mf.RecipeError, match=said):
+        with pytest.raises(mf.errors.RecipeError, match=said):
             evaluate(held_out)
 
 

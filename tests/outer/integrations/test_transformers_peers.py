@@ -220,7 +220,7 @@ def test_a_model_that_ignores_shift_labels_is_refused(corpus: str, tmp_path: Pat
     )
     xlnet = XLNetConfig(vocab_size=loops.VOCAB, d_model=8, n_layer=1, n_head=1, d_inner=8)
     for given in (BartForCausalLM(bart), XLNetLMHeadModel(xlnet), Simple(), Wrapping(Simple())):
-        with pytest.raises(mf.RecipeError, match=f"{type(given).__name__} takes no shift_labels"):
+        with pytest.raises(mf.errors.RecipeError, match=f"{type(given).__name__} takes no shift_labels"):
             FeedTrainer(given, arguments(tmp_path), train_dataset=recipe(corpus)).train()
     for given in (model(), Taking(), Wrapping(model())):
         assert takes_shift_labels(given)
@@ -257,7 +257,7 @@ def test_masked_rows_train_a_masked_model_alone(corpus: str, tmp_path: Path) -> 
     ]
     args = arguments(tmp_path, train_sampling_strategy="sequential")
     assert mine == pytest.approx(losses(Trainer(bert(), args, train_dataset=items)), rel=1e-5)
-    with pytest.raises(mf.RecipeError, match="LlamaForCausalLM predicts next tokens"):
+    with pytest.raises(mf.errors.RecipeError, match="LlamaForCausalLM predicts next tokens"):
         FeedTrainer(model(), arguments(tmp_path), train_dataset=hidden).train()
-    with pytest.raises(mf.RecipeError, match="BertForMaskedLM takes no shift_labels"):
+    with pytest.raises(mf.errors.RecipeError, match="BertForMaskedLM takes no shift_labels"):
         FeedTrainer(bert(), arguments(tmp_path), train_dataset=recipe(corpus)).train()

@@ -116,7 +116,7 @@ def test_a_state_travels_with_its_step_and_only_fits_its_recipe(corpus: str, tmp
     kept = tmp_path / "checkpoint-2/trainer_state.json"
     state = json.loads(kept.read_text())
     assert state["global_step"] == content_of(state["stateful_callbacks"]["meshfeed"])["step"] == 2
-    with pytest.raises(mf.StateError, match="another recipe"):
+    with pytest.raises(mf.errors.StateError, match="another recipe"):
         trainer(tmp_path, recipe(corpus, seed=1), max_steps=4).train(f"{tmp_path}/checkpoint-2")
 
     again = trainer(tmp_path, recipe(corpus), max_steps=4, restore_callback_states_from_checkpoint=True)
@@ -128,22 +128,22 @@ def test_a_state_travels_with_its_step_and_only_fits_its_recipe(corpus: str, tmp
 
     del state["stateful_callbacks"]["meshfeed"]
     kept.write_text(json.dumps(state))
-    with pytest.raises(mf.StateError, match="step 2 was saved without meshfeed"):
+    with pytest.raises(mf.errors.StateError, match="step 2 was saved without meshfeed"):
         trainer(tmp_path, recipe(corpus), max_steps=4).train(f"{tmp_path}/checkpoint-2")
 
 
 def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_path: Path) -> None:
     with pytest.raises(
-        mf.RecipeError,
+        mf.errors.RecipeError,
         match=r"4 microbatches .*\(per_device_train_batch_size=2\), but gradient_accumulation_steps is 2, for 4",
     ):
         trainer(tmp_path, recipe(corpus), gradient_accumulation_steps=2).train()
-    with pytest.raises(mf.RecipeError, match="max_steps=3, but the stream ends after 2 steps"):
+    with pytest.raises(mf.errors.RecipeError, match="max_steps=3, but the stream ends after 2 steps"):
         trainer(tmp_path, recipe(corpus, steps=2)).train()
-    with pytest.raises(mf.RecipeError, match="never ends"):
+    with pytest.raises(mf.errors.RecipeError, match="never ends"):
         trainer(tmp_path, recipe(corpus), recipe(corpus)).evaluate()
     packing = {"packing": mf.Packing(capacity=128, policy="dynamic_cp")}
-    with pytest.raises(mf.RecipeError, match="choose policy='balanced'"):
+    with pytest.raises(mf.errors.RecipeError, match="choose policy='balanced'"):
         trainer(tmp_path, documents(tmp_path / "docs"), feed=packing).train()
 
 
@@ -157,9 +157,11 @@ def test_arguments_that_say_nothing_are_refused_at_construction(corpus: str, tmp
         ((one.data,), "tuple of IndexedStore"),
         ([[1]], "list of list"),
     ):
-        with pytest.raises(mf.RecipeError, match=rf"train_dataset is a {kind}; give a mf\.Recipe"):
+        with pytest.raises(mf.errors.RecipeError, match=rf"train_dataset is a {kind}; give a mf\.Recipe"):
             trainer(tmp_path, given)
-    with pytest.raises(mf.RecipeError, match=r"eval_dataset code is a list of Recipe; give a mf\.Recipe"):
+    with pytest.raises(
+        mf.errors.RecipeError, match=r"eval_dataset code is a list of Recipe; give a mf\.Recipe"
+    ):
         trainer(tmp_path, one, {"code": [one]})
 
 
@@ -212,7 +214,7 @@ def test_ranks_never_evaluate_different_numbers_of_items(corpus: str, tmp_path: 
     run = trainer(tmp_path, None, five, per_device_eval_batch_size=2)
     assert run.predict(five).predictions.shape[:2] == (5, 8)  # alone, the last batch may be short
     run._layout = mf.Layout(dp=2)
-    with pytest.raises(mf.OptionError, match=r"dp=2\): 3 would be missing; drop it with Batch"):
+    with pytest.raises(mf.errors.OptionError, match=r"dp=2\): 3 would be missing; drop it with Batch"):
         next(iter(run.get_eval_dataloader()))
 
 
@@ -269,7 +271,7 @@ def test_packs_are_trained_and_evaluated(tmp_path: Path) -> None:
     assert (run.evaluated, told.num_samples) == (wanted[1], 60)
     assert told.metrics["eval_loss"] == pytest.approx(4.9, abs=0.2)
     with pytest.raises(
-        mf.RecipeError, match=r"packed into \d+ .*gradient_accumulation_steps is 4; .* now 64"
+        mf.errors.RecipeError, match=r"packed into \d+ .*gradient_accumulation_steps is 4; .* now 64"
     ):
         trainer(tmp_path, given, feed={"packing": mf.Packing(capacity=64)}).train()
 
@@ -284,9 +286,9 @@ def test_packs_and_rows_stand_beside_each_other(corpus: str, tmp_path: Path) -> 
     run = trainer(tmp_path, lines, packs, packing, max_steps=2)
     run.train()
     assert run.trained == rows(corpus, range(2), shuffle="none")
-    with pytest.raises(mf.RecipeError, match=r"Documents\(\) is packed; give feed_options={'packing'"):
+    with pytest.raises(mf.errors.RecipeError, match=r"Documents\(\) is packed; give feed_options={'packing'"):
         trainer(tmp_path, lines, packs)
-    with pytest.raises(mf.RecipeError, match="a packing, but all sets have sequences of one length"):
+    with pytest.raises(mf.errors.RecipeError, match="a packing, but all sets have sequences of one length"):
         trainer(tmp_path, lines, lines, packing)
 
 

@@ -192,7 +192,7 @@ ONE = {"tokens": torch.arange(1, 5)}
     ],
 )
 def test_what_cannot_be_assigned_to_a_sequence_is_refused_by_name(element: Any, text: str) -> None:
-    with pytest.raises(mf.RecipeError, match=text):
+    with pytest.raises(mf.errors.RecipeError, match=text):
         sequences_of(element)
 
 

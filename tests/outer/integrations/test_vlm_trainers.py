@@ -29,8 +29,8 @@ class Pictures:
     def __len__(self) -> int:
         return 40
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
-        rng = mf.rng(7, at.epoch, at.index)
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
+        rng = mf.order.rng(7, at.epoch, at.index)
         tokens = 1 + 10 * at.index + torch.arange(8)
         grid = rng.integers(1, 4, (1, 3))
         return {
@@ -143,7 +143,7 @@ def checked(batches: list[dict[str, Any]], *, packed: bool, names: bool) -> list
         rows = batch["tokens"].reshape(-1, 8)
         for at, row in enumerate(rows):
             index = int(row[0]) // 10
-            item = dataset[mf.EpochIndex(0, index)]
+            item = dataset[mf.order.EpochIndex(0, index)]
             found.append(index)
             assert torch.equal(row, item["tokens"])
             assert torch.equal(batch["labels"].reshape(-1, 8)[at], item["labels"])
@@ -194,6 +194,6 @@ def _rows(packed: bool) -> dict[str, Any]:
 def test_what_a_feed_cannot_carry_is_refused_by_name(name: str, text: str) -> None:
     with (
         mf.Feed(recipe(mf.Samples("tokens", name)), micro_batch_size=2) as feed,
-        pytest.raises(mf.StoreError, match=text),
+        pytest.raises(mf.errors.StoreError, match=text),
     ):
         list(next(iter(feed)).microbatches)

@@ -99,10 +99,10 @@ def test_every_step_is_written_once_whatever_fails(tmp_path: Path) -> None:
 
 def test_what_is_no_board_is_refused_by_name() -> None:
     for path in ("runs/1", Path("runs/1")):
-        with pytest.raises(mf.OptionError, match=r"^TensorBoard\(.*runs/1.*SummaryWriter"):
+        with pytest.raises(mf.errors.OptionError, match=r"^TensorBoard\(.*runs/1.*SummaryWriter"):
             TensorBoard(path)
     for run in ("project", None):
-        with pytest.raises(mf.OptionError, match=r"^WandB\(.*wandb\.init\(\)"):
+        with pytest.raises(mf.errors.OptionError, match=r"^WandB\(.*wandb\.init\(\)"):
             WandB(run)
 
 

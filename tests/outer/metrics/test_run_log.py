@@ -140,11 +140,13 @@ class Shares:
         if (kind := rng.integers(2 if self.grown is not None else 3)) == 0:
             new = step, {name: int(rng.integers(name == "a", 5)) for name in "abc"}
             amounts = sorted([*(each for each in self.amounts if each[0] != step), new], key=itemgetter(0))
-            return replace(self, recipe=self.recipe.amended([(step, mf.Reweigh(new[1]))]), amounts=amounts)
+            return replace(
+                self, recipe=self.recipe.amended([(step, mf.amendments.Reweigh(new[1]))]), amounts=amounts
+            )
         if kind == 1:
-            size = mf.BatchSize(int(rng.integers(1, 9)))
+            size = mf.amendments.BatchSize(int(rng.integers(1, 9)))
             return replace(self, recipe=self.recipe.amended([(step, size)]))
-        growth = mf.Grow("a", str(folder / "more"))
+        growth = mf.amendments.Grow("a", str(folder / "more"))
         return replace(self, recipe=self.recipe.amended([(step, growth)]), grown=step)
 
     def of_step(self, step: int) -> dict[str, float]:
@@ -300,15 +302,15 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: int, wrong: str) -> None:
     lines = file.read_bytes().splitlines()
     lines[line - 1] = wrong.encode("latin-1")
     file.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(mf.MetricsError, match=rf"rank-000000.jsonl:{2 if wrong == '{}' else line}: "):
+    with pytest.raises(mf.errors.MetricsError, match=rf"rank-000000.jsonl:{2 if wrong == '{}' else line}: "):
         read_run(tmp_path)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for wrong in (tmp_path / "nowhere", tmp_path, Path(__file__)):
-        with pytest.raises(mf.MetricsError, match=wrong.name):
+        with pytest.raises(mf.errors.MetricsError, match=wrong.name):
             read_run(wrong)
-    with pytest.raises(mf.MetricsError, match="object store"):
+    with pytest.raises(mf.errors.MetricsError, match="object store"):
         RunLog("s3://bucket/run")
 
 

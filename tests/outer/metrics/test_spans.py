@@ -98,7 +98,9 @@ def test_short_waits_have_no_span_and_a_missing_package_is_named(
     with mf.Feed(recipe_of(corpus), metrics=Spans(Never(), least_s=3600.0)) as feed:  # type: ignore[arg-type]
         assert [step.index for step in itertools.islice(feed, 3)] == [0, 1, 2]
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(mf.MetricsError, match=r"Spans needs opentelemetry .*pip install 'opentelemetry-"):
+    with pytest.raises(
+        mf.errors.MetricsError, match=r"Spans needs opentelemetry .*pip install 'opentelemetry-"
+    ):
         Spans()
 
 

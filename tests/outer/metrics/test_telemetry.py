@@ -108,5 +108,5 @@ def test_without_a_provider_nothing_is_kept(corpus: str) -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(mf.MetricsError, match=r"pip install 'opentelemetry-"):
+    with pytest.raises(mf.errors.MetricsError, match=r"pip install 'opentelemetry-"):
         Telemetry()

@@ -59,7 +59,7 @@ def test_the_same_orders_are_refused(sizes: tuple[int, int, int, int]) -> None:
             continue
         with pytest.raises(RuntimeError, match="specified the order"):
             megatrons(order, *sizes)
-        with pytest.raises(mf.LayoutError, match="leaves out"):
+        with pytest.raises(mf.errors.LayoutError, match="leaves out"):
             mf.Layout(**dict(zip(("tp", "cp", "dp", "pp"), sizes)), order=order)
 
 

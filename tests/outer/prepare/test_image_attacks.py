@@ -87,7 +87,7 @@ def test_only_the_broken_images_become_zeros(store, on_bad):
             if at in (1, 3, 5):
                 assert not rows.any()
             else:
-                alone = one.sequence.image(data, PartSize.of(parts, at), mf.rng(0, 0, 0))
+                alone = one.sequence.image(data, PartSize.of(parts, at), mf.order.rng(0, 0, 0))
                 assert np.array_equal(rows.numpy(), alone["pixel_values"])
 
 

@@ -151,7 +151,7 @@ def stored_as(height: int, width: int, form: tuple[str, str], seed: int = 0) -> 
 
 def made(processor: ImageProcessor, data: bytes, height: int, width: int) -> Any:
     size = PartSize(height, width, 1, 0.0)
-    arrays = processor(data, size, mf.rng(0, 0, 0))
+    arrays = processor(data, size, mf.order.rng(0, 0, 0))
     parts = Parts.of_images([(height, width)])
     assert processor.num_tokens(arrays) == processor.rule.tokens(parts)[0]
     rows = {name: int(count[0]) for name, count in processor.rows(parts).items()}
@@ -239,7 +239,7 @@ def test_what_becomes_of_alpha_is_in_the_fingerprint() -> None:
     white, drop = FixedPixels(), FixedPixels(alpha="drop")
     assert white.summary() == repr(white) != drop.summary() == repr(drop)
     assert mf.Multimodal(image=drop).summary().count("FixedImages(") == 1
-    one, other = (each(data, size, mf.rng(0, 0, 0))["pixel_values"] for each in (white, drop))
+    one, other = (each(data, size, mf.order.rng(0, 0, 0))["pixel_values"] for each in (white, drop))
     assert not np.array_equal(one, other)
 
 
@@ -306,7 +306,7 @@ def test_pixels_travel_as_bytes_each_once(
     data, size = stored(picture(60, 90)), PartSize(60, 90, 1, 0.0)
     for dtype in ("float32", "uint8"):
         ours = replace(OURS[family], dtype=dtype)
-        whole, sent = (f(data, size, mf.rng(0, 0, 0)) for f in (ours, ours.decoded))
+        whole, sent = (f(data, size, mf.order.rng(0, 0, 0)) for f in (ours, ours.decoded))
         for field, column in zip(ours.fields, ours.columns, strict=True):
             array = sent[column.name]
             assert (array.dtype, array.shape[1:]) == (column.dtype, column.shape)
@@ -376,8 +376,8 @@ def test_an_animated_image_is_its_first_frame(kind: str) -> None:
     ],
 )
 def test_what_is_no_such_image_is_broken(data: bytes, said: str) -> None:
-    with pytest.raises(mf.PartError, match=said):
-        NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.rng(0, 0, 0))
+    with pytest.raises(mf.errors.PartError, match=said):
+        NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.order.rng(0, 0, 0))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -402,7 +402,7 @@ def test_an_image_is_turned_as_exif_asks(orientation: int, kind: str) -> None:
             np.asarray(found.resize((9, 7))), np.asarray(Image.fromarray(expected).resize((9, 7)))
         )
     if height != 30:
-        with pytest.raises(mf.PartError, match="the index says 50 pixels wide x 30 high"):
+        with pytest.raises(mf.errors.PartError, match="the index says 50 pixels wide x 30 high"):
             rgb_image(turned, PartSize(30, 50, 1, 0.0))
 
 
@@ -415,18 +415,18 @@ def test_the_size_is_that_of_the_turned_image() -> None:
     )
     for data, height, width in ((plain, 50, 30), (exif, 30, 50)):
         with pytest.raises(
-            mf.PartError, match=f"wide x {width} high, and the index says {width} pixels wide"
+            mf.errors.PartError, match=f"wide x {width} high, and the index says {width} pixels wide"
         ):
-            processor(data, PartSize(height, width, 1, 0.0), mf.rng(0, 0, 0))
+            processor(data, PartSize(height, width, 1, 0.0), mf.order.rng(0, 0, 0))
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad"])
 def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> None:
     with pytest.raises(
-        mf.PartError,
+        mf.errors.PartError,
         match=r"20000 pixels wide x 1 high: so long an image would become \d+ pixels wide x \d+ high, more",
     ):
-        FixedPixels(fit=fit)(stored(picture(1, 20_000)), PartSize(1, 20_000, 1, 0.0), mf.rng(0, 0, 0))
+        FixedPixels(fit=fit)(stored(picture(1, 20_000)), PartSize(1, 20_000, 1, 0.0), mf.order.rng(0, 0, 0))
     assert made(FixedPixels(fit="stretch"), stored(picture(1, 20_000)), 1, 20_000)
 
 

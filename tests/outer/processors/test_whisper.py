@@ -67,7 +67,7 @@ def part(length: int, rate: int = 16_000) -> Parts:
 
 def made(ours: WhisperFeatures, data: bytes, length: int, rate: int = 16_000) -> Any:
     size = PartSize(0, 0, length, float(rate))
-    arrays = ours(data, size, mf.rng(0, 0, 0))
+    arrays = ours(data, size, mf.order.rng(0, 0, 0))
     one = np.array([length])
     parts = Parts(
         one * 0 + KINDS.index("audio"), one, one, one, np.array([float(rate)]), one, one, np.array([0, 1])
@@ -178,8 +178,8 @@ def test_samples_of_each_coding_are_the_same_sound(extensible: bool, coding: int
     ],
 )
 def test_what_is_no_such_sound_is_broken(data: bytes, length: int, rate: int, said: str) -> None:
-    with pytest.raises(mf.PartError, match=said):
-        WhisperFeatures()(data, PartSize(0, 0, length, float(rate)), mf.rng(0, 0, 0))
+    with pytest.raises(mf.errors.PartError, match=said):
+        WhisperFeatures()(data, PartSize(0, 0, length, float(rate)), mf.order.rng(0, 0, 0))
 
 
 def test_what_it_cannot_do_is_refused() -> None:
@@ -227,7 +227,7 @@ def test_audio_that_is_too_long_is_cut_or_refused_by_name(tmp_path: Path) -> Non
             writer.add_parts(replace(part(length), at=np.array([1]), num_bytes=np.array([1])), [b"x"])
     recipe = mf.Recipe(data=mf.open(tmp_path / "store"), sequence=refused, batch=mf.Batch(sequences=2))
     with pytest.raises(
-        mf.StoreError, match=r"store.*document 1, part 0, 4.0 s of audio, .* takes 3 s; cut it"
+        mf.errors.StoreError, match=r"store.*document 1, part 0, 4.0 s of audio, .* takes 3 s; cut it"
     ):
         list(mf.simulate(recipe, mf.Layout(), 1, packing=mf.Packing(capacity=512)))
 

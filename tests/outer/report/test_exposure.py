@@ -121,8 +121,8 @@ def test_what_each_source_gave_is_what_a_scan_counts(
     for step in data.draw(st.lists(st.integers(0, 12), max_size=3)):
         source = data.draw(st.integers(0, len(recipe.sources) - 1))
         some = st.lists(st.integers(0, recipe.sources[source].num_documents - 1), min_size=1, unique=True)
-        exclude = mf.Exclude({recipe.source_names[source]: sorted(data.draw(some))})
-        changes.append((step, data.draw(st.sampled_from([mf.SkipSteps(step, step + 3), exclude]))))
+        exclude = mf.amendments.Exclude({recipe.source_names[source]: sorted(data.draw(some))})
+        changes.append((step, data.draw(st.sampled_from([mf.amendments.SkipSteps(step, step + 3), exclude]))))
     recipe = recipe.amended(changes)
     wanted = np.zeros((2, len(recipe.sources)), np.int64)
     for step in range(until):
@@ -155,7 +155,7 @@ def test_tokens_by_value_are_what_a_scan_counts(
     recipe: mf.Recipe, until: int, skips: list[int], data: st.DataObject
 ) -> None:
     """Whole epochs by arithmetic, others draw by draw or in the order of the store, a few at a time."""
-    recipe = recipe.amended([(step, mf.SkipSteps(step, step + 4)) for step in skips])
+    recipe = recipe.amended([(step, mf.amendments.SkipSteps(step, step + 4)) for step in skips])
     value = st.integers(0, 2)
     values = {
         source: np.array(data.draw(st.lists(value, min_size=len(store), max_size=len(store))))
@@ -288,7 +288,7 @@ class Items:
     def __len__(self) -> int:
         return 5
 
-    def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
         return {"x": np.zeros(at.index)}
 
 
@@ -355,7 +355,11 @@ def test_an_excluded_document_is_not_seen_any_more(tmp_path: Path) -> None:
                 writer.add_document(np.arange(tokens, dtype=np.uint16))
         shares[name] = mf.open(tmp_path / name), 1
     recipe = mf.Recipe(data=mf.Mixture(shares), sequence=mf.Documents(), batch=mf.Batch(6))
-    changes = (3, mf.Exclude({"web": [*range(0, 40, 2)]})), (6, mf.SkipSteps(8, 11)), (9, mf.BatchSize(9))
+    changes = (
+        (3, mf.amendments.Exclude({"web": [*range(0, 40, 2)]})),
+        (6, mf.amendments.SkipSteps(8, 11)),
+        (9, mf.amendments.BatchSize(9)),
+    )
     for amended in (recipe, recipe.amended(changes)):
         seen = [
             (simulated.batch.step, *at)
