@@ -3,9 +3,9 @@ one TCPStore.
 
 Each connects to the store first, as torch.distributed does at a job's start. Then all begin at once, and a
 round is over for the job when it is for its last rank. The limit is a barrier over the same store: to say
-that one is here, and to wait until all are. The first join of a process also starts its threads and its
-second connection; later ones find them. The first batch is that of a process that has imported all, and opens
-the corpus, whose index the node has cached.
+that one is here, and to wait until all are. A join is a run that all ranks begin together, up to its first
+step. The first join of a process also starts its threads and its second connection; later ones find them. The
+first batch is that of a process that has imported all, and opens the corpus, whose index the node has cached.
 """
 
 from __future__ import annotations
@@ -79,22 +79,16 @@ def joining(
     barriers: list[float] = []
     joins: list[float] = []
     processor: list[float] = []
-    for r in range(rounds):
-        with mf.Feed(
-            recipe,
-            mf.Layout(dp=ranks),
-            rank,
-            rendezvous=store,
-            wait_for_all=True,
-            timeout_s=LONG.total_seconds(),
-        ) as feed:
+    layout, timeout_s = mf.Layout(dp=ranks), LONG.total_seconds()
+    with mf.Feed(recipe, layout, rank, rendezvous=store, timeout_s=timeout_s) as feed:
+        for r in range(rounds):
             gather(store, f"ready {r}", ranks)
             began = time.perf_counter()
             gather(store, f"barrier {r}", ranks)
             barriers.append(time.perf_counter() - began)
             gather(store, f"again {r}", ranks)
             began, used = time.perf_counter(), time.process_time()
-            iter(feed)
+            next(feed.run(0, layout=layout, rank=rank, generation=r, meet=True))
             joins.append(time.perf_counter() - began)
             processor.append(time.process_time() - used)
             gather(store, f"joined {r}", ranks)

@@ -324,12 +324,12 @@ def test_a_state_looks_at_the_ledger_and_writes_it_again(
     mf.Feed(recipe, ledger=path).load_state_dict(state)
 
 
-@pytest.mark.parametrize("delivery", ["direct", "share", "broadcast"])
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_a_loop_at_the_end_of_the_stream_waits_for_nobody(tmp_path: Path, delivery: str) -> None:
     write_corpus(tmp_path / "c")
     recipe = recipe_of(tmp_path / "c", steps=3, sequences=4)
-    peers: dict[str, Any] = {"rendezvous": HashStore(), "wait_for_all": True, "timeout_s": 0.5}
-    feed = mf.Feed(replace(recipe, steps=3), mf.Layout(dp=2), 0, delivery=delivery, **peers)
+    peers: dict[str, Any] = {"rendezvous": HashStore(), "timeout_s": 0.5}
+    feed = mf.Feed(replace(recipe, steps=3), mf.Layout(tp=2), 0, delivery=delivery, **peers)
     with pytest.raises(mf.errors.PeerError):
         next(iter(feed))  # the other rank does not come
     feed.load_state_dict(mf.State.at(recipe, 3).to_json())

@@ -485,22 +485,6 @@ def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pyt
         assert heard.wait(60)
 
 
-def absent_replica(rank: int, path: str) -> Any:
-    if rank == 0:
-        feed = mf.Feed(recipe_of(path), mf.Layout(dp=2), wait_for_all=True, timeout_s=600)
-        with world.waiting_in_vain_for(1):
-            told = failure(feed)
-        default_store().set("told", "1")
-        return told
-    default_store().wait(["told"], LONG)
-    return None
-
-
-def test_all_ranks_may_wait_for_each_other(corpus: str) -> None:
-    kind, ranks, text = world.run(absent_replica, 2, corpus)[0]
-    assert (kind, ranks) == ("PeerError", (1,)) and "600 s" in text, text
-
-
 class Counted:
     """A store that counts how often the list of all who have come is fetched."""
 

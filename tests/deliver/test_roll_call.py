@@ -47,7 +47,7 @@ class Case:
 
     def source(self, rank: int, path: str, **options: Any) -> mf.Feed | mf.Exchange:
         layout = mf.Layout.parse(self.layout, ranks_per_node=2 if self.delivery == "tree" else 4)
-        options |= {"prefetch": self.prefetch, "timeout_s": TIMEOUT_S, "wait_for_all": True}
+        options |= {"prefetch": self.prefetch, "timeout_s": TIMEOUT_S}
         if self.delivery != "exchange":
             recipe = recipe_of(path, length=60_000, sequences=8)
             return mf.Feed(recipe, layout, rank, delivery=self.delivery, **options)  # type: ignore[arg-type]

@@ -119,7 +119,6 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
-        wait_for_all: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
         name: str = "",
     ) -> None:

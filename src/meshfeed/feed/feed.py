@@ -95,9 +95,6 @@ class Feed(ChangingSource):
         timeout_s: how long to wait for peers to join, and for a batch that the loop asks for.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
-        wait_for_all: begin a loop only when all ranks of the layout have, within `timeout_s`. Otherwise a
-            rank waits only for those it shares reads with; the trainer's first collective waits for the rest,
-            with its own timeout. A recipe with verify_data="full" always waits for all.
         metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
         ledger: path of the file that keeps the job's amendments, beside the checkpoints, on storage that all
             ranks read: see `amend`. Read at once; one that does not exist yet has none. None: no amendments.
@@ -133,7 +130,6 @@ class Feed(ChangingSource):
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Rendezvous | None = None,
-        wait_for_all: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
         ledger: str | PathLike[str] | None = None,
         name: str = "",
@@ -371,7 +367,7 @@ class Feed(ChangingSource):
     @property
     def _waits_for_all(self) -> bool:
         # else the first rank to begin would train on what the others refuse
-        return super()._waits_for_all or self.recipe.verify_data == "full"
+        return self.recipe.verify_data == "full"
 
     @property
     def _depth(self) -> int:

@@ -39,7 +39,6 @@ class Options:
     verify: bool
     timeout_s: float
     rendezvous: Store | None
-    wait_for_all: bool
     metrics: Sink | Sequence[Sink] | None
     name: str
 
@@ -60,7 +59,7 @@ class Options:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
             raise OptionError(f"timeout_s={seconds!r}: give seconds, more than 0")
         check_counts(0, prefetch=self.prefetch)
-        check_flags(verify=self.verify, wait_for_all=self.wait_for_all)
+        check_flags(verify=self.verify)
         if self.packing is not None and not isinstance(cast(object, self.packing), Packing):
             raise OptionError(
                 f"packing={self.packing!r}: give a mf.Packing, such as mf.Packing(capacity=4096)"

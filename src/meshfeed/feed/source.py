@@ -106,7 +106,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     @property
     def _waits_for_all(self) -> bool:
         """Whether a run begins only when all ranks of the layout have compared their arguments."""
-        return self._options.wait_for_all
+        return False
 
     @property
     def _origin(self) -> str:
@@ -452,7 +452,6 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             "ranks_per_node": self._per_node(),
             "readers": str(self._readers and sorted(self._readers)),
             "verify": str(self._options.verify),
-            "wait_for_all": str(self._options.wait_for_all),
         }
 
     def _per_node(self) -> str:
