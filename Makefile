@@ -1,4 +1,4 @@
-# On a machine with Python, pip and make: `make demo` shows the whole story, `make test` checks everything.
+# On a machine with Python, pip and make: `make demo` shows the whole story, `make test` checks what every change must keep.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types unit soak mutate frameworks bench gpu dist docs clean
+.PHONY: demo test test-all lint types unit further soak mutate frameworks bench gpu dist docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -19,6 +19,10 @@ demo: $(VENV)/.installed
 # types are checked by one process while the tests start and wait
 test: lint
 	$(MAKE) --no-print-directory --jobs=2 types unit
+
+# and every page, example, adapter and engine, and the packages that are built
+test-all: test
+	$(MAKE) --no-print-directory further
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .
@@ -29,7 +33,10 @@ types: $(VENV)/.tested
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(VENV)/.tested
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not further"
+
+further: $(VENV)/.tested
+	$(BIN)/python -m pytest $(PARALLEL) -m further
 
 # the long form of every law, with examples that are new each time; about an hour on two idle cores; SEED=N repeats it
 soak: $(VENV)/.tested

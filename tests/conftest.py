@@ -1,4 +1,4 @@
-"""The order of the files, and how long they search.
+"""The order of the files, which of them `make test` leaves to `make test-all`, and how long they search.
 
 The files that take longest come first: where several processes share the files, none is left with one at the end.
 
@@ -40,6 +40,17 @@ LONGEST = (
     "test_histories.py", "test_hub.py", "test_suite.py", "test_multimodal_rule.py", "test_many_sources.py",
 )  # fmt: skip
 
+FURTHER = (
+    "test_demo.py", "test_docs_migrating.py", "test_gpu_page.py", "test_online_mixing.py", "test_pages.py",
+    "test_prepare_engines.py", "test_release.py", "test_vlm_example.py",
+)  # fmt: skip
+"""Files of what seldom breaks alone: pages, examples, engines, packaging; and adapters but these:"""
+ADAPTERS = (
+    "test_accelerate_lives.py", "test_broken_adapters.py", "test_config_tables.py", "test_lightning_loop.py", "test_lives.py",
+    "test_megatron_batches.py", "test_megatron_config.py", "test_megatron_gpt_order.py", "test_missing_frameworks.py",
+    "test_rl.py", "test_torchtitan_loop.py", "test_train_loader.py", "test_transformers_loop.py",
+)  # fmt: skip
+
 BUILD = Path(__file__).parents[1] / "hatch_build.py"
 
 settings.register_profile(
@@ -51,6 +62,7 @@ settings.load_profile("tests")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_soak: see soak.py")
     config.addinivalue_line("markers", "some(most): see soak.py")
+    config.addinivalue_line("markers", "further: `make test-all` runs it, `make test` does not")
     if not hasattr(config, "workerinput"):  # not in each of the processes that share the files
         compile_what_the_tree_holds()
         if config.getoption("numprocesses", None):
@@ -77,7 +89,12 @@ def compile_what_the_tree_holds() -> None:
         build.compile_in_place()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        name, is_adapter = item.path.name, item.path.parent.name == "integrations"
+        if name in FURTHER or (is_adapter and name not in ADAPTERS):
+            item.add_marker("further")
     whole = any("::" in argument for argument in config.args)  # who names a test gets all of it
     if not SOAK and not whole and (out := left_out(items)):
         config.hook.pytest_deselected(items=out)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from test_pages import run_page
 
 import lit
 import meshfeed as mf
 import mosaic
 from corpus import write_corpus
+from pages import run_page
 
 CONSUMED = 40 * 16
 

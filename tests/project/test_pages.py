@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,74 +14,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfeed as mf
-import quick
 from meshfeed.order import draws_of_step
 from observe import content_of
+from pages import ROOT, run_page
 from services.needs import needs, program_path
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-SNIPPET = re.compile(r'```(python|sh)(?: title="([^"]+)")?\n(.*?)```', re.S)
-
-
-def run_page(name: str, expected: int) -> dict[str, Any]:
-    """What the snippets of a page define. One with a title is a file; `sh` runs in the current folder."""
-    snippets = SNIPPET.findall((DOCS / name).read_text())
-    assert len(snippets) == expected
-    names: dict[str, Any] = {"__name__": "page"}
-    for language, title, snippet in snippets:
-        if title:
-            Path(title).write_text(snippet)
-        elif language == "python":
-            exec(compile(snippet, name, "exec"), names)
-        else:
-            run_shell(snippet)
-    return names
-
-
-def run_shell(commands: str) -> None:
-    """As a user's shell does, by these sources."""
-    modules = {"python": "", "meshfeed": "-m meshfeed", "torchrun": "-m torch.distributed.run"}
-    ours = "\n".join(f'{name}() {{ "{quick.python()}" {module} "$@"; }}' for name, module in modules.items())
-    ran = subprocess.run(
-        ["sh", "-e", "-c", f"{ours}\n{commands}"],
-        env=os.environ | {"PYTHON_EXEC": quick.python(), "OMP_NUM_THREADS": "1"},  # the former is torchrun's
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert ran.returncode == 0, f"{commands}\n{ran.stdout}\n{ran.stderr}"
-
-
-def test_a_quick_python_ends_as_its_program_does() -> None:
-    """What stands in for Python in these shells."""
-    for code, status, out in (
-        ("import sys; print(*sys.argv[1:]); sys.exit(3)", 3, "a b\n"),
-        ("import os; os.kill(os.getpid(), 9)", -9, ""),
-        ("import sys; sys.exit('no')", 1, ""),
-        ("1 / 0", 1, ""),
-    ):
-        done = subprocess.run([quick.python(), "-c", code, "a", "b"], capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (status, out), done.stderr
-
-
-def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = run_page("start.md", 9)
-    steps = [int(line.split()[0]) for line in (tmp_path / "four.txt").read_text().splitlines()]
-    killed = len(steps) - 10
-    assert 10 <= killed <= 12 and steps == [*range(killed), *range(10, 20)], "killed at 12, gone on from 10"
-    assert names["four"][19] < names["four"][0] - 0.5, "it learns"
-
-
-def test_the_home_page_says_version_install_and_repository() -> None:
-    """While the repository has no public address, it says that; afterwards, all three places have it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    home, site = (DOCS / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    assert f"meshfeed {project['version']}." in home and "\npip install ." in home
-    repository = project.get("urls", {}).get("Repository")
-    assert ("\nrepo_url:" in site) == (repository is not None)
-    assert ("has no public\naddress yet" in home) if repository is None else (repository in home + site)
 
 
 def test_concepts() -> None:
@@ -260,34 +193,6 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (microbatch, *_) = step.microbatches
         assert step.valid_tokens == 4 * 16 // 2, "every second label bears a loss"
         assert {"tokens", "labels", "loss_mask"} <= set(microbatch)
-
-
-def test_pages_name_each_public_name_and_no_other() -> None:
-    """Beside the reference, which is made from the code, and the changelog, which is history."""
-    pages = {path: path.read_text() for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
-    code = re.compile(r"```.*?```|`[^`]+`", re.S)
-    shown = {
-        path.name: {name for block in code.findall(text) for name in re.findall(r"[\w.]+", block)}
-        for path, text in pages.items()
-    }
-    elsewhere = set[str]().union(*(names for page, names in shown.items() if page != "api.md"))
-    words = elsewhere | {name.removeprefix("mf.") for name in elsewhere}
-    assert [name for name in mf.__all__ if name not in words] == []
-    for page, names in shown.items():
-        for name in sorted(name for name in names if name.startswith("mf.")):
-            found: Any = mf
-            for part in name.rstrip(".").split(".")[1:]:
-                assert hasattr(found, part), f"{page} names {name}"
-                found = getattr(found, part)
-    reference = set(re.findall(r"^::: meshfeed\.(\w+)$", pages[DOCS / "api.md"], re.M))
-    assert reference - {"errors"} == {*mf.__all__} - {"MeshfeedError"}, "the reference has errors as a module"
-
-
-def test_pictures_are_what_the_functions_say() -> None:
-    drawing: dict[str, Any] = {"__name__": "pictures", "__file__": str(DOCS / "make" / "pictures.py")}
-    exec((DOCS / "make" / "pictures.py").read_text(), drawing)
-    for name, draw in drawing["PICTURES"].items():
-        assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw()
 
 
 @pytest.fixture(scope="module")

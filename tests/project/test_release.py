@@ -115,7 +115,7 @@ def test_sdist_holds_the_project_and_makes_the_same_wheel(wheel: Path, tmp_path:
         archive.extractall(tmp_path, **safely)
     tree = tmp_path / sdist.name.removesuffix(".tar.gz")
     assert {path.name for path in tree.iterdir()} == {
-        ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "benchmarks", "docs", "examples",
+        ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "SECURITY.md", "benchmarks", "docs", "examples",
         "hatch_build.py", "mkdocs.yml", "pyproject.toml", "src", "tests", *(path.name for path in ROOT.glob("requirements-*.txt")),
     }  # fmt: skip
     assert not [

@@ -148,3 +148,15 @@ def test_what_a_script_leaves_to_a_quick_python_is_not_freed(tmp_path: Path) -> 
             [quick.python(), *words], cwd=tmp_path, capture_output=True, text=True, check=True
         )
         assert done.stdout == "done\n"
+
+
+def test_a_quick_python_ends_as_its_program_does() -> None:
+    """What stands in for Python in the shells of pages."""
+    for code, status, out in (
+        ("import sys; print(*sys.argv[1:]); sys.exit(3)", 3, "a b\n"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import sys; sys.exit('no')", 1, ""),
+        ("1 / 0", 1, ""),
+    ):
+        done = subprocess.run([quick.python(), "-c", code, "a", "b"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (status, out), done.stderr

@@ -1,4 +1,4 @@
-"""The README's table of what must be trusted is true."""
+"""The table of what must be trusted is true."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import meshfeed
 SOURCE = Path(meshfeed.__file__).parent
 ROOT = Path(__file__).parents[2]
 TABLE = re.search(
-    r"<!-- trusted: .*?-->(.*)<!-- end of trusted -->", (ROOT / "README.md").read_text(), re.DOTALL
+    r"<!-- trusted: .*?-->(.*)<!-- end of trusted -->", (ROOT / "docs" / "design.md").read_text(), re.DOTALL
 )
 ROWS = [line.strip("|").split("|") for line in (TABLE[1] if TABLE else "").strip().splitlines()[2:]]
 
