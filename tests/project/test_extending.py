@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
@@ -39,6 +40,7 @@ def installed(folder: Path) -> Path:
 def package(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = installed(tmp_path_factory.mktemp("site"))
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)  # of the processes that tokenize
     plugins.registered.cache_clear()
     yield folder
     plugins.registered.cache_clear()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
-from meshfeed.files import ByteFile
+from meshfeed.files import ByteFile, Folder
 from meshfeed.files.url import is_http
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan
@@ -26,13 +26,12 @@ STATE = "state.json"
 """File in a folder of `save_to_disk` that names its data files."""
 SPLITS = "dataset_dict.json"
 """File in a folder of several such folders that names them."""
-_ROWS_TOGETHER = 1024
 
 
 class ArrowStore(DocumentFiles):
-    """Arrow streams or files; each row is a document, its tokens in one column of lists or of text.
+    """Arrow streams or files; each row is a document, its tokens in one column of lists.
 
-    Lengths of lists come from their offsets alone. Only requested tokens are read, in place. Their dtype is
+    Lengths come from their offsets alone. Only requested tokens are read, in place. Their dtype is
     the smallest of uint16, int32 and int64 that holds all numbers of the column's type. A shard is a file.
     Needs pyarrow. See `DocumentFiles`.
     """
@@ -46,11 +45,11 @@ class ArrowStore(DocumentFiles):
 
     @property
     def largest_token(self) -> int | None:
-        """The largest token of text; lists are not read for the index."""
-        return super().largest_token if self._column.is_text else None
+        """None: tokens are not read for the index."""
+        return None
 
     def check(self) -> ArrowStore:
-        """Load tokenizer and pyarrow, and check that the files exist."""
+        """Load pyarrow, and check that the files exist."""
         _ = arrow_for(self.path, "Arrow")
         super().check()
         return self
@@ -72,16 +71,8 @@ class ArrowStore(DocumentFiles):
         at, sizes = ([getattr(batch, name) for batch in batches] for name in ("at", "sizes"))
         found: dict[str, Array] = {"at": _end_to_end(at), "sizes": _end_to_end(sizes)}
         found |= {"beside": beside, "dtype": np.array([column.dtype.str])}
-        if not column.is_text:
-            most = 0 if self._column.of_loss else int(np.iinfo(column.dtype).max)
-            return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}
-        lengths, most = list[int](), 0
-        for first in range(0, found["at"].size, _ROWS_TOGETHER):
-            some = slice(first, first + _ROWS_TOGETHER)
-            tokens = self._encoded(file, found["at"][some], found["sizes"][some])
-            lengths += [each.size for each in tokens]
-            most = max(most, *(int(each.max(initial=0)) for each in tokens))
-        return found | {"lengths": np.array(lengths, np.int64), "most": np.array([most])}
+        most = 0 if self._column.of_loss else int(np.iinfo(column.dtype).max)
+        return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}
 
     def _joined(
         self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
@@ -94,19 +85,11 @@ class ArrowStore(DocumentFiles):
         arrow = arrow_for(file.url, "Arrow")
         schema = schema_of(arrow, file)
         name = name_in(schema, self._column.names, file.url)
-        column = column_of(arrow, schema, name, file.url, self._column)
-        if column.is_text != self._column.is_text:
-            raise OptionError(
-                f"{file.url}: column {name!r} is {schema.field(name).type}, where {self._column.belongs}"
-            )
-        return column
+        return column_of(arrow, schema, name, file.url, self._column)
 
     # -- reading ----------------------------------------------------------------------------------------
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        if self._column.is_text:
-            super().read_into(out, starts, stops)
-            return
         pieces = self.documents.pieces(starts, stops)
         places = pieces.lengths.cumsum() - pieces.lengths
         for f, mine in grouped(self._file_of(pieces.documents)):
@@ -122,22 +105,15 @@ class ArrowStore(DocumentFiles):
         for f, mine in grouped(self._file_of(documents)):
             which = documents[mine]
             begins, sizes = self._index["at"][which], self._index["sizes"][which]
-            if self._column.is_text:
-                tokens = self._encoded(self._files[f], begins, sizes)
-            else:
-                numbers = self._numbers(f, which, begins, sizes)
-                tokens = np.split(numbers, (sizes // self._dtype_of(f).itemsize).cumsum()[:-1])
+            numbers = self._numbers(f, which, begins, sizes)
+            tokens = np.split(numbers, (sizes // self._dtype_of(f).itemsize).cumsum()[:-1])
             for i, some in zip(mine.tolist(), tokens):
                 found[i] = some
         return found
 
     def _announce(self, pieces: Pieces) -> None:
         for f, mine in grouped(self._file_of(pieces.documents)):
-            if self._column.is_text:
-                which = pieces.documents[mine]
-                begins, sizes = self._index["at"][which], self._index["sizes"][which]
-            else:
-                begins, sizes = self._bytes(f, pieces, mine)
+            begins, sizes = self._bytes(f, pieces, mine)
             self._files[f].will_need(begins, begins + sizes)
 
     def _file_of(self, documents: I64) -> I64:
@@ -168,24 +144,6 @@ class ArrowStore(DocumentFiles):
         refuse_unfit(numbers, ends, where)
         return numbers
 
-    def _encoded(self, file: ByteFile, begins: I64, sizes: I64) -> list[Array]:
-        """The tokens of texts, each at some bytes of an entered file."""
-        out = np.empty(int(sizes.sum()), np.uint8)
-        file.read_into(out, begins, sizes)
-        raw, ends = out.tobytes(), sizes.cumsum().tolist()
-        parts = [raw[end - size : end] for end, size in zip(ends, sizes.tolist())]
-
-        def where(i: int) -> str:
-            return f"{file.url}: byte {begins[i]}"
-
-        texts = list[str]()
-        for i, part in enumerate(parts):
-            try:
-                texts.append(part.decode())
-            except UnicodeDecodeError as error:
-                raise StoreError(f"{where(i)}: text is not valid UTF-8: {error}; copy it again") from error
-        return self._column.encoded(texts, where)
-
 
 class ArrowFormat(DocumentFilesFormat):
     """Arrow files, and the folders of `datasets.save_to_disk`."""
@@ -194,7 +152,7 @@ class ArrowFormat(DocumentFilesFormat):
     lies_at = "a folder of datasets.save_to_disk, a .arrow file, or a folder of such"
     suffix, store = ".arrow", ArrowStore
 
-    def files(self, place: Place) -> list[ByteFile] | None:
+    def files(self, place: Place) -> tuple[Folder, list[str]] | None:
         """The files that state.json names, in its order, also over HTTP; else as for other formats.
 
         Raises StoreError for several splits, rows that are reordered by an index, or no data file.
@@ -219,7 +177,7 @@ class ArrowFormat(DocumentFilesFormat):
             )
         if not names:
             raise StoreError(f"{file.url}: names no data files, so it holds no documents; save it again")
-        return [place.within.file(name) for name in names]
+        return place.within, names
 
 
 def _holds(place: Place, name: str) -> bool:

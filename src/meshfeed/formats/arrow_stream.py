@@ -22,8 +22,6 @@ from meshfeed.store.base import I64
 
 _FILE_MAGIC = b"ARROW1"
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-_INLINE_BYTES = 12
-"""Text up to this size is stored in the view itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +39,37 @@ class RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class ArrowColumn:
-    """A column of text, or of lists of integers.
+    """A column of lists of numbers.
 
     Attributes:
         name: its name.
         index: which column of the stream.
-        dtype: of its values: integers, or uint8 for the bytes of text.
-        is_text: whether it is text.
+        dtype: of its values.
     """
 
     name: str
     index: int
     dtype: np.dtype[Any]
-    is_text: bool
 
 
 def column_of(arrow: Any, schema: Any, name: str, where: str, how: TokenColumn) -> ArrowColumn:
     """The column of a name. how: the column's use.
 
-    Raises OptionError for any type but text or lists of fitting numbers.
+    Raises OptionError for any type but lists of fitting numbers.
     """
     types, index = arrow.types, schema.names.index(name)
     kind = declared = schema.field(index).type
     if isinstance(kind, arrow.BaseExtensionType):  # `datasets`, if it is imported, registers types of its own
         kind = kind.storage_type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = str(kind) in ("string", "large_string", "string_view")
     of_list: Any = getattr(kind, "value_type", None)  # of any kind of list
-    if not is_text and (of_list is None or not how.holds(arrow, of_list)):
-        belongs = f"{'' if how.of_loss or how.is_text else 'text or '}{how.belongs}"
-        raise OptionError(f"{where}: column {name!r} is {declared}, where {belongs}")
-    if not is_text and types.is_boolean(of_list):
+    if types.is_dictionary(kind) or of_list is None or not how.holds(arrow, of_list):
+        raise OptionError(f"{where}: column {name!r} is {declared}, where {how.belongs}")
+    if types.is_boolean(of_list):
         raise OptionError(
             f"{where}: column {name!r} is {declared}: bits cannot be read in place; cast it to int8, as "
             f"cast_column({name!r}, List(Value('int8'))) of datasets does, or save it as Parquet"
         )
-    dtype = np.dtype(np.uint8 if is_text else of_list.to_pandas_dtype())
-    return ArrowColumn(name, index, dtype, is_text)
+    return ArrowColumn(name, index, np.dtype(of_list.to_pandas_dtype()))
 
 
 def schema_of(arrow: Any, file: ByteFile) -> Any:
@@ -102,7 +93,7 @@ def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Reco
             found = _BatchRows(arrow, source, column, first, file.url).located(values)
             yield found
             first += found.at.size
-            source.forget(values)
+            source.forget()
 
 
 # -- below ------------------------------------------------------------------------------------------------
@@ -117,8 +108,8 @@ class _Source(Protocol):
         """The byte of the file at which a buffer begins; None if the buffer is a copy."""
         ...
 
-    def forget(self, values: Any) -> None:
-        """Release what was kept for these values."""
+    def forget(self) -> None:
+        """Release what was kept for the values that have been located."""
         ...
 
 
@@ -134,7 +125,7 @@ class _MappedSource:
         at = buffer.address - self._whole.address
         return at if at >= 0 and at + buffer.size <= self._whole.size else None
 
-    def forget(self, values: Any) -> None:
+    def forget(self) -> None:
         return
 
 
@@ -161,9 +152,8 @@ class _RemoteSource(RawStream):
                 return at + inside
         return None
 
-    def forget(self, values: Any) -> None:
-        if not hasattr(values, "dictionary"):  # later batches have the same one
-            self._read.clear()
+    def forget(self) -> None:
+        self._read.clear()
 
 
 @contextlib.contextmanager
@@ -207,17 +197,9 @@ class _BatchRows:
 
         Raises StoreError for a null, and for values that are not stored as they are.
         """
-        refuse_null_row(values, self._where, is_text=self.column.is_text)
-        if hasattr(values, "dictionary"):
-            words, keys = self.located(values.dictionary), values.indices.to_numpy().astype(np.int64)
-            if keys.size and not 0 <= keys.min() <= keys.max() < words.at.size:
-                raise self._damaged()
-            return RecordBatch(words.at[keys], words.sizes[keys])
-        kind = str(values.type)
-        if kind == "string_view":
-            return self._views(values)
-        begins, sizes = self._text(values) if self.column.is_text else self._lists(values, kind)
-        data = values.buffers()[2] if self.column.is_text else values.values.buffers()[1]
+        refuse_null_row(values, self._where)
+        begins, sizes = self._lists(values, str(values.type))
+        data = values.values.buffers()[1]
         width, available = self.column.dtype.itemsize, data.size if data is not None else 0
         if sizes.size and (min(begins.min(), sizes.min()) < 0 or (begins + sizes).max() * width > available):
             raise self._damaged()
@@ -241,12 +223,6 @@ class _BatchRows:
             )
         return at
 
-    def _text(self, values: Any) -> tuple[I64, I64]:
-        dtype = np.dtype(np.int64 if "large" in str(values.type) else np.int32)
-        offsets = values.buffers()[1]
-        ends = np.frombuffer(offsets, dtype, len(values) + 1) if len(values) else np.zeros(1, dtype)
-        return ends[:-1].astype(np.int64), np.diff(ends.astype(np.int64))
-
     def _lists(self, values: Any, kind: str) -> tuple[I64, I64]:
         if kind.startswith(("list_view", "large_list_view")):
             begins, sizes = (each.to_numpy().astype(np.int64) for each in (values.offsets, values.sizes))
@@ -259,18 +235,3 @@ class _BatchRows:
         if values.values.null_count:
             refuse_null_token(values.flatten(), sizes.cumsum(), self._where)
         return begins, sizes
-
-    def _views(self, values: Any) -> RecordBatch:
-        """A view is its size, then the text itself, or its first bytes, its buffer, and the offset in it."""
-        _, views, *data = values.buffers()
-        words = np.frombuffer(views, np.int32, 4 * len(values)).reshape(-1, 4).astype(np.int64)
-        sizes, which, begins = words[:, 0], words[:, 2], words[:, 3]
-        at = self._place(views) + 16 * np.arange(len(values)) + 4
-        for number in np.unique(which[sizes > _INLINE_BYTES]).tolist():
-            mine = (which == number) & (sizes > _INLINE_BYTES)
-            if not 0 <= number < len(data) or (begins[mine] + sizes[mine]).max() > data[number].size:
-                raise self._damaged()
-            at[mine] = self._place(data[number]) + begins[mine]
-        if sizes.size and min(sizes.min(), begins[sizes > _INLINE_BYTES].min(initial=0)) < 0:
-            raise self._damaged()
-        return RecordBatch(at, sizes)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
-from meshfeed.files import ByteFile, Cache, FileStats
+from meshfeed.files import ByteFile, Cache, FileStats, Folder
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
 from meshfeed.formats.foreign_columns import ForeignColumns
@@ -36,8 +36,6 @@ _INDEX_VERSION = 3
 """Part of the index's key: after a change here, an old index is never used."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
-PACKED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-"""Suffixes of JSON lines that cannot be read at random places."""
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
@@ -118,9 +116,9 @@ class DocumentFiles(ForeignColumns):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
+        """Hex digest of what decides the tokens: sizes and sampled blocks of the files, and the column.
 
-        It covers the LOSS_COLUMNS in use, so token lists are indexed to find them.
+        It covers the LOSS_COLUMNS in use, so the files are indexed to find them.
 
         On the Hub, its hashes replace the blocks; elsewhere, the digest does not depend on the path. It
         distinguishes corpora, but may miss a single changed token.
@@ -132,7 +130,6 @@ class DocumentFiles(ForeignColumns):
         return self._as_used(self._content)
 
     def content_digest(self) -> str:
-        """See `Store`; the fingerprint already covers the tokenizer's bytes."""
         return digest_of_files(self.path, self._files, self._cache)
 
     @cached_property
@@ -163,7 +160,7 @@ class DocumentFiles(ForeignColumns):
         return self._cache
 
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
-        if self._column.is_text or self._column.of_loss:
+        if self._column.of_loss:
             return {}
         there = zip(LOSS_COLUMNS, self._index["beside"].tolist())
         return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
@@ -181,7 +178,7 @@ class DocumentFiles(ForeignColumns):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The tokenizer's; for token lists, the smallest of uint16, int32 and int64 that holds them all."""
+        """The smallest of uint16, int32 and int64 that holds all tokens."""
         return self._column.dtype(int(self._index["most"][0]))
 
     @property
@@ -189,8 +186,7 @@ class DocumentFiles(ForeignColumns):
         return int(self._index["most"][0])
 
     def check(self) -> Self:
-        """Load the tokenizer, and check that the files exist."""
-        self._column.check()
+        """Check that the files exist."""
         for file in self._files:
             _ = file.size_bytes
         return self
@@ -216,7 +212,6 @@ class DocumentFiles(ForeignColumns):
         return {
             "format": f"{self.format}, {len(self._files)} file{'s' * (len(self._files) != 1)}",
             "column": " or ".join(self._column.names),
-            "tokenizer": self._column.tokenizer or "none, token lists",
             "num_shards": self.shard_ends.size,
             "size_bytes": sum(file.size_bytes for file in self._files),
         }
@@ -300,46 +295,56 @@ def read_bytes(file: ByteFile, begin: int, end: int) -> bytes:
 class DocumentFilesFormat(StoreFormat):
     """A file of documents, or a folder of them. Subclasses give the suffix."""
 
-    options = ("column", "tokenizer")
+    options = ("column",)
     suffix: ClassVar[str]
     store: ClassVar[type[DocumentFiles]]
 
     def open(self, place: Place) -> DocumentFiles | None:
-        """The store, if it is such a file, or a folder with one, and its text is not to be tokenized once.
+        """The store, if it is such a file, or a folder with one, and not of text.
 
         Raises StoreError for a folder of several kinds.
         """
-        files = None if place.eod is not None else self.files(place)
-        if files is None:
+        is_text = place.tokenizer is not None or place.eod is not None
+        found = None if is_text else self.files(place)
+        if found is None:
             return None
-        column = TokenColumn(place.column, place.tokenizer)
-        return self.store(place.shown, files, column, place.cache).check()
+        folder, names = found
+        files = [folder.file(name) for name in names]
+        return self.store(place.shown, files, TokenColumn(place.column), place.cache).check()
 
-    def files(self, place: Place) -> list[ByteFile] | None:
-        """The files of the store; None if there is none."""
-        if Path(place.name).suffix == self.suffix and place.is_file:
-            if is_report(place.beside, place.name):
-                raise OptionError(
-                    f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
-                    f"the path of a store{stores_inside(place.beside)}"
-                )
-            return [place.beside.file(place.name)]
-        there = place.matches if "*" in place.name else place.names
-        if place.tokenizer is not None and any(name.endswith(PACKED) for name in there):
-            return None
-        if "*" in place.name:
-            names = [name for name in there if name.endswith(self.suffix)]
-            return [place.beside.file(name) for name in names if not is_report(place.beside, name)] or None
-        names = [name for name in documents_in(place.within, there) if name.endswith(SUFFIXES)]
-        kinds = sorted({Path(name).suffix for name in names})
-        if self.suffix not in kinds:
-            return None
-        if len(kinds) > 1:
+    def files(self, place: Place) -> tuple[Folder, list[str]] | None:
+        """The files of the store, by their names in a folder; None if there are none."""
+        return files_of(place, (self.suffix,))
+
+
+def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]] | None:
+    """The files of documents that a path means, by their names in a folder; None unless some have a suffix.
+
+    Raises OptionError for several kinds of SUFFIXES, several splits of the Hub in one folder, and a list of
+    what `meshfeed prepare` left out.
+    """
+    if place.name.endswith(suffixes) and place.is_file:
+        if is_report(place.beside, place.name):
             raise OptionError(
-                f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
+                f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
+                f"the path of a store{stores_inside(place.beside)}"
             )
-        splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
-        if is_hub(place.given) and len(splits) > 1:
-            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{self.suffix}" for split in splits)
-            raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
-        return [place.within.file(name) for name in names]
+        return place.beside, [place.name]
+    if "*" in place.name:
+        folder, names = place.beside, [name for name in place.matches if not is_report(place.beside, name)]
+    else:
+        folder, names = place.within, documents_in(place.within, place.names)
+    names = [name for name in names if name.endswith(SUFFIXES + suffixes)]
+    others = sorted({Path(name).suffix for name in names if not name.endswith(suffixes)})
+    if not any(name.endswith(suffixes) for name in names):
+        return None
+    if others:
+        raise OptionError(
+            f"{place.shown}: both {suffixes[0]} and {' and '.join(others)} files; keep each kind in a folder "
+            f"of its own"
+        )
+    splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
+    if is_hub(place.given) and "*" not in place.name and len(splits) > 1:
+        paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{Path(names[0]).suffix}" for split in splits)
+        raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
+    return folder, names

@@ -37,7 +37,7 @@ MOST_HELD_BYTES = 1 << 30
 
 
 class ParquetStore(DocumentFiles):
-    """Parquet files; each row is a document, its tokens in one column of lists or of text.
+    """Parquet files; each row is a document, its tokens in one column of lists.
 
     A row group is a shard, and is decoded as a whole: up to 1 GiB of them stay in memory. Shuffle with
     `mf.Blocks()`, which goes through a bounded number of them at a time (`window` times `lanes`: choose few
@@ -54,7 +54,7 @@ class ParquetStore(DocumentFiles):
         self._announced: set[int] = set()
 
     def check(self) -> Self:
-        """Load tokenizer and pyarrow, and check that the files exist."""
+        """Load pyarrow, and check that the files exist."""
         _ = arrow_for(self.path)
         return super().check()
 
@@ -99,7 +99,7 @@ class ParquetStore(DocumentFiles):
             held = self._decoded(span.file, group)
             rows.append(held.count)
             for first in range(0, held.count, _ROWS_TOGETHER):
-                some = held.tokens(self._column, range(first, min(first + _ROWS_TOGETHER, held.count)))
+                some = held.tokens(range(first, min(first + _ROWS_TOGETHER, held.count)))
                 lengths.append(np.array([found.size for found in some], np.int64))
                 most = max(most, *(int(found.max(initial=0)) for found in some))
         return {
@@ -123,7 +123,7 @@ class ParquetStore(DocumentFiles):
         for group, mine in grouped(group_of):
             rows, inverse = np.unique(documents[mine], return_inverse=True)
             held = self._group(group)
-            tokens = held.tokens(self._column, (rows - self._group_ends[group] + held.count).tolist())
+            tokens = held.tokens((rows - self._group_ends[group] + held.count).tolist())
             for i, place in zip(mine.tolist(), inverse.tolist()):
                 found[i] = tokens[place]
         return found
@@ -193,27 +193,22 @@ class ParquetFormat(DocumentFilesFormat):
 
 @dataclass(frozen=True, slots=True)
 class _RowGroup:
-    """One decoded row group: lists of tokens, flat, or texts.
+    """One decoded row group: lists of tokens, flat.
 
     Attributes:
-        where: file and row, for messages.
         count: rows.
         num_bytes: its size in memory.
-        ends: where each row's tokens end; None for text.
-        values: all tokens, int64, or an Arrow array of text.
+        ends: where each row's tokens end; int64 [count].
+        values: all tokens.
     """
 
-    where: Where
     count: int
     num_bytes: int
-    ends: I64 | None
-    values: Any
+    ends: I64
+    values: Array
 
-    def tokens(self, column: TokenColumn, rows: Sequence[int]) -> list[Array]:
+    def tokens(self, rows: Sequence[int]) -> list[Array]:
         """All tokens of some rows."""
-        if self.ends is None:
-            texts = self.values.take(list(rows)).to_pylist()
-            return column.encoded(texts, lambda i: self.where(rows[i]))
         ends = self.ends
         return [self.values[int(ends[row - 1]) if row else 0 : int(ends[row])] for row in rows]
 
@@ -224,18 +219,13 @@ def _is_text(kind: Any) -> bool:
 
 
 def _rows_of(column: Any, where: Where, name: str, how: TokenColumn) -> _RowGroup:
-    arrow, is_text = arrow_for(name), how.is_text
-    if arrow.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+    arrow = arrow_for(name)
     element = getattr(column.type, "value_type", None)  # of any kind of list
-    if not (_is_text(column.type) if is_text else element is not None and how.holds(arrow, element)):
+    if arrow.types.is_dictionary(column.type) or element is None or not how.holds(arrow, element):
         raise OptionError(f"{name} is {column.type}, where {how.belongs}")
-    # Text in chunks of less than 2 GiB cannot always be one array of 32-bit offsets.
-    wide = column.cast(arrow.large_string() if is_text else arrow.large_list(element))
+    wide = column.cast(arrow.large_list(element))
     array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
-    refuse_null_row(array, where, is_text=is_text)
-    if is_text:
-        return _RowGroup(where, len(array), array.nbytes, None, array)
+    refuse_null_row(array, where)
     offsets = array.offsets.to_numpy()
     ends, values = offsets[1:] - offsets[0], array.flatten()
     refuse_null_token(values, ends, where)
@@ -244,7 +234,7 @@ def _rows_of(column: Any, where: Where, name: str, how: TokenColumn) -> _RowGrou
         numbers = how.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
     else:
         refuse_unfit(numbers, ends, where)
-    return _RowGroup(where, len(array), array.nbytes, ends, numbers)
+    return _RowGroup(len(array), array.nbytes, ends, numbers)
 
 
 def parquet_of(file: ByteFile) -> Any:

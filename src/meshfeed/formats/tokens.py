@@ -1,11 +1,10 @@
-"""The tokens of documents from one column: lists of whole numbers, or text through a tokenizer."""
+"""The tokens of documents from one column: lists of whole numbers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -13,9 +12,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.store.base import I64
-from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.loss_columns import LABELS
-from meshfeed.store.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """The default columns of token lists; the first that exists is used."""
@@ -26,37 +23,25 @@ Where = Callable[[int], str]
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """Which column of a record holds its tokens, and how.
+    """Which column of a record holds its tokens.
 
     Attributes:
-        name: of the column; None for "text" with a tokenizer, else the first of TOKEN_COLUMNS.
-        tokenizer: None for a column of token lists; for text, one of `tokenizer.KNOWN`.
+        name: of the column; None for the first of TOKEN_COLUMNS.
         of_loss: whether it is one of LOSS_COLUMNS: labels are int32, masks float32.
-
-    Raises StoreError for a tokenizer that cannot be read, or a package that is missing.
     """
 
     name: str | None = None
-    tokenizer: str | None = None
     of_loss: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The columns to look for; the first that exists is used."""
-        if self.name is not None:
-            return (self.name,)
-        return TOKEN_COLUMNS if self.tokenizer is None else ("text",)
+        return TOKEN_COLUMNS if self.name is None else (self.name,)
 
     @property
-    def is_text(self) -> bool:
-        """Whether the column is text."""
-        return self.tokenizer is not None
-
-    @cached_property
     def digest(self) -> str:
         """Identifies everything that determines the tokens of a record."""
-        how = None if self.tokenizer is None else self._file.digest
-        return f"{','.join(self.names)} {how}" + " of loss" * self.of_loss
+        return f"{','.join(self.names)}{' of loss' * self.of_loss}"
 
     def holds(self, arrow: Any, kind: Any) -> bool:
         """Whether lists of an Arrow type can be the column."""
@@ -71,31 +56,18 @@ class TokenColumn:
         """What a column of the wrong type should be; ends a message."""
         if self.of_loss:
             return f"lists of {'whole ' * (self.name == LABELS)}numbers belong; {_LOSS_HINT}"
-        what = "text" if self.is_text else "lists of whole numbers"
-        return f"{what} belong; name the right column= and, for text, a tokenizer="
-
-    def check(self) -> None:
-        """Load the tokenizer, if there is one."""
-        if self.is_text:
-            _ = self.encoder
+        return "lists of whole numbers belong; name the right column= and, for text, a tokenizer="
 
     def dtype(self, most: int) -> np.dtype[Any]:
         """Dtype of the tokens; `most` is the largest."""
         if self.of_loss:
             return np.dtype(np.int32 if self.name == LABELS else np.float32)
-        if self.tokenizer == BYTES:
-            return np.dtype("u1")
-        if self.tokenizer is not None:
-            return best_dtype(self.encoder.vocab_size)
         return np.dtype("uint16" if most < 1 << 16 else "int32" if most < 1 << 31 else "int64")
 
     def encoded(self, values: Sequence[Any], where: Where) -> list[Array]:
         """The tokens of each value, whole numbers [n]. Raises StoreError naming the first bad value."""
-        if self.of_loss:
-            return [self._numbers(value, where, i) for i, value in enumerate(values)]
-        if not self.is_text:
-            return [_whole_numbers(value, where, i) for i, value in enumerate(values)]
-        return self.encoder.encode([_text(value, where, i) for i, value in enumerate(values)])
+        read = self._numbers if self.of_loss else _whole_numbers
+        return [read(value, where, i) for i, value in enumerate(values)]
 
     def of_dtype(self, numbers: Array, where: Callable[[int], str]) -> Array:
         """Numbers of a loss column in its dtype, [n]. where: names a number.
@@ -125,20 +97,6 @@ class TokenColumn:
             raise StoreError(f"{where(i)}: {self.name!r} has {strange!r}, where numbers belong; {_LOSS_HINT}")
         return self.of_dtype(np.array(numbers, np.float64), lambda _: where(i))
 
-    @cached_property
-    def _file(self) -> TokenizerFile:
-        return tokenizer_file(cast(str, self.tokenizer))
-
-    @cached_property
-    def encoder(self) -> Tokenizer:
-        """The tokenizer, loaded; for text only."""
-        return self._file.load()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # With the file: the receiving process may run on a machine where the path means another file.
-        kept = ("name", "tokenizer", "of_loss", "_file")
-        return {key: value for key, value in self.__dict__.items() if key in kept}
-
 
 PAIRS = (
     "'chosen' and 'rejected' are a pair, not one document: train on pairs by mf.Mapped(dataset) and "
@@ -155,11 +113,10 @@ def hint_for(names: Sequence[str], there: Iterable[str], *, has_text: bool) -> s
     return "name it by column= (--column)"
 
 
-def refuse_null_row(rows: Any, where: Where, *, is_text: bool) -> None:
-    """Raises StoreError for a null among the rows of an Arrow array of text or of token lists."""
+def refuse_null_row(rows: Any, where: Where) -> None:
+    """Raises StoreError for a null among the rows of an Arrow array of token lists."""
     if rows.null_count:
-        belongs = "text" if is_text else "a list of tokens"
-        raise StoreError(f"{where(_first_null(rows))}: null where {belongs} belongs; {_NULL_HINT}")
+        raise StoreError(f"{where(_first_null(rows))}: null where a list of tokens belongs; {_NULL_HINT}")
 
 
 def refuse_null_token(values: Any, ends: I64, where: Where) -> None:
@@ -187,17 +144,6 @@ def refuse_unfit(numbers: Array, ends: I64, where: Where) -> None:
 
 def _first_null(array: Any) -> int:
     return int(array.is_null().to_numpy(zero_copy_only=False).argmax())
-
-
-def _text(value: Any, where: Where, i: int) -> str:
-    if not isinstance(value, str):
-        error = OptionError if isinstance(value, list) else StoreError
-        raise error(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise StoreError(f"{where(i)}: text is not Unicode: {error}; fix or remove it") from error
-    return value
 
 
 def _whole_numbers(value: Any, where: Where, i: int) -> Array:

@@ -24,8 +24,8 @@ from typing import cast
 from meshfeed.errors import ChangedError, MissingError, OptionError, PrepareError, StoreError
 from meshfeed.files.local.lock import locked
 from meshfeed.files.url import is_remote, join, without_secrets
-from meshfeed.formats.documents import PACKED, SUFFIXES, sampled_digest
-from meshfeed.formats.prepared import is_report
+from meshfeed.formats.arrow import ArrowFormat
+from meshfeed.formats.documents import files_of, sampled_digest
 from meshfeed.prepare.encoding.text import Text
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.inputs.files import Input, find_inputs
@@ -39,15 +39,16 @@ from meshfeed.store.open import open_store
 from meshfeed.store.tokenizer import tokenizer_file
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
+_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 _SAY_EVERY_S = 10.0
 _log = logging.getLogger("meshfeed")
 
 
 class TextFormat(StoreFormat):
-    """Text that is tokenized once: packed lines and text files, and with `eod` all that `prepare` reads."""
+    """Text, tokenized once: JSON lines, Parquet and Arrow with a tokenizer, and text files."""
 
     name = "text"
-    lies_at = "a .txt, .jsonl.gz or .jsonl.zst file, or a folder of packed lines, with a tokenizer"
+    lies_at = "a .txt, .jsonl.gz or .jsonl.zst file, or a folder of such lines, with a tokenizer"
     options = ("column", "tokenizer", "eod")
 
     def open(self, place: Place) -> StreamStore | None:
@@ -56,8 +57,10 @@ class TextFormat(StoreFormat):
         Raises StoreError, with file and line of a record that is no document; OptionError for an `eod` that
         the tokenizer does not know.
         """
+        if place.tokenizer is None and place.eod is None:
+            return None
         inputs = _inputs_at(place)
-        if not inputs or (place.tokenizer is None and place.eod is None):
+        if not inputs:
             return None
         if place.tokenizer is None:
             raise OptionError(f"{place.shown}: eod= is of text; name its tokenizer= (--tokenizer)")
@@ -78,19 +81,12 @@ class TextFormat(StoreFormat):
 
 
 def _inputs_at(place: Place) -> list[str]:
-    """The inputs of `prepare` that a path means; empty if there are none, or they are read where they lie."""
-    wanted = PACKED
-    if place.eod is not None:
-        wanted += SUFFIXES
-    if place.name.endswith(_TEXT):  # a folder may hold text that is no document
-        wanted += _TEXT
-    if "*" not in place.name:
-        names = [place.name] if place.is_file else place.names
-        return [place.given] if any(name.endswith(wanted) for name in names) else []
-    names = [name for name in place.matches if not is_report(place.beside, name)]
-    if not any(name.endswith(wanted) for name in names):
-        return []
-    return [join(place.beside.url, name) for name in names if name.endswith(PACKED + SUFFIXES + _TEXT)]
+    """The inputs of `prepare` that a path means; empty if there are none."""
+    if place.name.endswith(_TEXT):  # only if it is named: a folder may hold text that is no document
+        names = place.matches if "*" in place.name else [place.name] * place.is_file
+        return [join(place.beside.url, name) for name in names]
+    found = files_of(place, _LINES) or files_of(place, (".parquet",)) or ArrowFormat().files(place)
+    return [] if found is None else [join(found[0].url, name) for name in found[1]]
 
 
 def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStore:

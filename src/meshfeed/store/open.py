@@ -47,10 +47,8 @@ def open_store(
     tokenizer: of text, or a column of it: "bytes" for UTF-8, or one on this machine, used without special
     tokens: a `tokenizers` JSON file, a transformers directory, a sentencepiece .model,
     NAME.ENCODING.tiktoken, or tiktoken:ENCODING.
-    eod: of text: the token after each document, as text or number; True for the tokenizer's own, False for
-    none. Then the text is tokenized once and its tokens are kept in the node's cache, as those of .txt and
-    compressed files always are. None: JSONL, Parquet and Arrow are tokenized at every read, with no token
-    after a document.
+    eod: of text: the token after each document, as text or number; True for the tokenizer's own, None and
+    False for none. Text is tokenized once, and its tokens are kept in the node's cache.
     labels: what a column "labels" holds at a token. "shifted": the label that this token predicts.
     "unshifted": the label of this token, which the token before it predicts, as in Hugging Face's collators
     and models. None: "shifted" in a folder with dataset.json, "unshifted" elsewhere.

@@ -27,8 +27,8 @@ FORMATS = {
     "dataset": "dataset.json",
     "mds": "MDS",
     "litdata": "litdata",
-    "jsonl": "jsonl",
-    "parquet": "parquet",
+    "jsonl": "dataset.json",
+    "parquet": "dataset.json",
 }
 
 
@@ -58,6 +58,9 @@ def write(folder: Path, kind: str, hashes: tuple[str, ...] = ()) -> tuple[str, l
         case "jsonl":
             (folder / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
             return str(folder / "c.jsonl"), ["--tokenizer", "bytes"]
+        case "lists":
+            (folder / "c.jsonl").write_text("".join(json.dumps({"tokens": each}) + "\n" for each in TOKENS))
+            return str(folder / "c.jsonl"), []
         case _:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -88,7 +91,7 @@ def test_every_format_is_counted_decoded_and_checked(
     assert [text["text"] for text in facts["texts"]] == TEXTS
     assert facts["document_lengths"]["max"] == max(map(len, TOKENS))
     assert sum(each["tokens"] for each in facts["document_lengths"]["histogram"]) == facts["num_tokens"]
-    if kind in ("mds", "litdata", "jsonl", "parquet"):
+    if kind in ("mds", "litdata"):
         assert facts["num_shards"] == 1
         assert facts["shard_documents"] == {"min": 4, "median": 4.0, "max": 4}
     assert main(["inspect", path, *words]) == 0
@@ -108,7 +111,7 @@ def test_far_away_it_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert facts[key] == near[key]
 
 
-@pytest.mark.parametrize("kind", ["bin", "dataset", "mds", "jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["bin", "dataset", "mds", "lists"])
 @pytest.mark.parametrize("summed", [False, True])
 def test_verify_says_whether_all_bytes_were_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, summed: bool
@@ -116,7 +119,7 @@ def test_verify_says_whether_all_bytes_were_compared(
     path, words = write(tmp_path, kind, ("sha1",) if summed else ())
     for sums in [] if summed else [*tmp_path.rglob("*.sums")][-1:]:
         sums.unlink()
-    is_summed = summed and kind not in ("jsonl", "parquet")
+    is_summed = summed and kind != "lists"
     status, facts, _ = told(capsys, path, *words, "--verify")
     assert status == 0 and facts["verified"] is True and facts["compared"] is is_summed
     assert main(["inspect", path, *words, "--verify"]) == 0
@@ -149,7 +152,6 @@ def test_what_is_asked_wrongly_is_no_broken_store(
     wrong = [
         ([str(path)], "no column 'tokens'|no 'tokens' or 'input_ids'"),
         ([str(path), "--column", "text"], "text"),
-        ([str(path), "--column", "messages", "--tokenizer", "bytes"], "where text belong"),
         ([str(SAVED)], "a DatasetDict; give the path of one split"),
     ]
     for words, says in wrong:
@@ -246,7 +248,11 @@ def test_a_dataset_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
     assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes", "--json", "--verify"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["format"], facts["num_documents"], facts["num_tokens"]) == ("jsonl, 1 file", 2, 3)
+    assert (facts["format"], facts["num_documents"], facts["num_tokens"]) == (
+        "meshfeed dataset.json, version 1",
+        2,
+        3,
+    )
     assert (facts["dtype"], facts["document_lengths"]["max"]) == ("uint8", 3)
     (tmp_path / "d.jsonl").write_text('{"text": 5}\n')
     assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes"]) == 1

@@ -171,14 +171,6 @@ def test_few_files_are_open_at_a_time(
     assert num_open() == 0
 
 
-@formats
-def test_text_as_bytes(tmp_path: Path, write: Writer) -> None:
-    path = write(tmp_path / "c", "text", TEXTS)
-    store = open_store(path, tokenizer="bytes")
-    assert store.dtype == np.uint8
-    assert_same(store, write_indexed(tmp_path / "d", [list(text.encode()) for text in TEXTS], "u1"))
-
-
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
     words = {word: i for i, word in enumerate(["?", *sorted({w for t in TEXTS for w in t.split()}), "[CLS]"])}
@@ -198,14 +190,13 @@ def test_text_through_a_tokenizer(tmp_path: Path, tokenizer: Path, write: Writer
     words = sorted({w for t in TEXTS for w in t.split()})
     expected = write_indexed(tmp_path / "d", [[words.index(w) + 1 for w in t.split()] for t in TEXTS])
     with expected:
-        assert store.dtype == np.uint16
         everything = np.array([0]), np.array([expected.num_tokens])
         for one in (store, pickle.loads(pickle.dumps(store))):
             with one:
                 assert one.read_stream(*everything).tolist() == expected.read_stream(*everything).tolist()
     as_bytes = open_store(path, column="words", tokenizer="bytes")
     told = {store.fingerprint, as_bytes.fingerprint}
-    tokenizer.write_text(tokenizer.read_text().replace("[CLS]", "[XXX]"))
+    tokenizer.write_text(tokenizer.read_text().replace('"plain"', '"other"'))
     told.add(open_store(path, column="words", tokenizer=tokenizer).fingerprint)
     assert len(told) == 3, "what decides the tokens decides the fingerprint"
 
@@ -376,8 +367,8 @@ def test_a_wrong_text_is_named(tmp_path: Path, line: bytes, said: str) -> None:
         ([[], [1, 2**63]], pa.list_(pa.uint64()), None, r"row 1 .*token 9223372036854775808"),
         ([[1.5]], pa.list_(pa.float32()), None, "is list.*, where lists of whole numbers belong"),
         (["x"], pa.string(), None, "is string, where lists of whole numbers belong"),
-        ([[1]], pa.list_(pa.int32()), "bytes", "is list.*, where text belong"),
-        (["x", None], pa.string(), "bytes", "row 1 .*null where text belongs"),
+        ([[1]], pa.list_(pa.int32()), "bytes", "row 0: list where text belongs"),
+        (["x", None], pa.string(), "bytes", "row 1: null where text belongs"),
     ],
 )
 def test_a_wrong_row_is_named(

@@ -20,7 +20,6 @@ import meshfeed as mf
 import world
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, OptionError, StateError, StoreError
-from meshfeed.formats.jsonl import JsonlStore
 from meshfeed.prepare import Progress, Text, prepare, raw_text
 from meshfeed.store.tokenizer import tokenizer_file
 from services.needs import needs
@@ -60,7 +59,6 @@ def opened(path: Path | str, cache: Path | str, **options: Any) -> mf.store.Stre
         ("c-*", {}),
         ("c-*", {"eod": True}),
         ("c-*", {"eod": "65"}),
-        ("", {"eod": True}),
         ("c-0.jsonl", {"eod": False}),
         ("c-1.jsonl.gz", {"eod": True}),
         ("d.txt", {}),
@@ -88,13 +86,16 @@ def test_its_documents_are_the_lines(corpus: Path, tmp_path: Path) -> None:
     assert found == [[*text.encode(), END] for text in SOME]
 
 
-@pytest.mark.parametrize("eod", [None, True])
-def test_plain_lines_are_read_where_they_lie_unless_eod_is_given(
-    corpus: Path, tmp_path: Path, eod: bool | None
-) -> None:
-    store = opened(corpus / "c-0.jsonl", tmp_path / "cache", eod=eod)
-    assert isinstance(store, JsonlStore) == (eod is None)
-    assert (tmp_path / "cache" / f"u{os.getuid()}" / "kept" / "text").exists() == (eod is not None)
+def test_a_folder_means_its_lines_and_not_its_other_text(corpus: Path, tmp_path: Path) -> None:
+    lines = opened(corpus / "c-*", tmp_path / "cache")
+    assert opened(corpus, tmp_path / "cache").fingerprint == lines.fingerprint
+    assert opened(corpus / "*", tmp_path / "cache").num_documents == lines.num_documents == len(SOME)
+    (corpus / "more.parquet").touch()
+    for given in (corpus, corpus / "*"):
+        with pytest.raises(
+            OptionError, match=r"both \.jsonl and \.parquet files; keep each kind in a folder"
+        ):
+            opened(given, tmp_path / "cache")
 
 
 def test_a_store_is_of_its_tokenizer_which_later_starts_do_not_load(

@@ -15,11 +15,11 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.url import without_secrets
-from meshfeed.formats.tokens import TokenColumn, Where
+from meshfeed.formats.tokens import Where
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
 from meshfeed.prepare.encoding.part_headers import MOST_PIXELS, Size, size_of
-from meshfeed.prepare.encoding.text import Text, TextEncoder, absolute
+from meshfeed.prepare.encoding.text import Text, TextColumn, TextEncoder, absolute
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, SamplePart
 from meshfeed.store.part_files import rows_of
 
@@ -95,9 +95,7 @@ class Multimodal:
                     f"--{kind}-text {text!r}: must have --{kind}-token in it once, with text around it"
                 )
         made = self.text.encoder()
-        column = (
-            made.column if isinstance(made, TextEncoder) else TokenColumn("messages", self.text.tokenizer)
-        )
+        column = TextColumn(self.text.column, self.text.tokenizer)
         ids: dict[Kind, int] = {}
         for kind, token in self.tokens.items():
             found = column.encoder.id_of(token)
@@ -124,7 +122,7 @@ class MultimodalEncoder:
 
     how: Multimodal
     inner: TextEncoder | ChatEncoder
-    column: TokenColumn
+    column: TextColumn
     ids: Mapping[Kind, int]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +17,55 @@ from meshfeed.prepare.inputs.records import Columns
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
-from meshfeed.store.tokenizer import BYTES, END, Tokenizer
+from meshfeed.store.tokenizer import BYTES, END, Tokenizer, TokenizerFile, tokenizer_file
 
 TRAINED = "tokenizer.json"
 """File name of a tokenizer that was trained for a job."""
+TEXT = "text"
+"""The default column of text."""
 DTYPES = ("uint8", "uint16", "int32")
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """Which column of a record holds its text, and the tokenizer of it, one of `tokenizer.KNOWN`.
+
+    Raises StoreError for a tokenizer that cannot be read, or a package that is missing.
+    """
+
+    name: str | None
+    tokenizer: str
+
+    @property
+    def digest(self) -> str:
+        """Identifies everything that determines the tokens of a record."""
+        return f"{self.name or TEXT} {self._file.digest}"
+
+    @cached_property
+    def encoder(self) -> Tokenizer:
+        """The tokenizer, loaded."""
+        return self._file.load()
+
+    @cached_property
+    def _file(self) -> TokenizerFile:
+        return tokenizer_file(self.tokenizer)
+
+    def encoded(self, values: Sequence[Any], where: Where) -> list[Array]:
+        """The tokens of each text, whole numbers [n]. Raises StoreError naming the first bad value."""
+        return self.encoder.encode([_text(value, where(i)) for i, value in enumerate(values)])
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        found = "null" if value is None else type(value).__name__
+        raise StoreError(
+            f"{where}: {found} where text belongs; name the right column (--column), or fix the file"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"{where}: text is not Unicode: {error}; fix or remove it") from error
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +73,13 @@ class TextEncoder:
     """Text, or lists of tokens, as documents of one column.
 
     Attributes:
-        column: in a record, and its tokenizer.
+        column: of text in a record, with its tokenizer, or of lists of tokens.
         columns: of the output: name -> dtype.
         digest: of everything that decides it.
         end: the token after each document; None for none.
     """
 
-    column: TokenColumn
+    column: TextColumn | TokenColumn
     columns: Mapping[str, np.dtype[Any]]
     digest: str
     end: int | None
@@ -46,7 +91,7 @@ class TextEncoder:
         end = np.array([] if self.end is None else [self.end], dtype)
         found = self.column.encoded(values, where)
         most = np.iinfo(dtype).max
-        for i, tokens in enumerate([] if self.column.is_text else found):  # of text, all fit
+        for i, tokens in enumerate([] if isinstance(self.column, TextColumn) else found):  # of text, all fit
             if tokens.max(initial=0) > most:
                 raise StoreError(
                     f"{where(i)}: token {tokens.max()}, which {dtype.name} cannot hold; use a wider --dtype"
@@ -81,12 +126,10 @@ class Text:
     def columns(self) -> Columns:
         """The columns to read."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
-        names = TokenColumn(self.column, BYTES if is_text else None).names
-        return (
-            Columns(names)
-            if is_text
-            else Columns(names, refused=(LABELS, LOSS_MASK), masks=(ATTENTION_MASK,))
-        )
+        if is_text:
+            return Columns((self.column or TEXT,))
+        names = TokenColumn(self.column).names
+        return Columns(names, refused=(LABELS, LOSS_MASK), masks=(ATTENTION_MASK,))
 
     def request(self) -> dict[str, Any]:
         """Everything that decides the tokens, as JSON values.
@@ -107,17 +150,17 @@ class Text:
         dtype holds; StoreError for one that cannot be loaded.
         """
         tokenizer = self.tokenizer if self.train_bpe is None else str(trained)
-        column = TokenColumn(self.column, tokenizer)
-        column.check()
+        column = TokenColumn(self.column) if tokenizer is None else TextColumn(self.column, tokenizer)
+        loaded = column.encoder if isinstance(column, TextColumn) else None
         digest = column.digest
-        if self.eod is True and column.is_text:  # tokenizer_config.json beside the tokenizer may name it
-            digest += f" end {column.encoder.end}"
+        if self.eod is True and loaded is not None:  # tokenizer_config.json beside the tokenizer may name it
+            digest += f" end {loaded.end}"
         end = END if self.eod is True and self.train_bpe is not None else self.eod
         end = None if end is False else _end(column, end)
-        vocab_size = max(column.encoder.vocab_size if column.is_text else 0, 0 if end is None else end + 1)
+        vocab_size = max(0 if loaded is None else loaded.vocab_size, 0 if end is None else end + 1)
         if self.dtype == "auto":
-            dtype = best_dtype(vocab_size if column.is_text else None)
-            if column.is_text and vocab_size <= 256:
+            dtype = best_dtype(None if loaded is None else vocab_size)
+            if loaded is not None and vocab_size <= 256:
                 dtype = np.dtype(np.uint8)
         elif self.dtype not in DTYPES:
             raise PrepareError(f"--dtype {self.dtype}: unknown; use auto, {', '.join(DTYPES)}")
@@ -137,14 +180,14 @@ def absolute(name: str | None) -> str | None:
     return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
 
 
-def _end(column: TokenColumn, eod: str | bool) -> int:
-    if not column.is_text:
+def _end(column: TextColumn | TokenColumn, eod: str | bool) -> int:
+    if isinstance(column, TokenColumn):
         if isinstance(eod, str) and eod.isdecimal():
             return int(eod)
         raise PrepareError(
             'lists of tokens need the number of the token that ends a document: eod="0" (--eod-token 0)'
         )
-    tokenizer: Tokenizer = column.encoder
+    tokenizer = column.encoder
     if eod is True:
         end = 256 if column.tokenizer == BYTES else tokenizer.end
         if end is None:

@@ -291,8 +291,8 @@ def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
         given=folder, beside=Folder(where), name=name, within=Folder(folder),
         column=None, dtype=None, tokenizer=None,
     )  # fmt: skip
-    files = ArrowFormat().files(place)
-    return None if files is None else [join(folder, parent(file.url)[1]) for file in files]
+    found = ArrowFormat().files(place)
+    return None if found is None else [join(folder, each) for each in found[1]]
 
 
 def _below(folder: Folder) -> list[str]:
