@@ -68,8 +68,7 @@ class Job:
 def rules(draw: Draw) -> Any:
     windows = mf.Windows(4, eod_mask_loss=draw(st.booleans()))
     masked = mf.Masked(5, vocab_size=99, mask_token=100, crop="random")
-    staged = windows.then(draw(st.integers(1, 6)), draw(st.sampled_from([2, 8])))
-    return draw(st.sampled_from([mf.Documents(), mf.Documents(max_len=7), windows, staged, masked]))
+    return draw(st.sampled_from([mf.Documents(), mf.Documents(max_len=7), windows, masked]))
 
 
 def batches(draw: Draw, rule: Any, times: int, tokens: bool) -> mf.Batch:
@@ -105,7 +104,7 @@ def mixtures(
     stores: dict[str, mf.Store] = {name: mf.open(folder / name) for name in pool}
     kind: Any = "mixed" if batch.tokens else draw(st.sampled_from(["mixed", "mixed", "per_source"]))
     units = tuple(unit for unit in UNITS if unit != "tokens" or not isinstance(rule, mf.Masked))
-    if is_endless or len(rule.pieces) > 1 or (kind == "per_source" and batch.stages[1:]):
+    if is_endless or (kind == "per_source" and batch.stages[1:]):
         units = tuple(unit for unit in units if unit in SHARES)
 
     def some() -> dict[str, Any]:
@@ -191,7 +190,7 @@ def jobs(
         mf.Blocks(sequences=4, window=2, lanes=2),
         *([] if by_tokens else ["replacement"]),
     ]
-    options["shuffle"] = draw(st.sampled_from(shuffles[: 3 if len(rule.pieces) > 1 else None]))
+    options["shuffle"] = draw(st.sampled_from(shuffles))
     options["steps"] = draw(st.sampled_from([None, None, None, 5, 12]))
     recipe = mf.Recipe(data=data, sequence=rule, batch=batch, seed=draw(st.integers(-2, 2)), **options)
     job = Job(folder, recipe).checked()
@@ -212,7 +211,6 @@ def later_changes(draw: Draw, job: Job, step: int) -> Job:
     kinds = ["batch", "steps", "amend", "amend"]
     kinds += 2 * ["data"] if isinstance(given.data, mf.Mixture) else ["epochs"]
     kinds += 9 * ["data"] if job.recipe.amendments.grown else []
-    kinds += [] if isinstance(given.sequence, (mf.Documents, mf.Masked)) else ["windows"]
     at, kind = draw(near), draw(st.sampled_from(kinds))
     if kind == "amend":
         change = changes(draw, job)
@@ -230,8 +228,6 @@ def later_changes(draw: Draw, job: Job, step: int) -> Job:
             size = draw(st.integers(3, 9)) * times * (16 if given.batch.tokens else 1)
             at, unit = max(at, given.batch.stages[-1][0] + 1), "tokens" if given.batch.tokens else "sequences"
             made = replace(given, batch=given.batch.then(at, **{unit: size}))
-        elif kind == "windows":
-            made = replace(given, sequence=given.sequence.then(at, draw(st.sampled_from([2, 4, 8, 16]))))
         elif kind == "epochs":
             made = replace(given, epochs=draw(st.sampled_from([None, 1, 2, 3])))
         else:

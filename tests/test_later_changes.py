@@ -47,7 +47,7 @@ def fields_of(recipe: mf.Recipe, steps: Any = STEPS) -> list[tuple[Any, ...]]:
     """Step, names of the sources and all fields of each microbatch."""
     packing = (
         None
-        if recipe.sequence.row_lengths or isinstance(recipe.sequence, mf.Masked)
+        if recipe.sequence.row_length or isinstance(recipe.sequence, mf.Masked)
         else mf.Packing(capacity=512)
     )
     made: list[tuple[Any, ...]] = []
@@ -201,7 +201,7 @@ def test_amounts_are_drawn_as_they_are_given(stores: Path, data: st.DataObject) 
     parts = recipe.data.parts if isinstance(recipe.data, mf.Mixture) else None
     if recipe.batch.tokens is None and recipe.steps:
         assert is_over_early(recipe) == ((num_steps(recipe) or 0) < recipe.steps)
-    if parts is None or len(recipe.sequence.pieces) > 1:
+    if parts is None:
         reject()
     begins = [min(part.step, recipe.steps or part.step) for part in parts]
     ends = [*begins[1:], num_steps(recipe)]

@@ -105,7 +105,7 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
     "SkipSteps": [(mf.amendments.SkipSteps, {"first": 2, "stop": 4})],
     "StageMap": [(mf.StageMap, {"pp": 2, "vpp": 3})],
     "State": [(lambda **given: mf.State.at(recipe(), **given), {"step": 3})],
-    "Windows": [(mf.Windows, {"length": 8}), (mf.Windows(8).then, {"step": 3, "length": 4})],
+    "Windows": [(mf.Windows, {"length": 8})],
     "account_of": [(lambda **given: mf.plan.account_of(PLAN, PACKING, **given), {"pp": 2, "vpp": 1})],
     "packs_of": [(lambda **given: mf.plan.packs_of(PLAN, **given), {"dp_cp_rank": 1, "together": 2})],
     "plan_step": [

@@ -143,9 +143,9 @@ class BatchSize(_Told):
         Rows of one length take tokens too. Raises RecipeError for the other unit than the batch's, and unless
         rows fill the steps.
         """
-        batch, rows = recipe.batch, recipe.sequence.row_lengths
-        if self.tokens is not None and rows:
-            batch = batch.in_tokens(rows)  # the recipe makes it one of sequences again
+        batch, length = recipe.batch, recipe.sequence.row_length
+        if self.tokens is not None and length:
+            batch = batch.in_tokens(length)  # the recipe makes it one of sequences again
         unit = "sequences" if batch.tokens is None else "tokens"
         if getattr(self, unit) is None:
             raise RecipeError(f"{self!r}: the batch is of {unit}; give mf.amendments.BatchSize({unit}=...)")

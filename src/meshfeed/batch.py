@@ -140,36 +140,22 @@ class Batch:
             step[here], place[here] = first + since[here] // sequences, since[here] % sequences
         return step, place
 
-    def in_tokens(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The same steps as a batch of tokens, undoing `of_rows`. rows: see `Rule.row_lengths`."""
-        lengths, stages = {step for step, _ in rows}, list[tuple[int, int]]()
-        for step, length in self._with_steps(rows):
-            tokens = self.size(step) * length
-            if not stages or step not in lengths or tokens != stages[-1][1]:  # else only the length changes
-                stages.append((step, tokens))
-        return Batch(tokens=stages[0][1], last=self.last, stages=tuple(stages))
+    def in_tokens(self, length: int) -> Batch:
+        """The same steps as a batch of tokens, undoing `of_rows`. length: tokens of a row."""
+        stages = tuple((step, rows * length) for step, rows in self.stages)
+        return Batch(tokens=stages[0][1], last=self.last, stages=stages)
 
-    def of_rows(self, rows: Sequence[tuple[int, int]]) -> Batch:
-        """The same batch of tokens, of rows: see `Rule.row_lengths`.
-
-        Raises RecipeError unless rows fill its steps.
-        """
-        stages: list[tuple[int, int]] = []
-        for step, length in self._with_steps(rows):
-            tokens = self.size(step)
+    def of_rows(self, length: int) -> Batch:
+        """The same batch of tokens, of rows of this length. Raises RecipeError unless rows fill its steps."""
+        for _, tokens in self.stages:
             if tokens % length:
                 least = tokens // length * length
                 near = f"{least} or {least + length}" if least else f"{length}"
                 raise RecipeError(
                     f"{self!r}: {tokens} tokens are no whole number of rows of {length}; give {near}"
                 )
-            stages.append((step, tokens // length))
-        return Batch(sequences=stages[0][1], last=self.last, stages=tuple(stages))
-
-    def _with_steps(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(step, length) of each step where the batch or the length changes."""
-        steps = sorted({step for step, _ in (*self.stages, *rows)})
-        return [(step, [length for first, length in rows if first <= step][-1]) for step in steps]
+        stages = tuple((step, tokens // length) for step, tokens in self.stages)
+        return Batch(sequences=stages[0][1], last=self.last, stages=stages)
 
     def summary(self, until: int | None = None) -> str:
         """One line with everything that determines the steps before `until`."""

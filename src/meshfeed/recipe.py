@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter, itemgetter
 from os import PathLike
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -61,29 +61,6 @@ class Rule(ABC):
         return None
 
     @property
-    def row_lengths(self) -> tuple[tuple[int, int], ...]:
-        """(first step, tokens of each sequence from there on), where all of a step have equally many."""
-        return () if self.row_length is None else ((0, self.row_length),)
-
-    @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(first step, sequences that each of `num_sequences` is cut into from there on)."""
-        return ((0, 1),)
-
-    @property
-    def thresholds(self) -> tuple[tuple[int, int], ...]:
-        """(tokens of the stream, tokens of each sequence from there on), which a recipe turns into steps."""
-        return ()
-
-    def without_thresholds(self) -> Self:
-        """The same rule before its thresholds."""
-        return self
-
-    def then(self, step: int, length: int) -> Rule:
-        """The same rule with sequences of another length from a step on."""
-        raise RecipeError(f"{self.summary()} has no length that could change")
-
-    @property
     def counts_tokens(self) -> bool:
         """Whether steps can be cut by the `lengths` of its sequences."""
         return False
@@ -113,18 +90,14 @@ class Rule(ABC):
         """The rule and all its options in one line; part of the fingerprint."""
         return repr(self)
 
-    def summary_until(self, until: int | None) -> str:
-        """`summary`, as far as it determines the steps before `until` (None: all steps)."""
-        return self.summary()
-
     def shard_ends(self, store: Store) -> npt.NDArray[np.int64] | None:
         """The ends of a store's own shards, in sequences; int64 [num_shards], None without shards."""
         return None
 
 
-def identity_of(rule: Rule, until: int | None = None) -> str:
-    """A rule's options, as far as they determine the steps before `until`, and the code of a user's rule."""
-    return " ".join(filter(None, (rule.summary_until(until), code_of(type(rule)))))
+def identity_of(rule: Rule) -> str:
+    """A rule's options, and the code of a user's rule."""
+    return " ".join(filter(None, (rule.summary(), code_of(type(rule)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,32 +298,28 @@ class Recipe:
         self._settle_thresholds()
         if self.batch.tokens is not None:
             object.__setattr__(self, "batch", self._batch_of_tokens())
-        self._refuse_pieces()
         names = self.data.names if isinstance(self.data, Mixture) else ("",)
         object.__setattr__(self, "source_names", names)
         sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
         object.__setattr__(self, "sources", sources)
 
     def _settle_thresholds(self) -> None:
-        """Turn the thresholds of data, rule and batch into steps, in order: each moves those after it."""
-        data, rule, batch = self.data, self.sequence, self.batch
+        """Turn the thresholds of data and batch into steps, in order: each moves those after it."""
+        data, batch = self.data, self.batch
         waiting: list[tuple[int, str, Any]] = [(tokens, "batch", size) for tokens, size in batch.thresholds]
-        waiting += [(tokens, "rule", length) for tokens, length in rule.thresholds]
         if isinstance(data, Mixture):
             waiting += [(each.tokens, "data", each) for each in data.thresholds]
             data = data.without_thresholds()
         if not waiting:
             return
-        batch, rule = replace(batch, thresholds=()), rule.without_thresholds()
+        batch = replace(batch, thresholds=())
         for tokens, of, change in sorted(waiting, key=itemgetter(0)):
-            step = replace(self, data=data, sequence=rule, batch=batch).first_step_at(tokens)
+            step = replace(self, data=data, batch=batch).first_step_at(tokens)
             if of == "batch":
                 batch = batch.then(step, change)
-            elif of == "rule":
-                rule = rule.then(step, change)
             elif isinstance(data, Mixture):
                 data = data.then(step, change.sources, by=change.by)
-        for name, value in (("data", data), ("sequence", rule), ("batch", batch)):
+        for name, value in (("data", data), ("batch", batch)):
             object.__setattr__(self, name, value)
 
     def first_step_at(self, tokens: int) -> int:
@@ -360,8 +329,8 @@ class Recipe:
         """
         if self.batch.tokens is not None:
             return self.batch.first_step_at(tokens)
-        if rows := self.sequence.row_lengths:
-            return self.batch.in_tokens(rows).first_step_at(tokens)
+        if length := self.sequence.row_length:
+            return self.batch.in_tokens(length).first_step_at(tokens)
         if why := self._why_uncounted():
             raise RecipeError(f"at_tokens=: {why}; give the step")
         return self.sequence.first_step_at(self, tokens)
@@ -375,24 +344,14 @@ class Recipe:
         return ""
 
     def _batch_of_tokens(self) -> Batch:
-        if rows := self.sequence.row_lengths:
-            return self.batch.of_rows(rows)
+        if length := self.sequence.row_length:
+            return self.batch.of_rows(length)
         why = self._why_uncounted()
         if not why and isinstance(self.data, Mixture) and self.data.batches == "per_source":
             why = "batches='per_source' counts the sequences of a batch"
         if why:
             raise RecipeError(f"{self.batch!r}: {why}; give Batch(sequences=)")
         return self.batch
-
-    def _refuse_pieces(self) -> None:
-        """Refuse what does not go with a rule that cuts rows of several lengths."""
-        if len(self.sequence.pieces) == 1:
-            return
-        what = "shuffle='blocks'" if isinstance(self.shuffle, Blocks) else ""
-        if isinstance(self.data, Mixture) and not all(part.is_endless for part in self.data.parts):
-            what = what or "amounts that end, by repeat or count"
-        if what:
-            raise RecipeError(f"{what}: not with {self.sequence.summary()}, whose lengths change")
 
     def source_key(self, source: int) -> int:
         """A source's part in the key of everything random in it, int64: it follows from the name alone.
@@ -467,7 +426,7 @@ class Recipe:
         amended = self.amendments.summary(until)
         return {
             "data": data,
-            "sequence": brief(identity_of(self.sequence, until)),
+            "sequence": brief(identity_of(self.sequence)),
             "batch": self.batch.summary(until),
             "seed": str(self.seed),
             "epochs": str(self.epochs),

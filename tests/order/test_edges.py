@@ -64,13 +64,6 @@ def test_a_window_opens_its_shards_at_its_edge(corpus: str) -> None:
     assert {round(step / 8) for step in edges[1:]} == set(range(1, 9))
 
 
-def test_an_epoch_of_windows_whose_length_changes(corpus: str) -> None:
-    recipe = mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(16).then(100, 64), batch=mf.Batch(8))
-    epochs = [found[1][0] for step in range(200) if (found := drawn_until(recipe, step))]
-    for step in (0, 100):
-        assert edges_of(recipe, step) == {"an epoch": pytest.approx(1 / (epochs[step + 1] - epochs[step]))}
-
-
 def test_what_has_no_edges(corpus: str) -> None:
     assert list(edges_of(recipe_of(corpus), 0)) == ["an epoch"]
     wide = mf.Blocks(sequences=1024, window=4, lanes=64)

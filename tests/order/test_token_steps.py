@@ -434,3 +434,12 @@ def test_thresholds_that_mean_nothing_are_refused() -> None:
             wrong()
     assert "then(at_tokens=90, sequences=3)" in repr(mf.Batch(8).then(at_tokens=90, sequences=3))
     assert "at 90 tokens" in repr(mixture.then(at_tokens=90, sources={"a": 1}))
+
+
+def test_rows_of_a_batch_of_tokens_are_amended_in_tokens() -> None:
+    rows = mf.Recipe(data=mf.Lengths([300]), sequence=mf.Windows(8), batch=mf.Batch(tokens=64))
+    assert rows.amended([(3, mf.amendments.BatchSize(tokens=128))]).batch == mf.Batch(8).then(3, 16)
+    with pytest.raises(
+        mf.errors.RecipeError, match="100 tokens are no whole number of rows of 8; give 96 or 104"
+    ):
+        rows.amended([(3, mf.amendments.BatchSize(tokens=100))])

@@ -59,7 +59,7 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens() -> None:
-    run_page("tokens.md", 4)
+    run_page("tokens.md", 5)
 
 
 def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,8 @@ class Audit(Command, RecipeOptions):
         if by is not None:
             told["by"] = by
         told["digest"] = digest_of(told)
-        rows = recipe.sequence.row_lengths  # of several lengths, an epoch is counted in the longest
-        unit = rows[0][1] * recipe.sequence.pieces[0][1] if len(rows) > 1 else 0
         for each, size in zip(sources, sizes):
-            each["epochs"] = each["tokens"] / (size * unit) if unit else each["sequences"] / size
+            each["epochs"] = each["sequences"] / size
         if self.json:
             print_json(told)
         else:

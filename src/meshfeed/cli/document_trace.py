@@ -16,7 +16,7 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import SequenceRule, TokenRule, of_draws
+from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.store import MultimodalStore
 
 Longs = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ def pieces_of(recipe: Recipe, draws: Draws) -> DocumentParts:
 
     The stores must be entered. For a rule over a user's dataset, the document is the whole item.
     """
-    rule = of_draws(recipe, draws)
+    rule = cast(SequenceRule, recipe.sequence)
     if not isinstance(rule, Rows):
         lengths = rule.lengths(recipe, draws)
         return DocumentParts(np.arange(len(draws)), draws.index, np.zeros_like(lengths), lengths)
@@ -69,7 +69,7 @@ def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Lon
 
 def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs]:
     """Stream ranges of the tokens of rows of one source, in order, and the row of each."""
-    rule = cast(Rows, of_draws(recipe, draws))
+    rule = cast(Rows, recipe.sequence)
     if isinstance(rule, TokenRule):
         whole = np.full(len(draws), rule.length)
         return rule.stream_ranges(recipe, source, draws, np.zeros_like(whole), whole, ahead=0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from meshfeed.formats.mds_index import INDEX, MDSShard, least_bytes, parse_index
 from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, MDSSample, decode, ndarray_of, refused_pickle
 from meshfeed.formats.sharded import EvenDocuments, ShardedStore
 from meshfeed.order import EpochIndex
-from meshfeed.store.base import I64, checked_places
+from meshfeed.store.base import I64, StreamStore, checked_places
 from meshfeed.store.format import Place, StoreFormat
 
 
@@ -155,8 +155,16 @@ class MDSStore(ShardedStore):
 
     # -- samples ------------------------------------------------------------------------------------------
 
-    def __getitem__(self, at: EpochIndex | int) -> dict[str, Any]:
-        return self.sample(at if isinstance(at, int) else at.index)
+    @overload
+    def __getitem__(self, documents: slice) -> StreamStore: ...
+    @overload
+    def __getitem__(self, documents: EpochIndex | int) -> dict[str, Any]: ...
+
+    def __getitem__(self, documents: slice | EpochIndex | int) -> StreamStore | dict[str, Any]:
+        """A sample, as an item of a dataset, or some documents as a store."""
+        if isinstance(documents, slice):
+            return super().__getitem__(documents)
+        return self.sample(documents if isinstance(documents, int) else documents.index)
 
     def sample(
         self, index: int, names: Container[str] | None = None, *, images: bool = True

@@ -113,10 +113,9 @@ def rows(recipe: Recipe, seq_len: int, local_batch_size: int) -> Shape:
             f"{type(recipe.sequence).__name__}() needs packs, and this trainer takes rows of "
             f"{seq_len} tokens; use mf.Windows({seq_len}), or torchtitan's main branch"
         )
-    rule = recipe.sequence
-    for length in (getattr(rule, "length", seq_len), *(length for _, length in rule.row_lengths)):
-        if length != seq_len:
-            raise RecipeError(f"sequences have {length} tokens, training.seq_len is {seq_len}")
+    length = getattr(recipe.sequence, "length", seq_len)
+    if length != seq_len:
+        raise RecipeError(f"sequences have {length} tokens, training.seq_len is {seq_len}")
     return Shape({"micro_batch_size": local_batch_size}, batch_of, "training.global_batch_size")
 
 

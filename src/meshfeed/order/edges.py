@@ -16,14 +16,13 @@ def edges_of(recipe: Recipe, step: int) -> dict[str, float]:
         return {}
     stream, found = stream_of(recipe), dict[str, float]()
     of_step = stream.shares(step) * recipe.batch.size(step)
-    pieces = [count for first, count in recipe.sequence.pieces if first <= step][-1]
     for name, store, size, drawn in zip(
         recipe.source_names, recipe.sources, stream.sizes.tolist(), of_step.tolist()
     ):
         if not drawn:
             continue
         of = f" of {name}" if name else ""
-        found[f"an epoch{of}"] = size * pieces / drawn
+        found[f"an epoch{of}"] = size / drawn
         if isinstance(recipe.shuffle, Blocks):
             ends = recipe.sequence.shard_ends(store)
             shard = recipe.shuffle.sequences if ends is None else size / ends.size

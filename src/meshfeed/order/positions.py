@@ -32,42 +32,29 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
         )
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
-    if draws.stage is None and len(recipe.sequence.pieces) > 1:
-        raise RecipeError(
-            f"{recipe.sequence.summary()}: its lengths change, so a sequence is known by its stage alone; "
-            f"see meshfeed exposure"
-        )
     stream = stream_of(recipe)
     stop = stream.end if stop is None else stream.within(stop, stop)[0]
-    size = stream.sizes[draws.source] * recipe.sequence.pieces[draws.stage or 0][1]
-    count = draws.epoch * size + places_in_epoch(recipe, draws)
+    count = draws.epoch * stream.sizes[draws.source] + places_in_epoch(recipe, draws)
     some = np.arange(count.size)
-    if stop is not None and draws.stage is None:  # the rest may be blocks away
+    if stop is not None:  # the rest may be blocks away
         some = np.flatnonzero(count < stream.counts(stop)[draws.source])
     found = np.full(count.size, -1, np.int64)
-    found[some] = _positions(stream, draws.source[some], count[some], draws.stage)
+    found[some] = _positions(stream, draws.source[some], count[some])
     return found if stop is None else np.where(found < stop, found, -1)
 
 
 def places_in_epoch(recipe: Recipe, draws: Draws) -> Longs:
-    """The place of each sequence among those of its epoch and stage, as they are drawn, from 0; int64 [n].
+    """The place of each sequence among those of its epoch, as they are drawn, from 0; int64 [n].
 
     Not for a rule with its own order, nor for draws with replacement.
     """
-    pieces = recipe.sequence.pieces[draws.stage or 0][1]
-    whole, piece = np.divmod(draws.index, pieces)
-    return stream_of(recipe).unshuffled(draws.source, draws.epoch, whole) * pieces + piece
+    return stream_of(recipe).unshuffled(draws.source, draws.epoch, draws.index)
 
 
-def _positions(stream: Stream, source: npt.NDArray[np.integer], count: Longs, stage: int | None) -> Longs:
-    """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs.
-
-    stage: of the rule; None without stages.
-    """
+def _positions(stream: Stream, source: npt.NDArray[np.integer], count: Longs) -> Longs:
+    """The position of each source's draw number `count`, from 0; int64 [n], -1 if it never occurs."""
     found = np.full(count.size, -1, np.int64)
     for segment, after in zip(stream.segments, [*stream.segments[1:], None]):
-        if stage not in (None, segment.stage):
-            continue
         local = np.full(stream.sizes.size, -1)
         local[segment.sources] = np.arange(segment.sources.size)
         here = (local[source] >= 0) & (count >= segment.drawn[source])

@@ -7,7 +7,7 @@ source continues from there: no state is kept, and no sequence is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -29,45 +29,29 @@ _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 class Turns:
     """Whose turn it is from a step on: `turns` counts the sources that are drawn.
 
-    stage, pieces: of the rule; see `Rule.pieces`. total: positions after which all amounts are drawn; None
-    for shares, which never end.
+    total: positions after which all amounts are drawn; None for shares, which never end.
     """
 
     step: int
     sources: npt.NDArray[np.int32]
     turns: Interleaving | WholeBatches
-    stage: int
-    pieces: int
     total: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Segment(Turns):
-    """Positions with one set of amounts: from `start` on, after `drawn` draws of each source.
-
-    Draws are counted in sequences of the segment, as if all before had been of their length; `sequences`
-    says how many there were.
-    """
+    """Positions with one set of amounts: from `start` on, after `drawn` draws of each source."""
 
     start: int
     drawn: Longs
-    sequences: Longs
 
     def among(self, num_sources: int) -> Segment:
         """The same where further sources come later."""
-        more = 0, num_sources - self.drawn.size
-        return replace(self, drawn=np.pad(self.drawn, more), sequences=np.pad(self.sequences, more))
+        return replace(self, drawn=np.pad(self.drawn, (0, num_sources - self.drawn.size)))
 
     def counts(self, position: int) -> Longs:
         """Draws of each source before a position of the segment; int64 [num_sources]."""
-        return self._after(self.drawn, position)
-
-    def num_drawn(self, position: int) -> Longs:
-        """Sequences of each source before a position of the segment; int64 [num_sources]."""
-        return self._after(self.sequences, position)
-
-    def _after(self, before: Longs, position: int) -> Longs:
-        counts = before.copy()
+        counts = self.drawn.copy()
         counts[self.sources] += self.turns.counts(position - self.start)
         return counts
 
@@ -86,10 +70,8 @@ def sizes_of(recipe: Recipe) -> Longs:
 
 def parts_of(recipe: Recipe) -> list[tuple[Part, int]]:
     """What begins a segment, in order: amounts, and sequences of a batch of one source, or 0."""
-    firsts, per_source = {step for step, _ in recipe.sequence.pieces}, _per_source(recipe)
-    if per_source:
-        firsts |= {step for step, _ in recipe.batch.stages}
-    parts = split_at(_parts(recipe), firsts)
+    per_source = _per_source(recipe)
+    parts = split_at(_parts(recipe), {step for step, _ in recipe.batch.stages} if per_source else set())
     return [(part, recipe.batch.size(part.step) if per_source else 0) for part in parts]
 
 
@@ -98,25 +80,11 @@ def turns_of(recipe: Recipe, sizes: Longs, part: Part, of_batch: int) -> Turns:
 
     Raises RecipeError for amounts that make no sequence or fill no batch.
     """
-    weights, pieces = _weights(recipe, sizes, part), recipe.sequence.pieces
+    weights = _weights(recipe, sizes, part)
     turns = interleaving_of(tuple(weights.values()))
     whole = WholeBatches(turns, of_batch) if of_batch else turns
-    stage = sum(step <= part.step for step, _ in pieces) - 1
     total = None if part.is_endless else int(sum(weights.values())) * (of_batch or 1)
-    return Turns(part.step, np.array(list(weights), np.int32), whole, stage, pieces[stage][1], total)
-
-
-def end_of_passes(pieces: Sequence[tuple[int, int]], whole: int, start: Callable[[int], int]) -> int:
-    """The position after so many whole sequences of a store alone. pieces: of each; see `Rule.pieces`."""
-    drawn, (first, count), *later = 0, *pieces
-    for next_first, next_count in later:
-        end = start(first) + whole * count - drawn
-        if end <= start(next_first):
-            return end
-        drawn += start(next_first) - start(first)
-        drawn = -(-drawn * next_count // count)
-        first, count = next_first, next_count
-    return start(first) + whole * count - drawn
+    return Turns(part.step, np.array(list(weights), np.int32), whole, total)
 
 
 def _parts(recipe: Recipe) -> Sequence[Part]:

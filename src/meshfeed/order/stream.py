@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -24,7 +24,7 @@ from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
-from meshfeed.order.schedule import Segment, Turns, end_of_passes, parts_of, sizes_of, turns_of
+from meshfeed.order.schedule import Segment, Turns, parts_of, sizes_of, turns_of
 from meshfeed.order.tokens import Reached, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
 
@@ -63,14 +63,11 @@ class Draws:
         source: index of the store; int32 [n].
         epoch: number of the pass over that store, from 0; int64 [n].
         index: of the sequence in that epoch; int64 [n].
-        stage: of a rule whose sequences change in length from step to step, of all of them; see
-            `Rule.pieces`. None for other rules.
     """
 
     source: npt.NDArray[np.int32]
     epoch: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
-    stage: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for array in (self.source, self.epoch, self.index):
@@ -92,7 +89,7 @@ class Draws:
 
     def take(self, places: Places) -> Draws:
         """The draws at some indices of this run."""
-        return Draws(self.source[places], self.epoch[places], self.index[places], stage=self.stage)
+        return Draws(self.source[places], self.epoch[places], self.index[places])
 
 
 def concatenated(runs: Sequence[Draws]) -> Draws:
@@ -165,7 +162,6 @@ class Stream:
             before = None  # the rest is by the numbers of sources
         known = {} if before is None else dict(zip(before._parts, before._turns))
         self._turns = [known.get(each) or turns_of(recipe, self.sizes, *each) for each in self._parts]
-        self._is_cut = len(recipe.sequence.pieces) > 1
         self._segments = {} if before is None else self._shared_with(before)
         self._some = lru_cache(2)(self._make_some)
         self._prepare()
@@ -253,8 +249,7 @@ class Stream:
         if isinstance(recipe.sequence, OwnOrder):
             return recipe.sequence.num_positions(recipe)
         if recipe.epochs is not None:
-            whole = recipe.epochs * int(self.sizes[0])
-            return end_of_passes(recipe.sequence.pieces, whole, self.start)
+            return recipe.epochs * int(self.sizes[0])
         last = self._turns[-1]
         return None if last.total is None else self.start(last.step) + last.total
 
@@ -306,15 +301,9 @@ class Stream:
 
     def _make_segment(self, i: int) -> Segment:
         turns = self._turns[i]
-        start, none = self.start(turns.step), np.zeros(self.sizes.size, np.int64)
-        of = turns.step, turns.sources, turns.turns, turns.stage, turns.pieces, turns.total, start
-        if not i:
-            return Segment(*of, none, none)
-        before = self._segment(i - 1)
-        drawn = before.counts(start)
-        if turns.pieces != before.pieces:  # the rest of a longer sequence that has begun is left out
-            drawn = -(-drawn * turns.pieces // before.pieces)
-        return Segment(*of, drawn, before.num_drawn(start))
+        start = self.start(turns.step)
+        drawn = self._segment(i - 1).counts(start) if i else np.zeros(self.sizes.size, np.int64)
+        return Segment(turns.step, turns.sources, turns.turns, turns.total, start, drawn)
 
     def _shared_with(self, before: Stream) -> dict[int, Segment]:
         """The segments of another stream that come before any difference between them."""
@@ -356,8 +345,6 @@ class Stream:
 
     def draws(self, start: int, stop: int, segments: Sequence[Segment] | None = None) -> Draws:
         """The draws at positions start..stop."""
-        if self._is_cut:
-            return self._cut_draws(start, stop)
         source, epoch, place = self.places(start, stop, segments)
         if self._blocks is None or self.sizes.size > 1 or stop - start > _TOGETHER:
             return Draws(source, epoch, self.indices(source, epoch, place))
@@ -371,25 +358,11 @@ class Stream:
         size = self.sizes[0]
         return self.indices(np.zeros(place.size, np.int32), place // size, place % size)
 
-    def _cut_draws(self, start: int, stop: int) -> Draws:
-        """The same of a rule whose sequences are pieces of those of an epoch, all of one stage."""
-        spans = [segment for segment, first, last in _spans(self.segments, start, stop) if first < last]
-        spans = spans or [_at(self.segments, start)]
-        stage = spans[0].stage
-        if spans[-1].stage != stage:
-            raise RecipeError(
-                f"positions {start}..{stop} have sequences of several lengths; ask for each alone"
-            )
-        return self.numbered(*self.drawn(start, stop), stage)
-
-    def numbered(self, source: npt.NDArray[np.int32], count: Longs, stage: int) -> Draws:
-        """Draws of sources by their number, counted in sequences of a stage; int32, int64 [n]."""
-        of_stages = self._of().sequence.pieces
-        whole, piece = np.divmod(count, of_stages[stage][1])
+    def numbered(self, source: npt.NDArray[np.int32], count: Longs) -> Draws:
+        """Draws of sources by their number; int32, int64 [n]."""
         size = self._sizes_of(source)
-        epoch, place = whole // size, whole % size
-        index = self.indices(source, epoch, place) * of_stages[stage][1] + piece
-        return Draws(source, epoch, index, stage=stage if self._is_cut else None)
+        epoch, place = count // size, count % size
+        return Draws(source, epoch, self.indices(source, epoch, place))
 
     def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
         """The sequence at each position of an epoch; int64 [n]."""
@@ -688,32 +661,15 @@ def _draws(recipe: Recipe, stream: Stream, start: int, stop: int, before: int | 
     return stream.draws(start, stop, None if before is None else stream.segments_before(before))
 
 
-def draws_of_source(recipe: Recipe, source: int, start: int, stop: int, stage: int = 0) -> Draws:
+def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws:
     """Draws start..stop of one source, counted by its own draws from 0, wherever they come in the stream.
 
-    stage: of the rule; as if all draws had been of its length, see `Rule.pieces`.
     Raises RecipeError for a rule with its own order.
     """
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for draws by step")
     count = np.arange(start, stop)
-    return stream_of(recipe).numbered(np.full(count.size, source, np.int32), count, stage)
-
-
-def drawn_between(recipe: Recipe, first_step: int, stop_step: int) -> dict[int, tuple[Longs, Longs]] | None:
-    """What the steps first_step..stop_step draw: stage of the rule -> draws of each source before, and after.
-
-    They are numbers of `draws_of_source`; int64 [num_sources] each. None for a rule with its own order.
-    """
-    if isinstance(recipe.sequence, OwnOrder):
-        return None
-    stream, found = stream_of(recipe), dict[int, tuple[Longs, Longs]]()
-    start, stop = (stream.bounds(step)[0] for step in (first_step, stop_step))
-    for segment, first, last in _spans(stream.segments_before(stop_step), start, stop):
-        if first < last:
-            before, _ = found.get(segment.stage, (segment.counts(first), None))
-            found[segment.stage] = before, segment.counts(last)
-    return found
+    return stream_of(recipe).numbered(np.full(count.size, source, np.int32), count)
 
 
 def lanes_of_step(recipe: Recipe, step: int) -> Longs | None:
@@ -733,8 +689,8 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[Longs, Floats] | None:
         return None
     stream = stream_of(recipe)
     position, _ = stream.bounds(step)
-    segment = _at(stream.segments_before(step + 1), position)
-    return segment.num_drawn(position), segment.counts(position) / (stream.sizes * segment.pieces)
+    drawn = _at(stream.segments_before(step + 1), position).counts(position)
+    return drawn, drawn / stream.sizes
 
 
 def asked_until(recipe: Recipe, step: int) -> Floats | None:

@@ -13,8 +13,6 @@ from meshfeed.errors import RecipeError
 from meshfeed.intervals import together
 from meshfeed.order import (
     Draws,
-    OwnOrder,
-    drawn_between,
     drawn_until,
     draws_between,
     draws_of_source,
@@ -25,7 +23,7 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.report.exposure import exposures
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import SequenceRule, epoch_in_order, of_draws
+from meshfeed.sequence.rule import SequenceRule, epoch_in_order
 from meshfeed.sequence.runs import Longs
 from meshfeed.sequence.windows import Windows
 
@@ -41,14 +39,14 @@ class _Amounts:
         num: how many numbers.
         sources: to look at.
         of_draws: those of some draws of a source; int64 [num].
-        of_epochs: those of whole epochs of a source, in sequences of a rule; int64 [num]. It raises
-            RecipeError if they are not known without a look at each.
+        of_epochs: those of whole epochs of a source; int64 [num]. It raises RecipeError if they are not known
+            without a look at each.
     """
 
     num: int
     sources: Collection[int]
     of_draws: Callable[[int, Draws], Longs]
-    of_epochs: Callable[[int, SequenceRule, range], Longs]
+    of_epochs: Callable[[int, range], Longs]
 
 
 def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
@@ -67,13 +65,13 @@ def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
     def of_some(source: int, draws: Draws) -> Longs:
         return np.array([len(draws), rule.lengths(recipe, draws).sum()])
 
-    def of_epochs(source: int, each: SequenceRule, epochs: range) -> Longs:
-        of_one = each.num_sequences(recipe.sources[source]), each.epoch_tokens(recipe, source).total
+    def of_epochs(source: int, epochs: range) -> Longs:
+        of_one = rule.num_sequences(recipe.sources[source]), rule.epoch_tokens(recipe, source).total
         return len(epochs) * np.array(of_one)
 
     amounts = _Amounts(2, range(len(recipe.sources)), of_some, of_epochs)
-    if rule.row_lengths and not isinstance(rule, OwnOrder):
-        sums = _rows(recipe, until)
+    if rule.row_length and (drawn := drawn_until(recipe, until)):
+        sums = drawn[0][:, None] * [1, rule.row_length]
     else:
         sums = _summed(recipe, 0, until, amounts)
     sums -= _skipped(recipe, until, amounts)
@@ -115,12 +113,12 @@ def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_
         found = (of_some(source, draws) for draws in epoch_in_order(rule, recipe, source))
         return sum(found, np.zeros(num_values, np.int64))
 
-    def of_epochs(source: int, each: SequenceRule, epochs: range) -> Longs:
-        if type(each) is Windows:
-            left = recipe.sources[source].documents.pieces(*each.left_over(recipe, source, epochs))
+    def of_epochs(source: int, epochs: range) -> Longs:
+        if type(rule) is Windows:
+            left = recipe.sources[source].documents.pieces(*rule.left_over(recipe, source, epochs))
             return len(epochs) * of_store(source) - counted(source, left.documents, left.lengths)
-        if each.spans_documents:
-            raise RecipeError(f"{each.summary()}: which tokens an epoch leaves out is not known")
+        if rule.spans_documents:
+            raise RecipeError(f"{rule.summary()}: which tokens an epoch leaves out is not known")
         return len(epochs) * of_epoch(source)
 
     amounts = _Amounts(num_values, values.keys(), of_some, of_epochs)
@@ -132,20 +130,9 @@ def drawn_by_value(recipe: Recipe, until: int, values: Mapping[int, Longs], num_
     return sums
 
 
-def _rows(recipe: Recipe, until: int) -> Longs:
-    """Rows of each source and their tokens, stage by stage; int64 [num_sources, 2]."""
-    sums, before = np.zeros((len(recipe.sources), 2), np.int64), np.zeros(len(recipe.sources), np.int64)
-    ends = [step for step, _ in recipe.sequence.row_lengths[1:]]
-    for (_, length), end in zip(recipe.sequence.row_lengths, [*ends, until]):
-        drawn = drawn_until(recipe, min(end, until))
-        rows = before if drawn is None else drawn[0]
-        sums, before = sums + (rows - before)[:, None] * [1, length], rows
-    return sums
-
-
 def _documents_of(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs]:
     """Pieces of documents in some draws of a source: which document, and how many tokens; int64 [n] each."""
-    rule = of_draws(recipe, draws)
+    rule = cast(SequenceRule, recipe.sequence)
     if not isinstance(rule, Rows):
         return draws.index, rule.lengths(recipe, draws)
     none = np.zeros(1, np.int64)
@@ -157,25 +144,22 @@ def _documents_of(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Lon
 def _summed(recipe: Recipe, first_step: int, stop_step: int, amounts: _Amounts) -> Longs:
     """Amounts of some steps, as if no amendment left anything out; int64 [num_sources, num]."""
     sums = np.zeros((len(recipe.sources), amounts.num), np.int64)
-    drawn = drawn_between(recipe, first_step, stop_step)
-    if drawn is None:
+    before, after = (drawn_until(recipe, step) for step in (first_step, stop_step))
+    if before is None or after is None:
         start, stop = (start_of_step(recipe, step) for step in (first_step, stop_step))
         for at in range(start, stop, _TOGETHER):
             for source, _, draws in draws_between(recipe, at, min(at + _TOGETHER, stop)).by_source():
                 if source in amounts.sources:
                     sums[source] += amounts.of_draws(source, draws)
         return sums
-    for stage, (before, after) in drawn.items():
-        for source in amounts.sources:
-            span = int(before[source]), int(after[source])
-            sums[source] += _of_source(recipe, source, stage, *span, amounts)
+    for source in amounts.sources:
+        sums[source] += _of_source(recipe, source, int(before[0][source]), int(after[0][source]), amounts)
     return sums
 
 
-def _of_source(recipe: Recipe, source: int, stage: int, start: int, stop: int, amounts: _Amounts) -> Longs:
-    """Amounts of the draws start..stop of a source, in sequences of a stage; int64 [num]."""
-    rule, sums = cast(SequenceRule, recipe.sequence).of_stages[stage], np.zeros(amounts.num, np.int64)
-    size = rule.num_sequences(recipe.sources[source])
+def _of_source(recipe: Recipe, source: int, start: int, stop: int, amounts: _Amounts) -> Longs:
+    """Amounts of the draws start..stop of a source; int64 [num]."""
+    sums, size = np.zeros(amounts.num, np.int64), recipe.sequence.num_sequences(recipe.sources[source])
     first = min(-(-start // size) * size, stop)  # whole epochs begin here
     last = max(stop // size * size, first)  # and end here
     looked_up = [(start, first), (last, stop)]
@@ -183,32 +167,31 @@ def _of_source(recipe: Recipe, source: int, stage: int, start: int, stop: int, a
         if first < last:
             if recipe.shuffle == "replacement":
                 raise RecipeError("drawn with replacement, epochs differ")
-            sums += amounts.of_epochs(source, rule, range(first // size, last // size))
+            sums += amounts.of_epochs(source, range(first // size, last // size))
     except RecipeError:
         looked_up.append((first, last))
     for span in looked_up:
-        for draws in _draws(recipe, source, stage, *span):
+        for draws in _draws(recipe, source, *span):
             sums += amounts.of_draws(source, draws)
     return sums
 
 
-def _draws(recipe: Recipe, source: int, stage: int, start: int, stop: int) -> Iterator[Draws]:
-    """The draws start..stop of a source, in sequences of a stage, some at a time.
+def _draws(recipe: Recipe, source: int, start: int, stop: int) -> Iterator[Draws]:
+    """The draws start..stop of a source, some at a time.
 
     Many draws of one epoch come in the order of the store, where they are looked up far faster.
     """
-    rule = cast(SequenceRule, recipe.sequence).of_stages[stage]
+    rule = cast(SequenceRule, recipe.sequence)
     size = rule.num_sequences(recipe.sources[source])
     epoch = start // size
     are_many = (stop - start) * _MANY >= size and stop <= (epoch + 1) * size
     if not are_many or recipe.shuffle in ("none", "replacement"):
         for at in range(start, stop, _TOGETHER):
-            yield draws_of_source(recipe, source, at, min(at + _TOGETHER, stop), stage)
+            yield draws_of_source(recipe, source, at, min(at + _TOGETHER, stop))
         return
     for draws in epoch_in_order(rule, recipe, source, epoch):
-        staged = draws if len(recipe.sequence.pieces) == 1 else replace(draws, stage=stage)
-        number = epoch * size + places_in_epoch(recipe, staged)
-        yield staged.take(np.flatnonzero((start <= number) & (number < stop)))
+        number = epoch * size + places_in_epoch(recipe, draws)
+        yield draws.take(np.flatnonzero((start <= number) & (number < stop)))
 
 
 def _skipped(recipe: Recipe, until: int, amounts: _Amounts) -> Longs:

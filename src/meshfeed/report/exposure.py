@@ -57,25 +57,18 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     if drawn is None:
         raise RecipeError(f"{rule.summary()} has an order of its own; look for a document by step")
     none = np.zeros(0, np.int64)
-    columns, positions = list[list[Longs]](), [none]
-    for stage, each in enumerate(rule.of_stages):
-        of_stage = [(none,) * 6]
-        for source in np.unique(sources).tolist():
-            mine = np.flatnonzero(sources == source)
-            for epoch in range(math.ceil(drawn[1][source])):
-                held = each.sequences_with(recipe, source, epoch, documents[mine])
-                some = np.flatnonzero(held.begin < held.end)
-                of_source, of_epoch = np.full_like(some, source), np.full_like(some, epoch)
-                where = held.sequence[some], held.begin[some], held.end[some]
-                of_stage.append((mine[held.document[some]], of_source, of_epoch, *where))
-        found = [np.concatenate(column) for column in zip(*of_stage)]
-        _, source, epoch, sequence, _, _ = found
-        is_staged = len(rule.of_stages) > 1
-        draws = Draws(source.astype(np.int32), epoch, sequence, stage=stage if is_staged else None)
-        positions.append(positions_of(recipe, draws, start_of_step(recipe, until)))
-        columns.append(found)
-    document, source, epoch, sequence, begin, end = map(np.concatenate, zip(*columns))
-    draws, positions = Draws(source.astype(np.int32), epoch, sequence), np.concatenate(positions)
+    found = [(none,) * 6]
+    for source in np.unique(sources).tolist():
+        mine = np.flatnonzero(sources == source)
+        for epoch in range(math.ceil(drawn[1][source])):
+            held = rule.sequences_with(recipe, source, epoch, documents[mine])
+            some = np.flatnonzero(held.begin < held.end)
+            of_source, of_epoch = np.full_like(some, source), np.full_like(some, epoch)
+            where = held.sequence[some], held.begin[some], held.end[some]
+            found.append((mine[held.document[some]], of_source, of_epoch, *where))
+    document, source, epoch, sequence, begin, end = map(np.concatenate, zip(*found))
+    draws = Draws(source.astype(np.int32), epoch, sequence)
+    positions = positions_of(recipe, draws, start_of_step(recipe, until))
     order = np.argsort(positions, kind="stable")
     order = order[positions[order] >= 0]
     step, place = steps_of(recipe, positions[order])

@@ -11,7 +11,7 @@ from meshfeed.sequence.rule import SequenceRule, run_by
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, fields_of_plan, table_of_pack, widened
-from meshfeed.sequence.windows import StagedWindows, Windows
+from meshfeed.sequence.windows import Windows
 
 __all__ = [
     "PLAN_FIELDS",
@@ -31,7 +31,6 @@ __all__ = [
     "Runs",
     "Samples",
     "SequenceRule",
-    "StagedWindows",
     "WholeStep",
     "Windows",
     "document_lengths",

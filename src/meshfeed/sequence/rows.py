@@ -109,7 +109,7 @@ class Rows(SequenceRule):
         """The tokens of excluded documents stay, and bear no loss; nor does a token that predicts one."""
         sources = [source for source, _, _ in draws.by_source() if source in excluded]
         holes = {source: _extents(recipe.sources[source], excluded[source]) for source in sources}
-        return WithHoles(draws.source, draws.epoch, draws.index, holes, stage=draws.stage)
+        return WithHoles(draws.source, draws.epoch, draws.index, holes)
 
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
         """Every row counts as `length` tokens."""

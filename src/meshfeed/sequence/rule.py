@@ -103,11 +103,6 @@ class SequenceRule(Rule):
         return False
 
     @property
-    def of_stages(self) -> Sequence[SequenceRule]:
-        """The rule of each stage of `pieces`; itself, if there is but one."""
-        return (self,)
-
-    @property
     def counts_tokens(self) -> bool:
         """Sequences of different lengths are counted, unless they are padded to rows."""
         return self.packed
@@ -324,11 +319,6 @@ def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
                 )
             found = np.append(found, [[now.sum(), now.max()]], axis=0)
     return np.array([found[:, 0].sum(), found[:, 1].max(initial=0)])
-
-
-def of_draws(recipe: Recipe, draws: Draws) -> SequenceRule:
-    """The recipe's rule, or the one of the stage that some draws are of."""
-    return cast(SequenceRule, recipe.sequence).of_stages[draws.stage or 0]
 
 
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:

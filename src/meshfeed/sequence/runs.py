@@ -79,7 +79,7 @@ class WithHoles(Draws):
     def take(self, places: Places) -> WithHoles:
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
-        return WithHoles(*drawn, self.holes, stage=self.stage)
+        return WithHoles(*drawn, self.holes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Draws, (self.source, self.epoch, self.index)  # holes may be many; a microbatch needs none

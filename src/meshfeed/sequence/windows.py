@@ -8,28 +8,21 @@ different ones each time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.batch import check_next, is_past, tokens_given
-from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.intervals import numbers_in
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
-from meshfeed.recipe import EpochTokens, Recipe
-from meshfeed.roles import Field
+from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
 from meshfeed.sequence.rule import Held, TokenRule
-from meshfeed.sequence.runs import Longs, Portion
-from meshfeed.sequence.table import FieldTable
+from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
-from meshfeed.whole import is_whole, whole
 
 
 @dataclass(frozen=True)
@@ -44,41 +37,12 @@ class Windows(Rows, TokenRule):
         reset_attention_mask: add cu_seqlens (and max_seqlen), the document starts in the microbatch's
             concatenated rows, so that attention stays inside a document.
         eod_mask_loss: no loss on a document's last token, whose label belongs to the next document.
-        unit: tokens of the windows that an epoch is shuffled in: `length`, or of pieces of them, the longest
-            length; see `then`. Derived.
 
     Fields: tokens, labels, position_ids int64 [rows, length / cp]; loss_mask float32 of the same shape; with
     reset_attention_mask, cu_seqlens int32 [documents + 1] and max_seqlen int32 [], the same on every cp
     rank. A length that cp cannot split is padded; padding and absent rows have loss_mask 0.
     Raises RecipeError for a length below 1.
     """
-
-    unit: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "unit", self.length)
-
-    def then(
-        self, step: int | None = None, length: int | None = None, *, at_tokens: float | None = None
-    ) -> StagedWindows:
-        """Windows of another length from a step on: `Windows(2048).then(1000, 8192)`.
-
-        Each source goes on at the token that it has reached. An epoch is shuffled in windows of the longest
-        length, and shorter ones are the pieces of these, one after the other. So every token comes once in an
-        epoch, but for the rest of a longer window that has begun when the length changes. The order of all
-        steps depends on the longest length: say it before the job begins.
-        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream. Later
-        changes are then given by tokens, too.
-        Raises RecipeError unless each length divides the longest.
-        """
-        return StagedWindows(self, ((0, self.length),)).then(step, length, at_tokens=at_tokens)
-
-    def pieces_of(self, unit: int, length: int) -> Windows:
-        """Windows of a length, as pieces of those of `unit` tokens that an epoch is shuffled in."""
-        made = replace(self, length=length)
-        object.__setattr__(made, "unit", unit)
-        return made
 
     def num_sequences(self, store: Store) -> int:
         """Windows per epoch.
@@ -90,20 +54,18 @@ class Windows(Rows, TokenRule):
             raise RecipeError(f"Windows cuts a stream of tokens; {store!r} has none")
         if store.dtype.kind not in "iu":
             raise RecipeError(f"Windows needs integer tokens; {store!r} holds {store.dtype.name}")
-        num_tokens, unit = store.num_tokens, self.unit
-        if num_tokens < unit + 1:
+        if store.num_tokens < self.length + 1:
             raise StoreError(
-                f"{store!r} has {num_tokens} tokens; one window of {unit} and its last label need "
-                f"{unit + 1}: use a shorter window or more data"
+                f"{store!r} has {store.num_tokens} tokens; one window of {self.length} and its last label "
+                f"need {self.length + 1}: use a shorter window or more data"
             )
-        return num_tokens // unit * (unit // self.length)
+        return store.num_tokens // self.length
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
-        first, unit = draws.index * self.length, self.unit
-        seed, key = recipe.seed, recipe.source_key(source)
+        first, seed, key = draws.index * self.length, recipe.seed, recipe.source_key(source)
         for epoch in set(draws.epoch.tolist()) - {0}:
-            first[draws.epoch == epoch] += key_of(seed, key, epoch, unit) % unit
+            first[draws.epoch == epoch] += key_of(seed, key, epoch, self.length) % self.length
         return first
 
     def left_over(self, recipe: Recipe, source: int, epochs: range) -> tuple[Longs, Longs]:
@@ -120,7 +82,7 @@ class Windows(Rows, TokenRule):
     def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
         """See `SequenceRule`. Epochs begin less than a window apart; the last shard continues at token 0."""
         begins = np.append(0, firsts) * self.length
-        return begins, begins + self.unit
+        return begins, begins + self.length
 
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
         """See `SequenceRule`. A window whose last label alone is a document's holds it, too."""
@@ -191,164 +153,6 @@ class Windows(Rows, TokenRule):
         offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
         ascending = np.lexsort((offset, window))
         return window[ascending], offset[ascending]
-
-
-@dataclass(frozen=True, repr=False)
-class StagedWindows(TokenRule):
-    """Windows whose length changes; see `Windows.then`, which makes it.
-
-    Fields are those of `Windows`, as long as the windows of their step.
-
-    Attributes:
-        first: the windows of step 0.
-        stages: (first step, tokens of a window) of each length, the first included.
-        waiting: (tokens of the stream, tokens of a window) of further lengths; a recipe makes stages of them.
-        longest: tokens of a window of a length that is not among these any more, or 0.
-    """
-
-    first: Windows
-    stages: tuple[tuple[int, int], ...]
-    waiting: tuple[tuple[int, int], ...] = ()
-    longest: int = 0
-
-    def __post_init__(self) -> None:
-        lengths = [length for _, length in (*self.stages, *self.waiting)]
-        for length in lengths:
-            if not is_whole(length):
-                raise RecipeError(f"Windows.then(length={length!r}): at least one token, a whole number")
-        for length in lengths:
-            if self.unit % length:
-                raise RecipeError(
-                    f"Windows.then: a window of {length} tokens is no whole part of one of {self.unit}, the "
-                    f"longest; give lengths that divide it"
-                )
-        object.__setattr__(self, "eod_mask_loss", self.first.eod_mask_loss)
-
-    def then(
-        self, step: int | None = None, length: int | None = None, *, at_tokens: float | None = None
-    ) -> StagedWindows:
-        """See `Windows.then`."""
-        tokens = tokens_given(step, at_tokens, [at for at, _ in self.waiting], "Windows.then")
-        change = whole(length)  # checked when it is made
-        if tokens is not None:
-            return replace(self, waiting=(*self.waiting, (tokens, change)))
-        at = check_next(step, self.stages[-1][0], "Windows.then")
-        return replace(self, stages=(*self.stages, (at, change)))
-
-    def __repr__(self) -> str:
-        changes = [f".then({step}, {length})" for step, length in self.stages[1:]]
-        changes += [f".then(at_tokens={at}, length={length})" for at, length in self.waiting]
-        return f"{self.first!r}{''.join(changes)}"
-
-    def summary_until(self, until: int | None) -> str:
-        """Without later lengths, but for the longest: the order follows from it."""
-        later = "".join(f", {n} from step {step}" for step, n in self.stages[1:] if is_past(step, until))
-        return f"{self.first!r} of {self.unit}{later}"
-
-    # -- stages -----------------------------------------------------------------------------------------
-
-    @cached_property
-    def unit(self) -> int:
-        """The longest length."""
-        return max(self.longest, *(length for _, length in (*self.stages, *self.waiting)))
-
-    @property
-    def of_stages(self) -> Sequence[Windows]:
-        """The windows of each stage."""
-        return self._windows
-
-    @cached_property
-    def _windows(self) -> Sequence[Windows]:
-        return [self.first.pieces_of(self.unit, length) for _, length in self.stages]
-
-    def _of(self, draws: Draws) -> Windows:
-        """The windows of some draws of a step."""
-        if draws.stage is None:
-            raise RecipeError(f"{self!r}: these draws have no stage; draw them by step")
-        return self._windows[draws.stage]
-
-    @property
-    def row_lengths(self) -> tuple[tuple[int, int], ...]:
-        """The stages."""
-        return self.stages
-
-    @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Windows of each stage in one of the longest."""
-        return tuple((step, self.unit // length) for step, length in self.stages)
-
-    @property
-    def thresholds(self) -> tuple[tuple[int, int], ...]:
-        """Lengths that wait for a step."""
-        return self.waiting
-
-    def without_thresholds(self) -> StagedWindows:
-        """Before them, with windows in the same order."""
-        return replace(self, waiting=(), longest=self.unit)
-
-    # -- as its windows ---------------------------------------------------------------------------------
-
-    @property
-    def spans_documents(self) -> bool:
-        return True
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return self.first.fields
-
-    def num_sequences(self, store: Store) -> int:
-        """Windows of the longest length in an epoch."""
-        return replace(self.first, length=self.unit).num_sequences(store)
-
-    def num_documents(self, store: Store) -> int | None:
-        return self.first.num_documents(store)
-
-    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
-        return EpochTokens(self.num_sequences(recipe.sources[source]) * self.unit, self.unit)
-
-    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
-        return self._of(draws).without(recipe, draws, excluded)
-
-    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        return self._of(draws).lengths(recipe, draws)
-
-    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
-        return self._of(draws).valid_tokens(recipe, draws, starts, lengths)
-
-    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
-        """Raises RecipeError: ask the windows `of_stages`."""
-        raise RecipeError(f"{self!r} has windows of several lengths; look for a document by step")
-
-    def stream_ranges(
-        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
-    ) -> tuple[Longs, Longs, Longs]:
-        return self._of(draws).stream_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
-
-    def bearing_ranges(
-        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
-    ) -> tuple[Longs, Longs, Longs]:
-        return self._of(draws).bearing_ranges(recipe, source, draws, starts, lengths, ahead=ahead)
-
-    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        return self._of(portion.draws).num_bytes(recipe, portion)
-
-    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Those of a step."""
-        if portions:
-            self._of(portions[0].draws).announce(recipe, portions)
-
-    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        return self._of(portion.draws).load(recipe, portion, allocate)
-
-    def table(
-        self,
-        recipe: Recipe,
-        portion: Portion,
-        columns: Columns | None,
-        names: Sequence[str],
-        allocate: Allocate,
-    ) -> FieldTable:
-        return self._of(portion.draws).table(recipe, portion, columns, names, allocate)
 
 
 def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:

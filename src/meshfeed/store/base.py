@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, Literal, Self
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import CacheError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import distinct, numbers_in
 from meshfeed.mixture import Store
 from meshfeed.parts import Parts
 from meshfeed.store.index import Index
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
+from meshfeed.summary import digest_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -193,6 +194,16 @@ class StreamStore(Store):
     def __len__(self) -> int:
         return self.num_documents
 
+    def __getitem__(self, documents: slice) -> StreamStore:
+        """Some of its documents, one after the other, as a store of their own: `store[:1_000_000]`.
+
+        Numbers count from 0 in it. Raises StoreError for anything but a slice without a step.
+        """
+        if not isinstance(cast(object, documents), slice) or documents.step not in (None, 1):
+            raise StoreError(f"{self.path}[{documents}]: give a range of documents, such as store[:1000]")
+        first, stop, _ = documents.indices(self.num_documents)
+        return _Documents(self, first, max(first, stop))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
 
@@ -289,6 +300,90 @@ class StreamStore(Store):
         return out
 
 
+class _Documents(StreamStore):
+    """The documents first..stop of another store; see `StreamStore.__getitem__`."""
+
+    def __init__(self, of: StreamStore, first: int, stop: int) -> None:
+        super().__init__()
+        self._of, self._first, self._stop = of, first, stop
+        self.path, self.labels_are = f"{of.path}[{first}:{stop}]", of.labels_are
+
+    @cached_property
+    def _span(self) -> tuple[int, int]:
+        """Its tokens in the other store's stream."""
+        with self._of:
+            begin, end = self._of.documents.starts[np.array([self._first, self._stop])].tolist()
+            return begin, end
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._of.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of({"of": self._of.fingerprint, "documents": [self._first, self._stop]})
+
+    @property
+    def documents(self) -> LengthsIndex:
+        starts, (begin, _) = self._of.documents.starts, self._span
+        return LengthsIndex(_Between(starts, self._first, self.num_documents + 1, begin))
+
+    @property
+    def num_documents(self) -> int:
+        return self._stop - self._first
+
+    @property
+    def num_tokens(self) -> int:
+        return self._span[1] - self._span[0]
+
+    @property
+    def shard_ends(self) -> I64 | None:
+        if (ends := self._of.shard_ends) is None:
+            return None
+        return distinct(ends[ends > self._first].clip(None, self._stop)) - self._first
+
+    @cached_property
+    def columns(self) -> Mapping[str, StreamStore]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of = cast(Mapping[str, StreamStore], self._of.columns)
+        return {name: store[self._first : self._stop] for name, store in of.items()}
+
+    def count_bearing(self, starts: I64, stops: I64) -> I64:
+        """See `HasColumns`."""
+        return cast(Any, self._of).count_bearing(starts + self._span[0], stops + self._span[0])
+
+    @property
+    def wants_ahead(self) -> bool:
+        return self._of.wants_ahead
+
+    @property
+    def kept_in(self) -> Cache | None:
+        return self._of.kept_in
+
+    @property
+    def stats(self) -> FileStats:
+        return self._of.stats
+
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        for store in (self._of, *self.columns.values()):
+            stack.enter_context(store)
+
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        self._of.read_into(out, starts + self._span[0], stops + self._span[0])
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        self._of.will_need(starts + self._span[0], stops + self._span[0])
+
+    def forget_needs(self) -> None:
+        self._of.forget_needs()
+
+    def verify(self) -> Iterator[float]:
+        return self._of.verify()
+
+    @property
+    def is_summed(self) -> bool:
+        return self._of.is_summed
+
+
 def checked_places(name: str, places: I64, count: int, what: str) -> I64:
     """Places as int64. Raises StoreError for one that is not in [0, count)."""
     places = np.asarray(places, np.int64)
@@ -317,6 +412,22 @@ class Multiples:
         return found.clip(0, self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """The entries first..first + size of ascending numbers, less `begin`, which is the first of them."""
+
+    of: I64 | Multiples | Index | _Between
+    first: int
+    size: int
+    begin: int
+
+    def __getitem__(self, places: Any) -> Any:
+        return self.of[places + self.first] - self.begin
+
+    def searchsorted(self, values: I64, side: Literal["left", "right"] = "left") -> I64:
+        return (self.of.searchsorted(values + self.begin, side=side) - self.first).clip(0, self.size)
+
+
 def extents_of(store: StreamStore, documents: I64) -> tuple[I64, I64]:
     """Offsets and lengths of a store's documents: in one look-up, unless a subclass overrides one of them."""
     if replaces_together(type(store), "extents", "offsets", "lengths"):
@@ -343,7 +454,7 @@ class LengthsIndex:
             object that looks them up.
     """
 
-    starts: I64 | Multiples | Index
+    starts: I64 | Multiples | Index | _Between
 
     @property
     def num_documents(self) -> int:

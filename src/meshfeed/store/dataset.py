@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -234,6 +234,9 @@ class MultimodalStore(DatasetStore):
     In the text, each part is one token, its placeholder. The inherited members describe that text. Its
     constructor takes the two pairs of `part_files`, too: bytes and sizes of the parts.
     """
+
+    def __getitem__(self, documents: slice) -> NoReturn:
+        raise StoreError(f"{self.path}: documents with parts are not cut into ranges; prepare them apart")
 
     @property
     def _bytes(self) -> IndexedStore:

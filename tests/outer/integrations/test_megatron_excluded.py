@@ -11,8 +11,6 @@ import torch
 
 import meshfeed as mf
 import world
-from meshfeed.integrations.megatron.batches import check_documents
-from meshfeed.integrations.torchtitan import rows as torchtitan_rows
 from meshfeed.report.drawn import drawn_of_sources
 from observe import simulated, take
 from soak import some
@@ -94,13 +92,3 @@ def test_real_ranks_and_the_audit(folder: Path) -> None:
         assert got == simulated(amended, layout, 8, rank, micro_batch_size=2)
     for one, other in zip(drawn_of_sources(plain, 8), drawn_of_sources(amended, 8)):
         assert one.tolist() == other.tolist(), "the tokens stay"
-
-
-def test_windows_of_several_lengths_are_refused(folder: Path) -> None:
-    """A job of Megatron, or of torchtitan, has one length."""
-    rule = mf.Windows(8).then(3, 16)
-    recipe = mf.Recipe(data=mf.open(folder / "one"), sequence=rule, batch=mf.Batch(tokens=64))
-    with pytest.raises(mf.errors.RecipeError, match="Megatron's jobs have one --seq-length"):
-        check_documents(mf.Feed(recipe, mf.Layout()))
-    with pytest.raises(mf.errors.RecipeError, match=r"sequences have 16 tokens, training\.seq_len is 8"):
-        torchtitan_rows(recipe, 8, 1)

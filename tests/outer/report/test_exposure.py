@@ -18,7 +18,7 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import (
     Draws,
     OwnOrder,
-    drawn_between,
+    drawn_until,
     draws_between,
     draws_of_source,
     draws_of_step,
@@ -31,7 +31,6 @@ from meshfeed.report import drawn
 from meshfeed.report.drawn import drawn_by_value, drawn_of_sources
 from meshfeed.report.exposure import exposures
 from soak import cases
-from staged import LENGTHS, inputs_of, recipe_of, write_stores
 
 Sight = tuple[int, int, int, int, int, int, int]
 """A document's source and number, step, place, epoch, index, tokens held."""
@@ -75,9 +74,10 @@ def found_by_arithmetic(recipe: mf.Recipe, wanted: list[tuple[int, int]], until:
     return held
 
 
-stores = st.lists(st.integers(0, 12), min_size=1, max_size=30).map(
+of_lengths = st.lists(st.integers(0, 12), min_size=1, max_size=30).map(
     lambda lengths: mf.Lengths([*lengths, 9])  # a window of 8 and its last label
 )
+stores = of_lengths | of_lengths.map(lambda store: store[len(store) // 2 :])
 shuffles = st.sampled_from(["global", "none", mf.Blocks(sequences=3, window=2, lanes=2)])
 
 
@@ -136,21 +136,8 @@ def test_what_each_source_gave_is_what_a_scan_counts(
     assert np.array_equal(drawn_of_sources(recipe, until), wanted)
 
 
-@st.composite
-def recipes_of_lengths(draw: st.DrawFn) -> mf.Recipe:
-    """Also with windows whose length changes."""
-    recipe = draw(recipes())
-    if isinstance(recipe.sequence, mf.Windows) and not isinstance(recipe.shuffle, mf.Blocks):
-        lengths = draw(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3))
-        rule: Any = recipe.sequence if not lengths else mf.Windows(lengths[0])
-        for change, length in enumerate(lengths[1:], 1):
-            rule = rule.then(3 * change, length)
-        recipe = replace(recipe, sequence=rule)
-    return recipe
-
-
 @settings(max_examples=cases(60, 1_500), deadline=None)
-@given(recipes_of_lengths(), st.integers(0, 30), st.lists(st.integers(0, 30), max_size=2), st.data())
+@given(recipes(), st.integers(0, 30), st.lists(st.integers(0, 30), max_size=2), st.data())
 def test_tokens_by_value_are_what_a_scan_counts(
     recipe: mf.Recipe, until: int, skips: list[int], data: st.DataObject
 ) -> None:
@@ -169,14 +156,11 @@ def test_tokens_by_value_are_what_a_scan_counts(
         for source, epoch, index in zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()):
             if recipe.skips(step) or source not in values:
                 continue
-            rule, owner = recipe.sequence.of_stages[draws.stage or 0], owners[source]
+            rule, owner = recipe.sequence, owners[source]
             held = np.flatnonzero(owner == index)
             if isinstance(rule, mf.Windows):
-                shift = (
-                    key_of(recipe.seed, recipe.source_key(source), epoch, rule.unit) % rule.unit
-                    if epoch
-                    else 0
-                )
+                key = key_of(recipe.seed, recipe.source_key(source), epoch, rule.length)
+                shift = key % rule.length if epoch else 0
                 held = (index * rule.length + shift + np.arange(rule.length)) % owner.size
             np.add.at(wanted[source], values[source][owner[held]], 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -216,23 +200,18 @@ def test_positions_of_draws_in_any_order(recipe: mf.Recipe, random: Any, stop: i
 
 
 @settings(max_examples=cases(30, 600), deadline=None)
-@given(recipes_of_lengths(), st.integers(1, 12))
+@given(recipes(), st.integers(1, 12))
 def test_draws_of_one_source_are_those_of_the_stream(recipe: mf.Recipe, until: int) -> None:
-    """Counted by stage, as `drawn_between` says, and back to their places."""
-    stages = Counter[int]()
+    """Counted as `drawn_until` says, and back to their places."""
     for step in range(until):
-        drawn_there = drawn_between(recipe, step, step + 1) or {}
+        before, after = (drawn_until(recipe, each) or ([], []) for each in (step, step + 1))
         for source, _, draws in draws_of_step(recipe, step).by_source():
-            (stage, (before, after)), size = *drawn_there.items(), recipe.sequence.pieces[draws.stage or 0][1]
-            first, stop = int(before[source]), int(after[source])
-            alone = draws_of_source(recipe, source, first, stop, stage)
+            first, stop = int(before[0][source]), int(after[0][source])
+            alone = draws_of_source(recipe, source, first, stop)
             assert alone.epoch.tolist() == draws.epoch.tolist()
-            assert alone.index.tolist() == draws.index.tolist() and alone.stage == draws.stage
-            size *= recipe.sequence.num_sequences(recipe.sources[source])
+            assert alone.index.tolist() == draws.index.tolist()
+            size = recipe.sequence.num_sequences(recipe.sources[source])
             assert places_in_epoch(recipe, alone).tolist() == (np.arange(first, stop) % size).tolist()
-            stages[stage] += len(draws)
-    every = drawn_between(recipe, 0, until) or {}
-    assert stages == {stage: int((after - before).sum()) for stage, (before, after) in every.items()}
 
 
 def test_blocks_of_a_source_alone_have_its_own_size() -> None:
@@ -305,46 +284,6 @@ def test_what_is_counted_one_by_one() -> None:
     assert np.ravel(drawn_of_sources(recipe, 9)).tolist() == [10, 40]
     recipe = mf.Recipe(data=mf.Mapped(Items()), sequence=mf.Samples("x"), batch=batch)
     assert np.ravel(drawn_of_sources(recipe, 6)).tolist() == [12, 12]
-
-
-@pytest.mark.parametrize("tokens", [24 * 8, 24 * 2])
-def test_exposure_and_audit_look_through_the_lengths(tmp_path: Path, tokens: int) -> None:
-    recipe, until = recipe_of(write_stores(tmp_path), batch=mf.Batch(tokens=tokens)), 15
-    sources = np.repeat([0, 1], [5, 3])
-    documents = np.array([0, 3, 4, 9, 12, 1, 2, 8])
-    with recipe.sources[0], recipe.sources[1]:
-        found = exposures(recipe, sources, documents, until)
-        spans = [
-            (int(first) + 1000 * int(source), int(first) + 1000 * int(source) + int(size))
-            for source, document in zip(sources, documents)
-            for first, size in zip(*recipe.sources[source].extents(np.array([document])))
-        ]
-        parity = {s: np.arange(each.num_documents) % 2 for s, each in enumerate(recipe.sources)}
-        by_value = drawn_by_value(recipe, until, parity, 2)
-        odd = {
-            int(first) + 1000 * s + i
-            for s, each in enumerate(recipe.sources)
-            for first, size in zip(*each.extents(np.arange(1, each.num_documents, 2)))
-            for i in range(int(size))
-        }
-    wanted, sums = [], np.zeros((2, 2), int)
-    for step in range(until):
-        for place, (source, tokens) in enumerate(inputs_of(recipe, step)):
-            for token in tokens:
-                sums[source, int(token in odd)] += 1
-            held = {
-                *tokens,
-                (tokens[-1] - 1000 * source + 1) % LENGTHS["other" if source else "one"] + 1000 * source,
-            }
-            for number, (first, stop) in enumerate(spans):
-                if count := len(held & {*range(first, stop)}):
-                    wanted.append((step, place, number, count))
-    rows = zip(
-        found.step.tolist(), found.place.tolist(), found.document.tolist(), (found.end - found.begin).tolist()
-    )
-    assert sorted(rows) == sorted(wanted)
-    assert by_value.tolist() == sums.tolist()
-    assert drawn_of_sources(recipe, until)[1].tolist() == sums.sum(axis=1).tolist()
 
 
 def test_an_excluded_document_is_not_seen_any_more(tmp_path: Path) -> None:

@@ -257,12 +257,9 @@ def _flat(told: dict[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], d
 def check_documents(feed: Feed) -> None:
     """Refuse rows that cp splits and whose documents are kept apart, if Megatron cannot attend to them.
 
-    Raises RecipeError unless each rank has one run of one row, and PackedSeqParams can express that; and for
-    rows of several lengths.
+    Raises RecipeError unless each rank has one run of one row, and PackedSeqParams can express that.
     """
     cp, rule = feed.layout.cp, feed.recipe.sequence
-    if len(rule.pieces) > 1:
-        raise RecipeError(f"{rule!r}: Megatron's jobs have one --seq-length; give windows of one length")
     if cp == 1 or not getattr(rule, "reset_attention_mask", False):
         return
     known = {field.name for field in dataclasses.fields(core("packed_seq_params").PackedSeqParams)}
