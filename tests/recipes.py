@@ -182,13 +182,11 @@ def jobs(
     else:
         data = mf.open(folder / ("large" if times > 1 else draw(st.sampled_from(["a", "b", "c"]))))
         options["epochs"] = draw(st.sampled_from([None, 1, 2]))
-    by_tokens = batch.tokens is not None or "by tokens" in repr(data)
     shuffles = [
         "global",
         "global",
         "none",
         mf.Blocks(sequences=4, window=2, lanes=2),
-        *([] if by_tokens else ["replacement"]),
     ]
     options["shuffle"] = draw(st.sampled_from(shuffles))
     options["steps"] = draw(st.sampled_from([None, None, None, 5, 12]))
@@ -235,3 +233,21 @@ def later_changes(draw: Draw, job: Job, step: int) -> Job:
     except mf.errors.RecipeError:
         reject()
     return replace(job, given=made).checked()
+
+
+FOUR = ("dp4", "tp2-dp2", "cp2-dp2", "tp2-cp2", "cp4", "pp2-dp2", "tp2-pp2", "cp2-pp2")
+"""Layouts of four ranks."""
+
+
+@st.composite
+def packings(draw: Draw, job: Job) -> mf.Packing | None:
+    """How a job's sequences become microbatches; None for rows of one length."""
+    if isinstance(job.given.sequence, (mf.Windows, mf.Masked)):
+        return None
+    return mf.Packing(
+        capacity=draw(st.sampled_from([64, 256])),  # no less than the longest on one rank
+        policy=draw(st.sampled_from(["dynamic_cp", "balanced", "in_order"])),
+        align=mf.Align(sequence=draw(st.sampled_from([1, 2]))),
+        max_sequences=draw(st.sampled_from([None, 40])),
+        oversize=draw(st.sampled_from(["error", "split"])),
+    )
