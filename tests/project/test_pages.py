@@ -182,7 +182,7 @@ def trained_one_by_one(together: bool = False) -> list[float]:
 
 def test_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("seen.md", 13)
+    run_page("seen.md", 9)
 
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

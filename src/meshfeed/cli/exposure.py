@@ -1,4 +1,4 @@
-"""meshfeed exposure: which steps saw documents that are to be removed, and the last state that saw none."""
+"""meshfeed exposure: what a job drew of each source, or which of its steps saw some documents."""
 
 from __future__ import annotations
 
@@ -22,32 +22,41 @@ from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.recipe import entered
+from meshfeed.report.drawn import drawn_of_sources
 from meshfeed.report.exposure import Exposures, exposures
 from meshfeed.report.words import counted
 from meshfeed.sequence import SequenceRule
+from meshfeed.summary import digest_of
 
 _SHOWN = 50  # rows of the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure(Command, JobOptions, RecipeOptions):
-    """which steps saw some documents, and from which state to train again without them
+    """what a job drew of each source, or which steps saw some documents
 
-    Work out from the recipe alone which steps saw documents that are to be removed. LIST has one in a line:
-    NAME, a tab and its number, or the number for a store alone. --json prints one object per line: first the
-    summary, then each sequence that held a token of a document, in the order of training. A window holds
-    its last label, too.
+    Work out from the recipe alone what the steps before --until drew. Without LIST: the sequences and tokens
+    of each source, with a digest. Two people who get the same one have the same data, the same recipe up to
+    that step, and the same figures. With LIST, of documents that are to be removed, one in a line (NAME, a
+    tab and its number, or the number for a store alone): which steps saw them, and the last state that did
+    not. --json then prints one object per line: first the summary, then each sequence that held a token of a
+    document, in the order of training. A window holds its last label, too.
     """
 
     examples = """
+        meshfeed exposure recipe.py --until 120000
         meshfeed exposure recipe.py removal.txt --until 120000 --checkpoint-every 1000
         meshfeed exposure recipe.py removal.txt --until 120000 --json > exposure.jsonl
         meshfeed exposure corpus removal.txt --until 200 --window 4096 --ranks --layout tp2-cp2-dp8
     """
     keys = {
-        "until": "of the summary: the first step that is not looked at",
+        "until": "the first step that is not looked at",
+        "recipe": "without LIST: digest of all that decides the steps before it",
+        "sources": "without LIST: one object for each",
+        "data, epochs": "of a source: its fingerprint, and what was drawn of it in epochs",
+        "digest": "without LIST: of everything above but the epochs, which are rounded",
         "documents, seen": "documents of LIST, each counted once, and how many of them were seen",
-        "sequences, tokens": "how many sequences held them; how many of their tokens, also of one sequence",
+        "sequences, tokens": "drawn of a source; or that held the documents, and how many of their tokens",
         "first_step, last_step": "of the steps that held any; null if none did",
         "restart_step": "the last checkpoint that has seen none of them: train on from this step",
         "last_step_with_loss, restart_step_with_loss": "the same of the sequences that are not excluded",
@@ -60,7 +69,9 @@ class Exposure(Command, JobOptions, RecipeOptions):
     }
 
     recipe: str = argument("RECIPE", recipes.HELP)
-    documents: Path = argument("LIST", "a file of documents: NAME<tab>NUMBER or NUMBER, one per line")
+    documents: Path | None = argument(
+        "LIST", "a file of documents: NAME<tab>NUMBER or NUMBER, one per line", nargs="?"
+    )
     until: int | None = option("only steps before this one, such as that of the last checkpoint (all)")
     checkpoint_every: int | None = option("states are kept at every N-th step (1)")
     ranks: bool = option("name the ranks, too: plans each step that held a document", default=False)
@@ -70,6 +81,12 @@ class Exposure(Command, JobOptions, RecipeOptions):
         recipe = self.recipe_of(self.recipe, self.until)
         self._refuse_ignored(cast(SequenceRule, recipe.sequence))
         until = until_of(recipe, self.until, "was not trained")
+        if self.documents is None:
+            refuse_given(self, ("ranks", "checkpoint_every"), "has no effect without LIST")
+            with entered(recipe):
+                drawn = _drawn_of(recipe, until)
+            print_json(drawn) if self.json else _print_drawn(drawn)
+            return OK
         with entered(recipe):
             sources, documents = documents_in(self.documents, recipe)
             found = exposures(recipe, sources, documents, until)
@@ -121,6 +138,31 @@ class Exposure(Command, JobOptions, RecipeOptions):
         first, last = (int(steps[0]), int(steps[-1])) if steps.size else (None, None)
         clean = until if first is None else first
         return first, last, clean - clean % (self.checkpoint_every or 1)
+
+
+def _drawn_of(recipe: mf.Recipe, until: int) -> dict[str, Any]:
+    """What the steps before `until` drew of each source, as JSON."""
+    sequences, tokens = drawn_of_sources(recipe, until)
+    columns = recipe.source_names, recipe.sources, sequences.tolist(), tokens.tolist()
+    sources: list[dict[str, Any]] = [
+        {"source": name, "data": store.fingerprint, "sequences": count, "tokens": held}
+        for name, store, count, held in zip(*columns)
+    ]
+    drawn: dict[str, Any] = {"until": until, "recipe": digest_of(recipe.summary(until)), "sources": sources}
+    drawn["digest"] = digest_of(drawn)
+    for each, store in zip(sources, recipe.sources):
+        each["epochs"] = each["sequences"] / recipe.sequence.num_sequences(store)
+    return drawn
+
+
+def _print_drawn(drawn: dict[str, Any]) -> None:
+    table = Table("source", "sequences", "epochs", "tokens", "of all tokens")
+    sequences, tokens = (sum(each[name] for each in drawn["sources"]) for name in ("sequences", "tokens"))
+    for each in drawn["sources"]:
+        figures = f"{each['sequences']:,}", f"{each['epochs']:.3f}", f"{each['tokens']:,}"
+        table.add_row(each["source"] or "-", *figures, f"{each['tokens'] / max(tokens, 1):.4%}")
+    table.add_row("all", f"{sequences:,}", "", f"{tokens:,}", "")
+    Console().print(table, f"\nbefore step {drawn['until']}; digest {drawn['digest']}")
 
 
 def documents_in(path: Path, recipe: mf.Recipe) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

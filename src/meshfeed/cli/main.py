@@ -25,11 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "roles": ("ShowRoles", "who opens storage, who receives what from whom, bytes per step"),
     "plan": ("Plan", "balance, padding, microbatches of packed steps, as a table and a picture"),
     "trace": ("Trace", "which documents a step and rank saw, or where a document went"),
-    "exposure": (
-        "Exposure",
-        "which steps saw some documents, and from which state to train again without them",
-    ),
-    "audit": ("Audit", "sequences and tokens that a job drew of each source, with a digest to compare"),
+    "exposure": ("Exposure", "what a job drew of each source, or which steps saw some documents"),
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "report": ("Report", "one page of a run: who waited for what and when, mixture, traffic, resumes"),
 }

@@ -117,11 +117,6 @@ class _Documents:
         metavar="SHARE",
         type=float,
     )
-    keep: str | None = option(
-        "columns of JSON, Parquet, Arrow, MDS or a tar's .json to keep beside the store, a value for each "
-        "document, for `meshfeed audit --by COLUMN`; empty where a record lacks one",
-        metavar="COLUMN,...",
-    )
     max_errors: int = option(
         f"skip at most N malformed records and list them in DIR/{ERRORS}; one more stops the run",
         default=0,
@@ -215,7 +210,6 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                 url_timeout_s=self.url_timeout,
                 allow_private=self.allow_private,
                 text_encoding=self.encoding,
-                keep=() if self.keep is None else self.keep.split(","),
                 engine=self._engine(),
                 resume=self.resume,
                 overwrite=self.overwrite,
@@ -343,8 +337,6 @@ def _print(made: Prepared) -> None:
         counts = f"{counted(store['num_documents'], 'document')}, {counted(store['num_tokens'], 'token')}"
         counts += f", {counted(store['num_parts'], 'part')}" if "num_parts" in store else ""
         say(f"{_place(made, name)}: {counts} ({store['dtype']})")
-        for column, count in store.get("kept", {}).items():
-            say(f"{_place(made, name)}: {counted(count, 'document')} with a value of {column!r}")
     if manifest["num_duplicates"]:
         say(f"{counted(manifest['num_duplicates'], 'repeated document')} skipped")
     if manifest["num_malformed"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +27,6 @@ ORIGINS = "origins.npy"
 """File beside a dataset.json: the runs of documents that were successive records of an input.
 
 int64 [3, num_runs]: first document of each run, ascending; its input in the manifest; its number there."""
-VALUES = ".values"
-"""Suffix of a file beside a dataset.json: the value of each document in a column of its record.
-
-A line of UTF-8 for each, empty without a value."""
 MARKER = "meshfeed-prepare.lock"
 """File in the folder of an unfinished job."""
 
@@ -52,11 +47,6 @@ def place_of(url: str, kind: str, number: int) -> dict[str, Any]:
     """
     place = {_RECORDS[kind]: number + (kind == "jsonl")} if kind in _RECORDS else {}
     return {"file": without_secrets(url)} | place
-
-
-def values_name(column: str) -> str:
-    """The file of a column's values; characters that a name of a file or object may lack become "_"."""
-    return re.sub(r"[^\w.-]", "_", column) + VALUES
 
 
 class OriginRuns:

@@ -5,7 +5,6 @@
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
         parts.*, part_sizes.*    images and audio, if any; see `store.part_files`
         origins.npy     the record that each document was, beside dataset.json; see `formats.prepared`
-        COLUMN.values   a column of the records that is kept: a value of each document, on a line
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
         manifest.json   the request and the results
@@ -26,19 +25,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
-from meshfeed.formats.prepared import FORMAT, MANIFEST, values_name
+from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encoding.encodings import Encoding
 from meshfeed.prepare.encoding.multimodal import Multimodal
 from meshfeed.prepare.encoding.text import TRAINED
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
-from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, Input, cut, find_inputs
-from meshfeed.prepare.inputs.records import RECORD_BYTES, columns_of, encodings_of
+from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
+from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
@@ -50,9 +47,6 @@ from meshfeed.prepare.job.storage_output import InStorage
 from meshfeed.prepare.job.train_bpe import train_bpe
 from meshfeed.prepare.job.writer import PIECE_BYTES
 
-_LONGEST_NAME = 255  # bytes, of a file
-_TABLES = ("parquet", "arrow", "mds")  # formats that name their columns
-_SHOWN_COLUMNS, _INPUTS_LOOKED_AT = 20, 16
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 
 
@@ -101,7 +95,6 @@ def prepare(
     url_timeout_s: float = URL_TIMEOUT_S,
     allow_private: bool = False,
     text_encoding: str = "utf-8",
-    keep: str | Sequence[str] = (),
     engine: Engine | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -129,10 +122,6 @@ def prepare(
             `Multimodal.folder`, always may be. Say so only for records that you trust.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
-    keep: columns of the records, such as "license". COLUMN.values beside the store has a line of text for
-    each document, as `meshfeed audit --by` reads it: numbers, lists and objects as JSON, line breaks as
-    spaces, nothing for a record that lacks the column or has null. A column that no record has is an error,
-    before anything is encoded if all inputs are Parquet, Arrow or MDS, else before anything is published.
     engine: runs the encoding; None for a process per core of this machine.
     resume: continue an earlier run of the same job, if there is one; a finished run is kept as it is. A run
     of another job is an error, or dropped with `overwrite`.
@@ -163,7 +152,7 @@ def prepare(
     if passed_over:
         on_passed_over(passed_over)
     encodings = encodings_of(text_encoding, files)
-    request = Request(files, encoding.request(), dedup, validation, encodings, _kept(keep, files))
+    request = Request(files, encoding.request(), dedup, validation, encodings)
     with held(output):
         output.refuse_existing(request, resume=resume, overwrite=overwrite)
         if (output.work / JOB).exists() and not (resume or overwrite):
@@ -180,40 +169,6 @@ def prepare(
         with typed_errors(output.work):
             (output.work / JOB).unlink(missing_ok=True)  # done: the folder goes, too
     return Prepared(output.url, manifest)
-
-
-def _kept(keep: str | Sequence[str], files: Sequence[Input]) -> tuple[str, ...]:
-    """The columns to keep, each once. Raises PrepareError."""
-    columns = tuple(dict.fromkeys((keep,) if isinstance(keep, str) else keep))
-    given = f"--keep {','.join(columns)}"
-    if not all(columns):
-        raise PrepareError(f"{given}: the name of a column is empty")
-    names = [values_name(each) for each in columns]
-    for name in names:
-        if len(name.encode()) > _LONGEST_NAME:
-            raise PrepareError(f"{given}: the name of a column is too long for a file; rename it")
-        if names.count(name) > 1:
-            raise PrepareError(
-                f"{given}: two of these columns would be written to {name}; rename one of them"
-            )
-    if columns and all(each.kind == "text" for each in files):
-        raise PrepareError(f"{given}: text files have no columns; leave it out")
-    return columns
-
-
-def _refuse_unknown(job: Job, columns: Sequence[str], most: int | None, why: str, do: str) -> None:
-    """Raises PrepareError unless some input has each column, or its first record has. most: looked at."""
-    seen = dict[str, None]()
-    _, firsts = np.unique(job.spans[:, 1], return_index=True)
-    for _, i, begin, end in job.spans[firsts[:most]].tolist() if columns else ():
-        seen |= dict.fromkeys(columns_of(job.request.inputs[i], begin, end, job.reading))
-        if seen.keys() >= set(columns):
-            return
-    for column in columns:
-        if column not in seen:
-            there = ", ".join(map(repr, list(seen)[:_SHOWN_COLUMNS])) or "none"
-            more = ", ..." if len(seen) > _SHOWN_COLUMNS else ""
-            raise PrepareError(f"--keep {column}: {why}; columns that are there: {there}{more}; {do}")
 
 
 def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Output:
@@ -256,8 +211,6 @@ def _published(
     with _noted(job):
         output.begin()
         manifest = _merged(job, _encoded(job, engine, on_progress), on_progress)
-    _refuse_empty(job, manifest)
-    with _noted(job):
         output.publish(uploading, overwrite=overwrite)
     return manifest
 
@@ -273,15 +226,6 @@ def _noted(job: Job) -> Generator[None]:
             kept = "no part was finished, so nothing is kept; run it again"
         error.add_note(f"{job.folder}: {kept}")
         raise
-
-
-def _refuse_empty(job: Job, manifest: Mapping[str, Any]) -> None:
-    """Raises PrepareError for a column to keep that no document has a value of, unless an input has it."""
-    stores = manifest["stores"].values()
-    if any(store["num_documents"] for store in stores):
-        empty = [name for name in job.request.keep if not any(store["kept"][name] for store in stores)]
-        do = "start over with --overwrite and the right name, or without it"
-        _refuse_unknown(job, empty, _INPUTS_LOOKED_AT, "no document has a value of it", do)
 
 
 def _job(
@@ -309,8 +253,6 @@ def _job(
         columns = encoding.columns
         spans = cut(request.inputs, columns.names, part_bytes, whole_rows=isinstance(columns, SampleColumns))
         job = Job(work, request, spans, **limits)
-        if all(each.kind in _TABLES for each in request.inputs):
-            _refuse_unknown(job, request.keep, None, "no input has such a column", "correct the name")
         if encoding.train_bpe is not None:
             train_bpe(work / TRAINED, encoding.train_bpe, job)
         job.encoder()  # raises its errors now

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from meshfeed.errors import ChangedError, MissingError, OptionError, PrepareError, StoreError
+from meshfeed.errors import CacheError, ChangedError, MissingError, OptionError, PrepareError, StoreError
 from meshfeed.files.local.lock import locked
 from meshfeed.files.url import is_remote, join, without_secrets
 from meshfeed.formats.arrow import ArrowFormat
@@ -154,6 +154,10 @@ def _prepare(place: Place, inputs: Sequence[str], encoding: Text, entry: Path) -
         raise StoreError(
             f"{again}\nTo set these options, run `meshfeed prepare`, and open its output"
         ) from error
+    except StoreError as error:
+        if str(entry.parent) not in str(error):
+            raise
+        raise CacheError(f"{error}: cache=mf.Cache(folder) (--cache)", path=error.path) from error
 
 
 def _say(shown: str) -> Callable[[Progress], None]:

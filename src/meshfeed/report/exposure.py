@@ -41,11 +41,18 @@ class Exposures:
         return self.document.size
 
 
-def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs, until: int) -> Exposures:
+def exposures(
+    recipe: Recipe,
+    sources: npt.NDArray[np.integer],
+    documents: Longs,
+    until: int,
+    *,
+    with_excluded: bool = False,
+) -> Exposures:
     """The sequences of the steps before `until` that held a token of some documents.
 
-    Not those of steps that an amendment has skipped, nor documents that it had excluded by then. Rows that
-    span documents keep the tokens of these: their sequences are told as `excluded`.
+    Not those of steps that an amendment has skipped, nor documents that it had excluded by then, unless
+    `with_excluded`. Rows that span documents keep the tokens of these: their sequences are `excluded`.
     sources, documents: index of the store, and of the document in it; [n]. The stores must be entered.
 
     The time is that of the documents and their epochs, not of the steps; in a mixture, each block of 4,096
@@ -78,7 +85,7 @@ def exposures(recipe: Recipe, sources: npt.NDArray[np.integer], documents: Longs
     for first, source, gone in recipe.amendments.excluded:
         mine = np.flatnonzero((step >= first) & (draws.source[order] == source))
         excluded[mine[among(gone, documents[document[order[mine]]])]] = True
-    if not rule.spans_documents:
+    if not (rule.spans_documents or with_excluded):
         seen &= ~excluded
     order, step, place, excluded = order[seen], step[seen], place[seen], excluded[seen]
     return Exposures(document[order], step, place, draws.take(order), begin[order], end[order], excluded)

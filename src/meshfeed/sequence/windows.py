@@ -68,17 +68,6 @@ class Windows(Rows, TokenRule):
             first[draws.epoch == epoch] += key_of(seed, key, epoch, self.length) % self.length
         return first
 
-    def left_over(self, recipe: Recipe, source: int, epochs: range) -> tuple[Longs, Longs]:
-        """The tokens that the windows of some epochs leave out, less than a window each.
-
-        Last labels do not count. Returns where ranges of the stream begin and end; int64 [k] each.
-        """
-        total, count = recipe.sources[source].num_tokens, self.num_sequences(recipe.sources[source])
-        epoch = np.array(epochs, np.int64)
-        after = Draws(np.full(epoch.size, source, np.int32), epoch, np.full_like(epoch, count))
-        first = self._first_tokens(recipe, source, after)
-        return _around(first, np.full_like(first, total - count * self.length), total)[:2]
-
     def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
         """See `SequenceRule`. Epochs begin less than a window apart; the last shard continues at token 0."""
         begins = np.append(0, firsts) * self.length

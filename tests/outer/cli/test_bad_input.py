@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             r"web\.bin: would be opened in place of .*web; move",
         ),
         (
-            "audit web --until 99999999999999999999",
+            "exposure web --until 99999999999999999999",
             "--until 9+: beyond the 2..62 positions .* an earlier step",
         ),
         (
@@ -62,11 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("trace web --document 3 --epochs 461168601842738790", "--epochs 461168601842738790: beyond the 2"),
         (
-            "audit recipe.py --until 4 --by=",
-            "--by '': give a column that `meshfeed prepare --keep` has kept, or",
-        ),
-        (
-            "audit empty --until 4",
+            "exposure empty --until 4",
             r"makes no sequence of store IndexedStore\('empty'\); leave it out, or give it",
         ),
         (

@@ -84,7 +84,7 @@ def _rank(rank: int, layout: mf.Layout, recipe: mf.Recipe) -> Any:
         return take(feed, 8)
 
 
-def test_real_ranks_and_the_audit(folder: Path) -> None:
+def test_real_ranks_and_the_tokens_of_sources(folder: Path) -> None:
     layout = mf.Layout.parse("tp2-cp2")
     plain = recipe_of(folder, **RESETS)
     amended = plain.amended([(2, mf.amendments.Exclude(GONE))])

@@ -54,8 +54,6 @@ def command(folder: Path, out: Path, workers: int, engine: str) -> list[str]:
         "exact",
         "--validation",
         "0.2",
-        "--keep",
-        "id",
         "--max-errors",
         "1",
         "--resume",

@@ -36,7 +36,7 @@ on_slurm._LAG_S = 1.0
 def run(told, resume="resume" in more):
     try:
         prepare([corpus], out, Text(tokenizer="bytes"), engine=engines[engine],
-                part_bytes=20_000, on_progress=told, resume=resume, keep="id")
+                part_bytes=20_000, on_progress=told, resume=resume)
     except MeshfeedError as error:
         return f"{type(error).__name__}: {error}"
 def show(progress):
@@ -93,7 +93,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(corpus: Path) -> Path:
     out = corpus.with_name("local")
-    prepare([corpus], out, Text(tokenizer="bytes"), engine=Local(2), part_bytes=PART_BYTES, keep="id")
+    prepare([corpus], out, Text(tokenizer="bytes"), engine=Local(2), part_bytes=PART_BYTES)
     return out
 
 

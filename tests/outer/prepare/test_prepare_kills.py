@@ -51,7 +51,6 @@ def test_killed_before_any_step_it_goes_on_to_the_same_bytes(tmp_path):
             "validation": 0.5,
             "part_bytes": 900,
             "engine": Here(),
-            "keep": "id",
         } | options
         return prepare([tmp_path / "a.jsonl"], out, Text(tokenizer="bytes"), **options)
 

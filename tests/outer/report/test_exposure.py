@@ -27,8 +27,7 @@ from meshfeed.order import (
     places_in_epoch,
     positions_of,
 )
-from meshfeed.report import drawn
-from meshfeed.report.drawn import drawn_by_value, drawn_of_sources
+from meshfeed.report.drawn import drawn_of_sources
 from meshfeed.report.exposure import exposures
 from soak import cases
 
@@ -134,58 +133,6 @@ def test_what_each_source_gave_is_what_a_scan_counts(
                 empty = index in gone.get(source, np.zeros(0)).tolist()
                 wanted[:, source] += 1, 0 if empty else recipe.sequence.lengths(recipe, one)[0]
     assert np.array_equal(drawn_of_sources(recipe, until), wanted)
-
-
-@settings(max_examples=cases(60, 1_500), deadline=None)
-@given(recipes(), st.integers(0, 30), st.lists(st.integers(0, 30), max_size=2), st.data())
-def test_tokens_by_value_are_what_a_scan_counts(
-    recipe: mf.Recipe, until: int, skips: list[int], data: st.DataObject
-) -> None:
-    """Whole epochs by arithmetic, others draw by draw or in the order of the store, a few at a time."""
-    recipe = recipe.amended([(step, mf.amendments.SkipSteps(step, step + 4)) for step in skips])
-    value = st.integers(0, 2)
-    values = {
-        source: np.array(data.draw(st.lists(value, min_size=len(store), max_size=len(store))))
-        for source, store in enumerate(recipe.sources)
-        if not source or data.draw(st.booleans())
-    }
-    owners = [np.arange(len(store)).repeat(store.lengths(np.arange(len(store)))) for store in recipe.sources]
-    wanted = np.zeros((len(recipe.sources), 3), np.int64)
-    for step in range(until):
-        draws = draws_of_step(recipe, step)
-        for source, epoch, index in zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()):
-            if recipe.skips(step) or source not in values:
-                continue
-            rule, owner = recipe.sequence, owners[source]
-            held = np.flatnonzero(owner == index)
-            if isinstance(rule, mf.Windows):
-                key = key_of(recipe.seed, recipe.source_key(source), epoch, rule.length)
-                shift = key % rule.length if epoch else 0
-                held = (index * rule.length + shift + np.arange(rule.length)) % owner.size
-            np.add.at(wanted[source], values[source][owner[held]], 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawn, "_MANY", data.draw(st.sampled_from([0, 3, 10**9])))
-        patch.setattr(drawn, "_TOGETHER", data.draw(st.sampled_from([1, 5, 1 << 20])))
-        assert np.array_equal(drawn_by_value(recipe, until, values, 3), wanted)
-
-
-def test_windows_by_value_are_counted_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10**12 tokens, hundreds of whole epochs: what is looked up is a store and one epoch's end."""
-    lengths = np.random.default_rng(0).integers(1, 2_000, 100_000)
-    data = mf.Mixture({name: (mf.Lengths(lengths), 1) for name in ("one", "other")})
-    recipe = mf.Recipe(data=data, sequence=mf.Windows(1024), batch=mf.Batch(1024), seed=1)
-    looked_up = list[int]()
-
-    def counting(*given: Any) -> Draws:
-        draws = draws_of_source(*given)
-        looked_up.append(len(draws))
-        return draws
-
-    monkeypatch.setattr(drawn, "draws_of_source", counting)
-    until = 10**12 // (1024 * 1024)
-    found = drawn_by_value(recipe, until, {0: np.arange(lengths.size) % 2}, 2)
-    assert found.sum() == drawn_of_sources(recipe, until)[1][0] > 4 * 10**11
-    assert sum(looked_up) < lengths.sum() / 1024
 
 
 @settings(max_examples=cases(30, 600), deadline=None)

@@ -6,9 +6,8 @@ import codecs
 import gzip
 import importlib
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -24,7 +23,7 @@ from meshfeed.prepare.inputs.arrow import batches_in, rows_of
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
-from meshfeed.prepare.inputs.webdataset import grouped, sample_of, told_of
+from meshfeed.prepare.inputs.webdataset import grouped, sample_of
 
 HERE = "here"
 """Stands for a record in errors until its line is known."""
@@ -49,7 +48,6 @@ class Record:
         value: of its column, as in its file.
         num_bytes: its size there.
         reason: why it is not a document; None if it may be one.
-        kept: see `Reading.kept`.
     """
 
     number: int
@@ -57,7 +55,6 @@ class Record:
     value: Any
     num_bytes: int
     reason: str | None = None
-    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,6 @@ class Reading:
         most_bytes: of a record, uncompressed; of a sample, with its parts.
         url_timeout_s: of all attempts at the URL of a part.
         allow_private: whether any host and storage may be named; see `fetch_from`.
-        keep: columns whose values are kept beside the documents.
     """
 
     columns: Columns | SampleColumns
@@ -128,7 +124,6 @@ class Reading:
     most_bytes: int
     url_timeout_s: float
     allow_private: bool = False
-    keep: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any], url: str) -> Any:
         """The value of a record of a file. Raises StoreError."""
@@ -143,17 +138,6 @@ class Reading:
             allow_private=self.allow_private,
         )
         return self.columns.sample(record, fetch)
-
-    def kept(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """The value of each column of `keep` in a record, on one line; "" if it has none."""
-        return tuple(_on_one_line(record.get(name)) for name in self.keep)
-
-
-def _on_one_line(value: Any) -> str:
-    """Text as it is, but for line breaks; numbers, truth values, lists and objects as JSON; None as ""."""
-    if isinstance(value, bool | int | float | list | dict):
-        value = json.dumps(value, ensure_ascii=False, default=str)
-    return "" if value is None else " ".join(str(value).splitlines())
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
@@ -188,30 +172,6 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
             yield _of_file(file, each.codec, how)
 
 
-def columns_of(each: Input, begin: int, end: int, how: Reading) -> Sequence[str]:
-    """The names of all columns of an input: of its schema or, without one, of the first record of a span.
-
-    Raises StoreError, PrepareError.
-    """
-    if each.kind == "mds":
-        with mds_of(each.url) as store:
-            return list(store.encodings)
-    if each.kind in ("parquet", "arrow"):
-        with each.file() as file:
-            if each.kind == "parquet":
-                return parquet_of(file).schema_arrow.names
-            return next((batch.schema.names for batch in batches_in(file)), ())
-    found = records(each, begin, end, _Names(**{name.name: getattr(how, name.name) for name in fields(how)}))
-    return next((record.kept for record in found if record is not None and record.reason is None), ())
-
-
-class _Names(Reading):
-    """Keeps the names of all columns of a record, in place of some values."""
-
-    def kept(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(record)
-
-
 def reason_of(error: StoreError) -> str:
     """The text of an error, without the record."""
     return str(error).removeprefix(f"{HERE}: ")
@@ -243,7 +203,7 @@ def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Rec
         record = record_of(_decoded(line, how.encodings, " of the line"), lambda: HERE)
         value = how.value(record, url)
         num_bytes = len(line) + 1 + (value.size_bytes if isinstance(value, Sample) else 0)
-        return Record(number, byte, value, num_bytes, kept=how.kept(record))
+        return Record(number, byte, value, num_bytes)
     except StoreError as error:
         hint = "; one list of records is read by --format json" if line.lstrip()[:1] == b"[" else ""
         return Record(number, byte, None, len(line) + 1, f"{reason_of(error)}{hint}")
@@ -252,30 +212,28 @@ def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Rec
 def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Record]:
     for number, (key, files) in enumerate(grouped(file, how.most_bytes)):
         size = 0 if isinstance(files, str) else sum(map(len, files.values()))
-        reason, value, told = None, None, dict[str, Any]()
+        reason, value = None, None
         try:
             if isinstance(files, str):
                 raise StoreError(files)
-            told = told_of(files, columns)
-            value = sample_of(key, files, told, columns)
+            value = sample_of(key, files, columns)
         except StoreError as error:
             reason = f"{key}: {error}"
-        yield Record(number, -1, value, size, reason, how.kept(told))
+        yield Record(number, -1, value, size, reason)
 
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
-    names = {*columns.names, *columns.beside, *how.keep}
+    names = {*columns.names, *columns.beside}
     with mds_of(url) as store:
         for number, i in enumerate(samples):
             record, value, reason = store.sample(i, names, images=False), None, None
-            kept = how.kept(record)
             try:
                 value = how.value(record, url)
-                if value.size_bytes + sum(map(len, kept)) > how.most_bytes:
+                if value.size_bytes > how.most_bytes:
                     raise StoreError(too_large(how.most_bytes))
             except StoreError as error:
                 value, reason = None, str(error)
-            yield Record(number, -1, value, value.size_bytes if value else 0, reason, kept)
+            yield Record(number, -1, value, value.size_bytes if value else 0, reason)
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
@@ -289,7 +247,7 @@ def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
         if len(raw) > how.most_bytes:
             raise _too_long(file.url, how)
     try:
-        return Record(0, -1, _decoded(raw, how.encodings), len(raw), kept=how.kept({}))
+        return Record(0, -1, _decoded(raw, how.encodings), len(raw))
     except StoreError as error:
         return Record(0, -1, None, len(raw), reason_of(error))
 
@@ -370,7 +328,7 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
     first = name_in(schema, columns.names, url)
     named = columns.names if isinstance(columns, SampleColumns) else (first,)
     masks = columns.masks if isinstance(columns, Columns) else ()
-    wanted = dict.fromkeys((*named, *columns.beside, *masks, *how.keep))
+    wanted = dict.fromkeys((*named, *columns.beside, *masks))
     return [each for each in wanted if each in schema.names]
 
 
@@ -378,16 +336,15 @@ def _of_row(
     number: int, record: Mapping[str, Any], num_bytes: int, how: Reading, where: str, url: str
 ) -> Record:
     try:
-        value, kept = how.value(record, url), how.kept(record)
+        value = how.value(record, url)
         size = value.size_bytes if isinstance(value, Sample) else 0
-        if size and size + sum(map(len, kept)) > how.most_bytes:
+        if size > how.most_bytes:
             raise StoreError(too_large(how.most_bytes))
     except StoreError as error:
         return Record(number, -1, None, num_bytes, reason_of(error))
-    told = len(cast(str, value)) if isinstance(value, str | list) else 0
-    if told + sum(map(len, kept)) > how.most_bytes:
+    if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
         raise _too_long(where, how)
-    return Record(number, -1, value, max(num_bytes, size), kept=kept)
+    return Record(number, -1, value, max(num_bytes, size))
 
 
 def _of_group(

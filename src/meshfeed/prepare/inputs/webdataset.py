@@ -66,7 +66,7 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
         yield key, reason or files
 
 
-def told_of(files: Mapping[str, bytes], how: SampleColumns) -> dict[str, Any]:
+def _object_in(files: Mapping[str, bytes], how: SampleColumns) -> dict[str, Any]:
     """The object in the .json of a sample; {} without. Raises StoreError."""
     if "json" not in files:
         return {}
@@ -81,10 +81,12 @@ def told_of(files: Mapping[str, bytes], how: SampleColumns) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def sample_of(key: str, files: Mapping[str, bytes], told: Mapping[str, Any], how: SampleColumns) -> Sample:
-    """The sample of a key. told: see `told_of`. Raises StoreError that names what is wrong with it."""
+def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sample:
+    """The sample of a key. Raises StoreError that names what is wrong with it."""
     text = next((suffix for suffix in _TEXT if suffix in files), None)
-    record = {name: value for name, value in told.items() if name != "caption" or text is None}
+    record = _object_in(files, how)
+    if text is not None:
+        record.pop("caption", None)
     if text is not None and not how.chat and not how.holds_text(record):
         try:
             record[how.names[0]] = files[text].decode()

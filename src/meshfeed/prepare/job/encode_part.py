@@ -112,8 +112,6 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
                 some.append((span, record))
             except StoreError as error:
                 _refuse(job, summary, span, record, reason_of(error))
-    columns_kept = range(len(job.request.keep))
-    kept = ["".join(f"{record.kept[at]}\n" for _, record in some) for at in columns_kept]
     hashed = [hash_of(record.value) for _, record in some] if job.request.wants_hashes else []
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(each[name] for each in found)], dtype=dtype)
@@ -128,7 +126,6 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
         records=np.array([(span, record.number) for span, record in some], np.int64).reshape(-1, 2),
         hashes=np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2),
         columns=columns,
-        kept=[np.frombuffer(lines.encode(errors="replace"), np.uint8) for lines in kept],
     )
 
 

@@ -50,7 +50,6 @@ class Request:
         dedup: whether only the first of equal documents stays.
         validation: share of the documents that is for validation, in [0, 1).
         encodings: of text and JSON lines, joined by commas; see `Reading`.
-        keep: columns of the records that are kept beside the documents.
     """
 
     inputs: tuple[Input, ...]
@@ -58,7 +57,6 @@ class Request:
     dedup: bool
     validation: float
     encodings: str = UTF8
-    keep: tuple[str, ...] = ()
 
     @property
     def wants_hashes(self) -> bool:
@@ -70,10 +68,6 @@ class Request:
         record = {"version": VERSION} | json.loads(json.dumps(asdict(self)))
         for each in record["inputs"]:
             each["url"] = without_secrets(each["url"])
-        if self.encodings == UTF8:  # older jobs and outputs do not name them
-            del record["encodings"]
-        if not self.keep:
-            del record["keep"]
         return record
 
 
@@ -120,7 +114,6 @@ class Job:
             self.max_record_bytes,
             self.url_timeout_s,
             allow_private=self.allow_private,
-            keep=self.request.keep,
         )
 
     @property
@@ -161,9 +154,9 @@ def load_job(folder: Path) -> Job:
     with typed_errors(folder):
         spans = np.load(folder / "spans.npy", mmap_mode="r", allow_pickle=False)
     inputs = tuple(Input(**each) for each in record["inputs"])
-    encodings, keep = record.get("encodings", UTF8), tuple(record.get("keep", ()))
-    request = Request(inputs, record["encoder"], record["dedup"], record["validation"], encodings, keep)
-    return Job(folder, request, spans, **{name: record[name] for name in LIMITS if name in record})
+    settled = (record[name] for name in ("encoder", "dedup", "validation", "encodings"))
+    request = Request(inputs, *settled)
+    return Job(folder, request, spans, **{name: record[name] for name in LIMITS})
 
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:

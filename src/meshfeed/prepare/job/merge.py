@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.files.local.durable import durable_file
-from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of, values_name
+from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of
 from meshfeed.prepare.encoding.multimodal import PART_DTYPES
 from meshfeed.prepare.job.job import Job
 from meshfeed.prepare.job.part_file import (
@@ -48,7 +48,7 @@ def merge(
     def blocks() -> Iterator[tuple[int, Block]]:
         for part, summary in enumerate(summaries):
             path = part_path(job.folder, part)
-            for block in blocks_of_part(path, summary.num_blocks, names, len(job.request.keep)):
+            for block in blocks_of_part(path, summary.num_blocks, names):
                 yield part, block
 
     keep = np.ones(sum(summary.num_documents for summary in summaries), np.bool_)
@@ -66,13 +66,6 @@ def merge(
             name: stack.enter_context(DatasetWriter(out / name, columns, parts=bool(encoder.beside)))
             for name in folders
         }
-        values = {
-            name: [
-                _Values(stack.enter_context(durable_file(out / name / values_name(column))))
-                for column in job.request.keep
-            ]
-            for name in folders
-        }
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
@@ -80,8 +73,6 @@ def merge(
             for name, store in stores.items():
                 chosen = keep[mine] & (apart[mine] == (name == VALIDATION))
                 _add(store, block, chosen)
-                for each, lines in zip(values[name], block.kept):
-                    each.add(lines, chosen)
                 origins[name].add(job.spans[span[chosen], 1], bases[span[chosen]] + number[chosen])
             first = mine.stop
             on_part(part)
@@ -94,32 +85,8 @@ def merge(
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
         "num_malformed_inputs": len({int(job.spans[each.span, 1]) for each in malformed}),
-        "stores": {name: _counted(out / name) | _kept(job.request.keep, values[name]) for name in folders},
+        "stores": {name: _counted(out / name) for name in folders},
     }
-
-
-class _Values:
-    """Writes the values that documents have in a column of their records, one in a line.
-
-    Attributes:
-        num_values: documents that have one.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.num_values = stream, 0
-
-    def add(self, lines: npt.NDArray[Any], chosen: Mask) -> None:
-        """Those of the chosen documents of a block. lines: see `Block.kept`."""
-        each = zip(lines.tobytes().splitlines(keepends=True), chosen, strict=True)
-        some = [line for line, is_chosen in each if is_chosen]
-        self.num_values += sum(line != b"\n" for line in some)
-        self._stream.writelines(some)
-
-
-def _kept(columns: Sequence[str], values: Sequence[_Values]) -> dict[str, Any]:
-    """How many documents have a value in each column that is kept; {} if none is."""
-    counts = {name: each.num_values for name, each in zip(columns, values)}
-    return {"kept": counts} if counts else {}
 
 
 def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:

@@ -14,7 +14,7 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import sync
 from meshfeed.files.url import is_remote
-from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST, VALUES, values_name
+from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
 from meshfeed.prepare.job.job import JOB, Request
 
 OnBytes = Callable[[int, int], None]
@@ -24,7 +24,7 @@ _SHOWN = 3
 _FOLDER, _COLUMN = r"((train|validation)/)?", r"(tokens|loss_mask|parts|part_sizes)"
 _STEPS = (
     rf"{_FOLDER}{_COLUMN}\.sums",
-    rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy|[^/]+{re.escape(VALUES)})",
+    rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy)",
     rf"{_FOLDER}{_COLUMN}\.idx",
     rf"{_FOLDER}dataset\.json",
     rf"{re.escape(ERRORS)}|tokenizer\.json",
@@ -125,13 +125,7 @@ class Output(ABC):
                 f"{self.shown}: was not made by `meshfeed prepare`, so it will not be replaced; choose "
                 f"another --out"
             )
-        ours = {values_name(column) for column in manifest.get("request", {}).get("keep", ())}
-        foreign = sorted(
-            name
-            for name in names
-            if step_of(name) == FOREIGN
-            or ("request" in manifest and name.endswith(VALUES) and name.rpartition("/")[2] not in ours)
-        )
+        foreign = sorted(name for name in names if step_of(name) == FOREIGN)
         if foreign:
             raise PrepareError(
                 f"{self.shown}: holds {some(foreign)}, which prepare did not write and will not replace; "

@@ -80,14 +80,12 @@ class Block:
         hashes: 128 bits of each; uint64 [n, 2], or [0, 2] if they are not needed.
         columns: name -> the values of all documents, back to back; of tokens, and of images and
             audio as `encoding.multimodal.PART_DTYPES`.
-        kept: of each column that the job keeps, the value of each document: a line of UTF-8; uint8.
     """
 
     lengths: I64
     records: I64
     hashes: U64
     columns: Mapping[str, Array]
-    kept: Sequence[Array]
 
 
 def part_path(folder: Path, part: int) -> Path:
@@ -97,7 +95,7 @@ def part_path(folder: Path, part: int) -> Path:
 
 def write_block(stream: IO[bytes], block: Block) -> None:
     """The next documents of a part."""
-    for array in (block.lengths, block.records, block.hashes, *block.columns.values(), *block.kept):
+    for array in (block.lengths, block.records, block.hashes, *block.columns.values()):
         write_array(stream, array)
 
 
@@ -125,15 +123,13 @@ def summary_of_part(path: Path) -> PartSummary:
     return PartSummary(**values, malformed=malformed)
 
 
-def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str], num_kept: int) -> Iterator[Block]:
+def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterator[Block]:
     """The blocks of a part, with the columns that it was written with, memory-mapped. Raises StoreError."""
     with typed_errors(path), path.open("rb") as stream:
         mapped = np.asarray(np.memmap(path, np.uint8, "r"))
         for _ in range(num_blocks):
-            lengths, records, hashes, *arrays = (
-                _next(stream, mapped) for _ in range(3 + len(names) + num_kept)
-            )
-            yield Block(lengths, records, hashes, dict(zip(names, arrays)), arrays[len(names) :])
+            lengths, records, hashes, *arrays = (_next(stream, mapped) for _ in range(3 + len(names)))
+            yield Block(lengths, records, hashes, dict(zip(names, arrays)))
 
 
 def _next(stream: IO[bytes], mapped: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
