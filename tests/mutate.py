@@ -64,72 +64,41 @@ SLOW = (
 """Tests that take longer than all others together, and find nothing that these do not."""
 
 
-def _in(folder: str, names: str) -> list[str]:
-    return [str(Path("tests", folder, f"test_{name}.py")) for name in names.split()]
-
-
 # The modules of each, and the tests beside them, without what imports Megatron.
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "order": (
         ["order/*.py"],
-        [
-            *_in("", "goldens lanes native"),
-            *_in("order", "permutation interleave stream blocks mixture mixture_units"),
-        ],
+        ["tests/order", "tests/test_goldens.py", "tests/test_native.py", "tests/test_jobs.py"],
     ),
     "plan": (
         ["plan/*.py", "plan/encoders/*.py"],
-        [
-            *_in(
-                "plan",
-                "objective packs cost pinned_plans in_order alignment plan_step quality even_out encoders",
-            ),
-            *_in("plan", "encoder_routes split counts fixed_shapes"),
-            *_in("", "arguments native"),
-            *_in("sequence", "multimodal_plans"),
-        ],
+        ["tests/plan", "tests/test_native.py", "tests/feed/test_arguments.py"],
     ),
     "sequence": (
         ["sequence/*.py", "parts/*.py"],
         [
-            *_in("sequence", "multimodal_random table columns documents windows samples masked chat arena"),
-            *_in("sequence", "multimodal_rule encoder_balanced multimodal_plans"),
-            *_in("outer/integrations", "mrope"),
-            *_in("parts", "parts"),
-            *_in("outer/cli", "trace"),
-            *_in("", "arguments native packed device reused_memory"),
+            *("tests/sequence", "tests/parts", "tests/outer/cli/test_trace.py", "tests/test_jobs.py"),
+            *(
+                "tests/feed/test_packed.py",
+                "tests/feed/test_device.py",
+                "tests/exchange/test_reused_memory.py",
+            ),
         ],
     ),
-    "stepping": (
-        ["feed/stepping.py", "feed/batch.py"],
-        _in(
-            "",
-            "simulate pad_rows packed lanes ahead prefetch single_process ended_loops validation roles layout "
-            "sources",
-        ),
+    "feed": (
+        ["feed/*.py"],
+        ["tests/feed", "tests/test_simulate.py", "tests/test_jobs.py", "tests/test_ledgers.py"],
     ),
-    "deliver": (
-        ["deliver/*.py"],
-        _in(
-            "deliver",
-            "wire protocols links rendezvous compared verify deliveries meeting meeting_again failure outsiders",
-        ),
-    ),
-    "exchange": (
-        ["exchange/*.py"],
-        _in(
-            "exchange",
-            "exchange_items exchange_routing exchange_nested exchange_source exchange exchange_agreement "
-            "exchange_ends exchange_told grpo",
-        ),
-    ),
+    "deliver": (["deliver/*.py"], ["tests/deliver"]),
+    "exchange": (["exchange/*.py"], ["tests/exchange"]),
     "recipe": (
         ["recipe.py", "mixture.py", "batch.py", "summary.py", "state.py"],
         [
-            *_in("", "goldens recipe_state code_in_fingerprints arguments first_mistakes text amendments"),
-            *_in("", "verify_data"),
-            *_in("order", "mixture mixture_units interleave stream blocks tokens"),
-            *_in("sequence", "exposure"),
+            *(
+                f"tests/test_{name}.py"
+                for name in ("goldens", "recipe_state", "amendments", "jobs", "later_changes")
+            ),
+            *("tests/test_code_in_fingerprints.py", "tests/feed/test_first_mistakes.py", "tests/order"),
         ],
     ),
 }

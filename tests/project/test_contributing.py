@@ -9,13 +9,13 @@ import meshfeed
 
 SOURCE, ROOT = Path(meshfeed.__file__).parent, Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "contributing.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "pytest" in line]
+ROWS = [line for line in PAGE.splitlines() if line.startswith("|") and "`tests/" in line]
 NO_ROW = {"testing", "_examples"}
 
 
 def test_every_path_is_there() -> None:
     paths = re.findall(r"(?<![\w/])((?:tests|docs)/[\w/.]*\w)", PAGE)
-    assert len(paths) > 40
+    assert len(paths) > 30
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
@@ -34,7 +34,7 @@ def test_every_package_has_its_tests() -> None:
 
 def test_every_top_level_test_stands_in_a_row() -> None:
     tests = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
-    assert len(tests) > 30
+    assert len(tests) > 10
     named = {name for row in ROWS for name in re.findall(r"tests/test_\w+\.py", row)}
     assert named == tests
 

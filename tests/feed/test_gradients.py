@@ -14,7 +14,7 @@ import meshfeed as mf
 import world
 from meshfeed.store import IndexedWriter
 
-EXAMPLES = str(Path(__file__).parents[1] / "examples")
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 LENGTHS = (96, 64, 32, 96, 1, 1, 1, 1, 1, 1, 1, 1)  # stream order leaves one of four ranks no label
 CASES = (
     ("dp4", "in_order"), ("dp4", "balanced"), ("dp4", "dynamic_cp"), ("cp2-dp2", "balanced"),
