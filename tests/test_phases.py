@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 import world
-from meshfeed.recipe import entered
-from meshfeed.report.exposure import exposures
 from observe import simulated, take
 from soak import cases
 
@@ -63,24 +61,6 @@ def test_no_token_comes_twice(path: Path, cut: int, begin: int, lengths: list[in
             assert all((token < border) == (recipe is short) for token in seen)
             tokens += seen
     assert len(tokens) == len({*tokens}) == 48 * stop
-
-
-def test_which_steps_held_a_document(path: Path) -> None:
-    """Each phase by its own recipe."""
-    short, long = phases(path, 14, 3, (4, 12))
-    with entered(long):
-        found = exposures(long, np.array([1]), np.array([2]), 6)
-        assert not len(exposures(short, np.array([1]), np.array([2]), 3))
-    with (store := mf.open(path)):
-        wanted = {*store.read(16, 0, int(store.lengths(np.array([16]))[0])).tolist()}
-    held = set[int]()
-    for made in mf.simulate(long, mf.Layout(), range(3, 6)):
-        for microbatch in made.microbatches:
-            rows = zip(microbatch["tokens"].tolist(), microbatch["labels"].tolist())
-            held |= (
-                {made.batch.step} if any(wanted & {*tokens, *labels} for tokens, labels in rows) else set()
-            )
-    assert {*found.step.tolist()} == held and held
 
 
 def _rank(rank: int, layout: mf.Layout, recipes: Any) -> Any:

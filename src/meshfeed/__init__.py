@@ -25,6 +25,7 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture
+from meshfeed.order import step_at
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.roles import Field, StageMap
@@ -81,6 +82,7 @@ __all__ = [
     "loss_by_source",
     "open",
     "simulate",
+    "step_at",
 ]
 
 _ON_FIRST_USE = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, cast, get_args
 
@@ -32,7 +31,6 @@ class Batch:
         last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
             the stream before it, "pad" fills it with what would come next if the stream continued.
         stages: (first step, sequences or tokens) of each stage of a ramp, which `then` adds to.
-        thresholds: (tokens of the stream, sequences) of further stages; a recipe turns them into steps.
 
     Raises RecipeError for other values, and for both sequences and tokens, or neither.
     """
@@ -42,7 +40,6 @@ class Batch:
     tokens: int | None = None
     last: Last = "keep"
     stages: tuple[tuple[int, int], ...] = ()
-    thresholds: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         settle(self)
@@ -65,34 +62,15 @@ class Batch:
         given += [] if self.last == "keep" else [f"last={self.last!r}"]
         named = "" if self.tokens is None else "tokens="
         ramp = "".join(f".then({step}, {named}{size})" for step, size in self.stages[1:])
-        ramp += "".join(f".then(at_tokens={at}, sequences={size})" for at, size in self.thresholds)
         return f"Batch({', '.join(given)}){ramp}"
 
-    def then(
-        self,
-        step: int | None = None,
-        sequences: int | None = None,
-        *,
-        tokens: int | None = None,
-        at_tokens: float | None = None,
-    ) -> Batch:
+    def then(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
         """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`.
 
-        A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`.
-        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream, as
-        `Batch(64).then(at_tokens=10e9, sequences=128)`. For a batch of sequences the recipe finds the step;
-        of documents, from the index. Later stages are then given by tokens, too.
+        A batch of tokens takes tokens: `Batch(tokens=1_000_000).then(1000, tokens=4_000_000)`. `step_at`
+        finds the step after so many tokens.
         """
-        at = tokens_given(step, at_tokens, [tokens for tokens, _ in self.thresholds], "Batch.then")
-        if at is not None and self.tokens is None:
-            self.amended(0, sequences, tokens=tokens)  # or it is refused now
-            return replace(self, thresholds=(*self.thresholds, (at, cast(int, sequences))))
-        step = check_next(step, self.stages[-1][0], "Batch.then") if at is None else self.first_step_at(at)
-        return self.amended(step, sequences, tokens=tokens)
-
-    def first_step_at(self, amount: int) -> int:
-        """The first step that begins at or after so many sequences, or tokens of a batch of tokens."""
-        return self.step(amount - 1) + 1 if amount else 0
+        return self.amended(check_next(step, self.stages[-1][0], "Batch.then"), sequences, tokens=tokens)
 
     def amended(self, step: int, sequences: int | None = None, *, tokens: int | None = None) -> Batch:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
@@ -170,26 +148,9 @@ def is_past(first: int, until: int | None) -> bool:
     return first == 0 or until is None or first < until
 
 
-def check_next(step: int | None, before: int, where: str) -> int:
+def check_next(step: int, before: int, where: str) -> int:
     """The step of a change. Raises RecipeError unless it comes after `before`, the step of the last one."""
     made = whole(step)
     if not is_whole(made, before + 1):
         raise RecipeError(f"{where}(step={step!r}): give a step after {before}, the step of the last change")
     return made
-
-
-def tokens_given(step: int | None, at_tokens: float | None, before: Sequence[int], where: str) -> int | None:
-    """The threshold of a change; None if it is at a step. before: those of earlier changes.
-
-    Raises RecipeError for both or neither, and for a threshold that is not whole or not after these.
-    """
-    if (step is None) == (at_tokens is None):
-        raise RecipeError(f"{where}(step={step!r}, at_tokens={at_tokens!r}): give one of them")
-    if at_tokens is None:
-        if before:
-            raise RecipeError(f"{where}({step}): after a change at {before[-1]} tokens give at_tokens=, too")
-        return None
-    least = before[-1] if before else 0
-    if type(at_tokens) not in (int, float) or not least < at_tokens < 2**62 or at_tokens != int(at_tokens):
-        raise RecipeError(f"{where}(at_tokens={at_tokens!r}): a whole number of tokens above {least}")
-    return int(at_tokens)

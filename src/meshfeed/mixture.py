@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Self, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.batch import check_next, is_past, tokens_given
+from meshfeed.batch import check_next, is_past
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
@@ -126,14 +126,6 @@ def split_at(parts: Sequence[Part], steps: set[int]) -> list[Part]:
     return [replace([part for part in parts if part.step <= step][-1], step=step) for step in sorted(steps)]
 
 
-class Threshold(NamedTuple):
-    """Amounts from the first step that begins at or after so many tokens; see `Mixture.then`."""
-
-    tokens: int
-    sources: Mapping[str, float | Store | tuple[Store, float]]
-    by: Unit | Mapping[str, Unit] | None
-
-
 class Mixture:
     """Several stores as one stream, each in proportion in every prefix; see `order.interleave`.
 
@@ -177,17 +169,15 @@ class Mixture:
         self.names: tuple[str, ...] = ()
         self.stores: tuple[Store, ...] = ()
         self.parts: tuple[Part, ...] = ()
-        self.thresholds: tuple[Threshold, ...] = ()
         self.batches: Batches = batches
         self._add(0, sources, by)
 
     def then(
         self,
-        step: int | None = None,
-        sources: Mapping[str, float | Store | tuple[Store, float]] | None = None,
+        step: int,
+        sources: Mapping[str, float | Store | tuple[Store, float]],
         *,
         by: Unit | Mapping[str, Unit] | None = None,
-        at_tokens: float | None = None,
     ) -> Mixture:
         """The same mixture with different amounts from a step on.
 
@@ -195,26 +185,9 @@ class Mixture:
         are cut off where others begin, and these begin at the step behind their last one at the latest.
         sources: name -> amount, or a new store with or without an amount. Sources not named are not drawn
         from there on. by: as for the mixture; None for "tokens" after amounts by tokens, else "proportion".
-        at_tokens: instead of a step; the first that begins at or after so many tokens of the stream. A recipe
-        of rows or of a `Batch(tokens=)` knows it; one of documents looks at the index when it is made. Later
-        changes are then given by tokens, too.
+        `step_at` finds the step after so many tokens.
         """
-        if sources is None:
-            raise RecipeError("Mixture.then: give the amounts, as sources={name: amount}")
-        tokens = tokens_given(step, at_tokens, [each.tokens for each in self.thresholds], "Mixture.then")
-        if tokens is None:
-            return self.amended(check_next(step, self.parts[-1].step, "Mixture.then"), sources, by=by)
-        changed, made = copy(self), self.without_thresholds()
-        changed.thresholds = (*self.thresholds, Threshold(tokens, sources, by))
-        for some_step, each in enumerate(changed.thresholds, self.parts[-1].step + 1):
-            made = made.then(some_step, each.sources, by=each.by)  # or the amounts are refused now
-        return changed
-
-    def without_thresholds(self) -> Mixture:
-        """The same mixture before its thresholds."""
-        made = copy(self)
-        made.thresholds = ()
-        return made
+        return self.amended(check_next(step, self.parts[-1].step, "Mixture.then"), sources, by=by)
 
     def amended(
         self,
@@ -319,8 +292,7 @@ class Mixture:
         self.parts = tuple(sorted((*others, Part(step, tuple(amounts))), key=lambda part: part.step))
 
     def __repr__(self) -> str:
-        later = "".join(f"; other amounts at {each.tokens} tokens" for each in self.thresholds)
-        return f"Mixture({self.summary()}{later})"
+        return f"Mixture({self.summary()})"
 
 
 def _store_and_amount(given: float | Store | tuple[Store, float]) -> tuple[Store | None, float | None]:

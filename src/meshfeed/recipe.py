@@ -75,13 +75,6 @@ class Rule(ABC):
             f"Mixture(by='proportion')"
         )
 
-    def first_step_at(self, recipe: Recipe, tokens: int) -> int:
-        """The first step of a recipe that begins at or after so many tokens, by the lengths in the index.
-
-        Called for rules with `counts_tokens`.
-        """
-        raise RecipeError(f"{self.summary()} does not say which step comes after so many tokens")
-
     def num_documents(self, store: Store) -> int | None:
         """Documents of a store that `Exclude` may name; None if the rule cannot leave any out."""
         return None
@@ -295,7 +288,6 @@ class Recipe:
             raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
-        self._settle_thresholds()
         if self.batch.tokens is not None:
             object.__setattr__(self, "batch", self._batch_of_tokens())
         names = self.data.names if isinstance(self.data, Mixture) else ("",)
@@ -303,39 +295,7 @@ class Recipe:
         sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
         object.__setattr__(self, "sources", sources)
 
-    def _settle_thresholds(self) -> None:
-        """Turn the thresholds of data and batch into steps, in order: each moves those after it."""
-        data, batch = self.data, self.batch
-        waiting: list[tuple[int, str, Any]] = [(tokens, "batch", size) for tokens, size in batch.thresholds]
-        if isinstance(data, Mixture):
-            waiting += [(each.tokens, "data", each) for each in data.thresholds]
-            data = data.without_thresholds()
-        if not waiting:
-            return
-        batch = replace(batch, thresholds=())
-        for tokens, of, change in sorted(waiting, key=itemgetter(0)):
-            step = replace(self, data=data, batch=batch).first_step_at(tokens)
-            if of == "batch":
-                batch = batch.then(step, change)
-            elif isinstance(data, Mixture):
-                data = data.then(step, change.sources, by=change.by)
-        for name, value in (("data", data), ("batch", batch)):
-            object.__setattr__(self, name, value)
-
-    def first_step_at(self, tokens: int) -> int:
-        """The first step that begins at or after so many tokens of the stream, as if it had no end.
-
-        Raises RecipeError where nobody knows.
-        """
-        if self.batch.tokens is not None:
-            return self.batch.first_step_at(tokens)
-        if length := self.sequence.row_length:
-            return self.batch.in_tokens(length).first_step_at(tokens)
-        if why := self._why_uncounted():
-            raise RecipeError(f"at_tokens=: {why}; give the step")
-        return self.sequence.first_step_at(self, tokens)
-
-    def _why_uncounted(self) -> str:
+    def why_uncounted(self) -> str:
         """Why nobody can count the tokens of its steps from the index; "" if one can."""
         if not self.sequence.counts_tokens:
             return f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
@@ -346,7 +306,7 @@ class Recipe:
     def _batch_of_tokens(self) -> Batch:
         if length := self.sequence.row_length:
             return self.batch.of_rows(length)
-        why = self._why_uncounted()
+        why = self.why_uncounted()
         if not why and isinstance(self.data, Mixture) and self.data.batches == "per_source":
             why = "batches='per_source' counts the sequences of a batch"
         if why:

@@ -274,166 +274,79 @@ def test_what_cannot_be_counted_in_tokens_is_refused_by_name() -> None:
     assert len(draws_of_step(recipe_of(store, mf.Batch(tokens=90)), 0)) > 0
 
 
-# -- thresholds ---------------------------------------------------------------------------------------------
+# -- step_at -------------------------------------------------------------------------------------------------
 
 
 def first_at(tokens: int, begins: list[int]) -> int:
     return next(step for step, begin in enumerate(begins) if begin >= tokens)
 
 
-@settings(max_examples=cases(60), deadline=None)
+@settings(max_examples=cases(40, 800), deadline=None)
 @given(
-    st.integers(1, 9),
-    st.lists(st.tuples(st.integers(1, 600), st.integers(1, 9)), min_size=1, max_size=3),
-    st.lists(st.integers(1, 600), max_size=2),
+    st.lists(stores, min_size=1, max_size=2),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([0.1, 1, 5])), max_size=3),
+    st.lists(st.integers(0, 600), min_size=1, max_size=4),
+    st.sampled_from([mf.Documents(), mf.Documents(max_len=7), mf.Windows(3)]),
     st.booleans(),
-)
-def test_a_change_at_so_many_tokens_is_at_the_first_step_that_begins_there(
-    size: int, ramp: list[tuple[int, int]], changes: list[int], is_counted: bool
-) -> None:
-    """Rows of 8 tokens, by a batch of sequences or of tokens, against a loop over the steps."""
-    batch: Any = mf.Batch(tokens=size * 8) if is_counted else mf.Batch(size)
-    begins, at, sizes, changed = [0], 0, [size], list[tuple[int, int]]()
-    for later, then in ramp:
-        at += later
-        while begins[-1] < at:
-            begins.append(begins[-1] + sizes[-1] * 8)
-        if changed and changed[-1][0] == len(begins) - 1:
-            return  # two within one step are refused; see below
-        changed.append((len(begins) - 1, then))
-        batch = batch.then(at_tokens=at, **({"tokens": then * 8} if is_counted else {"sequences": then}))
-        sizes.append(then)
-    while begins[-1] < 2_000:
-        begins.append(begins[-1] + sizes[-1] * 8)
-    mixture, parts, at = mf.Mixture({"a": (mf.Lengths([99]), 1), "b": (mf.Lengths([99]), 1)}), [0], 0
-    for later in changes:
-        at += later
-        if first_at(at, begins) in parts:
-            return
-        parts.append(first_at(at, begins))
-        mixture = mixture.then(sources={"a": 1, "b": len(parts)}, at_tokens=float(at))
-    recipe = mf.Recipe(data=mixture, sequence=mf.Windows(8), batch=batch)
-    assert recipe.batch.stages == ((0, size), *changed) and not recipe.batch.thresholds
-    assert isinstance(recipe.data, mf.Mixture) and [part.step for part in recipe.data.parts] == parts
-    assert [start_of_step(recipe, step) * 8 for step in range(len(begins))] == begins
-
-
-def test_thresholds_of_documents_go_by_the_tokens_of_their_steps() -> None:
-    a, b = mf.Lengths([7, 9, 11]), mf.Lengths([5])
-    mixture = mf.Mixture({"a": (a, 1)}).then(at_tokens=250, sources={"b": (b, 1)})
-    batch = mf.Batch(tokens=100).then(at_tokens=301, tokens=50)
-    recipe = mf.Recipe(data=mixture, sequence=mf.Documents(), batch=batch)
-    assert recipe.source_names == ("a", "b") and recipe.batch.stages == ((0, 100), (4, 50))
-    sources = [set(draws_of_step(recipe, step).source.tolist()) for step in range(5)]
-    assert sources == [{0}, {0}, {0}, {1}, {1}]
-    assert recipe == mf.Recipe(
-        data=mf.Mixture({"a": (a, 1)}).then(3, {"b": (b, 1)}),
-        sequence=mf.Documents(),
-        batch=mf.Batch(tokens=100).then(4, tokens=50),
-    )
-
-
-@settings(max_examples=cases(20, 400), deadline=None)
-@given(
-    st.lists(stores, min_size=2, max_size=2),
-    st.integers(1, 5),
-    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 5)), max_size=3),
-    st.lists(st.tuples(st.integers(1, 500), st.sampled_from([0.1, 1, 5])), max_size=3),
-    st.sampled_from(["tokens", "proportion"]),
     shuffles,
 )
-def test_thresholds_of_documents_by_the_number_are_where_a_plain_count_has_them(
+def test_step_at_is_the_first_step_before_which_so_many_tokens_were_drawn(
     own: list[list[int]],
-    size: int,
-    ramp: list[tuple[int, int]],
-    changes: list[tuple[int, float]],
-    by: Any,
+    changes: list[tuple[int, int, float]],
+    amounts: list[int],
+    rule: Any,
+    is_counted: bool,
     shuffle: Any,
 ) -> None:
-    """Each change moves the steps of those after it."""
-    first = mf.Mixture({str(i): (mf.Lengths(each), 1) for i, each in enumerate(own)}, by=by)
-    batch, mixture, due = mf.Batch(size), first, list[tuple[int, Any]]()
-    for later, given_sizes in zip(np.cumsum([at for at, _ in ramp]).tolist(), ramp):
-        batch = batch.then(at_tokens=later, sequences=given_sizes[1])
-        due.append((later, given_sizes[1]))
-    for later, (_, share) in zip(np.cumsum([at for at, _ in changes]).tolist(), changes):
-        mixture = mixture.then(at_tokens=later, sources={"0": 1, "1": share})
-        due.append((later, {"0": 1, "1": share}))
-    options: dict[str, Any] = {"shuffle": shuffle, "seed": 7}
-    wanted = recipe_of(first, mf.Batch(size), **options)
-    for tokens, change in sorted(due, key=lambda each: each[0]):
-        step, seen = 0, 0
-        while seen < tokens:
-            seen += int(lengths_of(wanted, draws_of_step(wanted, step)).sum())
-            step += 1
-        data: Any = wanted.data
-        last = data.parts[-1].step if isinstance(change, dict) else wanted.batch.stages[-1][0]
-        if step <= last:
-            with pytest.raises(mf.errors.RecipeError, match=f"give a step after {last}"):
-                recipe_of(mixture, batch, **options)
-            return
-        if isinstance(change, dict):
-            wanted = recipe_of(data.then(step, change), wanted.batch, **options)
-        else:
-            wanted = recipe_of(data, wanted.batch.then(step, change), **options)
-    made = recipe_of(mixture, batch, **options)
-    assert made == wanted and made.fingerprint == wanted.fingerprint
+    """Of rows and documents, batches of both kinds, and what changes: against a loop over the steps."""
+    unit = "tokens" if is_counted else "sequences"
+    times = 3 * max(map(max, own)) if is_counted else 1
+    data = mf.Mixture({str(i): (mf.Lengths([*each, 9]), 1) for i, each in enumerate(own)})
+    batch, step = mf.Batch(**{unit: 12 * times}), 0
+    for later, size, share in changes:
+        step += later
+        batch = batch.then(step, **{unit: 3 * size * times})
+        data = data.then(step, {str(i): share if i else 1 for i in range(len(own))})
+    recipe = mf.Recipe(data=data, sequence=rule, batch=batch, shuffle=shuffle, seed=7)
+    before = [0]
+    while before[-1] < max(amounts):
+        draws = draws_of_step(recipe, len(before) - 1)
+        before.append(before[-1] + int(rule.lengths(recipe, draws).sum()))
+    for tokens in amounts:
+        assert mf.step_at(recipe, tokens) == next(k for k, each in enumerate(before) if each >= tokens)
 
 
-def test_a_threshold_far_away_is_found_by_few_lengths() -> None:
+def test_a_change_after_so_many_tokens_moves_no_step_before_it() -> None:
+    a, b = mf.Lengths([7, 9, 11]), mf.Lengths([5])
+    recipe = recipe_of(a, mf.Batch(11))
+    step = mf.step_at(recipe, 250.0)
+    data = mf.Mixture({"a": (a, 1)}).then(step, {"b": (b, 1)})
+    changed = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(11).then(step, 3))
+    assert step == 3 == mf.step_at(changed, 250)
+    sources = [set(draws_of_step(changed, step).source.tolist()) for step in range(5)]
+    assert sources == [{0}, {0}, {0}, {1}, {1}]
+
+
+def test_a_step_far_away_is_found_by_few_lengths() -> None:
     store = Counted(np.random.default_rng(0).integers(1, 2_000, 300_000))
-    recipe = recipe_of(store, mf.Batch(256).then(at_tokens=10**15, sequences=512))
+    step = mf.step_at(recipe_of(store, mf.Batch(256)), 10**15)
     assert store.looked_up <= 3 * 300_000 + 2**18 + 20 * 4_096, "one epoch for its total, and one or two more"
-    (_, (step, _)) = recipe.batch.stages
     assert abs(step * 256 / (10**15 / 1_000) - 1) < 0.01
 
 
-def test_thresholds_that_mean_nothing_are_refused() -> None:
+def test_steps_that_nobody_can_find_are_refused() -> None:
     a = mf.Lengths([70] * 9)
-    mixture = mf.Mixture({"a": (a, 1)})
-
-    def of_rows(batch: mf.Batch) -> mf.Recipe:
-        return mf.Recipe(data=a, sequence=mf.Windows(8), batch=batch)
-
-    for wrong, message in (
-        (lambda: mf.Batch(8).then(3, 9, at_tokens=5), "give one of them"),
-        (lambda: mf.Batch(8).then(sequences=9), "give one of them"),
-        (lambda: mf.Batch(8).then(at_tokens=9.5, sequences=9), "a whole number of tokens above 0"),
-        (lambda: mf.Batch(8).then(at_tokens=9, sequences=0), "a whole number of sequences"),
-        (lambda: mf.Batch(8).then(at_tokens=9, sequences=3).then(at_tokens=9, sequences=4), "above 9"),
-        (lambda: mf.Batch(8).then(at_tokens=9, sequences=3).then(7, 4), "after a change at 9 tokens"),
-        (lambda: mixture.then(at_tokens=9, sources={"a": 1}).then(7, {"a": 1}), "after a change at 9 tokens"),
-        (lambda: mixture.then(at_tokens=9, sources={"b": 1}), "source 'b' is new"),
-        (lambda: mixture.then(at_tokens=9), "give the amounts"),
-        (
-            lambda: of_rows(mf.Batch(8).then(at_tokens=9, sequences=3).then(at_tokens=10, sequences=4)),
-            "give a step after 1",
-        ),
-        (
-            lambda: mf.Recipe(
-                data=a,
-                sequence=mf.Masked(9, vocab_size=9, mask_token=3),
-                batch=mf.Batch(8).then(at_tokens=9, sequences=3),
-            ),
-            r"at_tokens=: Masked.* rows that are padded.* give the step",
-        ),
-        (
-            lambda: recipe_of(a, mf.Batch(8).then(at_tokens=9, sequences=3), shuffle="replacement"),
-            "at_tokens=: under shuffle='replacement'",
-        ),
-        (
-            lambda: recipe_of(mf.Lengths([0]), mf.Batch(8).then(at_tokens=9, sequences=3)),
-            "from step 0 on, no source that is drawn has a token",
-        ),
-        (
-            lambda: recipe_of(a, mf.Batch(8).then(at_tokens=9, sequences=3).then(at_tokens=10, sequences=4)),
-            "give a step after 1",
-        ),
+    masked = mf.Recipe(data=a, sequence=mf.Masked(9, vocab_size=9, mask_token=3), batch=mf.Batch(8))
+    for recipe, tokens, message in (
+        (recipe_of(a, mf.Batch(8)), 9.5, r"step_at\(9.5\): a whole number of tokens"),
+        (recipe_of(a, mf.Batch(8)), -1, "a whole number of tokens from 0"),
+        (recipe_of(a, mf.Batch(8)), True, "a whole number of tokens from 0"),
+        (masked, 9, r"step_at: Masked.* rows that are padded.* give the step"),
+        (recipe_of(a, mf.Batch(8), shuffle="replacement"), 9, "step_at: under shuffle='replacement'"),
+        (recipe_of(mf.Lengths([0]), mf.Batch(8)), 9, "from step 0 on, no source that is drawn has a token"),
     ):
         with pytest.raises(mf.errors.RecipeError, match=message):
-            wrong()
-    assert "then(at_tokens=90, sequences=3)" in repr(mf.Batch(8).then(at_tokens=90, sequences=3))
-    assert "at 90 tokens" in repr(mixture.then(at_tokens=90, sources={"a": 1}))
+            mf.step_at(recipe, tokens)
 
 
 def test_rows_of_a_batch_of_tokens_are_amended_in_tokens() -> None:

@@ -23,7 +23,6 @@ from meshfeed.order.stream import (
     draws_of_source,
     draws_of_step,
     extend,
-    first_step_at,
     has_step,
     is_over_early,
     lanes_of_step,
@@ -31,6 +30,7 @@ from meshfeed.order.stream import (
     num_steps,
     short_steps,
     start_of_step,
+    step_at,
     steps_of,
 )
 
@@ -49,7 +49,6 @@ __all__ = [
     "draws_of_step",
     "edges_of",
     "extend",
-    "first_step_at",
     "has_step",
     "is_over_early",
     "key_of",
@@ -64,6 +63,7 @@ __all__ = [
     "rng",
     "short_steps",
     "start_of_step",
+    "step_at",
     "steps_of",
     "unpermute",
 ]

@@ -27,6 +27,7 @@ from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, Turns, parts_of, sizes_of, turns_of
 from meshfeed.order.tokens import Reached, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
+from meshfeed.whole import whole
 
 Longs = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -570,16 +571,27 @@ def start_of_step(recipe: Recipe, step: int) -> int:
     return stream_of(recipe).start(step)
 
 
-def first_step_at(recipe: Recipe, tokens: int) -> int:
-    """The first step that begins at or after so many tokens, from 1, as if the stream had no end.
+def step_at(recipe: Recipe, tokens: float) -> int:
+    """The first step before which a recipe draws at least so many tokens, as if it had no end.
 
-    For a batch of sequences. Raises RecipeError for a rule with its own order, and a stream without tokens.
+    As the rule counts them, before a packing truncates or drops any: a row has its length, and others are
+    looked up in the index, about an epoch of each source. What `then` says for that step or a later one
+    changes nothing of it: `batch.then(step_at(recipe, 250e9), 512)`.
+
+    tokens: a whole number from 0. Raises RecipeError for any other, for a rule that pads rows or does not
+    tell its tokens, and for a stream without tokens.
     """
-    if isinstance(recipe.sequence, OwnOrder):
-        raise RecipeError(f"{recipe.sequence.summary()} has its own order; give the step")
-    stream = stream_of(recipe)
+    if type(count := whole(tokens)) not in (int, float) or not 0 <= count < 2**62 or count != int(count):
+        raise RecipeError(f"step_at({tokens!r}): a whole number of tokens from 0")
+    rule, stream, count = recipe.sequence, stream_of(recipe), int(count)
+    if not count:
+        return 0
+    if rule.row_length:
+        return stream.step_at((count - 1) // rule.row_length) + 1
+    if why := recipe.why_uncounted():
+        raise RecipeError(f"step_at: {why}; give the step")
     stream.check_tokens()
-    _, reached = stream.cut(tokens, stream.segments, Reached(0, 0))
+    _, reached = stream.cut(count, stream.segments, Reached(0, 0))
     return stream.step_at(reached.position) + 1
 
 

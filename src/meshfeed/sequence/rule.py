@@ -22,7 +22,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, first_step_at
+from meshfeed.order import Draws
 from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
@@ -171,10 +171,6 @@ class SequenceRule(Rule):
         if by not in kept:
             kept[by] = EpochTokens(*_counted_once(self, recipe, source).tolist())
         return kept[by]
-
-    def first_step_at(self, recipe: Recipe, tokens: int) -> int:
-        """Found as any step of a batch of tokens is; see `order.tokens`."""
-        return first_step_at(recipe, tokens)
 
     @abstractmethod
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:

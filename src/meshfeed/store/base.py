@@ -202,7 +202,7 @@ class StreamStore(Store):
         if not isinstance(cast(object, documents), slice) or documents.step not in (None, 1):
             raise StoreError(f"{self.path}[{documents}]: give a range of documents, such as store[:1000]")
         first, stop, _ = documents.indices(self.num_documents)
-        return _Documents(self, first, max(first, stop))
+        return DocumentRange(self, first, max(first, stop))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
@@ -300,7 +300,7 @@ class StreamStore(Store):
         return out
 
 
-class _Documents(StreamStore):
+class DocumentRange(StreamStore):
     """The documents first..stop of another store; see `StreamStore.__getitem__`."""
 
     def __init__(self, of: StreamStore, first: int, stop: int) -> None:
@@ -326,7 +326,7 @@ class _Documents(StreamStore):
     @property
     def documents(self) -> LengthsIndex:
         starts, (begin, _) = self._of.documents.starts, self._span
-        return LengthsIndex(_Between(starts, self._first, self.num_documents + 1, begin))
+        return LengthsIndex(RangeStarts(starts, self._first, self.num_documents + 1, begin))
 
     @property
     def num_documents(self) -> int:
@@ -413,10 +413,10 @@ class Multiples:
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
+class RangeStarts:
     """The entries first..first + size of ascending numbers, less `begin`, which is the first of them."""
 
-    of: I64 | Multiples | Index | _Between
+    of: I64 | Multiples | Index | RangeStarts
     first: int
     size: int
     begin: int
@@ -454,7 +454,7 @@ class LengthsIndex:
             object that looks them up.
     """
 
-    starts: I64 | Multiples | Index | _Between
+    starts: I64 | Multiples | Index | RangeStarts
 
     @property
     def num_documents(self) -> int:

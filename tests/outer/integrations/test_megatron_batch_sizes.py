@@ -34,7 +34,11 @@ def test_a_step_has_the_size_of_the_last_threshold_consumed(
 
 def test_numbers_are_written_as_for_megatron() -> None:
     batch = batch_of_schedule("0:768 250B:1.5k 500e9:3072", seq_length=4096)
-    expected = mf.Batch(768).then(at_tokens=250e9, sequences=1500).then(at_tokens=5e11, sequences=3072)
+    expected = mf.Batch(768)
+    for tokens, size in ((250e9, 1500), (5e11, 3072)):
+        data = mf.Lengths([5000])
+        rows = mf.Recipe(data=data, sequence=mf.Windows(4096), batch=expected)
+        expected = expected.then(mf.step_at(rows, tokens), size)
     recipe = mf.Recipe(data=mf.Lengths([100_000]), sequence=mf.Windows(4096), batch=expected)
     assert batch.stages == recipe.batch.stages
     assert [size for _, size in batch.stages] == [768, 1500, 3072]

@@ -27,7 +27,7 @@ def batch_of_schedule(schedule: str, seq_length: int | None = None) -> Batch:
         raise RecipeError(f"batch_of_schedule({schedule!r}): thresholds are 0 and others, each once")
     batch = Batch(sequences=stages[0][1])
     for start, size in stages[1:]:
-        batch = batch.amended(batch.first_step_at(start), size)  # of two in one step, the later holds
+        batch = batch.amended(batch.step(start - 1) + 1, size)  # of two in one step, the later holds
     return batch
 
 
