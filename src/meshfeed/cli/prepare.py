@@ -37,7 +37,6 @@ from meshfeed.prepare.encoding.text import DTYPES
 from meshfeed.prepare.engines.local import num_cores
 from meshfeed.prepare.inputs.files import KINDS
 from meshfeed.prepare.inputs.records import RECORD_BYTES
-from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S
 from meshfeed.report.words import counted
 from meshfeed.store.tokenizer import KNOWN
 
@@ -84,16 +83,6 @@ class _Parts:
     audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
     parts_folder: str | None = option(
         "folder or URL that paths in JSON and Parquet begin at (default: the file's own)", metavar="DIR"
-    )
-    url_timeout: float = option(
-        "seconds after which a request for a part that a URL names is given up, with all attempts",
-        default=URL_TIMEOUT_S,
-        metavar="SECONDS",
-    )
-    allow_private: bool = option(
-        "fetch parts also from hosts of private networks and of this machine, and from s3://, gs://, az:// "
-        "and hf:// with its credentials: only for lists that you trust (--parts-folder allows one folder)",
-        default=False,
     )
     max_pixels: int = option("refuse larger images, before anything decodes them", default=MOST_PIXELS)
 
@@ -207,8 +196,6 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                 validation=self.validation,
                 max_errors=self.max_errors,
                 max_record_bytes=self.max_record_bytes,
-                url_timeout_s=self.url_timeout,
-                allow_private=self.allow_private,
                 text_encoding=self.encoding,
                 engine=self._engine(),
                 resume=self.resume,
@@ -239,8 +226,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             return Multimodal(
                 text=self._text(), tokens=tokens, around=around, max_pixels=limit, folder=folder
             )
-        limits = self.max_pixels, self.url_timeout, self.allow_private
-        if tokens or around or self.parts_folder or limits != (MOST_PIXELS, URL_TIMEOUT_S, False):
+        if tokens or around or self.parts_folder or self.max_pixels != MOST_PIXELS:
             raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
         return self._text()
 

@@ -15,7 +15,6 @@ The output depends on the inputs and the request alone: not on engine, workers, 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -36,7 +35,7 @@ from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
 from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
-from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S, SampleColumns
+from meshfeed.prepare.inputs.samples import SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
 from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
@@ -92,8 +91,6 @@ def prepare(
     validation: float = 0.0,
     max_errors: int = 0,
     max_record_bytes: int = RECORD_BYTES,
-    url_timeout_s: float = URL_TIMEOUT_S,
-    allow_private: bool = False,
     text_encoding: str = "utf-8",
     engine: Engine | None = None,
     resume: bool = False,
@@ -115,11 +112,6 @@ def prepare(
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
     max_errors: malformed records that may be left out, listed in out/errors.jsonl.
     max_record_bytes: limit of a document's line, file or row, uncompressed; a longer one ends the run.
-    url_timeout_s: of all attempts at a request for the URL of an image or audio; after it, its sample is
-            malformed.
-    allow_private: whether records may name images and audio on private networks and this machine, and in
-            storage that is read with credentials. Those below the folder of their file, or of
-            `Multimodal.folder`, always may be. Say so only for records that you trust.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
     engine: runs the encoding; None for a process per core of this machine.
@@ -142,8 +134,6 @@ def prepare(
             f"part_bytes={part_bytes}, max_errors={max_errors}, max_record_bytes={max_record_bytes}: must be "
             f"at least 1, 0 and 1"
         )
-    if not 0 < url_timeout_s < math.inf:
-        raise PrepareError(f"url_timeout_s={url_timeout_s}: seconds above 0")
     engine = engine or Local(num_cores())
     output = _output(os.fspath(out), work, engine)
     kinds = MULTIMODAL_KINDS if isinstance(encoding, Multimodal) else KINDS
@@ -162,7 +152,7 @@ def prepare(
             )
         manifest = output.finished(request) if resume else None
         if manifest is None:
-            given = max_errors, max_record_bytes, url_timeout_s, allow_private
+            given = max_errors, max_record_bytes
             limits = dict[str, Any](zip(LIMITS, given, strict=True))
             job = _job(output.work, request, encoding, limits, part_bytes, resume=resume, overwrite=overwrite)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)

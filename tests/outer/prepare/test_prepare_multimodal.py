@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import socket
 import tarfile
 from dataclasses import replace
 
@@ -342,8 +341,7 @@ def test_the_command(tmp_path, words, capsys):
     assert told["audio"] == {"parts": 1, "bytes": len(wav(16_000)), "median_seconds": 1, "most_seconds": 1}
     for wrong, why in (
         (["--image-token", PAD], "need --multimodal"),
-        (["--url-timeout", "9"], "need --multimodal"),
-        (["--allow-private"], "need --multimodal"),
+        (["--max-pixels", "9"], "need --multimodal"),
         (["--multimodal"], "name the token that stands for an image"),
         (["--multimodal", "--image-token", "<|nothing|>"], "has no token '<|nothing|>'"),
         (["--multimodal", "--image-token", PAD, "--image-text", "x"], "must have --image-token in it once"),
@@ -455,42 +453,29 @@ def test_rows_of_parquet_have_bytes_or_paths(tmp_path, rows, captions, words):
     assert read(tmp_path / "out", words) == [(f"{IMAGE}y", [("image", 5, 9, 1, PNG)])]
 
 
-def test_urls_are_fetched_and_those_that_fail_are_counted(tmp_path, rows, captions, words, monkeypatch):
+def test_parts_below_a_folder_in_storage_are_read_and_those_that_fail_are_counted(
+    tmp_path, rows, captions, words, monkeypatch
+):
     needs("nginx")
     monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
     with Nginx(rows, "location /closed/ { return 403; }") as server:
-        names = ("b.jpg", "none.jpg", "closed/b.jpg", "sub/a.png")
-        lines = [json.dumps({"text": "x", "image": f"{server.url}/{name}"}) + "\n" for name in names]
-        (rows / "rows.jsonl").write_text("".join(lines))
-        prepare(
-            [rows / "rows.jsonl"],
-            tmp_path / "out",
-            captions,
-            engine=Here(),
-            max_errors=2,
-            allow_private=True,
+        names = (
+            "b.jpg",
+            f"{server.url}/none.jpg",
+            "closed/b.jpg",
+            f"{server.url}/sub/a.png",
+            "https://h/a.jpg",
         )
+        lines = [json.dumps({"text": "x", "image": name}) + "\n" for name in names]
+        (rows / "rows.jsonl").write_text("".join(lines))
+        far = replace(captions, folder=server.url)
+        prepare([rows / "rows.jsonl"], tmp_path / "out", far, engine=Here(), max_errors=3)
     told = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()]
-    assert [each["line"] for each in told] == [2, 3]
-    assert "none.jpg" in told[0]["error"] and "403" in told[1]["error"]
+    assert [each["line"] for each in told] == [2, 3, 5]
+    assert "none.jpg" in told[0]["error"] and "closed/b.jpg" in told[1]["error"]
+    assert "not below the folder of its file" in told[2]["error"]
     sizes = [part[1:3] for _, parts in read(tmp_path / "out", words) for part in parts]
     assert sizes == [(8, 4), (5, 9)]
-
-
-def test_a_url_that_never_answers_is_given_up_by_name(tmp_path, rows, captions, words, monkeypatch):
-    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # its connections stay in the queue
-        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/a.jpg"
-        lines = [json.dumps({"text": "x", "image": name}) + "\n" for name in (url, "b.jpg")]
-        (rows / "rows.jsonl").write_text("".join(lines))
-        limits = {"max_errors": 1, "url_timeout_s": 0.5, "allow_private": True}
-        prepare([rows / "rows.jsonl"], tmp_path / "out", captions, engine=Here(), **limits)
-    told = json.loads((tmp_path / "out/errors.jsonl").read_text())
-    assert told["line"] == 1 and told["error"].startswith(f"image[0]: {url}: failed")
-    assert read(tmp_path / "out", words) == [(f"{IMAGE}x", [("image", 8, 4, 1, JPG)])]
-    for wrong in (0, float("nan")):
-        with pytest.raises(PrepareError, match=r"url_timeout_s=.*: seconds above 0"):
-            prepare([rows / "rows.jsonl"], tmp_path / "no", captions, engine=Here(), url_timeout_s=wrong)
 
 
 def test_samples_of_mds_keep_the_bytes_of_their_images(tmp_path, captions, words):

@@ -115,29 +115,19 @@ class Reading:
         columns: of the values; or how samples with parts are made.
         encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is used.
         most_bytes: of a record, uncompressed; of a sample, with its parts.
-        url_timeout_s: of all attempts at the URL of a part.
-        allow_private: whether any host and storage may be named; see `fetch_from`.
     """
 
     columns: Columns | SampleColumns
     encodings: Sequence[str]
     most_bytes: int
-    url_timeout_s: float
-    allow_private: bool = False
 
     def value(self, record: Mapping[str, Any], url: str) -> Any:
         """The value of a record of a file. Raises StoreError."""
         if isinstance(self.columns, Columns):
             return self.columns.value(record)
         own = parent(url)[0]
-        fetch = fetch_from(
-            own if self.columns.folder is None else self.columns.folder,
-            self.most_bytes,
-            self.url_timeout_s,
-            own=own,
-            allow_private=self.allow_private,
-        )
-        return self.columns.sample(record, fetch)
+        folder = own if self.columns.folder is None else self.columns.folder
+        return self.columns.sample(record, fetch_from(folder, self.most_bytes, own=own))
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:

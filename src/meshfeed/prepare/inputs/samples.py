@@ -7,7 +7,7 @@ The conventions of the field, by the keys that a record has:
     messages, conversations   chats: role and content, or from and value; content is text with <image>, or a
                            list of {"type": "text", "text": ...} and {"type": "image", "image": ...};
                            without either, parts come first in the first question
-    image, images, audio, audios   the parts: paths, URLs, bytes, or objects with bytes, path or url
+    image, images, audio, audios   the parts: paths, bytes, or objects with bytes, path or url
 """
 
 from __future__ import annotations
@@ -20,19 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Folder
-from meshfeed.files.remote.retries import GIVE_UP
-from meshfeed.files.url import is_http, is_remote, join, parent, without_secrets
+from meshfeed.files.url import is_http, is_remote, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.prepare.inputs.sharegpt import with_role
-from meshfeed.prepare.inputs.web import Web
 from meshfeed.prepare.inputs.within_folder import read_beneath
-
-URL_TIMEOUT_S = 60.0
-"""Default time to fetch a part from a URL."""
 
 Fetch = Callable[[str], bytes]
 """Path or URL of a part in a record -> its bytes. Raises StoreError."""
@@ -141,48 +136,32 @@ class SampleColumns:
         return _of_text(value, given)
 
 
-def fetch_from(
-    folder: str, most_bytes: int, url_timeout_s: float, *, own: str = "", allow_private: bool = False
-) -> Fetch:
-    """A function that fetches the parts that a record names, by path within a folder or by URL.
+def fetch_from(folder: str, most_bytes: int, *, own: str = "") -> Fetch:
+    """A function that reads the parts that a record names: by path within a folder, or as `data:` URLs.
 
-    A URL below a folder that the user has named is read with the user's credentials, from any address. Other
-    URLs, and redirects to other hosts, are read without credentials, and from public addresses only.
+    A URL is read if it is below one of the two folders. Others are refused: whoever made the records chose
+    them, and they would be read from this machine, with its credentials.
 
     folder: base of the paths, or its URL.
     most_bytes: of the parts of a record together.
-    url_timeout_s: of all attempts at each request for a URL.
     own: the folder of the file that has the record, or its URL.
-    allow_private: whether records may name any host, and storage that takes credentials.
     """
     left = most_bytes
 
-    def stored(base: str, named: str, options: Mapping[str, str]) -> bytes:
-        with Folder(base, options=options).file(named) as file:
-            return read_bytes(file, 0, min(file.size_bytes, left + 1))
-
     def read(name: str) -> bytes:
-        if not is_remote(name):
-            named = _relative(name, folder)
-            if not is_remote(folder):
-                return read_beneath(folder, named, left + 1)
-            if not is_http(folder):
-                return stored(folder, named, {})
-            name = join(folder, named)
-        if is_http(name):
-            web = Web(url_timeout_s, allow_private=allow_private)
-            base = next((base for base in (folder, own) if _is_below(name, base)), "")
-            return web.read(_as_named(name, base), left, named=base)
-        options = {GIVE_UP: f"{url_timeout_s:g}"}
-        for base in (folder, own):
-            if (named := _below(name, base)) is not None:
-                return stored(base, named, options)
-        if not allow_private:
-            raise StoreError(
-                f"{without_secrets(name)}: would be read with this machine's credentials; name its folder by "
-                f"--parts-folder, or allow all such URLs by --allow-private"
-            )
-        return stored(*parent(name), options)
+        base, named = folder, _relative(name, folder)
+        if is_remote(name):
+            found = [(each, below) for each in (folder, own) if (below := _below(name, each)) is not None]
+            if not found:
+                raise StoreError(
+                    f"{without_secrets(name)}: not below the folder of its file; name its folder by "
+                    f"--parts-folder, or download the parts first, as img2dataset does"
+                )
+            base, named = found[0]
+        elif not is_remote(folder):
+            return read_beneath(folder, named, left + 1)
+        with Folder(base).file(named) as file:
+            return read_bytes(file, 0, min(file.size_bytes, left + 1))
 
     def fetch(name: str) -> bytes:
         nonlocal left
@@ -229,18 +208,6 @@ def _below(url: str, folder: str) -> str | None:
     (root, path), (base, first) = (_root_and_path(each) for each in (url, folder))
     first = f"{first.rstrip('/')}/"
     return path[len(first) :] if root == base and path.startswith(first) and path != first else None
-
-
-def _is_below(url: str, folder: str) -> bool:
-    """Whether a web address is below a folder's, however a server reads the path."""
-    path = unquote(urlsplit(url).path)
-    return _below(url, folder) is not None and "\\" not in path and ".." not in path.split("/")
-
-
-def _as_named(url: str, folder: str) -> str:
-    """A web address below a folder's, with that folder's user and password, if any."""
-    netloc = urlsplit(folder).netloc
-    return urlunsplit(urlsplit(url)._replace(netloc=netloc)) if "@" in netloc else url
 
 
 def _root_and_path(url: str) -> tuple[str, str]:

@@ -26,7 +26,6 @@ from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoding.encodings import Encoder, encoder_of, encoding_of
 from meshfeed.prepare.inputs.files import Input, version_of
 from meshfeed.prepare.inputs.records import UTF8, Reading
-from meshfeed.prepare.inputs.samples import URL_TIMEOUT_S
 from meshfeed.prepare.job.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.job.part_file import write_array
 
@@ -36,7 +35,7 @@ JOB = "job.json"
 """Describes the job; a folder without it has none."""
 VERSION = 1
 """Version of the job's content, and so of its output."""
-LIMITS = ("max_malformed", "max_record_bytes", "url_timeout_s", "allow_private")
+LIMITS = ("max_malformed", "max_record_bytes")
 """Attributes of a job that may change on resume."""
 
 
@@ -80,10 +79,8 @@ class Job:
         request: what to make.
         spans: part, input, begin, end; int64 [num_spans, 4].
         max_malformed: records that may be left out.
-        max_record_bytes: of a record.
-        url_timeout_s: of all attempts at the URL of a part.
-        allow_private: whether records may name any host and storage. All four may change on resume: they
-            decide only what is skipped, and whether the run finishes.
+        max_record_bytes: of a record. Both may change on resume: they decide only what is skipped, and
+            whether the run finishes.
     """
 
     folder: Path
@@ -91,8 +88,6 @@ class Job:
     spans: I64
     max_malformed: int
     max_record_bytes: int
-    url_timeout_s: float = URL_TIMEOUT_S
-    allow_private: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -108,13 +103,7 @@ class Job:
         """How its records are read."""
         columns = encoding_of(self.request.encoder).columns
         encodings = self.request.encodings.split(",")
-        return Reading(
-            columns,
-            encodings,
-            self.max_record_bytes,
-            self.url_timeout_s,
-            allow_private=self.allow_private,
-        )
+        return Reading(columns, encodings, self.max_record_bytes)
 
     @property
     def limits(self) -> dict[str, Any]:
