@@ -172,7 +172,9 @@ def fed(prefix: str, length: int, delivery: Any) -> tuple[Iterator[Any], Callabl
     steps: list[mf.Step] = []
 
     def batches() -> Iterator[Any]:
-        with mf.Feed(recipe, mf.Layout(tp=RANKS), delivery=delivery, prefetch=0) as feed:
+        with mf.Feed(
+            recipe, mf.Layout(tp=RANKS), transport=mf.Transport(delivery=delivery, prefetch=0)
+        ) as feed:
             for step in feed:
                 steps.append(step)
                 yield from step.microbatches

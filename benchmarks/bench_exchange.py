@@ -206,7 +206,9 @@ def measure_case(
     ]
     usual, keys = Usual(layout, groups, counted), EIGHT_KEYS if "8 keys" in case else KEYS
     iterator = given * (rounds + 1) if owns else None
-    exchange = mf.Exchange(iterator, layout, packing=PACKING, keys=keys, readers=owners)
+    exchange = mf.Exchange(
+        iterator, layout, packing=PACKING, keys=keys, transport=mf.Transport(readers=owners)
+    )
     steps_taken: list[mf.Step] = []
     contestants = {  # each lives through all rounds, as through a training run
         PEER: map(usual.step, batches * (rounds + 1)),

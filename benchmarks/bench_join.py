@@ -80,7 +80,7 @@ def joining(
     joins: list[float] = []
     processor: list[float] = []
     layout, timeout_s = mf.Layout(dp=ranks), LONG.total_seconds()
-    with mf.Feed(recipe, layout, rank, rendezvous=store, timeout_s=timeout_s) as feed:
+    with mf.Feed(recipe, layout, rank, transport=mf.Transport(rendezvous=store, timeout_s=timeout_s)) as feed:
         for r in range(rounds):
             gather(store, f"ready {r}", ranks)
             began = time.perf_counter()
@@ -101,7 +101,12 @@ def first_batch(rank: int, _: int, results: Queue[float], ranks: int, port: int,
     store = TCPStore(HOST, port, None, False, timeout=LONG)
     recipe = recipe_of(path, length=32, sequences=ranks)
     layout, timeout_s = mf.Layout(dp=ranks), LONG.total_seconds()
-    with mf.Feed(recipe, layout, rank, rendezvous=store, name=f"first {ranks}", timeout_s=timeout_s) as feed:
+    with mf.Feed(
+        recipe,
+        layout,
+        rank,
+        transport=mf.Transport(rendezvous=store, name=f"first {ranks}", timeout_s=timeout_s),
+    ) as feed:
         for step in feed:
             next(step.microbatches)
             results.put(time.process_time())

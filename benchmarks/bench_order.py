@@ -144,7 +144,7 @@ def many_sources(short: bool) -> Iterator[Row]:
             recipe = mf.Recipe(
                 data=mf.Mixture(stores), sequence=mf.Windows(64), batch=mf.Batch(sequences=BATCH)
             )
-            with mf.Feed(recipe, prefetch=0) as feed:
+            with mf.Feed(recipe, transport=mf.Transport(prefetch=0)) as feed:
                 list(next(iter(feed)).microbatches)
 
         many, one = [f"s{k}" for k in range(sources)], ["one"]

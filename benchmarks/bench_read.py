@@ -216,7 +216,7 @@ def through_feed(recipe: mf.Recipe, batch: int, num_windows: int, prefetch: int)
 
     def batches() -> Iterator[torch.Tensor]:
         left = num_windows
-        with mf.Feed(recipe, micro_batch_size=batch, prefetch=prefetch) as feed:
+        with mf.Feed(recipe, micro_batch_size=batch, transport=mf.Transport(prefetch=prefetch)) as feed:
             for step in feed:
                 for microbatch in step.microbatches:
                     yield microbatch["tokens"]

@@ -67,7 +67,7 @@ def told(path: str, moves: int) -> tuple[list[float], float]:
     """Seconds of each move of a rank by `Feed.at`, and bytes that were read in vain over those of a step."""
     dice, pauses, recipe = random.Random(0), list[float](), recipe_of(path)
     taken, steps, step = 0.0, 0, 0
-    with mf.Feed(recipe, packing=PACKING, delivery="direct") as feed:
+    with mf.Feed(recipe, packing=PACKING, transport=mf.Transport(delivery="direct")) as feed:
         for _ in range(moves):
             layout = mf.Layout.parse(dice.choice(PLACES))
             rank = dice.randrange(layout.world_size)

@@ -167,7 +167,9 @@ def staging(bench: Bench) -> Shown:
         (x[:, 0] * fields["loss_mask"].flatten() + fields["position_ids"].flatten()).sum()
 
     def fed(device: Any) -> Iterator[Any]:
-        with mf.Feed(recipe, device=device, micro_batch_size=rows, prefetch=2) as feed:
+        with mf.Feed(
+            recipe, device=device, micro_batch_size=rows, transport=mf.Transport(prefetch=2)
+        ) as feed:
             yield from (dict(microbatch) for step in feed for microbatch in step.microbatches)
 
     def again() -> Iterator[Any]:
@@ -253,7 +255,9 @@ def share(rank: int, port: int, results: Any, path: str, device: str, layout: mf
     )
     fields: list[Any] = []
     num_read = 0
-    with mf.Feed(shared_recipe(path), layout, device=device, delivery="share") as feed:
+    with mf.Feed(
+        shared_recipe(path), layout, device=device, transport=mf.Transport(delivery="share")
+    ) as feed:
         for step, _ in zip(feed, range(steps)):
             fields += [{name: value.cpu().numpy() for name, value in m.items()} for m in step.microbatches]
             num_read += step.stats.bytes_read or 0

@@ -152,7 +152,11 @@ def fed(rule: str, corpus: Path, layout: str, **options: object) -> Iterator[Non
 
     sequence = mf.Windows(4096) if rule == "windows" else mf.Documents()
     recipe = mf.Recipe(data=mf.open(corpus), sequence=sequence, batch=mf.Batch(sequences=BATCH), seed=1)
-    each = {"layout": mf.Layout.parse(layout), "rank": 0, "delivery": "direct", "prefetch": 0}
+    each = {
+        "layout": mf.Layout.parse(layout),
+        "rank": 0,
+        "transport": mf.Transport(delivery="direct", prefetch=0),
+    }
     with mf.Feed(recipe, **each, **options) as feed:
         for step in feed:
             for microbatch in step.microbatches:

@@ -76,8 +76,17 @@ def train(layout: mf.Layout, rank: int, steps: int, updates: int = 2) -> Iterato
     owner = Owner(place, steps)
     way_back = WayBack(place)
     with (
-        mf.Exchange(owner.sampled(), layout, rank, packing=PACKING, keys=TO_SCORE, name="score") as scoring,
-        mf.Exchange(owner.scored(), layout, rank, packing=PACKING, keys=TO_TRAIN, name="train") as training,
+        mf.Exchange(
+            owner.sampled(),
+            layout,
+            rank,
+            packing=PACKING,
+            keys=TO_SCORE,
+            transport=mf.Transport(name="score"),
+        ) as scoring,
+        mf.Exchange(
+            owner.scored(), layout, rank, packing=PACKING, keys=TO_TRAIN, transport=mf.Transport(name="train")
+        ) as training,
     ):
         to_train = iter(training)
         for step in scoring:

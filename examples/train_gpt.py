@@ -51,11 +51,10 @@ def main() -> None:
     feed = mf.Feed(
         recipe,
         layout,
-        delivery=args.delivery,
+        transport=mf.Transport(delivery=args.delivery, timeout_s=600),
         micro_batch_size=None if args.packing else args.micro_batch_size,
         packing=packing_of(args, shape) if args.packing else None,
         verify=True,
-        timeout_s=600,
     )
     place.make_cp_groups(feed)
     with feed, Journal(args.out, args.name, place, feed) as journal:

@@ -61,10 +61,9 @@ def train(args: argparse.Namespace, after: Callable[[mf.Step], None] = lambda st
         packing=packing,
         encoder=args.encoder,
         machine=mf.Machine(workers=args.workers),
-        delivery=args.delivery,
+        transport=mf.Transport(delivery=args.delivery, timeout_s=600),
         verify=True,
         metrics=log,
-        timeout_s=600,
     )
     place.make_cp_groups(feed)
     with feed, Journal(args.out, args.name, place, feed) as journal:

@@ -91,10 +91,8 @@ class Job:
                 shape,
                 rank,
                 packing=PACKING,
-                delivery="direct",
-                rendezvous=store,
+                transport=mf.Transport(delivery="direct", rendezvous=store, prefetch=dice.choice([0, 2])),
                 ledger=ledger,
-                prefetch=dice.choice([0, 2]),
             )
             for rank in range(shape.world_size)
         ]
@@ -602,7 +600,11 @@ def test_a_missing_or_shorter_ledger_is_refused_with_the_state(folder: Path, tmp
 def test_a_state_knows_all_amendments_that_were_made_before_it(folder: Path, tmp_path: Path) -> None:
     """Those from later steps on, too; what was made after the state is not its concern."""
     recipe, path, states = recipe_of(folder), tmp_path / "ledger.jsonl", [list[Any](), list[Any]()]
-    options: Any = {"packing": PACKING, "delivery": "direct", "rendezvous": HashStore(), "ledger": path}
+    options: Any = {
+        "packing": PACKING,
+        "transport": mf.Transport(delivery="direct", rendezvous=HashStore()),
+        "ledger": path,
+    }
     with contextlib.ExitStack() as stack:
         for rank, feed in enumerate([mf.Feed(recipe, mf.Layout(dp=2), rank, **options) for rank in range(2)]):
             stack.enter_context(feed)
@@ -636,7 +638,7 @@ def test_a_feed_whose_documents_are_all_excluded_closes_at_once(folder: Path, pr
     everything = {name: range(size) for name, size in SIZES.items()}
     recipe = recipe_of(folder).amended([(3, mf.amendments.Exclude(everything))])
     before = {*threading.enumerate()}  # another test's feed may be waiting for the garbage collector
-    with mf.Feed(recipe, packing=PACKING, prefetch=prefetch) as feed:
+    with mf.Feed(recipe, packing=PACKING, transport=mf.Transport(prefetch=prefetch)) as feed:
         for step in feed:
             assert (step.index < 3) == (step.valid_tokens > 0)
             if step.index == 5:
@@ -717,7 +719,14 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
     ):
         feed.amend(mf.amendments.BatchSize(9))
     rows = replace(recipe_of(folder), sequence=mf.Windows(8), batch=mf.Batch(4))
-    of_rows = mf.Feed(rows, mf.Layout.parse("dp2"), 0, delivery="direct", ledger=path, micro_batch_size=2)
+    of_rows = mf.Feed(
+        rows,
+        mf.Layout.parse("dp2"),
+        0,
+        transport=mf.Transport(delivery="direct"),
+        ledger=path,
+        micro_batch_size=2,
+    )
     with of_rows as feed, pytest.raises(mf.errors.OptionError, match="has 6 sequences"):
         feed.amend(mf.amendments.BatchSize(6))
 
@@ -728,7 +737,9 @@ def test_amounts_do_not_change_after_all_are_drawn(folder: Path, tmp_path: Path)
         {"code": (mf.open(folder / "code"), 22), "web": (mf.open(folder / "web"), 11)}, by="count"
     )
     recipe = replace(recipe_of(folder), data=data)  # 33 sequences in steps of 6
-    with mf.Feed(recipe, packing=PACKING, prefetch=0, ledger=tmp_path / "ledger.jsonl") as feed:
+    with mf.Feed(
+        recipe, packing=PACKING, transport=mf.Transport(prefetch=0), ledger=tmp_path / "ledger.jsonl"
+    ) as feed:
         sizes = list[int]()
         for step in feed:
             sizes.append(step.plan.lengths.size)
@@ -846,7 +857,9 @@ def test_what_was_trained_before_cannot_be_amended(folder: Path, tmp_path: Path)
 
 def test_a_far_skip_takes_no_time(folder: Path, tmp_path: Path) -> None:
     recipe = replace(recipe_of(folder), steps=200)
-    with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", prefetch=0) as feed:
+    with mf.Feed(
+        recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", transport=mf.Transport(prefetch=0)
+    ) as feed:
         feed.amend(mf.amendments.SkipSteps(3, 10**12))
         assert [step.index for step in feed] == [0, 1, 2]
 
@@ -967,7 +980,7 @@ def test_a_run_log_names_the_sources_that_came_later(folder: Path, tmp_path: Pat
 
 def test_what_is_read_of_a_source_that_came_later_is_counted(folder: Path, tmp_path: Path) -> None:
     path, gained = tmp_path / "ledger.jsonl", 0
-    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path, prefetch=0) as feed:
+    with mf.Feed(recipe_of(folder), packing=PACKING, ledger=path, transport=mf.Transport(prefetch=0)) as feed:
         for step in feed:
             drawn = [microbatch.draws.source for microbatch in step.microbatches]
             gained += sum(int((sources == 3).sum()) for sources in drawn)
@@ -1035,7 +1048,11 @@ def _amends_unless(
     rank: int, folder: Path, ledger: Path, layout: str, who: int, delivery: Any, other: Any
 ) -> None:
     """Trains until an error; one rank does not amend in step 3 as the others do."""
-    options: Any = {"packing": PACKING, "ledger": ledger, "delivery": delivery, "timeout_s": 300}
+    options: Any = {
+        "packing": PACKING,
+        "ledger": ledger,
+        "transport": mf.Transport(delivery=delivery, timeout_s=300),
+    }
     with mf.Feed(recipe_of(folder), mf.Layout.parse(layout), **options) as feed:
         for step in feed:
             for _ in step.microbatches:

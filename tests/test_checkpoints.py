@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save(rank: int, path: str, folder: Path) -> int:
-    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2-dp2"), timeout_s=600) as feed:
+    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2-dp2"), transport=mf.Transport(timeout_s=600)) as feed:
         take(feed, 3)
         assert isinstance(feed, Stateful)
         dcp.save({"feed": feed, "weights": torch.ones(3)}, checkpoint_id=folder)
@@ -37,7 +37,7 @@ def save(rank: int, path: str, folder: Path) -> int:
 
 
 def load(rank: int, path: str, folder: Path) -> list[Any]:
-    with mf.Feed(recipe_of(path), mf.Layout.parse("cp2"), timeout_s=600) as feed:
+    with mf.Feed(recipe_of(path), mf.Layout.parse("cp2"), transport=mf.Transport(timeout_s=600)) as feed:
         dcp.load({"feed": feed, "weights": torch.zeros(3)}, checkpoint_id=folder)
         assert feed.next_step == 3
         return take(feed, 2)
@@ -152,7 +152,7 @@ def test_every_state_passes_every_way_forward_and_back(tmp_path: Path) -> None:
 
 def resume(rank: int, path: str, layout: str, delivery: str, steps: list[int]) -> tuple[str, str]:
     recipe = recipe_of(path)
-    feed = mf.Feed(recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600)
+    feed = mf.Feed(recipe, mf.Layout.parse(layout), transport=mf.Transport(delivery=delivery, timeout_s=600))
     feed.load_state_dict(mf.State(recipe=recipe.summary(until=steps[rank]), step=steps[rank]).to_json())
     try:
         take(feed, 1)

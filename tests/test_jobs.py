@@ -60,19 +60,13 @@ def lives(rank: int, folder: str, number: int) -> list[str]:
     def live(data: st.DataObject) -> None:
         job = data.draw(jobs(Path(folder)))
         packing, last = data.draw(packings(job)), last_step(job)
-        options: dict[str, Any] = {"packing": packing, "pad_rows": packing is None}
-        given = {"delivery": data.draw(st.sampled_from(["auto", "direct", "broadcast", "share", "tree"]))}
+        delivery: Any = data.draw(st.sampled_from(["auto", "direct", "broadcast", "share", "tree"]))
         runs = data.draw(
             st.lists(st.tuples(st.integers(0, last), st.sampled_from(FOUR)), min_size=1, max_size=3)
         )
-        feed = mf.Feed(
-            job.recipe,
-            layout_of(runs[0][1]),
-            timeout_s=300,
-            prefetch=data.draw(st.integers(0, 2)),
-            **given,
-            **options,
-        )
+        transport = mf.Transport(delivery=delivery, timeout_s=300, prefetch=data.draw(st.integers(0, 2)))
+        layout = layout_of(runs[0][1])
+        feed = mf.Feed(job.recipe, layout, packing=packing, pad_rows=packing is None, transport=transport)
         with feed:
             for at, (step, text) in enumerate(runs):
                 further = range(step, step + 6)  # two of them are skipped, at the most

@@ -20,6 +20,7 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
+import transports
 from corpus import recipe_of, write_corpus
 from meshfeed.amendments import KINDS
 from meshfeed.files.local import durable
@@ -329,7 +330,7 @@ def test_a_loop_at_the_end_of_the_stream_waits_for_nobody(tmp_path: Path, delive
     write_corpus(tmp_path / "c")
     recipe = recipe_of(tmp_path / "c", steps=3, sequences=4)
     peers: dict[str, Any] = {"rendezvous": HashStore(), "timeout_s": 0.5}
-    feed = mf.Feed(replace(recipe, steps=3), mf.Layout(tp=2), 0, delivery=delivery, **peers)
+    feed = mf.Feed(replace(recipe, steps=3), mf.Layout(tp=2), 0, **transports.of(delivery=delivery, **peers))
     with pytest.raises(mf.errors.PeerError):
         next(iter(feed))  # the other rank does not come
     feed.load_state_dict(mf.State.at(recipe, 3).to_json())

@@ -399,8 +399,8 @@ def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
         lambda recipe: mf.Windows(8, reset_position_ids=1),
         lambda recipe: mf.Windows(8, reset_attention_mask=None),
         lambda recipe: mf.Windows(8, eod_mask_loss="no"),
-        lambda recipe: mf.Feed(recipe, prefetch=-1),
-        lambda recipe: mf.Feed(recipe, timeout_s=0),
+        lambda recipe: mf.Feed(recipe, transport=mf.Transport(prefetch=-1)),
+        lambda recipe: mf.Feed(recipe, transport=mf.Transport(timeout_s=0)),
     ],
 )
 def test_recipes_that_make_no_stream_are_refused(make: object, corpus: Path) -> None:

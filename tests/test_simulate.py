@@ -216,7 +216,14 @@ def test_ranks_that_stand_elsewhere_do_not_agree(corpus: Path) -> None:
     """What peers compare before they deliver: one layout's text has many tables."""
 
     def agreed(layout: mf.Layout, rows: int = 1, split: Any = "zigzag") -> tuple[tuple[str, str], ...]:
-        feed = mf.Feed(recipe_of(corpus), layout, 0, delivery="direct", micro_batch_size=rows, cp_split=split)
+        feed = mf.Feed(
+            recipe_of(corpus),
+            layout,
+            0,
+            transport=mf.Transport(delivery="direct"),
+            micro_batch_size=rows,
+            cp_split=split,
+        )
         return tuple(feed._all_agreed().items())
 
     here = mf.Layout.parse("tp2-dp2")

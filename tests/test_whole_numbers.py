@@ -63,11 +63,11 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
     "Exchange": [
         (
             lambda **given: mf.Exchange(iter(()), packing=PACKING, **given),
-            {"rank": 0, "pulls": 2, "prefetch": 1},
+            {"rank": 0, "pulls": 2},
         )
     ],
     "Feed": [
-        (feed, {"rank": 0, "prefetch": 1, "read_ahead_bytes": 1, "vocab_size": 9}),
+        (feed, {"rank": 0, "vocab_size": 9}),
         (feed, {"micro_batch_size": 2}),
     ],
     "IndexedWriter": [
@@ -105,6 +105,7 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
     "SkipSteps": [(mf.amendments.SkipSteps, {"first": 2, "stop": 4})],
     "StageMap": [(mf.StageMap, {"pp": 2, "vpp": 3})],
     "State": [(lambda **given: mf.State.at(recipe(), **given), {"step": 3})],
+    "Transport": [(mf.Transport, {"prefetch": 1, "read_ahead_bytes": 1})],
     "Windows": [(mf.Windows, {"length": 8})],
     "account_of": [(lambda **given: mf.plan.account_of(PLAN, PACKING, **given), {"pp": 2, "vpp": 1})],
     "packs_of": [(lambda **given: mf.plan.packs_of(PLAN, **given), {"dp_cp_rank": 1, "together": 2})],

@@ -90,7 +90,11 @@ def train(rank: int, port: int, layout: str, first: int, last: int, folder: str,
         object.__setattr__(recipe.sequence, "load", slow)
     packing, metrics = mf.Packing(capacity=2048), mf.metrics.RunLog(log)
     with mf.Feed(
-        recipe, mf.Layout.parse(layout), packing=packing, delivery="direct", metrics=metrics
+        recipe,
+        mf.Layout.parse(layout),
+        packing=packing,
+        transport=mf.Transport(delivery="direct"),
+        metrics=metrics,
     ) as feed:
         if first:
             feed.load_state_dict(mf.State(recipe=recipe.summary(), step=first).to_json())

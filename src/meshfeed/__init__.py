@@ -30,6 +30,7 @@ from meshfeed.plan import Align, CostModel, ModelShape, Packing
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.roles import Field, StageMap
 from meshfeed.state import State
+from meshfeed.transport import Transport
 
 if typing.TYPE_CHECKING:
     from meshfeed import amendments as amendments
@@ -77,6 +78,7 @@ __all__ = [
     "StageMap",
     "State",
     "Step",
+    "Transport",
     "Windows",
     "exchange_encoded",
     "loss_by_source",

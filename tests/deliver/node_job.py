@@ -66,10 +66,7 @@ def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
             recipe_at(folder),
             LAYOUT,
             rank,
-            delivery=delivery,
-            readers=readers,
-            rendezvous=store,
-            timeout_s=600,
+            transport=mf.Transport(delivery=delivery, readers=readers, rendezvous=store, timeout_s=600),
         )
         try:
             with feed:

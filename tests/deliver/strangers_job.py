@@ -44,7 +44,10 @@ def rank_of_job(rank: int, path: str, where: str) -> list[Any]:
         if rank:
             store.wait([f"under attack {case}"])
         with mf.Feed(
-            recipe_of(path), LAYOUT, rank, delivery="share", rendezvous=store, timeout_s=600
+            recipe_of(path),
+            LAYOUT,
+            rank,
+            transport=mf.Transport(delivery="share", rendezvous=store, timeout_s=600),
         ) as feed:
             seen.append(take(feed, STEPS))
     return seen

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import meshfeed as mf
 import meshfeed.feed.source
+import transports
 import world
 from corpus import recipe_of, write_corpus
 from soak import SEED, cases
@@ -91,7 +92,10 @@ def feed_of(path: str, rank: int, case: dict[str, Any]) -> mf.Feed:
     meshfeed.feed.source.version_of = lambda package: version  # type: ignore[attr-defined]
     corpus = recipe_of(f"{path}/{given.pop('corpus', 'text')}", **recipe)
     feed = mf.Feed(
-        corpus, mf.Layout.parse(given.pop("layout")), given.pop("rank", rank), timeout_s=90, **given
+        corpus,
+        mf.Layout.parse(given.pop("layout")),
+        given.pop("rank", rank),
+        **transports.of(timeout_s=90, **given),
     )
     if step:
         feed.load_state_dict(mf.State(recipe=corpus.summary(until=step), step=step).to_json())

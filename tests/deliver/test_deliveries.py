@@ -88,9 +88,8 @@ def every_delivery(rank: int, path: str, world_size: int) -> list[str]:
             with mf.Feed(
                 recipe,
                 case.layout,
-                delivery=delivery,
+                transport=mf.Transport(delivery=delivery, timeout_s=600),
                 verify=True,
-                timeout_s=600,
                 pad_rows=True,
                 **case.options,
             ) as feed:
@@ -125,7 +124,7 @@ def shards(rank: int, path: str, layout: mf.Layout, options: dict[str, Any]) -> 
     """Every microbatch of epoch 0: (indices, tokens, labels), as this rank holds them."""
     recipe = recipe_of(path, length=48, sequences=8, epochs=1)
     rows = {"micro_batch_size": 2, "pad_rows": True}
-    with mf.Feed(recipe, layout, delivery="share", **rows, **options) as feed:
+    with mf.Feed(recipe, layout, transport=mf.Transport(delivery="share"), **rows, **options) as feed:
         return [
             [
                 (mb.draws.index.tolist(), mb["tokens"].numpy(), mb["labels"].numpy())
@@ -234,7 +233,12 @@ def extras(rank: int, path: str) -> list[str]:
         for delivery in DELIVERIES if SOAK else (DELIVERIES[at % 5], DELIVERIES[(at + 2) % 5]):
             kept: list[mf.Microbatch] = []
             with mf.Feed(
-                recipe, layout, delivery=delivery, verify=True, timeout_s=600, pad_rows=True, **options
+                recipe,
+                layout,
+                transport=mf.Transport(delivery=delivery, timeout_s=600),
+                verify=True,
+                pad_rows=True,
+                **options,
             ) as feed:
                 for step in feed:
                     kept += step.microbatches
@@ -294,7 +298,7 @@ def collectives(rank: int, path: str) -> dict[str, Any]:
                 steps = 12 if delivery == "broadcast" or name == "short" else 3
                 called.clear()
                 counts = []
-                with mf.Feed(recipe, layout, delivery=delivery, prefetch=1) as feed:
+                with mf.Feed(recipe, layout, transport=mf.Transport(delivery=delivery, prefetch=1)) as feed:
                     for step in itertools.islice(feed, steps):
                         microbatches = list(step.microbatches)
                         counts.append((len(microbatches), step.stats.collectives))
@@ -335,7 +339,9 @@ def middle_stage(rank: int, path: str, delivery: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.open", watched)
         called = count_collectives(patch)
-        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600) as feed:
+        with mf.Feed(
+            recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), verify=True
+        ) as feed:
             steps = [(step, list(step.microbatches)) for step in itertools.islice(feed, 3)]
         return {
             "role": asdict(feed.role),
@@ -365,7 +371,7 @@ def costs(rank: int, path: str, texts: Sequence[str]) -> list[tuple[int, int]]:
     spent: list[tuple[int, int]] = []
     for text in texts:
         bytes_read = opens = 0
-        with mf.Feed(recipe, parse(text), delivery="share", pad_rows=True) as feed:
+        with mf.Feed(recipe, parse(text), transport=mf.Transport(delivery="share"), pad_rows=True) as feed:
             for step in feed:
                 for _ in step.microbatches:
                     pass
@@ -406,8 +412,8 @@ def own_readers(rank: int, path: str) -> list[str]:
         layout = parse(text, ranks_per_node=2 if delivery == "tree" else None)
         # those that are left out may stay away, so what they begin is known by name
         name = f"{text} {delivery} {sorted(readers)}"
-        options = {"delivery": delivery, "readers": readers, "pad_rows": True, "name": name}
-        mine = mf.Feed(recipe, layout, rank, verify=True, timeout_s=600, **options)
+        transport = mf.Transport(delivery=delivery, readers=readers, name=name, timeout_s=600)
+        mine = mf.Feed(recipe, layout, rank, verify=True, transport=transport, pad_rows=True)
         left_out = not mine.role.reads and mine.role.source is None
         if left_out and rank % 2:  # some that are left out call, some never do
             continue
@@ -442,7 +448,11 @@ def without_default_group(rank: int, path: str, where: dict[str, Any]) -> list[s
     for delivery in ("direct", "share", "broadcast"):
         for verify in (False, True):
             feed = mf.Feed(
-                recipe, layout, rank, delivery=delivery, rendezvous=store, verify=verify, timeout_s=600
+                recipe,
+                layout,
+                rank,
+                transport=mf.Transport(delivery=delivery, rendezvous=store, timeout_s=600),
+                verify=verify,
             )
             if take(feed, 3) != simulated(recipe, layout, 3, rank):
                 wrong.append(delivery)
@@ -464,7 +474,9 @@ def different_pasts(rank: int, path: str) -> list[Any]:
     recipe = recipe_of(path, length=32, sequences=8)
     seen = []
     for _ in range(3):  # and the same groups again and again
-        with mf.Feed(recipe, parse("tp2-pp2"), delivery="broadcast", verify=True, timeout_s=600) as feed:
+        with mf.Feed(
+            recipe, parse("tp2-pp2"), transport=mf.Transport(delivery="broadcast", timeout_s=600), verify=True
+        ) as feed:
             seen.append(take(feed, 2))
     return seen
 
@@ -483,8 +495,8 @@ def two_feeds(rank: int, path: str) -> list[bool]:
     layout, good = parse("tp2-dp2"), []
     for delivery in ("broadcast", "share"):
         with (
-            mf.Feed(train, layout, delivery=delivery, timeout_s=600) as one,
-            mf.Feed(valid, layout, delivery=delivery, timeout_s=600) as two,
+            mf.Feed(train, layout, transport=mf.Transport(delivery=delivery, timeout_s=600)) as one,
+            mf.Feed(valid, layout, transport=mf.Transport(delivery=delivery, timeout_s=600)) as two,
         ):
             pairs = [
                 (seen_step(a, a.microbatches), seen_step(b, b.microbatches))
@@ -516,14 +528,16 @@ def test_a_deep_prefetch_takes_no_more_descriptors_than_a_message_carries(corpus
 
 def deep_prefetch(rank: int, path: str) -> bool:
     recipe = recipe_of(path, sequences=4, epochs=3)
-    feed = mf.Feed(recipe, parse("tp2"), delivery="share", prefetch=400, timeout_s=600)
+    feed = mf.Feed(
+        recipe, parse("tp2"), transport=mf.Transport(delivery="share", prefetch=400, timeout_s=600)
+    )
     return take(feed) == simulated(recipe, parse("tp2"), 10**6, rank)
 
 
 def broken_column(rank: int, path: str, delivery: str) -> str:
     recipe = extras_recipe(path, length=32, sequences=4)
     layout = parse("tp4", ranks_per_node=2 if delivery == "tree" else None)
-    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=600)
+    feed = mf.Feed(recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("test_deliveries.image_of", lambda index: np.array([object()]))
         with pytest.raises(mf.MeshfeedError) as raised:

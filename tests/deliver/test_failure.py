@@ -93,7 +93,9 @@ def one_storage_fails(rank: int, path: str, kind: int) -> list[Any]:
         if rank == 2:
             fail_at(recipe, AT, KINDS[kind]("s3://bucket/shard-7: no such object"))
         layout = mf.Layout.parse("tp2-dp2", ranks_per_node=2 if delivery == "share" else 1)
-        feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, timeout_s=6000)
+        feed = mf.Feed(
+            recipe, layout, transport=mf.Transport(delivery=delivery, prefetch=prefetch, timeout_s=6000)
+        )
         told.append(train(feed, AT - 1 if prefetch else None))
     return told
 
@@ -116,7 +118,9 @@ def two_storages_fail(rank: int, path: str) -> Any:
     if rank in (1, 2):
         fail_at(recipe, {1: 9, 2: 5}[rank], mf.errors.MissingError(f"shard of {rank}"), replicas=4)
     prefetch = {1: 60}.get(rank, 2)  # rank 1 finds early what strikes late
-    return train(mf.Feed(recipe, mf.Layout.parse("dp4"), prefetch=prefetch, timeout_s=6000), 4)
+    return train(
+        mf.Feed(recipe, mf.Layout.parse("dp4"), transport=mf.Transport(prefetch=prefetch, timeout_s=6000)), 4
+    )
 
 
 def test_of_two_failures_the_earlier_step_ends_the_job(corpus: str) -> None:
@@ -133,10 +137,15 @@ def own_code_raises(rank: int, path: str, raises: int) -> list[Any]:
         if delivery == "exchange":
             items = None if rank else ({"tokens": np.arange(3)} for _ in itertools.count())
             source: Any = mf.Exchange(
-                items, layout, packing=mf.Packing(capacity=8), readers=[0], timeout_s=600
+                items,
+                layout,
+                packing=mf.Packing(capacity=8),
+                transport=mf.Transport(readers=[0], timeout_s=600),
             )
         else:
-            source = mf.Feed(recipe_of(path, sequences=8), layout, delivery=delivery, timeout_s=600)
+            source = mf.Feed(
+                recipe_of(path, sequences=8), layout, transport=mf.Transport(delivery=delivery, timeout_s=600)
+            )
         try:
             with source:
                 for step in source:
@@ -167,7 +176,8 @@ import meshfeed as mf
 from corpus import recipe_of
 
 dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
-feed = mf.Feed(recipe_of(sys.argv[1]), mf.Layout(tp=2), delivery="broadcast", timeout_s=600)
+transport = mf.Transport(delivery="broadcast", timeout_s=600)
+feed = mf.Feed(recipe_of(sys.argv[1]), mf.Layout(tp=2), transport=transport)
 for step in feed:
     list(step.microbatches)
     if step.index == 3 and feed.rank == 1:
@@ -210,11 +220,18 @@ def users_own_error(rank: int, path: str) -> list[Any]:
     recipe = recipe_of(path, sequences=8)
     if rank == 0:
         fail_at(recipe, 1, ValueError("mine"), replicas=1)
-    feed = mf.Feed(recipe, mf.Layout(tp=2), delivery="broadcast", timeout_s=600)
+    feed = mf.Feed(recipe, mf.Layout(tp=2), transport=mf.Transport(delivery="broadcast", timeout_s=600))
     items = ({"tokens": np.arange(3)} if rank or n < 2 else {}["mine"] for n in range(9))
     packing = mf.Packing(capacity=8)
-    exchange = mf.Exchange(items, mf.Layout(dp=2), packing=packing, prefetch=2, timeout_s=600)
-    both = mf.Exchange(({}[f"of {rank}"] for _ in range(2)), mf.Layout(dp=2), packing=packing, timeout_s=600)
+    exchange = mf.Exchange(
+        items, mf.Layout(dp=2), packing=packing, transport=mf.Transport(prefetch=2, timeout_s=600)
+    )
+    both = mf.Exchange(
+        ({}[f"of {rank}"] for _ in range(2)),
+        mf.Layout(dp=2),
+        packing=packing,
+        transport=mf.Transport(timeout_s=600),
+    )
     if rank == 0:
         heard_first(meshfeed.feed.feed, "tell", lambda: feed._run)
         heard_first(meshfeed.exchange.loop, "gather_reports", lambda: exchange._run)
@@ -244,7 +261,7 @@ def all_mistaken(rank: int, path: str) -> list[tuple[str, str]]:
     """A layout of another size than the job, then a last step that does not fill the replicas."""
     recipe = recipe_of(path, sequences=8, epochs=1)
     return [
-        train(mf.Feed(recipe, layout, timeout_s=600))[:2]
+        train(mf.Feed(recipe, layout, transport=mf.Transport(timeout_s=600)))[:2]
         for layout in (mf.Layout.parse("tp2-dp4"), mf.Layout(dp=4))
     ]
 
@@ -259,7 +276,10 @@ def test_a_mistake_of_all_ranks_is_told_as_their_own(corpus: str) -> None:
 
 def truncated(rank: int, folder: str) -> Any:
     recipe = recipe_of(f"{folder}/{'far' if rank == 2 else 'near'}/text", sequences=8, length=256)
-    feed, steps = mf.Feed(recipe, mf.Layout.parse("tp2-dp2"), delivery="share", timeout_s=6000), 0
+    feed, steps = (
+        mf.Feed(recipe, mf.Layout.parse("tp2-dp2"), transport=mf.Transport(delivery="share", timeout_s=6000)),
+        0,
+    )
     try:
         with feed:
             for step in feed:
@@ -288,7 +308,9 @@ def test_a_corpus_that_is_cut_under_one_reader_ends_all_ranks(tmp_path: Path) ->
 def a_peer_dies(rank: int, path: str) -> Any:
     """Rank 1 dies; ranks 2 and 3 share nothing with it but the job."""
     store = dist.distributed_c10d._get_default_store().underlying_store
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2-dp2"), delivery="share", timeout_s=6000)
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp2-dp2"), transport=mf.Transport(delivery="share", timeout_s=6000)
+    )
     try:
         for step in feed:
             list(step.microbatches)
@@ -319,7 +341,10 @@ def host_dies(rank: int, path: str, where: str) -> Any:
         port = int((meeting / "port").read_text())
         store = dist.TCPStore("127.0.0.1", port, None, False)
     feed = mf.Feed(
-        recipe_of(path), mf.Layout.parse("tp2-dp2"), rank, delivery="share", rendezvous=store, timeout_s=6000
+        recipe_of(path),
+        mf.Layout.parse("tp2-dp2"),
+        rank,
+        transport=mf.Transport(delivery="share", rendezvous=store, timeout_s=6000),
     )
     try:
         with feed:
@@ -348,14 +373,14 @@ def runs_apart(rank: int, path: str) -> list[Any]:
     if rank == 2:
         fail_at(valid, 1, mf.errors.MissingError("valid shard"))
     layout, told = mf.Layout.parse("tp2-dp2"), []
-    with mf.Feed(recipe, layout, delivery="share", timeout_s=6000) as feed:
+    with mf.Feed(recipe, layout, transport=mf.Transport(delivery="share", timeout_s=6000)) as feed:
         steps = iter(feed)
         list(next(steps).microbatches)
-        check = mf.Feed(valid, layout, delivery="broadcast", timeout_s=6000)
+        check = mf.Feed(valid, layout, transport=mf.Transport(delivery="broadcast", timeout_s=6000))
         told.append(train(check)[0])
         object.__setattr__(valid.sequence, "load", whole)
         told.append(len(take(steps, 5)))
-    with mf.Feed(valid, layout, delivery="broadcast", timeout_s=6000) as again:
+    with mf.Feed(valid, layout, transport=mf.Transport(delivery="broadcast", timeout_s=6000)) as again:
         told.append(len(take(again, 4)))
     return told
 
@@ -374,7 +399,9 @@ def many_runs(rank: int, path: str) -> Any:
     meshfeed.feed.run._JOIN_S = world.HANG_S
     open_files = 0
     for turn in range(12):
-        feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=6000)
+        feed = mf.Feed(
+            recipe_of(path), mf.Layout.parse("tp2"), transport=mf.Transport(delivery="share", timeout_s=6000)
+        )
         with feed:
             steps = iter(feed)
             list(next(steps).microbatches)
@@ -396,13 +423,15 @@ def test_runs_that_come_and_go_share_one_connection(corpus: str) -> None:
 
 def test_one_process_listens_to_nobody(corpus: str) -> None:
     before = store_threads()  # of stores of other tests
-    with mf.Feed(recipe_of(corpus), rendezvous=dist.HashStore()) as feed:
+    with mf.Feed(recipe_of(corpus), transport=mf.Transport(rendezvous=dist.HashStore())) as feed:
         list(next(iter(feed)).microbatches)
         assert store_threads() <= before
 
 
 def left_open(rank: int, path: str) -> None:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=6000)
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp2"), transport=mf.Transport(delivery="share", timeout_s=6000)
+    )
     list(next(iter(feed)).microbatches)
     left_open.feed = feed  # type: ignore[attr-defined]
 
@@ -452,7 +481,10 @@ def pickled(error: mf.MeshfeedError) -> mf.MeshfeedError:
 def test_a_read_that_fails_names_file_bytes_rank_and_step(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text", num_tokens=20_000)
     recipe = recipe_of(str(tmp_path / "text"))
-    with pytest.raises(mf.errors.ChangedError) as caught, mf.Feed(recipe, rank=0, prefetch=0) as feed:
+    with (
+        pytest.raises(mf.errors.ChangedError) as caught,
+        mf.Feed(recipe, rank=0, transport=mf.Transport(prefetch=0)) as feed,
+    ):
         for step in feed:
             (tmp_path / "text.bin").write_bytes(b"") if step.index == 2 else None
     assert caught.value.path == str(tmp_path / "text.bin")

@@ -110,8 +110,7 @@ def rank_of_a_job(rank: int, path: str, port: int, folder: str) -> Any:
     layout, name = (mf.Layout(dp=2), "training") if rank < 2 else (mf.Layout(tp=4), "waiting")
     delivery = "direct" if rank < 2 else "share"
     feed = mf.Feed(
-        recipe_of(path, steps=4), layout, rank, delivery=delivery, timeout_s=TIMEOUT_S, rendezvous=store,
-        name=name,
+        recipe_of(path, steps=4), layout, rank, transport=mf.Transport(delivery=delivery, timeout_s=TIMEOUT_S, rendezvous=store, name=name),
     )  # fmt: skip
     if rank == 1:
         load, begun = feed.recipe.sequence.load, iter(range(10**6))  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 import meshfeed.deliver.rendezvous
+import transports
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver.error_codec import ErrorRecord
@@ -58,7 +59,9 @@ def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
         default_store().wait([f"told{r}" for r in range(4) if r != missing], LONG)
         return None
     with world.waiting_in_vain_for(missing):
-        told = failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), timeout_s=600, **options))
+        told = failure(
+            mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), **transports.of(timeout_s=600, **options))
+        )
     default_store().set(f"told{rank}", "1")
     return told
 
@@ -95,7 +98,9 @@ def disagreeing(rank: int, path: str, delivery: str) -> list[Any]:
         if rank != 1:
             recipe_options, feed_options = {}, {}
         recipe = recipe_of(path, **recipe_options)
-        feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600, **feed_options)
+        feed = mf.Feed(
+            recipe, mf.Layout.parse("tp3"), **transports.of(delivery=delivery, timeout_s=600, **feed_options)
+        )
         told.append(failure(feed))
     return told
 
@@ -117,7 +122,9 @@ def test_who_disagrees_is_told_what_differs_alone() -> None:
 
 def other_layout(rank: int, path: str) -> Any:
     layout = mf.Layout.parse("tp2-dp2" if rank else "dp2-tp2")
-    return failure(mf.Feed(recipe_of(path), layout, delivery="share", timeout_s=60), 10**9)
+    return failure(
+        mf.Feed(recipe_of(path), layout, transport=mf.Transport(delivery="share", timeout_s=60)), 10**9
+    )
 
 
 def test_ranks_with_different_layouts_end_with_a_typed_error(corpus: str) -> None:
@@ -143,7 +150,9 @@ def cut_file(rank: int, path: str, delivery: str, layout: str, prefetch: int) ->
     store, readers = default_store(), {"direct": range(4), "share": [0], "broadcast": [0]}[delivery]
     recipe = recipe_of(path, length=32, sequences=4)
     feed = mf.Feed(
-        recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, prefetch=prefetch, readers=readers
+        recipe,
+        mf.Layout.parse(layout),
+        transport=mf.Transport(delivery=delivery, timeout_s=600, prefetch=prefetch, readers=readers),
     )
     steps = iter(feed)
     for _ in range(2):
@@ -184,7 +193,9 @@ def cut_before(rank: int, path: str, delivery: str) -> Any:
     if rank == 0:
         os.truncate(f"{path}.bin", 100)
     dist.barrier()
-    return failure(mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600))
+    return failure(
+        mf.Feed(recipe, mf.Layout.parse("tp3"), transport=mf.Transport(delivery=delivery, timeout_s=600))
+    )
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
@@ -198,7 +209,9 @@ def dawdling(rank: int, path: str, delivery: str, waits_s: float, needs: str) ->
     """The reader's storage answers only when its peers have set a key, and, where that key is what they
     were told, when the reader's own consumer was told too: whose patience ends first must not matter."""
     recipe = recipe_of(path, length=32, sequences=4)
-    feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600, prefetch=1)
+    feed = mf.Feed(
+        recipe, mf.Layout.parse("tp3"), transport=mf.Transport(delivery=delivery, timeout_s=600, prefetch=1)
+    )
     store, rule = default_store(), recipe.sequence
     over = threading.Event()
     if "asks" in needs:
@@ -244,7 +257,11 @@ def test_who_waits_too_long_for_a_batch_names_its_source(corpus: str, delivery: 
 
 def idle_consumer(rank: int, path: str) -> Any:
     """A peer that takes nothing for long holds the ring, not the job; the reader tells who it is."""
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=600, prefetch=1)
+    feed = mf.Feed(
+        recipe_of(path),
+        mf.Layout.parse("tp2"),
+        transport=mf.Transport(delivery="share", timeout_s=600, prefetch=1),
+    )
     store, steps = default_store(), iter(feed)
     list(next(steps).microbatches)
     world.limit_waits(feed, 1)
@@ -263,7 +280,9 @@ def test_a_reader_kept_waiting_names_its_peers(corpus: str) -> None:
 
 
 def one_leaves(rank: int, path: str, delivery: str, leaver: int) -> Any:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600)
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp3"), transport=mf.Transport(delivery=delivery, timeout_s=600)
+    )
     if rank == leaver:
         take(feed, 2)
         return None
@@ -292,7 +311,7 @@ def no_memfd(rank: int, path: str, delivery: str, how: str) -> Any:
     else:
         os.memfd_create = refuse
     recipe, layout = recipe_of(path), mf.Layout.parse("tp2")
-    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=600)
+    feed = mf.Feed(recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600))
     if delivery == "share":
         return failure(feed)
     return feed.delivery, take(feed, 2) == simulated(recipe, layout, 2, rank)
@@ -311,7 +330,7 @@ def exchange_without_memfd(rank: int) -> list[str]:
     told: list[str] = []
     for delivery in ("share", "auto"):
         exchange = mf.Exchange(
-            items, mf.Layout.parse("tp2"), packing=mf.Packing(capacity=8), readers=[0], delivery=delivery, timeout_s=60
+            items, mf.Layout.parse("tp2"), packing=mf.Packing(capacity=8), transport=mf.Transport(readers=[0], delivery=delivery, timeout_s=60)
         )  # fmt: skip
         with exchange:
             try:
@@ -331,7 +350,9 @@ def test_an_exchange_without_memfd_does_the_same() -> None:
 
 def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None:
     for delivery in ("share", "broadcast"):
-        kind, _, text = failure(mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery=delivery))
+        kind, _, text = failure(
+            mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, transport=mf.Transport(delivery=delivery))
+        )
         assert kind == "DeliveryError" and "init_process_group" in text and "rendezvous" in text
 
 
@@ -363,7 +384,9 @@ def other_nodes(rank: int, path: str) -> Any:
     told = []
     for delivery in ("share", "direct"):
         os.environ["LOCAL_WORLD_SIZE"] = "21"[rank]
-        feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery=delivery, timeout_s=600)
+        feed = mf.Feed(
+            recipe_of(path), mf.Layout(tp=2), transport=mf.Transport(delivery=delivery, timeout_s=600)
+        )
         error: mf.MeshfeedError | None = None
         with feed:
             try:
@@ -395,7 +418,7 @@ def without_descriptors(rank: int, path: str) -> Any:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         os.eventfd = eventfd
-    feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery="share", timeout_s=600)
+    feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), transport=mf.Transport(delivery="share", timeout_s=600))
     try:
         take(feed, 1)
     except (mf.MeshfeedError, OSError) as error:
@@ -423,7 +446,9 @@ def test_a_loop_leaves_no_key_for_every_rank(corpus: str, monkeypatch: pytest.Mo
     store, sizes = dist.HashStore(), []
     for _ in range(3):
         for rank in range(4):
-            with mf.Feed(recipe_of(corpus), mf.Layout(dp=4), rank, rendezvous=store) as feed:
+            with mf.Feed(
+                recipe_of(corpus), mf.Layout(dp=4), rank, transport=mf.Transport(rendezvous=store)
+            ) as feed:
                 next(iter(feed))
         sizes.append(len(said))
     assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 4, "the first word of each loop, and no more"
@@ -546,7 +571,9 @@ def test_an_own_error_is_not_hidden_by_a_lost_store(corpus: str) -> None:
             raise RuntimeError("Connection reset by peer")
 
     lost: Any = Lost()
-    feed = mf.Feed(recipe_of(corpus), mf.Layout(dp=2), 0, rendezvous=lost, micro_batch_size=7)
+    feed = mf.Feed(
+        recipe_of(corpus), mf.Layout(dp=2), 0, transport=mf.Transport(rendezvous=lost), micro_batch_size=7
+    )
     with pytest.raises(mf.errors.RecipeError, match="micro_batch_size") as raised:
         next(iter(feed))
     assert "could not report this error to the other ranks" in "".join(raised.value.__notes__)

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import meshfeed as mf
+import transports
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import Meeting
@@ -46,9 +47,11 @@ def source(
     where = mf.Layout.parse(layout, ranks_per_node=2)
     if way == "exchange":
         rows, packing = itertools.repeat({"tokens": np.arange(5)}), mf.Packing(capacity=64 * seed)
-        return mf.Exchange(rows, where, packing=packing, timeout_s=timeout_s, **options)
+        return mf.Exchange(rows, where, **transports.of(packing=packing, timeout_s=timeout_s, **options))
     options |= {"delivery": "direct", "verify": True} if way == "verify" else {"delivery": way}
-    return mf.Feed(recipe_of(path, sequences=8, seed=seed), where, timeout_s=timeout_s, **options)
+    return mf.Feed(
+        recipe_of(path, sequences=8, seed=seed), where, **transports.of(timeout_s=timeout_s, **options)
+    )
 
 
 def ending(feed: Any, steps: int | None = None) -> str:
@@ -146,14 +149,24 @@ def test_who_comes_late_is_told_what_it_missed(corpus: str) -> None:
 
 def other_pasts(rank: int, path: str) -> list[int]:
     """One process has met others elsewhere more often: at a new store, and by a new connection, all is new."""
-    alone = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), rank, rendezvous=dist.HashStore(), timeout_s=0.1)
+    alone = mf.Feed(
+        recipe_of(path),
+        mf.Layout.parse("tp2"),
+        rank,
+        transport=mf.Transport(rendezvous=dist.HashStore(), timeout_s=0.1),
+    )
     if rank == 0:
         assert "rank(s) [1]" in ending(alone)
     taken = []
     for _ in range(3):
         base = default_store().underlying_store
         store = dist.TCPStore("127.0.0.1", base.port, None, False)
-        feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), rank, rendezvous=store, timeout_s=600)
+        feed = mf.Feed(
+            recipe_of(path),
+            mf.Layout.parse("tp2"),
+            rank,
+            transport=mf.Transport(rendezvous=store, timeout_s=600),
+        )
         with feed:
             taken.append(len(take(feed, 2)))
     return taken

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import meshfeed as mf
+import transports
 import world
 from corpus import recipe_of, write_corpus
 from observe import simulated, take
@@ -49,8 +50,8 @@ def source_of(kind: str, path: str, layout: mf.Layout, rank: int, **options: Any
     options["timeout_s"] = 600
     if kind == "exchange":
         rows = ({"tokens": np.full(3, number)} for number in range(10**6))
-        return mf.Exchange(rows, layout, rank, packing=PACKING, **options)
-    return mf.Feed(recipe_of(path), layout, rank, delivery=kind, **options)
+        return mf.Exchange(rows, layout, rank, **transports.of(packing=PACKING, **options))
+    return mf.Feed(recipe_of(path), layout, rank, **transports.of(delivery=kind, **options))
 
 
 # what an outsider is: layout, rank, and a vocabulary for which it fails before it has met anybody

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+import transports
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver.roll_call import Whereabouts, held_up_by
@@ -50,11 +51,14 @@ class Case:
         options |= {"prefetch": self.prefetch, "timeout_s": TIMEOUT_S}
         if self.delivery != "exchange":
             recipe = recipe_of(path, length=60_000, sequences=8)
-            return mf.Feed(recipe, layout, rank, delivery=self.delivery, **options)  # type: ignore[arg-type]
+            return mf.Feed(recipe, layout, rank, **transports.of(delivery=self.delivery, **options))
         readers, packing = range(0, 4, 4 // layout.dp), mf.Packing(capacity=60_000)
         items = ({"tokens": np.arange(60_000)} for _ in itertools.count()) if rank in readers else None
         return mf.Exchange(
-            items, layout, rank, packing=packing, readers=readers, delivery="broadcast", pulls=4, **options
+            items,
+            layout,
+            rank,
+            **transports.of(packing=packing, readers=readers, delivery="broadcast", pulls=4, **options),
         )
 
     def victim(self, path: str, seed: int) -> int | None:

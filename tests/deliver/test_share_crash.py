@@ -56,8 +56,7 @@ def endless(rank: int, path: str, layout: str, delivery: str, where: str, call_a
     store = store_at(where)
     recipe = recipe_of(path, length=32, sequences=8)
     feed = mf.Feed(
-        recipe, mf.Layout.parse(layout, ranks_per_node=2 if delivery == "tree" else None), rank, delivery=delivery, rendezvous=store,
-        prefetch=prefetch, timeout_s=600,
+        recipe, mf.Layout.parse(layout, ranks_per_node=2 if delivery == "tree" else None), rank, transport=mf.Transport(delivery=delivery, rendezvous=store, prefetch=prefetch, timeout_s=600),
     )  # fmt: skip
     try:
         for step in feed:
@@ -121,7 +120,9 @@ def killed_once_all_are_here(rank: int, path: str) -> Any:
         os.kill(os.getpid(), 9)
         return prefix
 
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=600)
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp2"), transport=mf.Transport(delivery="share", timeout_s=600)
+    )
     if feed.role.reads:
         mf.deliver.Meeting.meet = meet  # type: ignore[method-assign]
     try:
@@ -140,7 +141,10 @@ def test_a_reader_that_dies_as_its_peers_come_is_not_waited_for(corpus: str) -> 
 def finite(rank: int, path: str, where: str, steps: int) -> Any:
     recipe = recipe_of(path, length=32, sequences=8)
     feed = mf.Feed(
-        recipe, mf.Layout.parse("tp2"), rank, delivery="share", rendezvous=store_at(where), timeout_s=600
+        recipe,
+        mf.Layout.parse("tp2"),
+        rank,
+        transport=mf.Transport(delivery="share", rendezvous=store_at(where), timeout_s=600),
     )
     return take(feed, steps)
 
@@ -163,8 +167,7 @@ def reader_with_a_child(rank: int, path: str, where: str, fifo: str, delivery: s
     """The reader starts a child, as trainers do (for data workers, uploads), before it is killed."""
     store = store_at(where)
     feed = mf.Feed(
-        recipe_of(path, length=32, sequences=8), LAYOUT_OF[delivery], rank, delivery=delivery,
-        rendezvous=store, timeout_s=600,
+        recipe_of(path, length=32, sequences=8), LAYOUT_OF[delivery], rank, transport=mf.Transport(delivery=delivery, rendezvous=store, timeout_s=600),
     )  # fmt: skip
     try:
         for step in feed:
@@ -232,9 +235,7 @@ def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any
         recipe_of(path),
         mf.Layout.parse("tp3", ranks_per_node=3 - (delivery == "tree")),
         rank,
-        delivery=delivery,
-        rendezvous=store,
-        timeout_s=600,
+        transport=mf.Transport(delivery=delivery, rendezvous=store, timeout_s=600),
     )
     with pytest.raises(mf.errors.PeerError) as raised:
         take(feed, 3)
@@ -260,7 +261,12 @@ def many_orders(rank: int, path: str) -> list[int]:
     """Feeds that come and go in one process leave no descriptor open."""
     recipe, layout, counts = recipe_of(path, length=32, sequences=8), mf.Layout.parse("tp2"), []
     for delivery in itertools.islice(itertools.cycle(["share", "direct", "broadcast"]), 12):
-        with mf.Feed(recipe, layout, delivery=delivery, verify=delivery == "direct", timeout_s=600) as feed:
+        with mf.Feed(
+            recipe,
+            layout,
+            transport=mf.Transport(delivery=delivery, timeout_s=600),
+            verify=delivery == "direct",
+        ) as feed:
             take(feed, 2)
         counts.append(len(os.listdir("/proc/self/fd")))
     return counts

@@ -78,7 +78,9 @@ def become_nobody() -> None:
 def of_two_users(rank: int, path: str) -> tuple[list[int], str]:
     if rank == 1:
         become_nobody()
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=60)
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp2"), transport=mf.Transport(delivery="share", timeout_s=60)
+    )
     with pytest.raises(mf.errors.PeerError) as raised, feed:
         take(feed, 1)
     return list(raised.value.ranks), str(raised.value)

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import meshfeed as mf
+import transports
 import world
 from corpus import flip_in_build, recipe_of, write_corpus
 from meshfeed.deliver.verify import Digester, suspects_of
@@ -49,7 +50,7 @@ def flipping(rank: int, path: str, victim: int, layout: str, once: bool) -> list
     options = {"stage_map": stage_map, "micro_batch_size": 2, "verify": True, "timeout_s": 600}
     for delivery in ("direct", "share", "broadcast"):
         recipe = recipe_of(path, length=32, sequences=8)
-        with mf.Feed(recipe, parsed, delivery=delivery, **options) as feed:
+        with mf.Feed(recipe, parsed, **transports.of(delivery=delivery, **options)) as feed:
             if rank == victim:
                 flip_in_build(feed, once=once, step=STEP)
             told.append(watched(feed))
@@ -89,7 +90,14 @@ def test_two_ranks_that_both_insist_are_both_named(corpus: str) -> None:
 
 def bad_disk(rank: int, good: str, bad: str, victim: int, layout: str) -> Any:
     recipe = recipe_of(bad if rank == victim else good, length=32, sequences=8)
-    return watched(mf.Feed(recipe, mf.Layout.parse(layout), delivery="direct", verify=True, timeout_s=600))
+    return watched(
+        mf.Feed(
+            recipe,
+            mf.Layout.parse(layout),
+            transport=mf.Transport(delivery="direct", timeout_s=600),
+            verify=True,
+        )
+    )
 
 
 # of two that each trust their own disk nobody can say who is right
@@ -128,7 +136,7 @@ def clean(rank: int, path: str) -> list[Any]:
             recipe = recipe_of(path, length=30, sequences=6, epochs=1, **rule)
             parsed = mf.Layout.parse(layout)
             options = {"delivery": "share", "verify": True, "timeout_s": 600, "pad_rows": True}
-            told.append(watched(mf.Feed(recipe, parsed, **options)))
+            told.append(watched(mf.Feed(recipe, parsed, **transports.of(**options))))
     return told
 
 
@@ -137,7 +145,12 @@ def test_equal_replicas_are_never_accused(corpus: str) -> None:
 
 
 def silent_rank(rank: int, path: str) -> Any:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery="direct", verify=True, timeout_s=600)
+    feed = mf.Feed(
+        recipe_of(path),
+        mf.Layout.parse("tp3"),
+        transport=mf.Transport(delivery="direct", timeout_s=600),
+        verify=True,
+    )
     store = dist.distributed_c10d._get_default_store()
     steps = iter(feed)
     next(steps)
@@ -160,7 +173,12 @@ def test_a_rank_that_stops_comparing_ends_the_others_in_time_and_is_named(corpus
 
 def mortal(rank: int, path: str) -> Any:
     layout = mf.Layout.parse("tp3")
-    feed = mf.Feed(recipe_of(path), layout, delivery="direct", verify=True, prefetch=0, timeout_s=300)
+    feed = mf.Feed(
+        recipe_of(path),
+        layout,
+        transport=mf.Transport(delivery="direct", prefetch=0, timeout_s=300),
+        verify=True,
+    )
     with pytest.raises(mf.errors.PeerError) as raised:
         for step in feed:
             list(step.microbatches)
@@ -179,10 +197,14 @@ def test_a_killed_rank_is_named(corpus: str) -> None:
 
 
 def test_verify_needs_a_way_to_meet(corpus: str) -> None:
-    feed = mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery="direct", verify=True)
+    feed = mf.Feed(
+        recipe_of(corpus), mf.Layout.parse("tp2"), 0, transport=mf.Transport(delivery="direct"), verify=True
+    )
     with pytest.raises(mf.errors.DeliveryError, match="rendezvous"):
         next(iter(feed))
-    with mf.Feed(recipe_of(corpus), mf.Layout.parse("dp2"), 0, delivery="direct", verify=True) as alone:
+    with mf.Feed(
+        recipe_of(corpus), mf.Layout.parse("dp2"), 0, transport=mf.Transport(delivery="direct"), verify=True
+    ) as alone:
         assert next(iter(alone)).index == 0, "nobody holds the same slices: nothing to compare"
 
 

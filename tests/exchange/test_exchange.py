@@ -55,12 +55,18 @@ def everyone(rank: int, path: Path) -> dict[Any, Any]:
     got: dict[Any, Any] = {}
     for text, policy, prefetch in EVERYONE:
         layout, packing = mf.Layout.parse(text, ranks_per_node=8), packing_of(policy)
-        with mf.Feed(recipe_of(path), layout, delivery="direct", packing=packing, timeout_s=600) as feed:
+        with mf.Feed(
+            recipe_of(path), layout, transport=mf.Transport(delivery="direct", timeout_s=600), packing=packing
+        ) as feed:
             wanted = seen(feed)
             groups = feed.cp_groups
         mine = documents(path, STEPS + 1, layout.coord(rank).dp, layout.dp)
         with mf.Exchange(
-            mine, layout, packing=packing, keys=DOCUMENT_KEYS, prefetch=prefetch, timeout_s=600
+            mine,
+            layout,
+            packing=packing,
+            keys=DOCUMENT_KEYS,
+            transport=mf.Transport(prefetch=prefetch, timeout_s=600),
         ) as exchange:
             got[text, policy, prefetch] = (seen(exchange) == wanted, exchange.cp_groups == groups)
     return got
@@ -78,9 +84,7 @@ def owners(rank: int, path: Path) -> dict[Any, Any]:
             layout,
             packing=packing_of(policy),
             keys=DOCUMENT_KEYS,
-            readers=owners,
-            delivery=delivery,
-            timeout_s=600,
+            transport=mf.Transport(readers=owners, delivery=delivery, timeout_s=600),
         ) as exchange:
             got[text, policy, delivery] = seen(exchange)
     return got

@@ -47,7 +47,9 @@ def staged(rank: int, whats: tuple[str, ...]) -> dict[str, Any]:
     for what in whats:
         mine = rows() if rank == 0 else changed(what)
         told, taken = "", 0
-        with mf.Exchange(mine, mf.Layout(pp=2), packing=PACKING, timeout_s=600) as exchange:
+        with mf.Exchange(
+            mine, mf.Layout(pp=2), packing=PACKING, transport=mf.Transport(timeout_s=600)
+        ) as exchange:
             try:
                 for step in exchange:
                     taken += len(list(step.microbatches))
@@ -76,7 +78,7 @@ def test_stages_with_other_items_do_not_train_a_step_to_its_end() -> None:
 
 def counted(rank: int) -> list[Any]:
     layout = mf.Layout(dp=2, pp=2)
-    with mf.Exchange(rows(), layout, packing=PACKING, timeout_s=600) as exchange:
+    with mf.Exchange(rows(), layout, packing=PACKING, transport=mf.Transport(timeout_s=600)) as exchange:
         return [step.stats.collectives for step in exchange if list(step.microbatches)]
 
 
@@ -126,7 +128,9 @@ def verified(rank: int, where: int | None) -> tuple[str, int]:
     if rank == 1 and where is not None:
         mine[1][0]["tokens"][where] += 1
     layout = mf.Layout(tp=3)
-    with mf.Exchange(mine, layout, packing=PACKING, verify=True, timeout_s=600) as exchange:
+    with mf.Exchange(
+        mine, layout, packing=PACKING, verify=True, transport=mf.Transport(timeout_s=600)
+    ) as exchange:
         try:
             for step in exchange:
                 list(step.microbatches)

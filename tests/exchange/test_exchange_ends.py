@@ -13,6 +13,7 @@ import pytest
 from giving import item_of, plain
 
 import meshfeed as mf
+import transports
 import world
 from meshfeed.state import sealed
 from observe import content_of
@@ -41,7 +42,7 @@ class Numbered:
 
 
 def exchange_of(rank: int, layout: mf.Layout, iterator: Any, **options: Any) -> mf.Exchange:
-    return mf.Exchange(iterator, layout, packing=PACKING, timeout_s=600, **options)
+    return mf.Exchange(iterator, layout, **transports.of(packing=PACKING, timeout_s=600, **options))
 
 
 # -- uneven ends -------------------------------------------------------------------------------------

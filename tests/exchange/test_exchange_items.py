@@ -45,7 +45,7 @@ def pack_all(rank: int) -> dict[str, Any]:
             layout,
             packing=mf.Packing(capacity=capacity, policy="dynamic_cp"),
             keys=ITEM_KEYS,
-            timeout_s=600,
+            transport=mf.Transport(timeout_s=600),
         ) as exchange:
             got[name] = [
                 (step.tokens, step.num_microbatches, [plain(m) for m in step.microbatches])
@@ -303,7 +303,11 @@ def staged(rank: int, layout: mf.Layout) -> list[set[str]]:
     for given in (None, owners):
         mine = [rows] if given is None or rank in owners else None
         with mf.Exchange(
-            mine, layout, packing=mf.Packing(capacity=16), readers=given, stage_map=stages, timeout_s=600
+            mine,
+            layout,
+            packing=mf.Packing(capacity=16),
+            transport=mf.Transport(readers=given, timeout_s=600),
+            stage_map=stages,
         ) as exchange:
             names.append({name for step in iter_all(exchange) for m in step for name in m})
     return names
@@ -327,9 +331,7 @@ def broadcast_to_stages(rank: int, layout: mf.Layout, further: list[str]) -> lis
         mine if rank in readers else None,
         layout,
         packing=mf.Packing(capacity=16),
-        readers=readers,
-        delivery="broadcast",
-        timeout_s=600,
+        transport=mf.Transport(readers=readers, delivery="broadcast", timeout_s=600),
     ) as exchange:
         got: list[Any] = []
         for step in exchange:
@@ -346,9 +348,7 @@ def served_plans(rank: int, delivery: Any) -> list[Any]:
         mf.Layout(tp=2),
         packing=mf.Packing(capacity=32, oversize="split", microbatches=5, align=mf.Align(pack=4)),
         keys=ITEM_KEYS,
-        readers=[0],
-        delivery=delivery,
-        timeout_s=600,
+        transport=mf.Transport(readers=[0], delivery=delivery, timeout_s=600),
     ) as exchange:
         return [(step.plan.oversize.tolist(), plain_plan(step.plan)) for step in exchange]
 

@@ -63,10 +63,8 @@ def received(rank: int, num_samples: int) -> list[tuple[int, list[tuple[int, int
             dataclasses.replace(LAYOUT, ranks_per_node=4 if delivery == "tree" else 8),
             packing=mf.Packing(capacity=64),
             keys=KEYS,
-            readers=readers if owners else None,
-            delivery=delivery,  # type: ignore[arg-type]
+            transport=mf.Transport(readers=readers if owners else None, delivery=delivery, timeout_s=600),  # type: ignore[arg-type]
             pulls=25,
-            timeout_s=600,
         ) as exchange:
             for step in exchange:
                 for m in step.microbatches:

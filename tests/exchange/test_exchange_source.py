@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import meshfeed as mf
+import transports
 import world
 from meshfeed.exchange.values import tensor_of, value_of
 from meshfeed.feed import run
@@ -53,7 +54,7 @@ class Epochs:
 
 
 def exchange_of(source: Any, **options: Any) -> mf.Exchange:
-    return mf.Exchange(source, packing=mf.Packing(capacity=8), timeout_s=600, **options)
+    return mf.Exchange(source, **transports.of(packing=mf.Packing(capacity=8), timeout_s=600, **options))
 
 
 def numbers(step: mf.Step) -> list[int]:
@@ -278,7 +279,7 @@ def test_a_step_that_was_not_handed_out_whole_is_begun_again() -> None:
     items = [[numbered(place)] for place in range(6)]
     options = {"pulls": 3, "layout": mf.Layout()}
     for make in (lambda: items, lambda: iter(items), lambda: Epochs(6)):
-        with mf.Exchange(make(), packing=mf.Packing(capacity=4), **options) as exchange:
+        with mf.Exchange(make(), **transports.of(packing=mf.Packing(capacity=4), **options)) as exchange:
             for step in exchange:
                 next(step.microbatches)
                 break

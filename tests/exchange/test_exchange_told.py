@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+import transports
 import world
 from meshfeed.exchange import Keys, loop
 
@@ -47,16 +48,24 @@ def uninvited(rank: int) -> Any:
     mine = rows() if rank in (0, 1, 2) else None
     layout = mf.Layout(tp=2, dp=2)
     options: dict[str, Any] = {"readers": [0, 2], "delivery": "broadcast", "timeout_s": TIMEOUT_S}
-    return ended(mf.Exchange(mine, layout, packing=PACKING, **options))
+    return ended(mf.Exchange(mine, layout, **transports.of(packing=PACKING, **options)))
 
 
 def misplaced(rank: int) -> Any:
-    return ended(mf.Exchange(rows(), mf.Layout(dp=2), 5 * rank, packing=PACKING, timeout_s=TIMEOUT_S))
+    return ended(
+        mf.Exchange(
+            rows(), mf.Layout(dp=2), 5 * rank, packing=PACKING, transport=mf.Transport(timeout_s=TIMEOUT_S)
+        )
+    )
 
 
 def without_device(rank: int) -> Any:
     exchange = mf.Exchange(
-        rows(), mf.Layout(dp=2), packing=PACKING, device=("cpu", "cuda:99")[rank], timeout_s=TIMEOUT_S
+        rows(),
+        mf.Layout(dp=2),
+        packing=PACKING,
+        device=("cpu", "cuda:99")[rank],
+        transport=mf.Transport(timeout_s=TIMEOUT_S),
     )
     return ended(exchange)
 
@@ -66,12 +75,16 @@ def not_iterable(rank: int) -> Any:
         yield item()
 
     mine: Any = generator if rank else generator()
-    return ended(mf.Exchange(mine, mf.Layout(dp=2), packing=PACKING, timeout_s=TIMEOUT_S))
+    return ended(
+        mf.Exchange(mine, mf.Layout(dp=2), packing=PACKING, transport=mf.Transport(timeout_s=TIMEOUT_S))
+    )
 
 
 def unbuilt(rank: int) -> Any:
     """Rank 1 cannot build step 1, keeps its exchange, and lives on: at the end it waits for rank 0."""
-    exchange = mf.Exchange(rows(), mf.Layout(dp=2), packing=PACKING, timeout_s=TIMEOUT_S)
+    exchange = mf.Exchange(
+        rows(), mf.Layout(dp=2), packing=PACKING, transport=mf.Transport(timeout_s=TIMEOUT_S)
+    )
     made = iter([loop.packed])
 
     def packed(*given: Any) -> Any:
@@ -105,7 +118,9 @@ def test_no_rank_waits_for_one_that_cannot_come(how: Any, size: int, kind: str, 
 
 def left(rank: int, how: str) -> Any:
     """Rank 1 leaves the `with`, by `break` or by an error of its trainer, and lives on."""
-    with mf.Exchange(rows(), mf.Layout(dp=2), packing=PACKING, timeout_s=TIMEOUT_S) as exchange:
+    with mf.Exchange(
+        rows(), mf.Layout(dp=2), packing=PACKING, transport=mf.Transport(timeout_s=TIMEOUT_S)
+    ) as exchange:
         if rank == 0:
             return ended(exchange)
         try:
@@ -135,7 +150,9 @@ def broken(rank: int) -> Any:
         yield item()
 
     with (
-        mf.Exchange(deep_down(), mf.Layout(dp=2), packing=PACKING, timeout_s=TIMEOUT_S) as exchange,
+        mf.Exchange(
+            deep_down(), mf.Layout(dp=2), packing=PACKING, transport=mf.Transport(timeout_s=TIMEOUT_S)
+        ) as exchange,
         pytest.raises(mf.errors.DeliveryError) as caught,
     ):
         list(exchange)
@@ -151,7 +168,7 @@ def test_an_iterators_own_error_is_the_cause_on_its_rank() -> None:
 
 
 def steps_of(source: Any, keys: Keys | None = None, **options: Any) -> Any:
-    with mf.Exchange(source, packing=PACKING, keys=keys, **options) as exchange:
+    with mf.Exchange(source, **transports.of(packing=PACKING, keys=keys, **options)) as exchange:
         return [list(step.microbatches) for step in exchange]
 
 
@@ -218,5 +235,7 @@ def test_a_job_of_several_processes_needs_a_layout(monkeypatch: pytest.MonkeyPat
 def test_owners_that_do_not_serve_all_are_told_of_as_owners(delivery: Any) -> None:
     layout = mf.Layout.parse("dp2", ranks_per_node=1)
     with pytest.raises(mf.errors.RoleError) as refused:
-        _ = mf.Exchange([], layout, 0, packing=PACKING, readers=[0], delivery=delivery).roles
+        _ = mf.Exchange(
+            [], layout, 0, packing=PACKING, transport=mf.Transport(readers=[0], delivery=delivery)
+        ).roles
     assert "readers=[0]" in (text := str(refused.value)) and "reads" not in text and "tree" not in text

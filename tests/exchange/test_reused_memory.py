@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+import transports
 from observe import content_of, digest
 from soak import some
 
@@ -56,7 +57,7 @@ def in_lists(make: Any) -> Iterator[Any]:
 
 
 def taken(items: Iterator[Any], **options: Any) -> list[Any]:
-    with mf.Exchange(items, packing=PACKING, keys=KEYS, **options) as exchange:
+    with mf.Exchange(items, **transports.of(packing=PACKING, keys=KEYS, **options)) as exchange:
         return [
             (step.index, {name: told(value) for name, value in m.items()})
             for step in exchange
@@ -129,7 +130,7 @@ def fields_of(reuses: bool, packed: bool, tensors: bool, workers: int) -> list[A
     rule = mf.Samples(tokens, "image", "name", packed=packed)
     recipe = mf.Recipe(data=data, sequence=rule, batch=mf.Batch(sequences=6), epochs=1)
     options: Any = {"packing": PACKING} if packed else {"micro_batch_size": 3}
-    with mf.Feed(recipe, machine=mf.Machine(workers=workers), **options) as feed:
+    with mf.Feed(recipe, **transports.of(machine=mf.Machine(workers=workers), **options)) as feed:
         return [
             {name: digest(value) for name, value in m.items()} for step in feed for m in step.microbatches
         ]

@@ -119,7 +119,7 @@ def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefe
     packing, store = options.pop("packing", None), Watched(path, far=far)
     recipe = recipe_of(store, epochs=2, **options)
     for rank in range(2):
-        with mf.Feed(recipe, mf.Layout.parse("dp2"), rank, delivery="direct", prefetch=prefetch,
+        with mf.Feed(recipe, mf.Layout.parse("dp2"), rank, transport=mf.Transport(delivery="direct", prefetch=prefetch),
                      packing=packing, pad_rows=packing is None) as feed:  # fmt: skip
             run(feed, 10**9)
             assert store.outstanding.total() == 0
@@ -132,8 +132,7 @@ def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefe
 @pytest.mark.parametrize("steps", [0, 1, 3.5, 20])
 def test_the_budget_is_filled_and_kept(path: Path, steps: float, micro_batch_size: int) -> None:
     budget, store = int(steps * STEP_BYTES), Watched(path, far=True)
-    with mf.Feed(recipe_of(store), micro_batch_size=micro_batch_size, prefetch=0, pad_rows=True,
-                 read_ahead_bytes=budget) as feed:  # fmt: skip
+    with mf.Feed(recipe_of(store), micro_batch_size=micro_batch_size, transport=mf.Transport(prefetch=0, read_ahead_bytes=budget), pad_rows=True) as feed:  # fmt: skip
         run(feed, 60)
         assert budget <= store.most_bytes < max(budget, STEP_BYTES + 1) + STEP_BYTES
         before = len(store.events)
@@ -143,7 +142,9 @@ def test_the_budget_is_filled_and_kept(path: Path, steps: float, micro_batch_siz
 
 def test_steps_that_wait_are_bounded_in_number(path: Path) -> None:
     store = Watched(path, far=True)
-    with mf.Feed(recipe_of(store), prefetch=0, micro_batch_size=16, read_ahead_bytes=2**50) as feed:
+    with mf.Feed(
+        recipe_of(store), transport=mf.Transport(prefetch=0, read_ahead_bytes=2**50), micro_batch_size=16
+    ) as feed:
         run(feed, 3 * MOST_STEPS)
         assert store.most_bytes == (MOST_STEPS + 1) * STEP_BYTES
 
@@ -157,7 +158,7 @@ def test_a_remote_store_that_comes_later_is_read_ahead(
     monkeypatch.setattr(amendments, "open_store", lambda *args, **options: far)
     budget, ahead = 20 * STEP_BYTES, list[float]()
     recipe = recipe_of(mf.Mixture({"web": (near, 1)}))
-    with mf.Feed(recipe, prefetch=0, micro_batch_size=4, read_ahead_bytes=budget,
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=0, read_ahead_bytes=budget), micro_batch_size=4,
                  ledger=tmp_path / "ledger.jsonl") as feed:  # fmt: skip
         for step in feed:
             list(step.microbatches)
@@ -172,7 +173,7 @@ def test_a_remote_store_that_comes_later_is_read_ahead(
 
 def test_a_store_at_hand_is_told_of_one_step_ahead(path: Path) -> None:
     store = Watched(path, far=False)
-    with mf.Feed(recipe_of(store), prefetch=0, micro_batch_size=16) as feed:
+    with mf.Feed(recipe_of(store), transport=mf.Transport(prefetch=0), micro_batch_size=16) as feed:
         run(feed, 20)
     first, *others = store.events[:-1]
     assert (first, others[0]) == (("need", STEP_BYTES), ("read", STEP_BYTES))
@@ -186,7 +187,7 @@ def test_the_first_step_comes_first(prefetch: int) -> None:
     """No other step is planned before its first portion is handed over, and then one with each portion."""
     store = Watched(mf.Lengths([600_000]), far=True)
     recipe = recipe_of(store, sequence=mf.Windows(1 << 17))
-    with mf.Feed(recipe, prefetch=prefetch, read_ahead_bytes=2**50) as feed:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch, read_ahead_bytes=2**50)) as feed:
         step = next(iter(feed))
         list(step.microbatches)
     kinds = [name for name, _ in store.events]
@@ -200,7 +201,7 @@ def test_small_microbatches_are_read_together(micro_batch_size: int, reads: int)
     """As many of 2^16 tokens a row as have 2^18; one that has more, alone."""
     store = Watched(mf.Lengths([600_000]), far=False)
     recipe = recipe_of(store, sequence=mf.Windows(1 << 16))
-    with mf.Feed(recipe, prefetch=0, micro_batch_size=micro_batch_size) as feed:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=0), micro_batch_size=micro_batch_size) as feed:
         list(next(iter(feed)).microbatches)
         assert store.num("read") == reads
 
@@ -220,7 +221,7 @@ def endings(feed: mf.Feed) -> Iterator[str]:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_what_will_not_be_read_is_forgotten(path: Path, prefetch: int) -> None:
     store = Watched(path, far=True)
-    feed = mf.Feed(recipe_of(store), prefetch=prefetch)
+    feed = mf.Feed(recipe_of(store), transport=mf.Transport(prefetch=prefetch))
     for _ in endings(feed):
         pass
     assert store.num("forget") == 3
@@ -232,7 +233,7 @@ def test_what_will_not_be_read_is_forgotten(path: Path, prefetch: int) -> None:
 def test_what_a_failed_run_announced_is_forgotten(path: Path, prefetch: int) -> None:
     store = Watched(path, far=True)
     store.breaks_at = 9
-    with mf.Feed(recipe_of(store), prefetch=prefetch) as feed:
+    with mf.Feed(recipe_of(store), transport=mf.Transport(prefetch=prefetch)) as feed:
         with pytest.raises(mf.errors.StoreError, match="gone"):
             run(feed, 50)
         assert store.outstanding.total() > 0
@@ -241,7 +242,7 @@ def test_what_a_failed_run_announced_is_forgotten(path: Path, prefetch: int) -> 
 
 def test_a_budget_below_nothing_is_refused(path: Path) -> None:
     with pytest.raises(mf.errors.RecipeError, match="read_ahead_bytes"):
-        mf.Feed(recipe_of(mf.open(path)), read_ahead_bytes=-1)
+        mf.Feed(recipe_of(mf.open(path)), transport=mf.Transport(read_ahead_bytes=-1))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -254,7 +255,7 @@ def test_a_step_that_cannot_be_planned_fails_in_its_turn(far: bool, prefetch: in
     recipe = mf.Recipe(
         data=store, sequence=mf.Documents(), batch=mf.Batch(sequences=4), shuffle="none", epochs=1
     )
-    with mf.Feed(recipe, packing=packing, prefetch=prefetch) as feed:
+    with mf.Feed(recipe, packing=packing, transport=mf.Transport(prefetch=prefetch)) as feed:
         taken = 0
         with pytest.raises(mf.errors.PlanError, match="step 25"):
             for step in feed:

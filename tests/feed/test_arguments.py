@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+import transports
 from corpus import recipe_of, write_corpus
 
 RECIPE = mf.Recipe(data=mf.Lengths(np.ones(64, int)), sequence=mf.Documents(), batch=mf.Batch(sequences=4))
@@ -42,9 +43,9 @@ RECIPE = mf.Recipe(data=mf.Lengths(np.ones(64, int)), sequence=mf.Documents(), b
 )
 def test_both_refuse(options: dict[str, Any], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **options)
+        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **transports.of(**options))
     with pytest.raises(kind, match=says):
-        mf.Exchange(iter(()), packing=mf.Packing(capacity=16), **options)
+        mf.Exchange(iter(()), packing=mf.Packing(capacity=16), **transports.of(**options))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_both_refuse(options: dict[str, Any], kind: type[Exception], says: str) 
 def test_a_feed_refuses_numbers_that_are_none(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(mf.errors.RecipeError, match=f"{name}="):
-        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **options)
+        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **transports.of(**options))
 
 
 FROM_ONE: list[tuple[Callable[[Any], Any], str]] = [
@@ -108,7 +109,7 @@ def test_constructors_only_store(tmp_path: Path) -> None:
     log = mf.metrics.RunLog(tmp_path / "log")
     made = [
         mf.Feed(recipe, metrics=[log, mf.metrics.ProfilerRanges()], verify=True),
-        mf.Feed(recipe, mf.Layout(dp=2), rank=1, delivery="share", prefetch=4),
+        mf.Feed(recipe, mf.Layout(dp=2), rank=1, transport=mf.Transport(delivery="share", prefetch=4)),
         mf.Exchange(
             ({"tokens": [next(pulled)]} for _ in range(3)), packing=mf.Packing(capacity=16), metrics=log
         ),

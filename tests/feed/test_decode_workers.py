@@ -65,7 +65,9 @@ def ending(
 ) -> tuple[str, str, list[int]]:
     """How a job ended on this rank: type and text of its error; and its workers' pids."""
     options: Any = {"machine": machine, "packing": PACKING}
-    feed = mf.Feed(recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, **options)
+    feed = mf.Feed(
+        recipe, mf.Layout.parse(layout), transport=mf.Transport(delivery=delivery, timeout_s=600), **options
+    )
     pids: list[int] = []
     try:
         with feed:
@@ -153,7 +155,9 @@ def held_over_steps(rank: int, folder: str, num_steps: int) -> list[list[tuple[i
     seen: list[list[tuple[int, int]]] = []
     recipe = multimodal(Path(folder), sequences=4)
     options: Any = {"machine": mf.Machine(workers=1), "packing": PACKING}
-    with mf.Feed(recipe, mf.Layout(tp=2), delivery="share", timeout_s=600, **options) as feed:
+    with mf.Feed(
+        recipe, mf.Layout(tp=2), transport=mf.Transport(delivery="share", timeout_s=600), **options
+    ) as feed:
         for step in feed:
             list(step.microbatches)
             if step.index in (num_steps // 2, num_steps):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import meshfeed as mf
 import meshfeed.feed.run
+import transports
 from corpus import recipe_of, write_corpus
 from soak import SEED, cases
 
@@ -60,11 +61,11 @@ def feed_of(gate: Gate, **options: Any) -> mf.Feed:
     recipe = mf.Recipe(
         data=mf.Mapped(Gated(gate)), sequence=FIELDS, batch=mf.Batch(sequences=BATCH), shuffle="none"
     )
-    return mf.Feed(recipe, micro_batch_size=MICROBATCH, **options)
+    return mf.Feed(recipe, **transports.of(micro_batch_size=MICROBATCH, **options))
 
 
 def exchange_of(gate: Gate, **options: Any) -> mf.Exchange:
-    return mf.Exchange(items(gate), packing=PACKING, pulls=BATCH, **options)
+    return mf.Exchange(items(gate), **transports.of(packing=PACKING, pulls=BATCH, **options))
 
 
 def close(source: Any) -> None:
@@ -183,7 +184,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_at_any_moment_and_from_several_threads(corpus: Path, prefetch: int) -> None:
     """Each loop raises StateError, and together they hand out every step but those that were cut off."""
     rng = np.random.default_rng(SEED)
-    feed = mf.Feed(recipe_of(corpus, sequences=4), prefetch=prefetch)
+    feed = mf.Feed(recipe_of(corpus, sequences=4), transport=mf.Transport(prefetch=prefetch))
     over = threading.Event()
     progress = threading.Semaphore(0)
 
@@ -220,7 +221,10 @@ def test_while_it_waits_for_peers(corpus: Path, end: Callable[[Any], None]) -> N
     store = dist.HashStore()
     feed, peer = (
         mf.Feed(
-            recipe_of(corpus), mf.Layout(tp=2), rank, rendezvous=store, delivery="share", timeout_s=SOON_S
+            recipe_of(corpus),
+            mf.Layout(tp=2),
+            rank,
+            transport=mf.Transport(rendezvous=store, delivery="share", timeout_s=SOON_S),
         )
         for rank in range(2)
     )

@@ -47,7 +47,8 @@ if rank is None:
 torch.set_num_threads(1)
 store, end = None if size == 1 else SlowStore(f"{folder}/{attempt}", size), LongEnd()
 recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(4096), batch=mf.Batch(sequences=16), seed=attempt)
-feed = mf.Feed(recipe, mf.Layout(tp=size), rank, delivery=delivery, rendezvous=store, prefetch=4, timeout_s=600)
+transport = mf.Transport(delivery=delivery, rendezvous=store, prefetch=4, timeout_s=600)
+feed = mf.Feed(recipe, mf.Layout(tp=size), rank, transport=transport)
 for step in feed:
     list(step.microbatches)
     if step.index == (attempt + attempt // 3) % 3:

@@ -62,7 +62,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_break_and_go_on(corpus: str, prefetch: int) -> None:
     recipe = recipe_of(corpus)
-    feed = mf.Feed(recipe, prefetch=prefetch)
+    feed = mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch))
     seen = take(feed, 3) + take(feed, 1) + take(feed, 4)
     assert seen == sequence_of(recipe, 8)
     feed.close()
@@ -129,7 +129,7 @@ def test_a_step_that_cannot_be_read_is_trained_after_a_repair(prefetch: int, pla
             epochs=1,
             shuffle="none",
         )
-        return mf.Feed(recipe, prefetch=prefetch)
+        return mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch))
 
     with feed_of(place) as feed:
         seen = told_of(feed, iter(feed))
@@ -146,7 +146,7 @@ def test_a_step_that_cannot_be_read_is_trained_after_a_repair(prefetch: int, pla
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_loop_after_the_end_is_refused(corpus: str, prefetch: int) -> None:
     recipe = recipe_of(corpus, epochs=1)
-    feed = mf.Feed(recipe, prefetch=prefetch)
+    feed = mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch))
     start = feed.state_dict()
     seen = take(feed)
     assert seen == sequence_of(recipe, 100) and len(seen) == 10
@@ -156,14 +156,14 @@ def test_a_loop_after_the_end_is_refused(corpus: str, prefetch: int) -> None:
         ):
             take(feed)
     assert feed.next_step == 10 and threads() == 0 and recipe.data._depth == 0
-    with mf.Feed(recipe, prefetch=prefetch) as done:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch)) as done:
         done.load_state_dict(feed.state_dict())
         assert take(done) == [], "a job that is done, started again, has nothing to do"
         with pytest.raises(mf.errors.StateError, match="has ended"):
             take(done)
         done.load_state_dict(start)
         assert take(done) == seen
-    with mf.Feed(recipe, prefetch=prefetch) as left:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch)) as left:
         assert take(left, 10) == seen
         with pytest.raises(mf.errors.StateError, match="has ended"):
             iter(left)
@@ -246,7 +246,7 @@ def test_an_abandoned_iterator_leaves_its_step_usable_until_the_next(corpus: str
 
 def test_an_exception_in_the_body_closes_and_the_step_is_trained_again(corpus: str) -> None:
     recipe = recipe_of(corpus)
-    feed = mf.Feed(recipe, prefetch=3)
+    feed = mf.Feed(recipe, transport=mf.Transport(prefetch=3))
     with pytest.raises(ZeroDivisionError):
         for step in feed:
             if step.index == 2:
@@ -318,7 +318,7 @@ def test_a_failing_store_ends_the_loop_and_nothing_hangs(corpus: str) -> None:
 
     object.__setattr__(recipe.sequence, "load", broken)
     for prefetch in (0, 2):
-        feed = mf.Feed(recipe, prefetch=prefetch)
+        feed = mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch))
         with pytest.raises(mf.errors.StoreError, match=r"corpus\.bin"):
             take(feed)
         feed.close()
@@ -329,7 +329,7 @@ def test_what_was_handed_out_never_changes(corpus: str) -> None:
     """The producer uses memory again; not while anybody holds a tensor, a slice or a NumPy view of it."""
     recipe = recipe_of(corpus, length=16, sequences=4)
     held: list[Any] = []
-    with mf.Feed(recipe, prefetch=4) as feed:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=4)) as feed:
         for step in itertools.islice(feed, 40):
             for m, microbatch in enumerate(step.microbatches):
                 tokens = microbatch["tokens"]
@@ -377,7 +377,7 @@ def test_library_code_leaves_the_random_state_alone(corpus: str) -> None:
 def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
     recipe = recipe_of(corpus)
     for prefetch in (0, 1, 4):
-        feed = mf.Feed(recipe, prefetch=prefetch)
+        feed = mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch))
         assert feed.next_step == 0
         for step in feed:
             before = feed.state_dict()
@@ -388,7 +388,7 @@ def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
             if step.index == 4:
                 break
         assert json.loads(text) == feed.state_dict()
-        resumed = mf.Feed(recipe, mf.Layout(), prefetch=prefetch)
+        resumed = mf.Feed(recipe, mf.Layout(), transport=mf.Transport(prefetch=prefetch))
         resumed.load_state_dict(json.loads(text))
         assert take(resumed, 2) == sequence_of(recipe, [5, 6])
         assert resumed.next_step == 7, "a second save after resume advances"
@@ -398,7 +398,7 @@ def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
 
 def test_load_state_in_the_middle_of_an_iteration(corpus: str) -> None:
     recipe = recipe_of(corpus)
-    feed = mf.Feed(recipe, prefetch=3)
+    feed = mf.Feed(recipe, transport=mf.Transport(prefetch=3))
     state = feed.state_dict()
     with feed:
         steps = iter(feed)
@@ -451,7 +451,7 @@ def test_views_interleaved_in_any_order_get_the_same_stream(corpus: str, seed: i
     recipe = recipe_of(corpus, reset_attention_mask=True)
     names = stage_names(recipe, STAGES, 0)
     whole = list(mf.simulate(recipe, mf.Layout(), 6))
-    with mf.Feed(recipe, stage_map=STAGES, prefetch=seed % 3) as feed:
+    with mf.Feed(recipe, stage_map=STAGES, transport=mf.Transport(prefetch=seed % 3)) as feed:
         views = [iter(view) for view in feed.virtual_stages]
         asked = [0, 0, 0]
         for view in orders(seed):
@@ -520,7 +520,13 @@ def pipeline(rank: int, path: str, delivery: str) -> list[Any]:
     names = stage_names(recipe, stage_map, layout.coord(rank).pp)
     whole = mf.simulate(recipe, layout, 3, ranks=[rank], stage_map=stage_map)
     wrong = []
-    with mf.Feed(recipe, layout, delivery=delivery, stage_map=stage_map, verify=True, timeout_s=600) as feed:
+    with mf.Feed(
+        recipe,
+        layout,
+        transport=mf.Transport(delivery=delivery, timeout_s=600),
+        stage_map=stage_map,
+        verify=True,
+    ) as feed:
         for steps, expected in zip(zip(*feed.virtual_stages), whole):
             for microbatches in zip(*(step.microbatches for step in steps), [*expected.microbatches]):
                 full = seen_microbatch(microbatches[-1])["fields"]
@@ -544,7 +550,9 @@ def stop_and_go(rank: int, path: str) -> list[Any]:
     meshfeed.feed.run._JOIN_S = world.HANG_S  # a producer that does not end by itself hangs
     recipe, layout, wrong = recipe_of(path, sequences=4), mf.Layout.parse("tp2-cp2", ranks_per_node=2), []
     for delivery, prefetch in WAYS:
-        feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, timeout_s=600)
+        feed = mf.Feed(
+            recipe, layout, transport=mf.Transport(delivery=delivery, prefetch=prefetch, timeout_s=600)
+        )
         seen = take(feed, 3)
         seen += take(feed, 2)  # outside of `with`: closed and opened in between
         with feed:
@@ -572,9 +580,7 @@ def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int
     feed = mf.Feed(
         recipe_of(path, sequences=4),
         mf.Layout.parse("tp3", ranks_per_node=2 if delivery == "tree" else None),
-        delivery=delivery,
-        prefetch=prefetch,
-        timeout_s=600,
+        transport=mf.Transport(delivery=delivery, prefetch=prefetch, timeout_s=600),
     )
     store, steps = dist.distributed_c10d._get_default_store(), 0
     try:
@@ -616,8 +622,8 @@ def to_the_end(rank: int, path: str) -> list[Any]:
     for delivery, prefetch in SOME_WAYS:
         for text in ("dp3", "tp3", "cp3"):
             recipe, layout = recipe_of(path, length=60, epochs=2), mf.Layout.parse(text)
-            options = {"verify": True, "timeout_s": 20, "pad_rows": True}
-            feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, **options)
+            transport = mf.Transport(delivery=delivery, prefetch=prefetch, timeout_s=20)
+            feed = mf.Feed(recipe, layout, transport=transport, verify=True, pad_rows=True)
             seen = take(feed)
             told.append(seen == sequence_of(recipe, 100, layout, rank))
     return told
@@ -628,7 +634,7 @@ def test_epochs_end_by_themselves_on_every_rank(corpus: str) -> None:
 
 
 def without_some(rank: int, path: str) -> list[int]:
-    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), timeout_s=600) as feed:
+    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), transport=mf.Transport(timeout_s=600)) as feed:
         run = feed.run(leave_out=[np.arange(1, 3), (1, 2)][rank])
         return [step.index for step in itertools.islice(run, 3)]
 

@@ -175,6 +175,12 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
             r"item_timeout_s=0\): give seconds, more than 0",
         ),
         (lambda: mf.Feed(ROWS, machine=8), mf.errors.OptionError, r"machine=8: give a mf\.Machine"),
+        (
+            lambda: mf.Feed(ROWS, transport="share"),
+            mf.errors.OptionError,
+            r"transport='share': give a mf\.Transport",
+        ),
+        (lambda: mf.Transport(readers="shared"), mf.errors.OptionError, "readers='shared': give ranks"),
         (lambda: mf.Mixture([STORE]), mf.errors.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (
             lambda: mf.Feed(ROWS, micro_batch_size=0),
@@ -184,9 +190,21 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
         (lambda: mf.Feed(ROWS, micro_batch_size=2.5), mf.errors.OptionError, r"micro_batch_size=2\.5"),
         (lambda: mf.Feed(ROWS, micro_batch_size="2"), mf.errors.OptionError, "micro_batch_size='2'"),
         (lambda: mf.Feed(ROWS, micro_batch_size=True), mf.errors.OptionError, "micro_batch_size=True"),
-        (lambda: mf.Feed(ROWS, timeout_s=float("nan")), mf.errors.OptionError, "timeout_s=nan: give seconds"),
-        (lambda: mf.Feed(ROWS, timeout_s=float("inf")), mf.errors.OptionError, "timeout_s=inf"),
-        (lambda: mf.Feed(ROWS, timeout_s="9"), mf.errors.OptionError, "timeout_s='9'"),
+        (
+            lambda: mf.Feed(ROWS, transport=mf.Transport(timeout_s=float("nan"))),
+            mf.errors.OptionError,
+            "timeout_s=nan: give seconds",
+        ),
+        (
+            lambda: mf.Feed(ROWS, transport=mf.Transport(timeout_s=float("inf"))),
+            mf.errors.OptionError,
+            "timeout_s=inf",
+        ),
+        (
+            lambda: mf.Feed(ROWS, transport=mf.Transport(timeout_s="9")),
+            mf.errors.OptionError,
+            "timeout_s='9'",
+        ),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),
             mf.errors.OptionError,
@@ -252,14 +270,14 @@ def test_a_dataset_that_hangs_is_not_called_storage() -> None:
     recipe = samples_recipe(Fatal(8, 0, never), "x")
     machine = mf.Machine(workers=1, item_timeout_s=60)
     with (
-        mf.Feed(recipe, machine=machine, timeout_s=0.2) as feed,
+        mf.Feed(recipe, machine=machine, transport=mf.Transport(timeout_s=0.2)) as feed,
         pytest.raises(mf.errors.DeliveryError) as late,
     ):
         for step in feed:
             list(step.microbatches)
     assert "Mapped(Fatal, 8 items) has not returned it; check what the dataset does" in str(late.value)
     given = (each for each in iter(waiting, None))
-    with mf.Exchange(given, packing=PACKING, prefetch=1, timeout_s=0.2) as exchange:
+    with mf.Exchange(given, packing=PACKING, transport=mf.Transport(prefetch=1, timeout_s=0.2)) as exchange:
         with pytest.raises(mf.errors.DeliveryError, match="its own iterator has not returned it"):
             next(iter(exchange))
         GO_ON.set()

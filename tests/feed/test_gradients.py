@@ -48,7 +48,7 @@ def gradients(path: str, layout: mf.Layout, policy: Any, rank: int, capacity: in
     packing = mf.Packing(capacity=capacity, policy="dynamic_cp", fixed_shapes=True, max_sequences=5)
     if policy != "fixed":
         packing = mf.Packing(capacity=capacity, policy=policy)
-    feed = mf.Feed(recipe_of(path), layout, rank, packing=packing, timeout_s=600)
+    feed = mf.Feed(recipe_of(path), layout, rank, packing=packing, transport=mf.Transport(timeout_s=600))
     place.make_cp_groups(feed)
     idle = torch.optim.SGD(stage.parameters(), lr=0.0)
     with feed:

@@ -174,9 +174,7 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
         recipe_of(folder, life, start),
         layout,
         packing=packing_of(policy),
-        delivery=DELIVERIES[run % 3],
-        prefetch=run % 3,
-        timeout_s=600,
+        transport=mf.Transport(delivery=DELIVERIES[run % 3], prefetch=run % 3, timeout_s=600),
     )
     place = layout.coord(rank)
     with feed:
@@ -265,7 +263,9 @@ def test_lives_with_other_worker_processes() -> None:
             machine = mf.Machine(workers=dice.randrange(3))
             packing = packing_of(dice.choice(POLICIES))
             prefetch = dice.choice([0, 1, 3])
-            with mf.Feed(recipe, packing=packing, prefetch=prefetch, machine=machine) as feed:
+            with mf.Feed(
+                recipe, packing=packing, transport=mf.Transport(prefetch=prefetch), machine=machine
+            ) as feed:
                 if state is not None:
                     feed.load_state_dict(json.loads(state))
                 for step in feed:

@@ -125,8 +125,8 @@ def live(rank: int, folder: Path, seed: int, life: Life, number: int, out: Path)
     mine = rank == life.victim
     state, saved, trained = out / "state.json", 0, 0
     feed = mf.Feed(
-        recipe_of(folder, seed), life.layout, machine=mf.Machine(workers=life.workers), delivery=life.delivery, prefetch=life.prefetch,
-        packing=packing_of(life.policy), timeout_s=600,
+        recipe_of(folder, seed), life.layout, machine=mf.Machine(workers=life.workers), transport=mf.Transport(delivery=life.delivery, prefetch=life.prefetch, timeout_s=600),
+        packing=packing_of(life.policy),
     )  # fmt: skip
     with feed, (out / f"{number}-{rank}").open("wb") as came:
         if state.exists():

@@ -46,7 +46,11 @@ def loop(rank: int, path: Path) -> dict[tuple[str, str, str], list[Any]]:
     for text, policy, delivery in CASES:
         layout = mf.Layout.parse(text, ranks_per_node=3 if delivery == "tree" else 8)
         feed = mf.Feed(
-            recipe_of(path), layout, delivery=delivery, packing=packing_of(policy), verify=True, timeout_s=600
+            recipe_of(path),
+            layout,
+            transport=mf.Transport(delivery=delivery, timeout_s=600),
+            packing=packing_of(policy),
+            verify=True,
         )
         with feed:
             taken = seen[text, policy, delivery] = []

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import meshfeed as mf
+import transports
 import world
 from corpus import flip_in_build
 from meshfeed.store import IndexedWriter
@@ -64,7 +65,9 @@ def job(rank: int, path: Path, cases: list[dict[str, Any]]) -> list[list[int]]:
     seen: list[list[int]] = []
     for options in cases:
         layout = mf.Layout(pp=4, ranks_per_node=options.pop("ranks_per_node", 4))
-        with mf.Feed(recipe_of(path), layout, timeout_s=TIMEOUT_S, micro_batch_size=1, **options) as feed:
+        with mf.Feed(
+            recipe_of(path), layout, **transports.of(timeout_s=TIMEOUT_S, micro_batch_size=1, **options)
+        ) as feed:
             seen.append([index for draws in schedule(feed, rank) for index in draws])
     return seen
 
@@ -98,7 +101,9 @@ def test_no_stage_waits_for_another(corpus: Path) -> None:
 
 def flipping(rank: int, path: Path) -> tuple[int, Any]:
     """Microbatches seen, and the error, where rank 1 of the first stage builds a token of step 1 wrong, once."""
-    feed = mf.Feed(recipe_of(path), mf.Layout(tp=2, pp=2), verify=True, timeout_s=TIMEOUT_S)
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout(tp=2, pp=2), verify=True, transport=mf.Transport(timeout_s=TIMEOUT_S)
+    )
     seen = 0
     with feed:
         if rank == 1:

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+import transports
 import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed
@@ -275,7 +276,7 @@ def test_a_slow_read_shows_under_read(
 
     object.__setattr__(recipe.sequence, "load", slow)
     monkeypatch.setattr(Prefetcher, "get", asking)
-    with mf.Feed(recipe, prefetch=prefetch) as feed:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch)) as feed:
         for step in itertools.islice(feed, 9):
             assert step.index != 6 or prefetch == 0 or reading.wait(SOON_S)
             for _ in step.microbatches:
@@ -299,9 +300,9 @@ def late_to_the_meeting(rank: int, path: str) -> dict[str, float]:
     else:
         store.wait(["joins"], timedelta(seconds=SOON_S))
         threading.Event().wait(0.5)
-    return next(iter(mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share"))).stats[
-        "exposed_wait_s"
-    ]
+    return next(
+        iter(mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), transport=mf.Transport(delivery="share")))
+    ).stats["exposed_wait_s"]
 
 
 def test_waiting_for_peers_to_join_shows_under_start(corpus: str) -> None:
@@ -330,7 +331,13 @@ def slow_reader(rank: int, path: str, delivery: str, folder: Path) -> dict[str, 
     if rank == 0:
         object.__setattr__(recipe.sequence, "load", delayed(slow, {4}))
     Prefetcher.get = asking
-    steps = iter(mf.Feed(recipe, mf.Layout.parse("tp2"), delivery=delivery, timeout_s=600, prefetch=1))
+    steps = iter(
+        mf.Feed(
+            recipe,
+            mf.Layout.parse("tp2"),
+            transport=mf.Transport(delivery=delivery, timeout_s=600, prefetch=1),
+        )
+    )
     for _ in range(4):
         list(next(steps).microbatches)
     step.set()
@@ -360,4 +367,4 @@ def test_stats_are_plain_numbers_of_their_own_step(corpus: str) -> None:
 def test_settings_outside_their_range_are_refused(corpus: str, tmp_path: Path) -> None:
     for wrong in ({"prefetch": -1}, {"timeout_s": 0}):
         with pytest.raises(mf.errors.RecipeError, match=next(iter(wrong))):
-            mf.Feed(recipe_of(corpus), **wrong)
+            mf.Feed(recipe_of(corpus), **transports.of(**wrong))

@@ -97,7 +97,10 @@ def a_history(recipe: mf.Recipe, ledger: Path, dice: random.Random) -> Counter[s
         happened["joined"] += joined
         for _ in range(joined):
             prefetch = dice.choice([0, 2])
-            options: Any = {"delivery": "direct", "prefetch": prefetch, "ledger": ledger, "timeout_s": 60}
+            options: Any = {
+                "transport": mf.Transport(delivery="direct", prefetch=prefetch, timeout_s=60),
+                "ledger": ledger,
+            }
             feed = mf.Feed(recipe, packing=PACKING, **options)
             ranks.insert(dice.randint(0, len(ranks)), Rank(feed))
         starts = together(ranks, layout, generation)
@@ -144,7 +147,7 @@ def test_where_a_run_begins(recipe: mf.Recipe) -> None:
     store: Any = HashStore()
     wrong: Any
     place: Any = {"layout": mf.Layout(), "rank": 0, "rendezvous": store}
-    with mf.Feed(recipe, packing=PACKING, rendezvous=store) as feed:
+    with mf.Feed(recipe, packing=PACKING, transport=mf.Transport(rendezvous=store)) as feed:
         for step in feed:
             assert len([*step.microbatches]) == step.num_microbatches
             if step.index == 3:
@@ -238,7 +241,7 @@ def test_what_is_left_out_is_of_one_run(recipe: mf.Recipe) -> None:
 
 
 def test_a_run_that_fails_is_not_at_its_end(recipe: mf.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mf.Feed(recipe, packing=PACKING, prefetch=0) as feed:
+    with mf.Feed(recipe, packing=PACKING, transport=mf.Transport(prefetch=0)) as feed:
         run, draw = feed.run(2), stepping.draws_of_step
 
         def failing(recipe: mf.Recipe, step: int) -> Any:
@@ -267,7 +270,7 @@ def test_a_generation_is_used_once(recipe: mf.Recipe) -> None:
     store, two = HashStore(), mf.Layout(dp=2)
 
     def met(rank: int) -> int:
-        feed = mf.Feed(recipe, packing=PACKING, delivery="direct")
+        feed = mf.Feed(recipe, packing=PACKING, transport=mf.Transport(delivery="direct"))
         return feed.run(layout=two, rank=rank, generation=1, rendezvous=store, meet=True).step
 
     with ThreadPoolExecutor(2) as pool:
@@ -310,7 +313,12 @@ def test_a_rank_plans_its_next_step_while_it_meets_the_others(
 
     ledger = tmp_path / "ledger.jsonl" if kept else None
     ranks = [
-        mf.Feed(recipe, packing=PACKING, delivery="direct", prefetch=0, ledger=ledger, timeout_s=60)
+        mf.Feed(
+            recipe,
+            packing=PACKING,
+            transport=mf.Transport(delivery="direct", prefetch=0, timeout_s=60),
+            ledger=ledger,
+        )
         for _ in range(2)
     ]
     with ranks[0] as survivor, ranks[1] as other:
@@ -333,7 +341,9 @@ def _train_on(rank: int, recipe: mf.Recipe, port: int) -> dict[int, list[int]]:
     store = TCPStore("127.0.0.1", port, None, False)
     is_new, seen = rank == 4, dict[int, list[int]]()
     old = mf.Layout.parse("tp2-dp2")
-    feed = mf.Feed(recipe, old, rank % 4, packing=PACKING, rendezvous=store, timeout_s=120)
+    feed = mf.Feed(
+        recipe, old, rank % 4, packing=PACKING, transport=mf.Transport(rendezvous=store, timeout_s=120)
+    )
     with feed:
         try:
             for step in () if is_new else feed:
@@ -393,7 +403,11 @@ def a_told_history(recipe: mf.Recipe, dice: random.Random) -> Counter[str]:
     with contextlib.ExitStack() as stack:
 
         def new() -> mf.Feed:
-            feed = mf.Feed(recipe, packing=PACKING, delivery="direct", prefetch=dice.choice([0, 2]))
+            feed = mf.Feed(
+                recipe,
+                packing=PACKING,
+                transport=mf.Transport(delivery="direct", prefetch=dice.choice([0, 2])),
+            )
             return stack.enter_context(feed)
 
         happened, step, feeds = Counter[str](), 0, [new()]
@@ -467,7 +481,7 @@ def test_steps_may_be_left_out_up_to_the_end(recipe: mf.Recipe, tmp_path: Path) 
 def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
     short, one, two = replace(recipe, epochs=1), mf.Layout(), mf.Layout(dp=2)
     wrong: Any
-    with mf.Feed(short, packing=PACKING, delivery="direct") as feed:
+    with mf.Feed(short, packing=PACKING, transport=mf.Transport(delivery="direct")) as feed:
         for wrong in ((-1, 0), ("3", 0), (3, None), (True, 0)):
             with pytest.raises(mf.errors.OptionError, match="takes no part"):
                 feed.at(wrong[0], one, wrong[1])
@@ -482,7 +496,9 @@ def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
             with pytest.raises(mf.errors.StateError, match="ended"):
                 feed.at(end, two, 1)
         assert feed.at(end - 1, two, 1).index == end - 1
-    with mf.Feed(recipe, packing=PACKING, rendezvous=HashStore(), delivery="direct") as feed:
+    with mf.Feed(
+        recipe, packing=PACKING, transport=mf.Transport(rendezvous=HashStore(), delivery="direct")
+    ) as feed:
         with pytest.raises(mf.errors.OptionError, match="generation=None"):
             feed.at(0, two, 0)
         assert feed.at(3, two, 0, generation=4).index == 3
@@ -490,7 +506,9 @@ def test_what_at_refuses(recipe: mf.Recipe, tmp_path: Path) -> None:
         with pytest.raises(mf.errors.OptionError, match="above 4"):
             feed.at(5, mf.Layout(dp=3), 0, generation=4)
         assert feed.at(5, two, 0, generation=4).index == 5
-    with mf.Feed(recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", delivery="direct") as feed:
+    with mf.Feed(
+        recipe, packing=PACKING, ledger=tmp_path / "ledger.jsonl", transport=mf.Transport(delivery="direct")
+    ) as feed:
         assert feed.at(0, one, 0).index == 0
         for _ in range(2):
             with pytest.raises(mf.errors.DeliveryError, match="rendezvous"):
@@ -504,7 +522,10 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
 
         def new(path: Path) -> mf.Feed:
-            options: Any = {"delivery": "direct", "ledger": path, "rendezvous": store, "timeout_s": 60}
+            options: Any = {
+                "transport": mf.Transport(delivery="direct", rendezvous=store, timeout_s=60),
+                "ledger": path,
+            }
             return stack.enter_context(mf.Feed(recipe, packing=PACKING, **options))
 
         feeds, spare = [new(tmp_path / "ledger.jsonl") for _ in range(2)], new(tmp_path / "ledger.jsonl")
@@ -534,8 +555,8 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
 
 
 def _of_one_job(recipe: mf.Recipe, path: Path, store: HashStore, number: int) -> list[mf.Feed]:
-    options: Any = {"delivery": "direct", "prefetch": 0, "ledger": path, "timeout_s": 60}
-    return [mf.Feed(recipe, packing=PACKING, rendezvous=store, **options) for _ in range(number)]
+    transport = mf.Transport(delivery="direct", prefetch=0, timeout_s=60, rendezvous=store)
+    return [mf.Feed(recipe, packing=PACKING, transport=transport, ledger=path) for _ in range(number)]
 
 
 def _amends_without_the_job(number: int, recipe: mf.Recipe, path: Path, port: int) -> int:
@@ -546,7 +567,9 @@ def _amends_without_the_job(number: int, recipe: mf.Recipe, path: Path, port: in
         rank = number - generation
         return {"layout": two, "rank": rank, "generation": generation, "rendezvous": store, "meet": True}
 
-    with mf.Feed(recipe, packing=PACKING, rendezvous=store, ledger=path, delivery="direct") as feed:
+    with mf.Feed(
+        recipe, packing=PACKING, transport=mf.Transport(rendezvous=store, delivery="direct"), ledger=path
+    ) as feed:
         with pytest.raises(mf.errors.OptionError, match="no part"):
             feed.amend(mf.amendments.BatchSize(7))
         if number < 2:

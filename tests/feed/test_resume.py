@@ -50,7 +50,7 @@ def train(
     recipe = recipe_of(path, length=24, sequences=12)
     rows = {"micro_batch_size": micro_batch_size, "pad_rows": True}
     with (
-        mf.Feed(recipe, layout, delivery=delivery, timeout_s=600, **rows) as feed,
+        mf.Feed(recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), **rows) as feed,
         Path(out, f"ledger-{kill_at}-{rank}.jsonl").open("w") as ledger,
     ):
         if state.exists():

@@ -52,7 +52,10 @@ def test_it_works_without_any_distribution(corpus: Path) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 7])
 def test_prefetch_changes_nothing_but_when(corpus: Path, prefetch: int) -> None:
-    with mf.Feed(recipe_of(corpus), prefetch=prefetch) as feed, mf.Feed(recipe_of(corpus)) as other:
+    with (
+        mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=prefetch)) as feed,
+        mf.Feed(recipe_of(corpus)) as other,
+    ):
         assert taken(feed, 5) == taken(other, 5)
 
 
@@ -68,7 +71,7 @@ def test_going_on_after_a_break_and_after_a_state(corpus: Path) -> None:
         assert taken(feed, 1) == whole[4:5]
         feed.load_state_dict(saved)
         assert taken(feed, 5) == whole[4:9]
-    with mf.Feed(recipe_of(corpus), prefetch=0) as fresh:
+    with mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=0)) as fresh:
         fresh.load_state_dict(saved)
         step = next(iter(fresh))
         assert step.index == 4
@@ -114,7 +117,7 @@ def test_without_with_it_closes_at_the_end_of_the_stream(corpus: Path) -> None:
 
 
 def test_batches_that_are_kept_are_not_written_over(corpus: Path) -> None:
-    with mf.Feed(recipe_of(corpus), prefetch=3) as feed:
+    with mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=3)) as feed:
         kept = []
         for step in feed:
             kept += [(m["tokens"], m["tokens"].clone()) for m in step.microbatches]
@@ -124,7 +127,7 @@ def test_batches_that_are_kept_are_not_written_over(corpus: Path) -> None:
 
 
 def test_memory_of_batches_that_are_dropped_is_used_again(corpus: Path) -> None:
-    with mf.Feed(recipe_of(corpus), prefetch=2) as feed:
+    with mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=2)) as feed:
         addresses = set()
         for step in feed:
             for m in step.microbatches:
@@ -155,7 +158,7 @@ def test_what_a_loop_writes_into_a_batch_stays_there(corpus: Path, prefetch: int
     expected = [
         made.microbatches for made in mf.simulate(recipe, mf.Layout.parse("dp1"), 4, micro_batch_size=4)
     ]
-    with mf.Feed(recipe, micro_batch_size=4, prefetch=prefetch) as feed:
+    with mf.Feed(recipe, micro_batch_size=4, transport=mf.Transport(prefetch=prefetch)) as feed:
         for step, wanted in zip(feed, expected):
             batches = list(step.microbatches)
             for i, (microbatch, other) in enumerate(zip(batches, wanted, strict=True)):
@@ -268,6 +271,12 @@ def test_no_process_imports_masked_arrays(
     monkeypatch.delitem(vars(np), "ma", raising=False)
     packing = mf.Packing(capacity=4096) if isinstance(rule, mf.Documents) else None
     recipe = dataclasses.replace(recipe_of(corpus), sequence=rule, shuffle=mf.Blocks())
-    with mf.Feed(recipe, layout=mf.Layout(tp=2, cp=2), rank=0, delivery="direct", packing=packing) as feed:
+    with mf.Feed(
+        recipe,
+        layout=mf.Layout(tp=2, cp=2),
+        rank=0,
+        transport=mf.Transport(delivery="direct"),
+        packing=packing,
+    ) as feed:
         for _, step in zip(range(2), feed):
             assert [microbatch["tokens"] for microbatch in step.microbatches]

@@ -96,7 +96,9 @@ def train(rank: int, folder: Path) -> list[Any]:
     for how, delivery in JOBS:
         recipe, options = job_of(folder, how)
         sums, sources = torch.zeros(STEPS, 3, 2, dtype=torch.float64), []
-        with mf.Feed(recipe, LAYOUT, delivery=delivery, timeout_s=600, **options) as feed:
+        with mf.Feed(
+            recipe, LAYOUT, transport=mf.Transport(delivery=delivery, timeout_s=600), **options
+        ) as feed:
             assert feed.sources == ("short", "middle", "long")
             for step in itertools.islice(feed, STEPS):
                 assert step.sources == feed.sources

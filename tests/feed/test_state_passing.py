@@ -78,7 +78,7 @@ def every_case(rank: int, path: Path) -> list[list[dict[int, np.ndarray]]]:
                 packing=packing_of(shape),
                 cp_split="pack_contiguous",
                 verify=True,
-                timeout_s=600,
+                transport=mf.Transport(timeout_s=600),
             )
             with feed:
                 for step in feed:

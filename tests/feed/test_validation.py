@@ -33,7 +33,7 @@ def loop(rank: int, folder: Path, delivery: str) -> tuple[dict[str, list[Any]], 
     layout = mf.Layout.parse("tp2-dp2")
     made = recipes(folder)
     before, seen = random_states(), {name: [] for name in made}
-    options = {"delivery": delivery, "timeout_s": 60, "pad_rows": True}
+    options = {"transport": mf.Transport(delivery=delivery, timeout_s=60), "pad_rows": True}
     feeds = {name: mf.Feed(recipe, layout, **options) for name, recipe in made.items()}
     with feeds["train"] as train, feeds["long"] as long, feeds["short"] as short:
         for step in train:

@@ -52,7 +52,7 @@ def one_epoch(
             recipe_of(path, folder),
             mf.Layout.parse(layout),
             rank,
-            delivery=delivery,
+            transport=mf.Transport(delivery=delivery),
             micro_batch_size=8,
             pad_rows=True,
         ) as feed,

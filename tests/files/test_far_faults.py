@@ -55,7 +55,9 @@ def recipe_of(path: str, cache: str | None = None) -> mf.Recipe:
 
 def train(rank: int, path: str, cache: str, change_at: int | None = None, change: Any = None) -> list[Any]:
     """What a rank sees; `change` happens to the storage after a step."""
-    with mf.Feed(recipe_of(path, cache), mf.Layout.parse(LAYOUT), rank, timeout_s=120) as feed:
+    with mf.Feed(
+        recipe_of(path, cache), mf.Layout.parse(LAYOUT), rank, transport=mf.Transport(timeout_s=120)
+    ) as feed:
         seen: list[Any] = []
         for step in feed:
             seen += take([step])

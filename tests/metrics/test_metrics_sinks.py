@@ -143,7 +143,12 @@ def test_a_log_that_cannot_be_begun_is_refused_before_training(corpus: str, tmp_
 
 
 def refused_on_one(rank: int, path: str, folders: list[str]) -> str:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("dp2"), timeout_s=600, metrics=RunLog(folders[rank]))
+    feed = mf.Feed(
+        recipe_of(path),
+        mf.Layout.parse("dp2"),
+        transport=mf.Transport(timeout_s=600),
+        metrics=RunLog(folders[rank]),
+    )
     with pytest.raises(mf.errors.MetricsError) as refused, feed:
         for _ in feed:  # the other rank may be a step or two ahead before it hears
             pass
@@ -319,7 +324,7 @@ def test_a_fork_leaves_the_sinks_to_its_parent(corpus: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_stages_are_ranges_in_a_trace(corpus: str, prefetch: int) -> None:
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=prefetch > 0)
-    feed = mf.Feed(recipe_of(corpus), prefetch=prefetch, metrics=ProfilerRanges())
+    feed = mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=prefetch), metrics=ProfilerRanges())
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as trace, feed:
         for step in itertools.islice(feed, 4):
             list(step.microbatches)

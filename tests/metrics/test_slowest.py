@@ -49,7 +49,10 @@ def train_until_all_know(rank: int, path: str, layout: str, slow_ranks: list[int
     object.__setattr__(rule, "load", load)
     found: list[SlowRank] = []
     with mf.Feed(
-        recipe, mf.Layout.parse(layout), timeout_s=600, metrics=mf.metrics.Sink(), delivery="direct"
+        recipe,
+        mf.Layout.parse(layout),
+        transport=mf.Transport(timeout_s=600, delivery="direct"),
+        metrics=mf.metrics.Sink(),
     ) as feed:
         for step in itertools.islice(feed, MOST_STEPS):
             list(step.microbatches)
@@ -77,7 +80,7 @@ def test_all_ranks_name_the_slow_one_and_then_another(corpus: str) -> None:
 
 def test_one_process_names_itself_and_nobody_is_named_without_sinks(corpus: str) -> None:
     for sinks in (None, mf.metrics.Sink()):
-        with mf.Feed(recipe_of(corpus), prefetch=0, metrics=sinks) as feed:
+        with mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=0), metrics=sinks) as feed:
             told = None
             for step in itertools.islice(feed, MOST_STEPS if sinks else 10):
                 told = step.stats.slowest

@@ -37,7 +37,9 @@ def expected(step: int) -> list[tuple[int, int, int]]:
 def train(rank: int, text: str, state: Any, steps: int | None) -> tuple[Any, dict[int, Any]]:
     """The state after some steps, and the sequences of each that this rank had tokens of."""
     seen: dict[int, Any] = {}
-    with mf.Feed(recipe_of(), mf.Layout.parse(text), packing=PACKING, timeout_s=600) as feed:
+    with mf.Feed(
+        recipe_of(), mf.Layout.parse(text), packing=PACKING, transport=mf.Transport(timeout_s=600)
+    ) as feed:
         if state is not None:
             feed.load_state_dict(state)
         for step in feed:

@@ -62,9 +62,10 @@ def test_an_unknown_option_is_refused_as_python_does(kind: Any, given: list[Any]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_hold_what_was_given(kind: Any) -> None:
-    made = kind(RECIPE if kind is mf.Feed else [], packing=PACKING, timeout_s=7, name="second")
+    transport = mf.Transport(timeout_s=7, name="second")
+    made = kind(RECIPE if kind is mf.Feed else [], packing=PACKING, transport=transport)
     options = made._options
-    assert (options.packing, options.timeout_s, options.name) == (PACKING, 7, "second")
+    assert (options.packing, options.transport) == (PACKING, transport)
     others = {name: each.default for name, each in keywords_of(kind).items() if name not in OWN_OF_EXCHANGE}
-    kept = {name: getattr(options, name) for name in others.keys() - {"packing", "timeout_s", "name"}}
+    kept = {name: getattr(options, name) for name in others.keys() - {"packing", "transport"}}
     assert kept == {name: others[name] for name in kept}

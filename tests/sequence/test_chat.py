@@ -124,7 +124,13 @@ def every_delivery(rank: int, folder: str) -> list[str]:
     for delivery, dims in ways.items():
         layout = mf.Layout.parse(dims, ranks_per_node=2 if delivery == "tree" else 4)
         wanted = simulated(recipe, layout, 10**6, rank, packing=PACKING)
-        with mf.Feed(recipe, layout, delivery=delivery, packing=PACKING, verify=True, timeout_s=120) as feed:
+        with mf.Feed(
+            recipe,
+            layout,
+            transport=mf.Transport(delivery=delivery, timeout_s=120),
+            packing=PACKING,
+            verify=True,
+        ) as feed:
             if take(feed) != wanted:
                 wrong.append(delivery)
     return wrong

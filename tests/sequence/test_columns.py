@@ -195,9 +195,8 @@ def every_delivery(rank: int, folder: str, layouts: list[mf.Layout]) -> list[str
                 with mf.Feed(
                     recipe,
                     layout,
-                    delivery=delivery,
+                    transport=mf.Transport(delivery=delivery, timeout_s=600),
                     verify=True,
-                    timeout_s=600,
                     pad_rows=name != "documents",
                     **options,
                 ) as feed:

@@ -147,7 +147,7 @@ def test_a_step_looks_its_documents_up_once(
 ) -> None:
     store = Asked(str(corpus[0]))
     recipe = mf.Recipe(data=store, sequence=mf.Documents(max_len), batch=mf.Batch(sequences=12), steps=3)
-    with mf.Feed(recipe, packing=mf.Packing(capacity=200), prefetch=0) as feed:
+    with mf.Feed(recipe, packing=mf.Packing(capacity=200), transport=mf.Transport(prefetch=0)) as feed:
         for step in feed:
             for microbatch in step.microbatches:
                 assert microbatch["tokens"].shape == microbatch["labels"].shape

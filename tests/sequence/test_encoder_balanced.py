@@ -181,7 +181,9 @@ def every_case(rank: int, folder: str) -> tuple[list[str], int]:
     for text, delivery in jobs:
         recipe, layout, before = recipe_of(folder), mf.Layout.parse(text), pictures.CALLS[0]
         options: Any = {"encoder": "balanced", **SPLIT}
-        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **options) as feed:
+        with mf.Feed(
+            recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), verify=True, **options
+        ) as feed:
             if feed.encoder_ranks != tuple(sorted(layout.group_of(rank, "dp-cp").tolist())):
                 wrong.append(f"{feed.encoder_ranks}")
             got, decoded = take(feed, 2), pictures.CALLS[0] - before

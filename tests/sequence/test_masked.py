@@ -254,7 +254,12 @@ def every_delivery(rank: int, path: str) -> list[str]:
         expected = simulated(recipe, layout, 10**6, rank, **options)
         for delivery in ("direct", "broadcast", "share"):
             with mf.Feed(
-                recipe, layout, delivery=delivery, verify=True, timeout_s=600, pad_rows=True, **options
+                recipe,
+                layout,
+                transport=mf.Transport(delivery=delivery, timeout_s=600),
+                verify=True,
+                pad_rows=True,
+                **options,
             ) as feed:
                 got = take(feed)
             if got != expected:

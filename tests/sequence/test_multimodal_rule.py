@@ -195,8 +195,8 @@ def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], dict[str
         recipe, nodes = multimodal(folder), 2 if text == "tp4" else 4
         layout = mf.Layout.parse(text, ranks_per_node=nodes)
         before = pictures.CALLS[0]
-        machine, options = mf.Machine(workers=workers), {"verify": True, "timeout_s": 600, **PACKING}
-        with mf.Feed(recipe, layout, delivery=delivery, machine=machine, **options) as feed:
+        machine, transport = mf.Machine(workers=workers), mf.Transport(delivery=delivery, timeout_s=600)
+        with mf.Feed(recipe, layout, transport=transport, machine=machine, verify=True, **PACKING) as feed:
             if state is not None:
                 feed.load_state_dict(state)
             got = take(feed, 2)
@@ -207,7 +207,7 @@ def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], dict[str
         begun += 2
     recipe = multimodal(broken, on_bad="drop", max_bad_share=1)
     layout = mf.Layout.parse("pp2-dp2")
-    with mf.Feed(recipe, layout, verify=True, timeout_s=600, **PACKING) as feed:
+    with mf.Feed(recipe, layout, verify=True, transport=mf.Transport(timeout_s=600), **PACKING) as feed:
         if take(feed, 2) != simulated(recipe, layout, range(2), rank, **PACKING):
             wrong.append("drop")
     return wrong, decoded
@@ -754,7 +754,7 @@ def live(recipe: mf.Recipe, layout: mf.Layout, state: Any, stop: int, saved: int
     """Every rank trains to step `stop` and is killed there; the state of step `saved`, and what came before it."""
     ledger: Ledger = {}
     for rank in (r for r in layout.ranks().tolist() if layout.coord(r).tp == layout.coord(r).pp == 0):
-        with mf.Feed(recipe, layout, rank, delivery="direct", **PACKING) as feed:
+        with mf.Feed(recipe, layout, rank, transport=mf.Transport(delivery="direct"), **PACKING) as feed:
             if state is not None:
                 feed.load_state_dict(state)
             kept = feed.state_dict()

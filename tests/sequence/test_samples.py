@@ -294,9 +294,8 @@ def every_delivery(rank: int) -> list[str]:
             with mf.Feed(
                 recipe,
                 layout,
-                delivery=delivery,
+                transport=mf.Transport(delivery=delivery, timeout_s=600),
                 verify=True,
-                timeout_s=600,
                 pad_rows="packing" not in options,
                 machine=mf.Machine(workers=workers),
                 **options,
@@ -321,7 +320,7 @@ def test_every_delivery_gives_the_bytes_of_simulate() -> None:
 
 def peers_of_a_failure(rank: int, delivery: str) -> tuple[str, str]:
     recipe = samples_recipe(Plain(8, lambda at: {"x": at.index / (at.index - 5)}), "x")
-    feed = mf.Feed(recipe, parse("tp2"), delivery=delivery, timeout_s=600)
+    feed = mf.Feed(recipe, parse("tp2"), transport=mf.Transport(delivery=delivery, timeout_s=600))
     with feed, pytest.raises(mf.MeshfeedError) as said:
         take(feed)
     return type(said.value).__name__, str(said.value)

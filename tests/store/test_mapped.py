@@ -260,7 +260,7 @@ def test_a_worker_that_dies_ends_the_feed(prefetch: int, make: Any, how: str) ->
     recipe = samples_recipe(Fatal(64, 40, make), "x")
     told = rf"worker [01] \(process \d+\) .*{how} while EpochIndex"
     with (
-        mf.Feed(recipe, prefetch=prefetch, machine=mf.Machine(workers=2)) as feed,
+        mf.Feed(recipe, transport=mf.Transport(prefetch=prefetch), machine=mf.Machine(workers=2)) as feed,
         pytest.raises(mf.errors.StoreError, match=told),
     ):
         take(feed)

@@ -167,7 +167,9 @@ def test_a_rank_without_stored_bytes_opens_no_file(corpus: str, cache: Cache) ->
         recipe = mf.Recipe(
             data=mf.open(corpus, cache=cache), sequence=mf.Windows(16), batch=mf.Batch(sequences=4), epochs=1
         )
-        with mf.Feed(recipe, mf.Layout.parse(LAYOUT), number, delivery="direct") as feed:
+        with mf.Feed(
+            recipe, mf.Layout.parse(LAYOUT), number, transport=mf.Transport(delivery="direct")
+        ) as feed:
             steps = sum(1 for step in feed for _ in step.microbatches)
         return steps, sorted(set(names))
 

@@ -170,7 +170,7 @@ class Meeting:
             raise PeerError(
                 f"rank {rank} is not among the ranks {there['ranks']} that rank {other} began with, in "
                 f"{there.get('layout', 'its layout')}; give every rank the same layout, and each job its own "
-                f"store, or its feeds a name (name=)",
+                f"store, or its feeds a name, mf.Transport(name=...)",
                 [rank],
             )
         differences: list[str] = []
@@ -183,7 +183,7 @@ class Meeting:
             raise PeerError(
                 f"rank {rank} and rank {other} disagree: {'; '.join(differences)}; give every rank the same "
                 f"arguments, data and version. If these are two feeds that ranks begin in different orders, "
-                f"give each its own name (name=)",
+                f"give each its own name, mf.Transport(name=...)",
                 sorted((rank, int(other))),
             )
         if start != self.start:
@@ -326,7 +326,8 @@ def required(meeting: Meeting | None, purpose: str, rank: int, peers: Sequence[i
     if meeting is None:
         raise DeliveryError(
             f"{purpose}: rank {rank} needs a way to meet ranks {_short(peers)}: call "
-            f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
+            f"torch.distributed.init_process_group first, or pass "
+            f"mf.Transport(rendezvous=<torch.distributed.Store>)"
         )
     return meeting
 

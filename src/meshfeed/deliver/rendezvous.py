@@ -279,8 +279,8 @@ def rendezvous_of(store: Store) -> Rendezvous:
     if store in of_parent:
         raise DeliveryError(
             f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is "
-            f"not a rank of that job; iterate the feed in the parent, or pass this process its own store "
-            f"(rendezvous=)"
+            f"not a rank of that job; iterate the feed in the parent, or pass this process its own store, "
+            f"mf.Transport(rendezvous=...)"
         )
     one = _all.get(store)  # without the lock: garbage collection under it may get here again
     if one is None or one.process != os.getpid():

@@ -15,7 +15,6 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from meshfeed.columns import Columns
 from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, levels_of, make_delivery
@@ -48,6 +47,7 @@ from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 from meshfeed.state import check_step
+from meshfeed.transport import Transport
 from meshfeed.whole import whole_numbers
 
 Uneven = Literal["drain", "drop", "error"]
@@ -77,14 +77,8 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         keys: what items hold.
         pulls: elements of its iterator, items or lists, that each reader pulls for a step.
         uneven: what to do when iterators end at different steps; see `Uneven`.
-        readers: the ranks that have an iterator, such as tp rank 0 of the first and last stage. The other
-            ranks, and readers that another one can serve, get their items by `delivery`. None: each rank
-            that needs items has its own iterator, and nothing is delivered.
-        delivery: "broadcast", "share", "tree" or "auto"; without readers, "direct".
-        prefetch: microbatches made ahead by a thread, which then pulls from the iterator; 0 pulls on the
-            caller's thread when a step is requested.
-        name: distinguishes exchanges with equal arguments, so that ranks which begin them in different orders
-            are refused.
+        transport: which ranks have an iterator (`readers`), and how the others get their items (`delivery`);
+            see `Transport`. By default a step is pulled on the caller's thread when it is requested.
 
     The other arguments are those of a `Feed`.
 
@@ -110,17 +104,12 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         keys: Keys | None = None,
         pulls: int = 1,
         uneven: Uneven = "drain",
-        readers: Iterable[int] | None = None,
-        delivery: DeliveryName | Literal["auto"] = "auto",
         device: str | torch.device = "cpu",
         stage_map: StageMap | None = None,
         cp_split: CpSplit = "zigzag",
-        prefetch: int = 0,
+        transport: Transport = Transport(),
         verify: bool = False,
-        timeout_s: float = 1800.0,
-        rendezvous: Store | None = None,
         metrics: Sink | Sequence[Sink] | None = None,
-        name: str = "",
     ) -> None:
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
         (pulls,) = whole_numbers(OptionError, 1, pulls=pulls)
@@ -183,7 +172,7 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
 
     @property
     def _agreed(self) -> Mapping[str, str]:
-        name, keys = repr(self._options.name), str(self._keys)
+        name, keys = repr(self._options.transport.name), str(self._keys)
         return {"name": name, "keys": keys, "pulls": str(self._pulls), "uneven": self._uneven}
 
     def _chosen_delivery(self) -> DeliveryName:

@@ -183,7 +183,9 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             check_end(made, first, "the run begins at")
         options, apart = self._options, self._apart
         if layout is not None:
-            options = replace(options, rendezvous=rendezvous or options.rendezvous, readers=readers)
+            rendezvous = rendezvous or options.transport.rendezvous
+            transport = replace(options.transport, rendezvous=rendezvous, readers=readers)
+            options = replace(options, transport=transport)
             apart = rank is not None
         if place is not None or (meet and self._generation is not None):
             self._check_place(place or self.layout, generation, options, apart=apart)
@@ -257,7 +259,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
 
     def _check_place(self, layout: Layout, generation: Any, options: FeedOptions, *, apart: bool) -> None:
         """Raises OptionError or DeliveryError for a place that its ranks cannot begin a run in."""
-        several, store = layout.world_size > 1, options.rendezvous
+        several, store = layout.world_size > 1, options.transport.rendezvous
         before = -1 if self._generation is None else self._generation
         if (generation is not None or (several and store is not None)) and (
             type(generation) is not int or generation <= before
@@ -266,7 +268,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         if several and options.ledger is not None and apart and store is None:
             raise DeliveryError(
                 f"ranks of {layout} that keep a ledger compare it: pass rendezvous=<torch.distributed.Store> "
-                f"to the Feed, or to run"
+                f"to run, or in the Feed's transport"
             )
 
     def _met(self, first: int | None) -> int:
@@ -292,7 +294,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         if first is not None and self._entered:
             self._stepping.foresee(first)  # most often all ranks go on there
         if self.ledger:  # the others may lack some, of which they read here when all have met
-            self.ledger.keep(self._options.ledger or "", timeout_s=self._options.timeout_s)
+            self.ledger.keep(self._options.ledger or "", timeout_s=self._options.transport.timeout_s)
         meeting = replace(meeting, name=f"{meeting.name} meets", number=self._generation)
         prefix, rank, ranks = meeting.prefix, self.rank, self.layout.ranks().tolist()
         line = f";{rank} {'-' if first is None else first} {len(self.ledger)} {self.ledger.digest or '-'}"
@@ -376,7 +378,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
             )
         has_begun = self._given_layout is not None or self._run is not None or self._next_step
         behind = self._run is not None and self._run.is_left_behind
-        if behind or (self._options.rendezvous is not None and not has_begun):
+        if behind or (self._options.transport.rendezvous is not None and not has_begun):
             raise OptionError(
                 "amend: this process takes no part in the job, or not yet; nothing has changed, amend on the "
                 "ranks that do, in the same step"
@@ -470,7 +472,7 @@ class ChangingSource(StepSource[Delivery, FeedOptions]):
         """On the first rank: write the ledger, unless its file has it. Raises StateError."""
         placed = self._given_layout is not None or num_processes() == 1
         if self._options.ledger is not None and self.ledger and placed and self._is_first:
-            self.ledger.keep(self._options.ledger, timeout_s=self._options.timeout_s)
+            self.ledger.keep(self._options.ledger, timeout_s=self._options.transport.timeout_s)
 
     def _keep_for_a_state(self) -> None:
         """Look at the ledger that a state needs, and write it again if it has lost amendments.

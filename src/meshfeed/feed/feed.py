@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store as Rendezvous
 
 from meshfeed.deliver import (
     Delivery,
@@ -43,12 +42,13 @@ from meshfeed.order import edges_of, has_step, is_over_early, num_positions, num
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe, entered
-from meshfeed.roles import DeliveryName, Field, StageMap
+from meshfeed.roles import Field, StageMap
 from meshfeed.sequence import Columns, Portion, SequenceRule, rule_of, run_by
 from meshfeed.sequence.fetched import cut_by_shards, warning_of
 from meshfeed.state import State, check_step
 from meshfeed.store import Mapped
 from meshfeed.store.vocabulary import check_stores, check_tokens
+from meshfeed.transport import Transport
 
 _log = logging.getLogger("meshfeed")
 
@@ -65,11 +65,9 @@ class Feed(ChangingSource):
         layout: the arrangement of the ranks, or a torch DeviceMesh, which `Layout.from_device_mesh` reads;
             None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
-        delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
         device: of the tensors.
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
-        readers: ranks that may open storage; None leaves the choice to meshfeed.
         micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length; None
             for 1, and with a packing, which decides it.
         pad_rows: fill microbatches with dummy rows, which have no tokens and bear no loss, if the sequences
@@ -83,23 +81,15 @@ class Feed(ChangingSource):
             dp and cp ranks share those of a microbatch ("balanced"): see `exchange_encoded`.
         machine: how this rank's machine makes items, decodes parts and keeps indices; see `Machine`. Ranks
             may differ in it.
-        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones. 0 reads on
-            request, except one ahead if pipeline stages share a reader, since a stage may ask for a
-            microbatch only after another has trained on it.
-        read_ahead_bytes: bytes of later steps to announce to remote storage, in addition to the one step that
-            is always announced; per reader.
+        transport: how batches come to this rank: the delivery, who may read, how far ahead, where ranks meet
+            and how long they wait; see `Transport`.
         vocab_size: the model's. StoreError for a token that is not below it: when the feed is entered, if the
             index of a store holds its largest token (JSONL, Parquet, text), else when the token is read.
             None for no check.
         verify: compare digests across replicas at the end of every step.
-        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for.
-        rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
-            process group.
         metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
         ledger: path of the file that keeps the job's amendments, beside the checkpoints, on storage that all
             ranks read: see `amend`. Read at once; one that does not exist yet has none. None: no amendments.
-        name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
-            a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
 
     A loop that is left resumes where it was. A loop after the end of the stream raises StateError (an
     Exchange restarts its iterators instead).
@@ -114,25 +104,19 @@ class Feed(ChangingSource):
         layout: Layout | DeviceMesh | None = None,
         rank: int | None = None,
         *,
-        delivery: DeliveryName | Literal["auto"] = "auto",
         device: str | torch.device = "cpu",
         stage_map: StageMap | None = None,
-        readers: Iterable[int] | None = None,
         micro_batch_size: int | None = None,
         pad_rows: bool = False,
         packing: Packing | None = None,
         cp_split: CpSplit = "zigzag",
         encoder: Encoder = "with sample",
         machine: Machine = Machine(),
-        prefetch: int = 2,
-        read_ahead_bytes: int = 256 << 20,
+        transport: Transport = Transport(),
         vocab_size: int | None = None,
         verify: bool = False,
-        timeout_s: float = 1800.0,
-        rendezvous: Rendezvous | None = None,
         metrics: Sink | Sequence[Sink] | None = None,
         ledger: str | PathLike[str] | None = None,
-        name: str = "",
     ) -> None:
         check_recipe(recipe, "a Feed")
         options = FeedOptions.of(locals())
@@ -371,9 +355,13 @@ class Feed(ChangingSource):
 
     @property
     def _depth(self) -> int:
-        pp = self.layout.coord(self.rank).pp
+        pp, depth = self.layout.coord(self.rank).pp, self._options.transport.prefetch
         meets_stages = any(self.layout.coord(peer).pp != pp for peer in self.role.peers)
-        return self._options.prefetch or int(meets_stages or (self._options.verify and self.layout.pp > 1))
+        return (
+            2
+            if depth is None
+            else depth or int(meets_stages or (self._options.verify and self.layout.pp > 1))
+        )
 
     @property
     def _decoded_is_larger(self) -> bool:
@@ -399,7 +387,7 @@ class Feed(ChangingSource):
             start,
             clock,
             reads=self.role.reads,
-            budget_bytes=self._options.read_ahead_bytes,
+            budget_bytes=self._options.transport.read_ahead_bytes,
             left_out=self._left_out,
         )
         is_sent, sources = not isinstance(delivery, Direct), None

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from os import PathLike
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
-from meshfeed.errors import OptionError, RoleError
+from meshfeed.errors import OptionError
 from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.roles import DeliveryName, StageMap
+from meshfeed.roles import StageMap
 from meshfeed.store import StreamStore
+from meshfeed.transport import Transport
 from meshfeed.whole import is_whole, settle
 
 
@@ -26,21 +25,16 @@ from meshfeed.whole import is_whole, settle
 class Options:
     """What Feed and Exchange share. `Feed` says what each one means, and each has its default there.
 
-    Raises OptionError or RoleError for a wrong value.
+    Raises OptionError for a wrong value.
     """
 
-    delivery: DeliveryName | Literal["auto"]
     device: str | torch.device
     stage_map: StageMap | None
-    readers: Iterable[int] | None
     packing: Packing | None
     cp_split: CpSplit
-    prefetch: int
+    transport: Transport
     verify: bool
-    timeout_s: float
-    rendezvous: Store | None
     metrics: Sink | Sequence[Sink] | None
-    name: str
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -49,16 +43,12 @@ class Options:
 
     def __post_init__(self) -> None:
         settle(self)
-        if not isinstance(cast(object, self.name), str):
-            raise OptionError(f"name={self.name!r}: give a string, such as name='validation'")
-        known = ("auto", *get_args(DeliveryName))
-        if self.delivery not in known:
-            raise RoleError(f"delivery={self.delivery!r}: choose one of {', '.join(known)}")
         _check_device(self.device)
-        seconds: Any = self.timeout_s
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise OptionError(f"timeout_s={seconds!r}: give seconds, more than 0")
-        check_counts(0, prefetch=self.prefetch)
+        transport: object = self.transport
+        if not isinstance(transport, Transport):
+            raise OptionError(
+                f"transport={transport!r}: give a mf.Transport, such as mf.Transport(delivery='share')"
+            )
         check_flags(verify=self.verify)
         if self.packing is not None and not isinstance(cast(object, self.packing), Packing):
             raise OptionError(
@@ -74,14 +64,12 @@ class FeedOptions(Options):
     encoder: Encoder
     micro_batch_size: int | None
     pad_rows: bool
-    read_ahead_bytes: int
     ledger: str | PathLike[str] | None
     vocab_size: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(1, vocab_size=1 if self.vocab_size is None else self.vocab_size)
-        check_counts(0, read_ahead_bytes=self.read_ahead_bytes)
         if not isinstance(cast(object, self.ledger or ""), (str, PathLike)):
             raise OptionError(f"ledger={self.ledger!r}: give the path of a file, or None")
         check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)

@@ -25,7 +25,6 @@ from meshfeed.deliver import (
 from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.feed.device import Placer
-from meshfeed.feed.options import Options
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.metrics import Recorder, Span, StageClock, StepCosts
 from meshfeed.roles import Field, Role, StageMap
@@ -114,9 +113,10 @@ class Run:
     StateError. It never ends as if the stream had ended.
 
     Args:
-        options: of the Feed or Exchange. With a prefetch of 0, items are made on the loop's own thread.
         start: the first step.
         items: the producer, measured by the clock; it runs once the delivery has met its peers.
+        depth: heavy items made ahead; with 0, items are made on the loop's own thread.
+        timeout_s: how long the loop waits for an item.
         peers: the other ranks.
         placer: of the items' tensors.
         recorder: records the costs of each step.
@@ -130,11 +130,12 @@ class Run:
 
     def __init__(
         self,
-        options: Options,
         start: int,
         items: Iterator[Item],
         clock: StageClock,
         *,
+        depth: int,
+        timeout_s: float,
         peers: Peers,
         placer: Placer,
         recorder: Recorder,
@@ -145,14 +146,14 @@ class Run:
         origin: str,
     ) -> None:
         self._peers, self._verifier, self._placer = peers, peers.verifier, placer
-        self._clock, self._origin, self._timeout_s = clock, origin, options.timeout_s
+        self._clock, self._origin, self._timeout_s = clock, origin, timeout_s
         self._recorder, self._ended, self._num_ready = recorder, ended, 0
         self._tell_left_behind, self._telling = left_behind, threading.Lock()
         self._behind: PeerError | None = None
         self.by_stage = by_stage
         self._views = [_View(hidden, start, start, start) for hidden in views]
         self._prefetcher = Prefetcher(
-            self._reporting(items, start), clock, options.prefetch, lambda item: isinstance(item, Made)
+            self._reporting(items, start), clock, depth, lambda item: isinstance(item, Made)
         )
         self._failures = Failures(peers.meeting, peers.role.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to

@@ -12,7 +12,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
@@ -131,12 +130,12 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     @property
     def _run_name(self) -> str:
         """Distinguishes its runs from those of other sources that ranks begin in different orders."""
-        return self._options.name
+        return self._options.transport.name
 
     @property
     def _depth(self) -> int:
         """How far the producer runs ahead; 0 if it runs on the loop's own thread."""
-        return self._options.prefetch
+        return self._options.transport.prefetch or 0
 
     # -- this rank's role -----------------------------------------------------------------------------
 
@@ -153,8 +152,8 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     @cached_property
     def delivery(self) -> DeliveryName:
         """The delivery's name, with "auto" resolved."""
-        if self._options.delivery != "auto":
-            return self._options.delivery
+        if self._options.transport.delivery != "auto":
+            return self._options.transport.delivery
         return self._chosen_delivery()
 
     def _chosen_delivery(self) -> DeliveryName:
@@ -358,7 +357,8 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         """
         self._given_layout, self._given_rank, self._options = layout, rank, options
         self._apart = apart
-        self._readers = None if options.readers is None else frozenset(options.readers)
+        readers = options.transport.readers
+        self._readers = None if readers is None else frozenset(readers)
         self.stage_map = options.stage_map or StageMap(pp=(layout or Layout()).pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
         for kind in type(self).__mro__:
@@ -383,7 +383,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     def _new_run(self, by_stage: StageMap | None) -> Run:
         meeting = self._meeting()
         try:
-            if self._options.rendezvous is None and not self._apart:
+            if self._options.transport.rendezvous is None and not self._apart:
                 check_rank(self._given_rank)
             return self._run_of(meeting, by_stage)
         except Exception as error:
@@ -392,17 +392,18 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     def _run_of(self, meeting: Meeting | None, by_stage: StageMap | None) -> Run:
         role, placer = self.role, placer_of(self._options.device)
         clock = self._recorder.new_clock()
-        delivery = self._new_delivery(meeting, None if self._depth else self._options.timeout_s)
+        delivery = self._new_delivery(meeting, None if self._depth else self._options.transport.timeout_s)
         verifier = None
         if self._options.verify:
             verifier = Verifier.among(self.layout, self.roles, self.rank, self._compared, meeting)
         views = views_of(self._fields, by_stage, self.layout.coord(self.rank).pp)
         self._loaded = False
         return Run(
-            replace(self._options, prefetch=self._depth),
             self._next_step,
             self._items(self._next_step, delivery, placer, clock),
             clock,
+            depth=self._depth,
+            timeout_s=self._options.transport.timeout_s,
             peers=Peers(
                 role=role,
                 delivery=delivery,
@@ -425,7 +426,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
             meeting.meet("job", self.layout.ranks().tolist())
 
     def _meeting(self) -> Meeting | None:
-        store = self._options.rendezvous or (None if self._apart else default_store())
+        store = self._options.transport.rendezvous or (None if self._apart else default_store())
         name, num_ranks = self._run_name, 2
         with contextlib.suppress(LayoutError):  # other ranks may have a valid layout
             num_ranks, ranks = self.layout.world_size, self.layout.ranks().tolist()
@@ -434,8 +435,8 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         if store is None or num_ranks == 1:
             return None
         # In torch.distributed's store it is torch.distributed's rank, whatever rank it was given by mistake.
-        rank = self.rank if self._options.rendezvous is not None else this_rank(None, Layout())
-        return Meeting(store, rank, self._options.timeout_s, name, self._next_step, num_ranks)
+        rank = self.rank if self._options.transport.rendezvous is not None else this_rank(None, Layout())
+        return Meeting(store, rank, self._options.transport.timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
         grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table

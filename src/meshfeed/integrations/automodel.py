@@ -41,6 +41,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.table import PLAN_FIELDS
+from meshfeed.transport import Transport
 
 Batch = dict[str, Any]
 Collate = Callable[[list[Microbatch]], Batch]
@@ -211,7 +212,11 @@ class _FeedConfig(_loader.DataloaderConfig):
         else:
             pads = not self.trains and pads_rows(recipe, dp_world_size)
             options = {"micro_batch_size": self.local_batch_size, "pad_rows": pads}
-        options |= {"delivery": given.delivery, "verify": given.verify, "machine": given.machine}
+        options |= {
+            "transport": Transport(delivery=given.delivery),
+            "verify": given.verify,
+            "machine": given.machine,
+        }
         feed = Feed(recipe, gathered_layout(dp_rank, dp_world_size), **options)
         self._check_end(feed)
         collate = collate_wrapper(collate) if collate_wrapper is not None else collate

@@ -80,7 +80,6 @@ def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) ->
 
 def check_feed_options(owner: str, given: Mapping[str, Any]) -> None:
     """Raises what `Feed` raises for keyword arguments, before there is a recipe. owner: their receiver."""
-    given = {{"reads": "readers"}.get(name, name): value for name, value in given.items()}
     try:
         call = inspect.signature(Feed).bind(None, None, None, **given)
     except TypeError as error:

@@ -43,6 +43,7 @@ from meshfeed.order import draws_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
+from meshfeed.transport import Transport
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -294,7 +295,7 @@ class DataLoader(_Base):
         feed = Feed(
             self._recipe,
             self._layout(),
-            delivery=config.delivery,
+            transport=Transport(delivery=config.delivery),
             verify=config.verify,
             machine=config.machine,
             pad_rows=config.pad_rows,

@@ -196,7 +196,7 @@ def fed(rank: int, folder: Path, case: Case, steps: int) -> list[tuple[int, int,
     layout = mf.Layout.parse(case.layout)
     recipe = recipe_in(folder, case.recipe)
     options = {"packing": case.packing, "pad_rows": case.packing is None, **case.options}
-    with mf.Feed(recipe, layout, timeout_s=600, **options) as feed:
+    with mf.Feed(recipe, layout, transport=mf.Transport(timeout_s=600), **options) as feed:
         for step in feed:
             for microbatch in step.microbatches:
                 seen.append((step.index, rank, real_tokens(microbatch).tolist()))

@@ -401,7 +401,9 @@ def every_pair(rank: int, folder: str) -> list[str]:
         recipe = mixed_in(Path(folder), pair, BOTH)
         wanted = simulated(recipe, layout, 100, rank, packing=PACKING)
         for delivery in DELIVERIES if SOAK else (DELIVERIES[at // 6 % 4],):
-            with mf.Feed(recipe, layout, delivery=delivery, packing=PACKING, timeout_s=600) as feed:
+            with mf.Feed(
+                recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), packing=PACKING
+            ) as feed:
                 if take(feed) != wanted:
                     wrong.append(f"{pair} {delivery}")
     return wrong

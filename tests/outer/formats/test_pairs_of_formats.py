@@ -217,7 +217,12 @@ def every_pair(rank: int, folder: str) -> list[str]:
             expected = simulated(recipe, layout, 100, rank, **options)
             options = options if "packing" in options else options | {"pad_rows": True}
             for delivery in DELIVERIES if SOAK else (DELIVERIES[at // 4 % 4],):
-                with mf.Feed(recipe, layout, delivery=delivery, prefetch=0, timeout_s=600, **options) as feed:
+                with mf.Feed(
+                    recipe,
+                    layout,
+                    transport=mf.Transport(delivery=delivery, prefetch=0, timeout_s=600),
+                    **options,
+                ) as feed:
                     if take(feed) != expected:
                         wrong.append(f"{pair} {rule} {delivery}")
     return wrong

@@ -65,7 +65,7 @@ def test_other_stores_are_checked_as_they_are_read(tmp_path: Path) -> None:
         given = 0
         with (
             pytest.raises(StoreError, match=said),
-            mf.Feed(recipe_of(data), vocab_size=size, prefetch=0) as feed,
+            mf.Feed(recipe_of(data), vocab_size=size, transport=mf.Transport(prefetch=0)) as feed,
         ):
             for step in feed:
                 given += len(list(step.microbatches))

@@ -289,7 +289,7 @@ def drawn(rng: random.Random, life: Life, world_size: int, killed: bool) -> Run:
         options=options,
         tests=eval_iters > 0 and rng.random() < 0.3,
         readers=rng.choice(["shared", "replicated", "broadcast"]),
-        provider={"verify": rng.random() < 0.3, "prefetch": rng.choice([0, 1, 2])},
+        provider={"verify": rng.random() < 0.3, "transport": mf.Transport(prefetch=rng.choice([0, 1, 2]))},
         ends=ends,
         victim=rng.randrange(world_size),
     )

@@ -50,12 +50,11 @@ class Run:
         self.recipe, self.layout = recipe(corpus), mf.Layout.parse(layout)
         self.ledger = folder / LEDGER
         several = ["direct", "broadcast", "share"] if self.layout.world_size > 1 else ["direct"]
-        options: dict[str, Any] = {
-            "delivery": self.dice.choice(several),
-            "prefetch": self.dice.choice([0, 2]),
-        }
-        options |= {"ledger": self.ledger, "timeout_s": 600}
-        self.feed = mf.Feed(self.recipe, self.layout, micro_batch_size=2, **options)
+        delivery: Any = self.dice.choice(several)
+        transport = mf.Transport(delivery=delivery, prefetch=self.dice.choice([0, 2]), timeout_s=600)
+        self.feed = mf.Feed(
+            self.recipe, self.layout, micro_batch_size=2, ledger=self.ledger, transport=transport
+        )
         self.model, self.saving, self.num_saved = Linear(), None, 0
         self.is_first, self.known, self.did = seed.endswith(".0"), LAST, Counter[str]()
         self.group = dist.new_group()  # of asynchronous saves, which run beside the step's collectives

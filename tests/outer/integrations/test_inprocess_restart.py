@@ -46,7 +46,7 @@ def _rank(
     process._config["daemon"] = False  # the wrapper starts a process of its own
     store = TCPStore("127.0.0.1", port, None, False)
     os.environ.update(RANK=str(number), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
-    feed = mf.Feed(recipe, packing=PACKING, timeout_s=60)
+    feed = mf.Feed(recipe, packing=PACKING, transport=mf.Transport(timeout_s=60))
     seen, taken = dict[tuple[int, int], list[tuple[int, int]]](), [0]
 
     def train(call_wrapper: Any = None) -> None:

@@ -377,7 +377,9 @@ def test_a_fit_that_fails_gives_its_place_back(corpus: str, tmp_path: Path) -> N
             self.fail("validate")
             super().validation_step(batch, index)
 
-    data = fed.DataModule(recipe(corpus), held_out(corpus), micro_batch_size=2, prefetch=2)
+    data = fed.DataModule(
+        recipe(corpus), held_out(corpus), micro_batch_size=2, transport=mf.Transport(prefetch=2)
+    )
     before = fed_threads()
     for failing in (Failing("train", 6), Failing("validate", 1)):  # within step 1; after it, in validation
         run = trainer(

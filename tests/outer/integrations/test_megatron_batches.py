@@ -112,7 +112,12 @@ def check_batches(case: Case, path: Path, dataset: Any, loading: Any) -> None:
     """Every microbatch of every virtual stage: ours, and what Megatron's own path gives."""
     recipe = gpt_recipe(path, STEPS * SEQUENCES, SEQUENCES)
     with megatron.feed(
-        recipe, case.config, readers=loading, micro_batch_size=MBS, device="cpu", timeout_s=600
+        recipe,
+        case.config,
+        readers=loading,
+        micro_batch_size=MBS,
+        device="cpu",
+        transport=mf.Transport(timeout_s=600),
     ) as feed:
         assert feed.role.reads == megatron.is_reader(config=case.config, readers=loading)
         iterators = iterators_of(feed)

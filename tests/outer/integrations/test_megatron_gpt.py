@@ -302,7 +302,7 @@ def test_dp2_tp2_is_the_whole_batch(corpora):
 
 def test_a_feed_reads_only_its_slices_and_stops_at_the_end(corpora):
     recipe = ours(corpora[:1], None, length=32, samples=10, sequences=4)
-    with mf.Feed(recipe, prefetch=2) as feed:
+    with mf.Feed(recipe, transport=mf.Transport(prefetch=2)) as feed:
         steps = [[dict(microbatch) for microbatch in step.microbatches] for step in feed]
     assert len(steps) == 3
     rows = samples_of(recipe)

@@ -109,7 +109,9 @@ def options_job(rank: int) -> list[Any]:
         ):
             wrap(iter([[sample_of(np.ones(70))]]) if rank % 2 == 0 else None, config, 1)
     items, packing = iter([{"tokens": rows[0]}]), mf.Packing(capacity=64)
-    with mf.Exchange(items, mf.Layout(dp=2, pp=2), packing=packing, timeout_s=60) as exchange:
+    with mf.Exchange(
+        items, mf.Layout(dp=2, pp=2), packing=packing, transport=mf.Transport(timeout_s=60)
+    ) as exchange:
         iterators = megatron.data_iterators(exchange)
         with pytest.raises(mf.errors.RecipeError, match=r"call megatron\.begin"):
             megatron.get_batch(iterators)  # type: ignore[arg-type]

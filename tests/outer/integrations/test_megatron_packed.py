@@ -92,7 +92,12 @@ def check_packed(case: Case, path: Path, policy: Any, loading: Any) -> list[Any]
     recipe = recipe_of(path)
     seen: list[Any] = []
     with megatron.feed(
-        recipe, case.config, readers=loading, packing=packing_of(policy), device="cpu", timeout_s=600
+        recipe,
+        case.config,
+        readers=loading,
+        packing=packing_of(policy),
+        device="cpu",
+        transport=mf.Transport(timeout_s=600),
     ) as feed:
         iterators, coord = iterators_of(feed), feed.layout.coord(feed.rank)
         for _ in range(STEPS):
@@ -205,7 +210,12 @@ def test_changing_cp_groups_are_megatrons_or_the_users(tmp_path: Path) -> None:
 def replay_job(rank: int, path: Path) -> bool:
     with (
         initialized(Case(tp=2)),
-        megatron.feed(recipe_of(path), packing=packing_of("balanced"), device="cpu", timeout_s=600) as feed,
+        megatron.feed(
+            recipe_of(path),
+            packing=packing_of("balanced"),
+            device="cpu",
+            transport=mf.Transport(timeout_s=600),
+        ) as feed,
     ):
         iterator = RerunDataIterator(megatron.data_iterators(feed))
         batch = next(iterator)
@@ -235,7 +245,11 @@ def images_job(rank: int) -> list[Any]:
             dataset = Renamed()
             recipe = samples_recipe(dataset, *fields, packed=True, lengths=dataset.lengths())
             with megatron.feed(
-                recipe, readers=loading, packing=packing_of("balanced"), device="cpu", timeout_s=600
+                recipe,
+                readers=loading,
+                packing=packing_of("balanced"),
+                device="cpu",
+                transport=mf.Transport(timeout_s=600),
             ) as feed:
                 batch = megatron.get_batch(megatron.data_iterators(feed))
             params = batch.pop("packed_seq_params")

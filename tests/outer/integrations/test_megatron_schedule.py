@@ -123,7 +123,13 @@ def equal_job(rank: int, path: Path) -> list[bool]:
             packing = megatron.packing_of(config, layout)
             with (
                 megatron.SequencePacking(readers=loading, timeout_s=120) as wrap,
-                megatron.feed(recipe_of(path), config, packing=packing, device="cpu", timeout_s=120) as feed,
+                megatron.feed(
+                    recipe_of(path),
+                    config,
+                    packing=packing,
+                    device="cpu",
+                    transport=mf.Transport(timeout_s=120),
+                ) as feed,
             ):
                 planned = megatron.data_iterators(feed)
                 for groups in (None, ProcessGroupCollection.use_mpu_process_groups()):  # STEPS of them

@@ -59,7 +59,7 @@ def in_turn(iterator: Any) -> dict[str, Any]:
 WAYS = [
     ([1], 0, {"readers": "shared"}),
     ([3, 4, 5], 0, {"readers": "broadcast", "verify": True}),
-    ([1, 2, 9], 0, {"readers": "replicated", "prefetch": 0}),
+    ([1, 2, 9], 0, {"readers": "replicated", "transport": mf.Transport(prefetch=0)}),
     ([5, 6, 8], 4, {"readers": "broadcast"}),  # after a checkpoint, the first two at once
 ]
 

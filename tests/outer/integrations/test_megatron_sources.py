@@ -168,7 +168,12 @@ def ways_job(rank: int, folder: Path) -> list[Any]:
         with (
             initialized(case),
             megatron.feed(
-                recipe, case.config, readers=readers, device="cpu", timeout_s=600, **options
+                recipe,
+                case.config,
+                readers=readers,
+                device="cpu",
+                transport=mf.Transport(timeout_s=600),
+                **options,
             ) as feed,
         ):
             iterators, sums, valid, sources = iterators_of(feed), torch.zeros(2, 2).double(), 0, []

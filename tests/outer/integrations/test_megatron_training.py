@@ -35,13 +35,13 @@ LOADINGS = ("replicated", "broadcast", "shared")
 
 # "pretrain": by Megatron's own training loop, which calls the provider and nothing else of ours
 CASES = [
-    (Case(tp=2, pp=2), [("shared", ""), ("broadcast", "prefetch=0, ")]),
-    (Case(pp=4), [("shared", "prefetch=0, verify=True, ")]),
+    (Case(tp=2, pp=2), [("shared", ""), ("broadcast", "transport=mf.Transport(prefetch=0), ")]),
+    (Case(pp=4), [("shared", "transport=mf.Transport(prefetch=0), verify=True, ")]),
     (Case(tp=2, pp=2, vpp=2), [("shared", "verify=True, ")]),
 ]
 if SOAK:
     ways = [
-        (load, f"{verify}prefetch={n}, ")
+        (load, f"{verify}transport=mf.Transport(prefetch={n}), ")
         for load in LOADINGS
         for verify in ("", "verify=True, ")
         for n in (0, 1, 2)

@@ -98,10 +98,8 @@ class Process:
         self.feed = mf.Feed(
             changing.recipe(self.folder, packed=self.packed),
             **changing.options(self.packed),
-            delivery=self.delivery,
+            transport=mf.Transport(delivery=self.delivery, timeout_s=120, prefetch=self.dice.choice([0, 2])),
             ledger=self.ledger,
-            timeout_s=120,
-            prefetch=self.dice.choice([0, 2]),
         )
         with self.feed:
             for at in mine:

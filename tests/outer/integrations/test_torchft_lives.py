@@ -25,6 +25,7 @@ from lives import EXACT, Linear, Truth
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
+import transports
 import world
 from services.needs import wheel
 from soak import SEED, cases
@@ -101,10 +102,9 @@ class Replica:
         )
         self.feed = mf.Feed(
             changing.recipe(folder, packed=life.packed),
-            **changing.options(life.packed),
-            **ledger,
-            prefetch=self.dice.choice([0, 2]),
-            timeout_s=8,
+            **transports.of(
+                **changing.options(life.packed), **ledger, prefetch=self.dice.choice([0, 2]), timeout_s=8
+            ),
         )
         self.test.wait([f"step {life.begins[number]}"] if life.begins[number] else [])
         self.manager = Manager(

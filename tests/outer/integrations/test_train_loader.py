@@ -26,7 +26,7 @@ def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, prefetch: int = 
     recipe = mf.Recipe(
         data=mf.open(corpus), sequence=mf.Windows(32), batch=mf.Batch(sequences=sequences), **options
     )
-    return mf.Feed(recipe, micro_batch_size=micro, prefetch=prefetch, pad_rows=True)
+    return mf.Feed(recipe, micro_batch_size=micro, transport=mf.Transport(prefetch=prefetch), pad_rows=True)
 
 
 def named(microbatch: mf.Microbatch) -> tuple[int, list[int]]:
@@ -235,7 +235,7 @@ def test_lengths(corpus: str) -> None:
     for options in ({}, {"steps": 3}, {"epochs": 1}, {"batch": mf.Batch(sequences=6, last="drop")}):
         recipe = feed_of(corpus).recipe
         recipe = mf.Recipe(data=recipe.data, sequence=recipe.sequence, **{"batch": recipe.batch, **options})
-        feed = mf.Feed(recipe, micro_batch_size=2, prefetch=0, pad_rows=True)
+        feed = mf.Feed(recipe, micro_batch_size=2, transport=mf.Transport(prefetch=0), pad_rows=True)
         if recipe.steps is None and recipe.epochs is None:
             with pytest.raises(TypeError):
                 len(EvalLoader(feed))
@@ -270,7 +270,9 @@ def test_a_length_is_that_of_the_epoch_that_comes(corpus: str, steps_per_epoch: 
     data = mf.Lengths([32] * 38)
     batch = mf.Batch(sequences=6).then(2, 12)
     ramp = mf.Recipe(data=data, sequence=mf.Windows(32), batch=batch, epochs=1)
-    loader = TrainLoader(mf.Feed(ramp, micro_batch_size=2, prefetch=0), steps_per_epoch=steps_per_epoch)
+    loader = TrainLoader(
+        mf.Feed(ramp, micro_batch_size=2, transport=mf.Transport(prefetch=0)), steps_per_epoch=steps_per_epoch
+    )
     total, wanted = 0, [3, 3, 6, 6, 1]
     assert [loader._feed.num_microbatches(step) for step in range(6)] == [*wanted, 0]
     while not loader.has_ended:

@@ -43,7 +43,12 @@ def slow_at_a_stage(rank: int, path: str, delivery: str, log: str) -> list[dict[
         object.__setattr__(recipe.sequence, method, delayed(getattr(recipe.sequence, method), DELAYED))
     layout = mf.Layout.parse("tp2-dp2")
     steps: list[mf.Step] = []
-    with mf.Feed(recipe, layout, delivery=delivery, timeout_s=600, metrics=mf.metrics.RunLog(log)) as feed:
+    with mf.Feed(
+        recipe,
+        layout,
+        transport=mf.Transport(delivery=delivery, timeout_s=600),
+        metrics=mf.metrics.RunLog(log),
+    ) as feed:
         for step in itertools.islice(feed, STEPS):
             steps.append(step)
             for _ in step.microbatches:
@@ -98,7 +103,11 @@ def slow_puller(rank: int, folder: str) -> None:
 
     layout, packing = mf.Layout.parse("dp2"), mf.Packing(capacity=64)
     with mf.Exchange(
-        items(), layout, packing=packing, timeout_s=600, metrics=mf.metrics.RunLog(folder)
+        items(),
+        layout,
+        packing=packing,
+        transport=mf.Transport(timeout_s=600),
+        metrics=mf.metrics.RunLog(folder),
     ) as steps:
         for step in steps:
             list(step.microbatches)

@@ -321,7 +321,9 @@ def endless(rank: int, path: str, folder: str) -> None:
     import meshfeed.metrics.background as background
 
     background.EVERY_S = 0.01
-    with mf.Feed(recipe_of(path), LAYOUT, delivery="direct", metrics=RunLog(folder)) as feed:
+    with mf.Feed(
+        recipe_of(path), LAYOUT, transport=mf.Transport(delivery="direct"), metrics=RunLog(folder)
+    ) as feed:
         for step in feed:
             for _ in step.microbatches:
                 pass

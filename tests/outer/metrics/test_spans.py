@@ -36,7 +36,9 @@ def trained(corpus: str, method: str, prefetch: int, provider: Any) -> list[mf.S
 
     object.__setattr__(recipe.sequence, method, slow)
     steps: list[mf.Step] = []
-    with mf.Feed(recipe, prefetch=prefetch, metrics=Spans(provider, least_s=0.0)) as feed:
+    with mf.Feed(
+        recipe, transport=mf.Transport(prefetch=prefetch), metrics=Spans(provider, least_s=0.0)
+    ) as feed:
         with tracer.start_as_current_span("megatron.startup.dataloader"):
             loop = iter(feed)
         for _ in range(STEPS):
@@ -105,7 +107,7 @@ def test_short_waits_have_no_span_and_a_missing_package_is_named(
 
 
 def test_waits_in_the_stages_of_ray(corpus: str) -> None:
-    with mf.Feed(recipe_of(corpus), prefetch=0) as feed:
+    with mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=0)) as feed:
         for step in itertools.islice(feed, 3):
             list(step.microbatches)
             stats = step.stats

@@ -90,7 +90,7 @@ def test_prometheus_sees_what_the_stats_say(corpus: str, exporter: tuple[Any, st
 
 def test_the_slowest_rank_is_a_gauge_and_a_scalar(corpus: str, exporter: tuple[Any, str]) -> None:
     provider, address = exporter
-    with mf.Feed(recipe_of(corpus), prefetch=0, metrics=Telemetry(provider)) as feed:
+    with mf.Feed(recipe_of(corpus), transport=mf.Transport(prefetch=0), metrics=Telemetry(provider)) as feed:
         slow = next(step.stats.slowest for step in feed if step.stats.slowest is not None)
     seen = scraped(address)
     assert slow is not None

@@ -64,7 +64,7 @@ def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any
         store.read_parts = delayed(store.read_parts, DELAYED)  # type: ignore[method-assign]
     machine = mf.Machine(workers=workers)
     options: dict[str, Any] = {
-        "packing": PACKING, "delivery": "share", "timeout_s": 600, "machine": machine,
+        "packing": PACKING, "transport": mf.Transport(delivery="share", timeout_s=600), "machine": machine,
     }  # fmt: skip
     log, steps = mf.metrics.RunLog(f"{folder}/{slow}-{workers}"), list[mf.Step]()
     with mf.Feed(recipe, mf.Layout.parse("tp2-dp2"), metrics=log, **options) as feed:

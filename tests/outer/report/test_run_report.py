@@ -42,7 +42,9 @@ def train(rank: int, folder: str, layout: str, state: dict[str, Any] | None) -> 
     if rank == SLOW:
         object.__setattr__(recipe.sequence, "load", delayed(recipe.sequence.load, DELAYED))
     log = mf.metrics.RunLog(f"{folder}/run")
-    with mf.Feed(recipe, mf.Layout.parse(layout), delivery="share", timeout_s=600, metrics=log) as feed:
+    with mf.Feed(
+        recipe, mf.Layout.parse(layout), transport=mf.Transport(delivery="share", timeout_s=600), metrics=log
+    ) as feed:
         if state is not None:
             feed.load_state_dict(state)
         for step in itertools.islice(feed, STEPS):

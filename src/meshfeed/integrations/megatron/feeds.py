@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from meshfeed.errors import RoleError
 from meshfeed.feed import Feed
 from meshfeed.integrations.loader import check_encoder
 from meshfeed.integrations.megatron.batches import check_documents
@@ -15,6 +17,7 @@ from meshfeed.integrations.megatron.stages import Readers, delivery_of, device_o
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
+from meshfeed.transport import Transport
 
 
 def feed(
@@ -26,6 +29,7 @@ def feed(
     device: str | torch.device | None = None,
     packing: Packing | None = None,
     cp_split: CpSplit | None = None,
+    transport: Transport = Transport(),
     **options: Any,
 ) -> Feed:
     """The Feed of this rank of a Megatron job.
@@ -34,24 +38,31 @@ def feed(
     `config.CONFIG_FIELDS`. None for a plain pipeline. readers: who reads, see `Readers`, or the ranks that
     may. groups: a ProcessGroupCollection; None takes those of parallel_state. device: None takes this
     process's GPU if there is one. packing: as for a Feed, completed by the config; None takes that of a
-    config with a sequence_packing_scheduler. cp_split: None takes the config's. options: all others of a
-    Feed, such as micro_batch_size.
+    config with a sequence_packing_scheduler. cp_split: None takes the config's. transport: without
+    readers and a delivery, unless `readers` lists ranks. options: all others of a Feed, such as
+    micro_batch_size.
     Raises RecipeError if config and arguments contradict each other, for documents that are kept apart in
     rows that cp splits, and if encoders run on other ranks, which Megatron's models do not expect.
     """
     layout = layout_of(groups)
     if config is not None:
         packing, cp_split = options_of(config, rule_of(recipe), layout, packing, cp_split)
-    by_name = isinstance(readers, str)
+    if not isinstance(readers, str):
+        transport = replace(transport, readers=readers)
+    elif transport.delivery == "auto" and transport.readers is None:
+        transport = replace(transport, delivery=delivery_of(readers))
+    else:
+        raise RoleError(
+            f"readers={readers!r} says who reads; leave delivery and readers out of the transport"
+        )
     made = Feed(
         recipe,
         layout,
-        delivery=delivery_of(readers) if by_name else "auto",
-        readers=None if by_name else readers,
         stage_map=stages_of(config, layout),
         device=device_of(device),
         packing=packing,
         cp_split=cp_split or "zigzag",
+        transport=transport,
         **options,
     )
     check_encoder(made.recipe)

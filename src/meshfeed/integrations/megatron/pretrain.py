@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self
 
 from meshfeed.errors import RecipeError, StateError
@@ -16,6 +17,7 @@ from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence.columns import rule_of
+from meshfeed.transport import Transport
 
 CONFIG_FIELDS: dict[str, str] = {
     "--dataloader-type": "honoured: it must be external",
@@ -119,6 +121,7 @@ class DatasetsProvider:
         test: what to test on; None for no test.
         readers: who reads; see `Readers`.
         packing: of packed sequences; `microbatches=` gives each step the number that Megatron takes.
+        transport: as for `megatron.feed`; each feed's name is its recipe's, such as "train".
         options: all others of `megatron.feed`, such as device and verify. A ledger is that of `train`.
     """
 
@@ -132,11 +135,12 @@ class DatasetsProvider:
         test: Recipe | None = None,
         readers: Readers = "shared",
         packing: Packing | None = None,
+        transport: Transport = Transport(),
         **options: Any,
     ) -> None:
         self._recipes = {"train": train, "valid": valid, "test": test}
         self._readers: Readers = readers
-        self._packing, self._options = packing, options
+        self._packing, self._transport, self._options = packing, transport, options
         self._feeds = ExitStack()
         self._iterators: list[list[StageIterator | None]] | None = None
 
@@ -201,7 +205,7 @@ class DatasetsProvider:
             recipe,
             args,
             readers=self._readers,
-            name=name,
+            transport=replace(self._transport, name=name),
             **({"packing": self._packing} if packed else {"micro_batch_size": rows}),
             **options,
         )

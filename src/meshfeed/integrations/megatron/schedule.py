@@ -36,6 +36,7 @@ from meshfeed.plan import Align, StepPlan
 from meshfeed.plan.packing import shape_of
 from meshfeed.plan.problem import room_of
 from meshfeed.roles import Role
+from meshfeed.transport import Transport
 
 _BEGINS = "(begins)"  # marks the first sample of a pack to keep
 
@@ -190,13 +191,15 @@ class SequencePacking:
             layout,
             packing=packing,
             keys=self._keys,
-            readers=reading,
-            delivery=delivery_of(self._readers),
+            transport=Transport(
+                readers=reading,
+                delivery=delivery_of(self._readers),
+                timeout_s=self._timeout_s,
+                name="keeps packs" if keeps else "",
+            ),
             stage_map=stages,
             cp_split=cp_split_of(config, packed=True),
             device=device_of(self._device),
-            timeout_s=self._timeout_s,
-            name="keeps packs" if keeps else "",
         )
         made.keeps, made.pulls, made.ignores = keeps, pulls, ignores
         return made

@@ -1,0 +1,72 @@
+"""How ranks get what others of them have read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from meshfeed.errors import OptionError, RoleError
+from meshfeed.roles import DeliveryName
+from meshfeed.whole import is_whole, settle, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How batches come to a rank: `Feed(transport=mf.Transport(delivery="share"))`.
+
+    No sequence depends on it, so it is not part of a recipe. Ranks agree on the delivery, readers and name.
+
+    Attributes:
+        delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`). An Exchange
+            without readers is "direct".
+        readers: ranks that may open storage; None leaves the choice to meshfeed. For an Exchange the ranks
+            that have an iterator, such as tp rank 0 of the first and last stage: the others, and readers that
+            another one can serve, get their items by `delivery`; None: each rank that needs items has its own
+            iterator, and nothing is delivered.
+        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones; None for 2, and
+            for 0 of an Exchange, whose thread would pull from the iterator. 0 reads on request, except one
+            ahead if pipeline stages share a reader, since a stage may ask for a microbatch only after another
+            has trained on it.
+        read_ahead_bytes: bytes of later steps to announce to remote storage, in addition to the one step that
+            is always announced; per reader. An Exchange has no storage.
+        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for.
+        rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
+            process group.
+        name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
+            a loop begins, ranks compare their arguments in the n-th loop over feeds of one name. All
+            exchanges are begun in one order, and those of other names refused.
+
+    Raises OptionError for other values, RoleError for another delivery.
+    """
+
+    delivery: DeliveryName | Literal["auto"] = "auto"
+    readers: Iterable[int] | None = None
+    prefetch: int | None = None
+    read_ahead_bytes: int = 256 << 20
+    timeout_s: float = 1800.0
+    rendezvous: Store | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        known = ("auto", *get_args(DeliveryName))
+        if self.delivery not in known:
+            raise RoleError(f"delivery={self.delivery!r}: choose one of {', '.join(known)}")
+        readers: Any = self.readers
+        if readers is not None:
+            if not isinstance(readers, Iterable) or isinstance(readers, str):
+                raise OptionError(f"readers={readers!r}: give ranks, such as readers=[0, 8], or None")
+            object.__setattr__(self, "readers", frozenset(map(whole, cast(Iterable[Any], readers))))
+        for name, number in (("prefetch", self.prefetch or 0), ("read_ahead_bytes", self.read_ahead_bytes)):
+            if not is_whole(number, 0):
+                raise OptionError(f"{name}={number!r}: give a whole number, 0 or more")
+        seconds: Any = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise OptionError(f"timeout_s={seconds!r}: give seconds, more than 0")
+        if not isinstance(cast(object, self.name), str):
+            raise OptionError(f"name={self.name!r}: give a string, such as name='validation'")
