@@ -1,8 +1,10 @@
-"""Whole numbers as users give them: of Python, NumPy, torch or any other library."""
+"""Arguments as users give them: whole numbers of any library, other numbers, paths, values of a kind."""
 
 from __future__ import annotations
 
+import math
 import operator
+import os
 import re
 from dataclasses import fields
 from typing import Any
@@ -43,3 +45,35 @@ def whole_numbers(kind: type[Exception], least: int, /, **given: Any) -> tuple[A
         if value is not None and not is_whole(value, least):
             raise kind(f"{name}={was!r}: give a whole number, {least} or more")
     return made
+
+
+def is_number(given: Any, least: float = 0.0) -> bool:
+    """Whether it is a finite number of any library from `least` on, and no truth value."""
+    try:
+        return not isinstance(given, bool) and math.isfinite(number := float(given)) and number >= least
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def of_kind(error: type[Exception], kind: type, /, **given: Any) -> None:
+    """Raise `error` for an argument that is no `kind`."""
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            raise error(f"{name}={value!r} is {_a(type(value))}: give {_a(kind)}")
+
+
+def path(error: type[Exception], /, **given: Any) -> str:
+    """One argument as the text of a path. Raises `error` for what is none."""
+    ((name, value),) = given.items()
+    try:
+        found = os.fspath(value)
+    except TypeError:
+        found = None
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise error(f"{name}={value!r}: give the path of a file or folder")
+    return found
+
+
+def _a(kind: type) -> str:
+    name = kind.__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

@@ -122,15 +122,15 @@ class CostModel:
     ring_tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.alpha) and self.alpha > 0):
-            raise PlanError(f"alpha={self.alpha}: a token's matmul work is positive; see CostModel.of_shape")
+        if not is_number(self.alpha) or self.alpha == 0:
+            raise PlanError(f"alpha={self.alpha!r}: a token's matmul work is positive; see CostModel.of_shape")
         settle(self)
         if self.window is not None and not is_whole(self.window):
             raise PlanError(f"window={self.window!r}: a token sees at least itself; None for full attention")
         for name in ("overhead", "ring_tokens"):
             value = getattr(self, name)
-            if value is not None and not (np.isfinite(value) and value >= 0):
-                raise PlanError(f"{name}={value}: a cost is 0 or more")
+            if value is not None and not is_number(value):
+                raise PlanError(f"{name}={value!r}: a cost is a number, 0 or more")
 
     @property
     def microbatch_overhead(self) -> float:

@@ -66,8 +66,8 @@ class IndexedWriter:
         overwrite: bool = False,
         checksum_bytes: int | None = BLOCK_BYTES,
     ) -> None:
-        self.prefix = os.fspath(prefix)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.prefix = path(OptionError, prefix=prefix)
+        self.dtype = dtype_of(OptionError, dtype).newbyteorder("<")
         self.modes = modes
         self.overwrite = overwrite
         self.checksum_bytes = whole(checksum_bytes)
