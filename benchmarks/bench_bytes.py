@@ -63,8 +63,8 @@ def of_layouts(short: bool) -> Iterator[Row]:
     import meshfeed as mf
     import world
     from corpus import write_corpus
+    from files.test_far import NUM_TOKENS, one_epoch
     from services.nginx import Nginx
-    from test_far import NUM_TOKENS, one_epoch
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -37,7 +37,7 @@ from meshfeed.order import cut_off
 from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
-from meshfeed.whole import settle, whole
+from meshfeed.whole import of_kind, path_text, settle, whole
 
 Longs = npt.NDArray[np.int64]
 
@@ -330,7 +330,8 @@ class Grow(_Told):
     eod: str | bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", os.fspath(self.path))
+        of_kind(RecipeError, str, source=self.source)
+        object.__setattr__(self, "path", path_text(RecipeError, path=self.path))
         if not self.fingerprint:
             object.__setattr__(self, "fingerprint", self.store.fingerprint)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import LayoutError
 from meshfeed.intervals import distinct
-from meshfeed.whole import is_whole, settle
+from meshfeed.whole import is_whole, of_kind, settle
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -73,6 +73,7 @@ class Layout:
             size = getattr(self, name)
             if not is_whole(size):
                 raise LayoutError(f"{name}={size!r}: give a whole number from 1")
+        of_kind(LayoutError, str, order=self.order)
         listed = self.order.lower().split("-")
         unknown = [dim for dim in listed if dim not in (*DIMS, "ep")]
         if unknown or len(set(listed)) != len(listed):

@@ -17,6 +17,7 @@ from meshfeed.batch import check_next, is_past
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
+from meshfeed.whole import of_kind
 
 Unit = Literal["proportion", "tokens", "repeat", "count"]
 Batches = Literal["mixed", "per_source"]
@@ -266,6 +267,8 @@ class Mixture:
                 f"a mixture takes a dict, not a {type(sources).__name__}: each source has a name, as in "
                 f'mf.Mixture({{"code": (store, 0.7), "docs": (other, 0.3)}})'
             )
+        if not isinstance(by, str):
+            of_kind(RecipeError, Mapping, by=by)
         stores = dict(zip(self.names, self.stores))
         index_of = {name: index for index, name in enumerate(self.names)}
         amounts: list[Amount] = []

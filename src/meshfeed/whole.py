@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,8 +22,8 @@ def whole(given: Any) -> Any:
 
 
 def is_whole(given: Any, least: int = 1) -> bool:
-    """Whether it is an int of Python from `least` on, and no truth value; ask for what `whole` gives."""
-    return type(given) is int and given >= least
+    """Whether it is a 64-bit int of Python from `least` on, no truth value; ask what `whole` gives."""
+    return type(given) is int and least <= given < 1 << 63
 
 
 def settle(options: Any) -> None:
@@ -38,12 +39,15 @@ def settle(options: Any) -> None:
         object.__setattr__(options, each.name, made)
 
 
-def whole_numbers(kind: type[Exception], least: int, /, **given: Any) -> tuple[Any, ...]:
-    """Arguments as ints, None as it is. Raises `kind` for anything but whole numbers from `least` on."""
+def whole_numbers(
+    kind: type[Exception], least: int, /, *, optional: Sequence[str] = (), **given: Any
+) -> tuple[Any, ...]:
+    """Arguments as ints; `optional` ones may be None. Raises `kind` for no whole number, or one too small."""
     made = tuple(map(whole, given.values()))
     for name, value, was in zip(given, made, given.values()):
-        if value is not None and not is_whole(value, least):
-            raise kind(f"{name}={was!r}: give a whole number, {least} or more")
+        if not is_whole(value, least) and not (value is None and name in optional):
+            size = " of 64 bits" if type(value) is int and value > least else ""
+            raise kind(f"{name}={was!r}: give a whole number{size}, {least} or more")
     return made
 
 
@@ -59,10 +63,10 @@ def of_kind(error: type[Exception], kind: type, /, **given: Any) -> None:
     """Raise `error` for an argument that is no `kind`."""
     for name, value in given.items():
         if not isinstance(value, kind):
-            raise error(f"{name}={value!r} is {_a(type(value))}: give {_a(kind)}")
+            raise error(f"{name} is {_a(type(value))}, {value!r}; give {_a(kind)}")
 
 
-def path(error: type[Exception], /, **given: Any) -> str:
+def path_text(error: type[Exception], /, **given: Any) -> str:
     """One argument as the text of a path. Raises `error` for what is none."""
     ((name, value),) = given.items()
     try:

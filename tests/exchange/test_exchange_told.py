@@ -179,7 +179,7 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
-        ({"keys": ["tokens", "reward"]}, mf.errors.RecipeError, r"keys is a list, .*make it a Keys\(...\)"),
+        ({"keys": ["tokens", "reward"]}, mf.errors.RecipeError, r"keys is a list, .*give a Keys"),
         ({"layout": "dp2"}, mf.errors.LayoutError, r"layout='dp2' is a str; give mf.Layout.parse\('dp2'\)"),
         ({"pulls": 0}, mf.errors.RecipeError, "^pulls=0: give a whole number, 1 or more"),
         ({"prefetch": -1}, mf.errors.RecipeError, "^prefetch=-1: give a whole number, 0 or more"),

@@ -48,7 +48,7 @@ from meshfeed.plan import CpSplit, Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 from meshfeed.state import check_step
 from meshfeed.transport import Transport
-from meshfeed.whole import whole_numbers
+from meshfeed.whole import of_kind, whole_numbers
 
 Uneven = Literal["drain", "drop", "error"]
 """drain: continue with smaller steps until all iterators are exhausted.
@@ -111,7 +111,8 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
         verify: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
     ) -> None:
-        _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
+        of_kind(OptionError, Packing, packing=packing)
+        of_kind(OptionError, Keys, keys=keys or Keys())
         (pulls,) = whole_numbers(OptionError, 1, pulls=pulls)
         if uneven not in get_args(Uneven):
             raise OptionError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")
@@ -403,14 +404,6 @@ class Exchange(StepSource[ExchangeDelivery, Options]):
             self.left_over = dict(zip(owners.tolist(), counts.tolist()))
             return True
         return gathered.ended and not len(gathered)
-
-
-def _check_kinds(**given: tuple[object, type]) -> None:
-    for name, (value, kind) in given.items():
-        if not isinstance(value, kind):
-            raise OptionError(
-                f"{name} is a {type(value).__name__}, {value!r}; make it a {kind.__name__}(...)"
-            )
 
 
 def _not_again() -> Digests:

@@ -120,7 +120,7 @@ def check_recipe(given: Any, who: str) -> None:
 def _check_device(device: Any) -> None:
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"device={device!r} is not a device; give 'cpu', 'cuda' or 'cuda:0'") from error
     if wanted.type not in ("cpu", "cuda"):
         raise OptionError(f"device={device!r}: give 'cpu' or 'cuda', and move the tensors on from there")

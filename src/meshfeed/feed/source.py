@@ -61,7 +61,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
     """
 
     def __init__(self, layout: Layout | DeviceMesh | None, rank: int | None, options: OptionsT) -> None:
-        (rank,) = whole_numbers(LayoutError, 0, rank=rank)
+        (rank,) = whole_numbers(LayoutError, 0, optional=["rank"], rank=rank)
         self._recorder = Recorder(options.metrics, self._about)
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False

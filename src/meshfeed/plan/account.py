@@ -10,7 +10,7 @@ from meshfeed.errors import PlanError
 from meshfeed.intervals import numbers_in
 from meshfeed.plan.packing import ModelShape, Packing, attended_pairs, step_time
 from meshfeed.plan.types import FloatArray, LongArray, StepPlan, exact_sum
-from meshfeed.whole import whole_numbers
+from meshfeed.whole import of_kind, whole_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class Account:
 
 def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -> Account:
     """Add up a plan. pp, vpp: pipeline stages and virtual stages per rank, for the bubble."""
+    of_kind(PlanError, StepPlan, plan=plan)
+    of_kind(PlanError, Packing, packing=packing)
     pp, vpp = whole_numbers(PlanError, 1, pp=pp, vpp=vpp)
     placed, cost = plan.kept, packing.cost
     lengths = plan.lengths[placed]

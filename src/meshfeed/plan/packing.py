@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.types import Align, FloatArray, LongArray, PackShape
-from meshfeed.whole import is_whole, settle, whole
+from meshfeed.whole import is_number, is_whole, settle, whole
 
 OVERHEAD_TOKENS = 200
 """Fixed cost of a microbatch, in the matmuls of this many tokens.
@@ -123,7 +123,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if not is_number(self.alpha) or self.alpha == 0:
-            raise PlanError(f"alpha={self.alpha!r}: a token's matmul work is positive; see CostModel.of_shape")
+            raise PlanError(f"alpha={self.alpha!r}: a token's matmul work, above 0; see CostModel.of_shape")
         settle(self)
         if self.window is not None and not is_whole(self.window):
             raise PlanError(f"window={self.window!r}: a token sees at least itself; None for full attention")

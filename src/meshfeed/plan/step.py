@@ -28,7 +28,7 @@ from meshfeed.plan.fill import Filled, deal, fill_step
 from meshfeed.plan.packing import Packing, asked_microbatches, shape_of, step_time
 from meshfeed.plan.problem import Microbatch, Placement, Room, Sequences, narrowest_holding, room_of, rows_of
 from meshfeed.plan.types import Align, CpSplit, FloatArray, LongArray, StepPlan
-from meshfeed.whole import whole_numbers
+from meshfeed.whole import of_kind, whole_numbers
 
 MOST_MISSES = 1
 """This many numbers in a row that do not shorten the step end the search, without a bubble or ring_tokens."""
@@ -79,7 +79,10 @@ def plan_step(
     Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
     1, a capacity below the alignment, or encoder_work that is negative or of another shape.
     """
-    dp, cp, pp, vpp, quantum = whole_numbers(PlanError, 1, dp=dp, cp=cp, pp=pp, vpp=vpp, quantum=quantum)
+    of_kind(PlanError, Packing, packing=packing)
+    dp, cp, pp, vpp, quantum = whole_numbers(
+        PlanError, 1, optional=["quantum"], dp=dp, cp=cp, pp=pp, vpp=vpp, quantum=quantum
+    )
     quantum = quantum or packing.quantum or (pp if vpp > 1 else 1)
     room = room_of(packing, dp=dp, cp=cp, split=cp_split)
     whole = _whole(lengths)

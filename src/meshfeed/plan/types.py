@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.intervals import distinct
-from meshfeed.whole import is_whole, settle, whole, whole_numbers
+from meshfeed.whole import is_whole, of_kind, settle, whole, whole_numbers
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
@@ -207,6 +207,7 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     together: how many consecutive microbatches make one pack, to be read at once.
     Raises PlanError for another rank.
     """
+    of_kind(PlanError, StepPlan, plan=plan)
     dp_cp_rank = whole(dp_cp_rank)
     (together,) = whole_numbers(PlanError, 1, together=together)
     if not (is_whole(dp_cp_rank, 0) and dp_cp_rank < plan.num_ranks):
@@ -316,6 +317,7 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     what it works on; for several, what a reader must have to serve them all.
     Raises PlanError if cp does not divide the padded lengths, or the split is unknown.
     """
+    of_kind(PlanError, Pack, pack=pack)
     check_split(split)
     num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)
     whole = cuts_packs(split)
@@ -340,9 +342,14 @@ def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[i
 
     Ranks 0 and 1 of cp 4, zigzag: chunks 0 1 6 7 of 8 -> first [0 6], last [2 8].
     """
-    if len(cp_ranks) == cp_size:
-        return 1, np.array([0]), np.array([1])
-    ranks = np.sort(np.asarray(cp_ranks, np.int64))
+    try:
+        if len(cp_ranks) == cp_size:
+            return 1, np.array([0]), np.array([1])
+        ranks = np.sort(np.asarray(cp_ranks, np.int64))
+    except (OverflowError, TypeError, ValueError):
+        ranks = np.zeros(0, np.int64)
+    if ranks.shape == (0,) or ranks[0] < 0 or ranks[-1] >= cp_size:
+        raise PlanError(f"cp_ranks={cp_ranks!r}: give some of the {cp_size} ranks of the pack's cp group")
     num_chunks, chunks = cp_size, ranks
     if split in ("zigzag", "pack_zigzag"):
         num_chunks, chunks = 2 * cp_size, np.concatenate((ranks, 2 * cp_size - 1 - ranks[::-1]))

@@ -13,13 +13,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import durable_file
 from meshfeed.parts import Parts
 from meshfeed.store.dataset import FORMAT, NAME, VERSION, WITH_PARTS
 from meshfeed.store.indexed_writer import IndexedWriter
 from meshfeed.store.part_files import FILES, SIZES, rows_of
+from meshfeed.whole import of_kind, path_text
 
 
 class DatasetWriter:
@@ -46,9 +47,10 @@ class DatasetWriter:
         overwrite: bool = False,
         parts: bool = False,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(path_text(OptionError, folder=folder))
+        of_kind(OptionError, Mapping, columns=columns)
         self._overwrite = overwrite
-        if "tokens" not in columns or not all(name.isidentifier() for name in columns):
+        if "tokens" not in columns or not all(str(name).isidentifier() for name in columns):
             raise StoreError(
                 f"{self.folder}: columns {list(columns)}; one is 'tokens', and all are names as in Python"
             )

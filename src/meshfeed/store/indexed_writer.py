@@ -15,14 +15,14 @@ from typing import IO, Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import LocalFile, typed_errors
 from meshfeed.files.local.durable import sync
 from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
 from meshfeed.store.checksums import refuse_block_bytes
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
 from meshfeed.store.indexed import IndexedStore
-from meshfeed.whole import whole
+from meshfeed.whole import path_text, whole
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_LENGTH = 2**31 - 1
@@ -66,8 +66,8 @@ class IndexedWriter:
         overwrite: bool = False,
         checksum_bytes: int | None = BLOCK_BYTES,
     ) -> None:
-        self.prefix = path(OptionError, prefix=prefix)
-        self.dtype = dtype_of(OptionError, dtype).newbyteorder("<")
+        self.prefix = path_text(OptionError, prefix=prefix)
+        self.dtype = _dtype_of(dtype)
         self.modes = modes
         self.overwrite = overwrite
         self.checksum_bytes = whole(checksum_bytes)
@@ -316,3 +316,10 @@ class _Files:
         stream = path.open("x+b", buffering=1 << 20)
         stack.callback(path.unlink, missing_ok=True)
         return stack.enter_context(stream)
+
+
+def _dtype_of(given: npt.DTypeLike) -> np.dtype[Any]:
+    try:
+        return np.dtype(given).newbyteorder("<")
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"dtype={given!r} is not a dtype, such as 'uint16'") from error

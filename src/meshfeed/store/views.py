@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Protocol, cast
 
-from meshfeed.errors import RecipeError
+from meshfeed.errors import OptionError, RecipeError
 from meshfeed.order import EpochIndex, key_of, permute
 from meshfeed.store.mapped import EpochDataset, fingerprint_of, name_of
-from meshfeed.whole import is_whole, whole, whole_numbers
+from meshfeed.whole import is_whole, of_kind, whole, whole_numbers
 
 
 class IntDataset(Protocol):
@@ -82,6 +82,7 @@ class Resampled:
         seed: int = 0,
     ) -> None:
         given = f"Resampled(num_epochs={num_epochs!r}, num_samples={num_samples!r})"
+        of_kind(OptionError, Sized, dataset=dataset)
         num_epochs, num_samples = whole(num_epochs), whole(num_samples)
         (seed,) = whole_numbers(RecipeError, -(2**63), seed=seed)
         if num_epochs is not None and num_samples is not None:
