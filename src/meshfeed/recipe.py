@@ -12,7 +12,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter, itemgetter
 from os import PathLike
@@ -221,7 +221,7 @@ def _summary_of(digests: Sequence[tuple[int, int, str]]) -> str:
     return f"{len(told)}, digest {digest_of({'amendments': told})}" if told else ""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Recipe:
     """What to train on, in which order, in which batches.
 
@@ -248,6 +248,7 @@ class Recipe:
     data: Store | Mixture
     sequence: Rule
     batch: Batch
+    _: KW_ONLY
     seed: int = 0
     epochs: int | None = None
     steps: int | None = None

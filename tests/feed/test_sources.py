@@ -103,7 +103,7 @@ def train(rank: int, folder: Path) -> list[Any]:
             for step in itertools.islice(feed, STEPS):
                 assert step.sources == feed.sources
                 for microbatch in step.microbatches:
-                    sources.append(microbatch["source"].tolist())
+                    sources.append(microbatch.source.tolist())
                     if me.pp == 0:  # what a pipeline computes of the tokens goes to its last stage
                         dist.send(microbatch["tokens"], beside)
                         continue
@@ -191,7 +191,7 @@ def drawn_job(rng: np.random.Generator, kind: str, folder: Path) -> tuple[mf.Rec
 
 def check_sources(microbatch: mf.Microbatch, rows: int) -> None:
     """Each sequence of the microbatch is of the source that its tokens say."""
-    source, num = microbatch["source"], len(microbatch.draws)
+    source, num = microbatch.source, len(microbatch.draws)
     assert source.dtype == torch.int64 and "source" not in set(microbatch)
     assert (source[:num] >= 0).all() and (source[num:] == -1).all()
     if "sequence_ids" in microbatch:
@@ -218,7 +218,7 @@ def test_sources_and_losses_are_what_the_tokens_say(folder: Path, life: int) -> 
         for made_by_rank in each:
             for microbatch in made_by_rank.microbatches:
                 check_sources(microbatch, rows)
-                shapes.add(microbatch["source"].shape)
+                shapes.add(microbatch.source.shape)
                 if "labels" not in microbatch or made_by_rank.coord.tp:
                     continue
                 labels, mask = microbatch["labels"], microbatch["loss_mask"]
@@ -242,7 +242,7 @@ def test_no_rank_reads_or_waits_for_it(folder: Path) -> None:
             there = dataclasses.replace(microbatch, fields=fields)
             sums = mf.loss_by_source(torch.empty_like(there["labels"], dtype=torch.float32), there)
             assert (sums.shape, sums.dtype, sums.device.type) == ((3, 2), torch.float64, "meta")
-            assert there["source"].device.type == "meta"
+            assert there.source.device.type == "meta"
 
 
 # -- each further way to a microbatch -------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_virtual_stages_each_know_it(folder: Path) -> None:
         for steps in itertools.islice(zip(*feed.virtual_stages), 2):
             for first, second in zip(*(step.microbatches for step in steps), strict=True):
                 check_sources(first, 0)
-                assert torch.equal(first["source"], second["source"])
+                assert torch.equal(first.source, second.source)
                 assert last(second)[:, 1].sum() == second["loss_mask"].sum()
                 with pytest.raises(mf.errors.OptionError, match=r"'loss_mask'.* only tokens, .*stage"):
                     mf.loss_by_source(torch.zeros(first["tokens"].shape), first)
@@ -270,11 +270,11 @@ def test_a_microbatch_that_was_pickled_knows_it(folder: Path) -> None:
     with mf.Feed(recipe_of(folder, mf.Windows(20), 7), micro_batch_size=4, pad_rows=True) as feed:
         for microbatch in list(next(iter(feed)).microbatches):
             again = pickle.loads(pickle.dumps(microbatch))
-            assert torch.equal(again["source"], microbatch["source"])
+            assert torch.equal(again.source, microbatch.source)
             assert torch.equal(last(again), last(microbatch))
-    assert microbatch["source"].tolist()[-1] == -1, "the eighth row is a dummy"
-    microbatch["source"].fill_(7)
-    assert 7 not in microbatch["source"], "each is a tensor of its own"
+    assert microbatch.source.tolist()[-1] == -1, "the eighth row is a dummy"
+    microbatch.source.fill_(7)
+    assert 7 not in microbatch.source, "each is a tensor of its own"
 
 
 def test_a_store_alone_is_one_source(folder: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_store_alone_is_one_source(folder: Path) -> None:
     )
     with mf.Feed(recipe, micro_batch_size=4) as feed:
         (microbatch,) = next(iter(feed)).microbatches
-        assert feed.sources == ("",) and microbatch["source"].tolist() == [0] * 4
+        assert feed.sources == ("",) and microbatch.source.tolist() == [0] * 4
         assert last(microbatch)[:, 1].tolist() == [64]
 
 
@@ -317,8 +317,8 @@ def test_sources_of_images(tmp_path: Path) -> None:
     counts = torch.zeros(2)
     for microbatch in made.microbatches:
         ids, starts = microbatch["sequence_ids"][0], microbatch["cu_seqlens"]
-        assert microbatch["source"].shape == starts[1:].shape
-        for at, (source, index) in enumerate(zip(microbatch["source"].tolist(), microbatch.draws.index)):
+        assert microbatch.source.shape == starts[1:].shape
+        for at, (source, index) in enumerate(zip(microbatch.source.tolist(), microbatch.draws.index)):
             assert microbatch["tokens"][0][ids == at].tolist() == flat[source][index]
             counts[source] += microbatch["loss_mask"][0][ids == at].sum()
         counts -= last(microbatch)[:, 1]
@@ -367,7 +367,7 @@ def test_rows_of_items_have_no_dummies() -> None:
     recipe = samples_of({"ids": "int64", "loss_mask": "float64"})
     for made in mf.simulate(recipe, mf.Layout(dp=3), 1, micro_batch_size=4):
         (microbatch,) = made.microbatches
-        source = microbatch["source"].tolist()
+        source = microbatch.source.tolist()
         assert [int(ids[0]) for ids in microbatch["ids"]] == source and len(source) == (4, 2, 0)[made.rank]
         sums = mf.loss_by_source(torch.ones(len(source), 1), microbatch)
         assert sums.tolist() == [[source.count(s)] * 2 for s in range(2)]
@@ -377,33 +377,31 @@ def test_packs_of_items() -> None:
     ids = mf.Field(name="ids", dtype="int64", split=True, pad=-1)
     (made,) = mf.simulate(samples_of(ids, packed=True), mf.Layout(), 1, packing=mf.Packing(capacity=64))
     for microbatch in made.microbatches:
-        of_token = microbatch["source"][microbatch["sequence_ids"].long()]
+        of_token = microbatch.source[microbatch["sequence_ids"].long()]
         assert torch.equal(of_token, microbatch["ids"])
         with pytest.raises(mf.errors.OptionError, match=r"'loss_mask'"):
             mf.loss_by_source(torch.zeros(of_token.shape), microbatch)
 
 
-def test_a_field_of_that_name_comes_first() -> None:
+def test_a_field_of_that_name_is_another_thing() -> None:
     where = mf.Field(name="source", dtype="int64", stages=("first",))
     recipe = samples_of({"loss_mask": "float64"}, where)
     for made in mf.simulate(recipe, mf.Layout(pp=2), 1, micro_batch_size=6):
         (microbatch,) = made.microbatches
         counts = mf.loss_by_source(torch.ones(6, 1), microbatch)[:, 1]
         assert counts.tolist() == np.bincount(microbatch.draws.source).tolist()
-        assert microbatch.source_of_sequences().tolist() == microbatch.draws.source.tolist()
+        assert microbatch.source.tolist() == microbatch.draws.source.tolist()
+        assert ("source" in microbatch) == ("source" in dict(microbatch)) == (made.coord.pp == 0)
         if made.coord.pp == 0:
-            assert microbatch["source"].tolist() == [9] * 6 and "source" in set(microbatch)
-        else:
-            with pytest.raises(KeyError, match="'source' is not among the fields"):
-                microbatch["source"]
+            assert microbatch["source"].tolist() == [9] * 6
 
 
 def test_an_exchange_names_no_source() -> None:
     items = [{"tokens": np.arange(5), "labels": np.arange(5), "loss_mask": np.ones(5, np.float32)}]
     with mf.Exchange(items, mf.Layout(), packing=mf.Packing(capacity=8)) as exchange:
         (microbatch,) = next(iter(exchange)).microbatches
-    with pytest.raises(KeyError, match="'source' is not among the fields"):
-        microbatch["source"]
+    with pytest.raises(mf.errors.OptionError, match=r"Exchange"):
+        _ = microbatch.source
     with pytest.raises(mf.errors.OptionError, match=r"Exchange"):
         mf.loss_by_source(torch.zeros(1, 5), microbatch)
 

@@ -19,8 +19,6 @@ from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops, plan_fixed
 from meshfeed.sequence import Portion, SequenceRule
 
-_SOURCE = "source"
-
 Value = torch.Tensor | Sequence[Any]
 """A tensor, or one value per sequence: a tensor, bytes, whatever holds tensors (see `Keys`), or None."""
 
@@ -74,27 +72,20 @@ class Sources:
     Attributes:
         names: see `Step`.
         has_dummy_rows: whether rows without loss stand for missing sequences.
-        is_field: whether the rule has a field "source" of its own.
     """
 
     names: tuple[str, ...]
     has_dummy_rows: bool
-    is_field: bool
 
     @classmethod
     def of(cls, names: tuple[str, ...], rule: SequenceRule) -> Sources:
         """Those of microbatches that a rule makes."""
-        return cls(names, rule.has_dummy_rows, any(field.name == _SOURCE for field in rule.fields))
+        return cls(names, rule.has_dummy_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
     """Field name -> tensor (or a list of one value per sequence, if shapes vary), for one rank.
-
-    Beside its fields, `microbatch["source"]` is the number in `Step.sources` of each sequence's source, on
-    every stage: int64 [rows], or for a pack [sequences of cu_seqlens]; -1 for dummies. It is computed
-    from the plan at each access. Iteration skips it, so `**microbatch` gives the fields alone. A rule's own
-    field of that name takes its place. An Exchange has no sources.
 
     Attributes:
         index: of the microbatch in its step, from 0.
@@ -139,10 +130,12 @@ class Microbatch(Mapping[str, Any]):
         """The names of the sources that its numbers count; see `Step`."""
         return () if self._sources is None else self._sources.names
 
-    def source_of_sequences(self) -> torch.Tensor:
-        """What `microbatch["source"]` is, also where the rule has a field of that name.
+    @property
+    def source(self) -> torch.Tensor:
+        """The number in `sources` of each sequence's source, on every stage, from the plan alone.
 
-        Raises OptionError for the microbatch of an Exchange.
+        int64 [rows], or for a pack [sequences of cu_seqlens], on the device of the fields; -1 for dummies. A
+        tensor of its own at each access. Raises OptionError for the microbatch of an Exchange.
         """
         if self._sources is None:
             raise OptionError(
@@ -171,8 +164,6 @@ class Microbatch(Mapping[str, Any]):
         try:
             return self.fields[name]
         except KeyError:
-            if name == _SOURCE and self._sources is not None and not self._sources.is_field:
-                return self.source_of_sequences()
             has = ", ".join(self.fields) or "none"
             message = f"{name!r} is not among the fields that this rank's stage needs: {has}"
             raise KeyError(message) from None
@@ -246,7 +237,7 @@ class Step:
         tokens: tokens of the global batch, without padding.
         valid_tokens: its loss-bearing tokens: the denominator of a per-token loss, for any split.
         sum_sq: sum of squared sequence lengths of the global batch.
-        sources: names of the mixture's sources, by the numbers of `microbatch["source"]`, equal on all ranks;
+        sources: names of the mixture's sources, by the numbers of `microbatch.source`, equal on all ranks;
             those that an amendment adds later are not among them. ("",) for a store alone; () of an Exchange.
         plan: which sequence goes where, for the whole job.
         microbatches: each is handed out once, in order.
@@ -314,7 +305,7 @@ def loss_by_source(token_losses: torch.Tensor, microbatch: Microbatch) -> torch.
     Raises OptionError for losses of another shape, for the microbatch of a stage or rule without a loss_mask,
     and of an Exchange.
     """
-    source, num = microbatch.source_of_sequences(), len(microbatch.sources)
+    source, num = microbatch.source, len(microbatch.sources)
     if microbatch.is_dummy:  # perhaps without a row, and then without a tensor
         return token_losses.new_zeros(num, 2, dtype=torch.float64)
     for name in ("loss_mask", "sequence_ids")[: 1 + microbatch.is_pack]:

@@ -144,9 +144,9 @@ def way_of(folder: Path, kind: str) -> tuple[mf.Recipe, dict[str, Any]]:
 
 def check_batch(batch: Any) -> None:
     """The tokens of each sequence are of the source that the batch tells."""
-    source, microbatch = batch["source"], batch.microbatch
+    source, microbatch = batch.microbatch.source, batch.microbatch
     assert "source" not in set(batch)
-    assert torch.equal(source, microbatch["source"])
+    assert torch.equal(source, microbatch.source)
     if microbatch.is_pack:
         ids = batch["sequence_ids"].long()
         told = torch.where(ids >= 0, source[ids.clamp(min=0)], -1)
@@ -184,7 +184,7 @@ def ways_job(rank: int, folder: Path) -> list[Any]:
                 for _, (v, iterator) in itertools.product(range(step.num_microbatches), enumerate(replayed)):
                     batch = next(iterator) if kind == "dynamic" else megatron.get_batch(iterator)
                     check_batch(batch)
-                    sources.append(batch["source"].tolist())
+                    sources.append(batch.microbatch.source.tolist())
                     if stage_kinds(case, v)[1]:
                         losses = torch.ones_like(batch.microbatch["loss_mask"])
                         sums += mf.loss_by_source(losses, batch.microbatch)
@@ -215,7 +215,7 @@ def test_a_batch_can_be_kept_and_a_source_of_nothing_is_refused(folder: Path) ->
     with mf.Feed(recipe, micro_batch_size=MBS) as feed:
         batch = next(iter(iterators_of(feed)[0]))
         again = pickle.loads(pickle.dumps(batch))
-        assert torch.equal(again["source"], batch["source"]) and list(again) == list(batch)
+        assert torch.equal(again.microbatch.source, batch.microbatch.source) and list(again) == list(batch)
         with pytest.raises(KeyError, match="nothing"):
             batch["nothing"]
     none = megatron.get_batch(None)

@@ -46,10 +46,7 @@ Source = Feed | Exchange
 
 
 class StageBatch(dict[str, Any]):
-    """A microbatch as a dict of tensors and numbers, which also knows its sequences.
-
-    `batch["source"]` is made when it is asked for, as by a `Microbatch`, and is not among the dict's keys.
-    """
+    """A microbatch as a dict of tensors and numbers, which also knows its sequences."""
 
     def __init__(self, fields: Mapping[str, Any], microbatch: Microbatch | None) -> None:
         super().__init__(fields)
@@ -71,11 +68,6 @@ class StageBatch(dict[str, Any]):
     def replaced(self, fields: Mapping[str, Any]) -> StageBatch:
         """Other fields of the same microbatch."""
         return StageBatch(fields, self._microbatch)
-
-    def __missing__(self, name: str) -> Any:
-        if self._microbatch is None or name != "source":
-            raise KeyError(name)
-        return self._microbatch[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StageBatch, (dict(self), self._microbatch)
@@ -174,7 +166,7 @@ def get_batch(
     tokens and position_ids are for the first stage and those with MTP layers, labels and loss_mask for the
     last one, attention_mask for none. With mrope_position_ids, these are the position_ids, [3, 1, t], on
     every stage, as Megatron's mrope needs. packed_seq_params is a PackedSeqParams on every stage; None for
-    rows of one length. `batch["source"]` and `batch.microbatch` tell the source of each sequence.
+    rows of one length. `batch.microbatch.source` tells the source of each sequence.
     Raises LayoutError if Megatron has no group for the cp ranks of a pack.
     """
     taken: Mapping[str, Any] = {} if iterator is None else next(iterator)
