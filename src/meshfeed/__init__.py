@@ -3,7 +3,7 @@
 import meshfeed as mf
 
 layout = mf.Layout.parse("tp2-cp2-dp2-pp2", ranks_per_node=8)
-recipe = mf.Recipe(data=mf.open("corpus"), sequence=mf.Windows(4096), batch=mf.Batch(sequences=256))
+recipe = mf.Recipe(mf.open("corpus"), mf.Windows(4096), batch=256)
 with mf.Feed(recipe, layout) as feed:
     for step in feed:
         for microbatch in step.microbatches:
