@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +86,7 @@ class Life:
         self.saved: list[Saved] = []
 
     def feed(self, ledger: Path | None) -> mf.Feed:
-        recipe = replace(self.recipe, verify_data=self.dice.choice(["sampled", "full"]))
-        return mf.Feed(recipe, ledger=ledger, **self.packing)
+        return mf.Feed(self.recipe, ledger=ledger, **self.packing)
 
     def live(self) -> None:
         feed = self.feed(self.ledger)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.batch import check_next, is_past
-from meshfeed.errors import OptionError, RecipeError
+from meshfeed.errors import RecipeError
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
 from meshfeed.whole import of_kind
@@ -54,16 +54,6 @@ class Store(ABC):
     def wants_ahead(self) -> bool:
         """Whether to announce reads many steps ahead, as a remote store needs it."""
         return False
-
-    def content_digest(self) -> str:
-        """A hex digest of every byte of its data, for `Recipe(verify_data="full")`; may read all of it.
-
-        Equal for copies of the same files. Raises OptionError for a store that has none.
-        """
-        raise OptionError(
-            f"{self!r}: verify_data='full' needs a digest of every byte, and {type(self).__name__} has no "
-            f"content_digest; leave verify_data at 'sampled'"
-        )
 
     def once_per_node(
         self, make: Callable[[], npt.NDArray[np.int64]], **of: int | str

@@ -29,10 +29,8 @@ from meshfeed.summary import brief, code_of, digest_of
 from meshfeed.whole import settle, whole
 
 Order = Literal["global", "blocks", "none", "replacement"]
-VerifyData = Literal["sampled", "full"]
 
 _MAX = 2**62
-_MOST_DIGESTS = 24  # of a state of 4 KB
 
 _WANTED = {
     "data": "give a store, as mf.open(path) gives it, a mf.Mapped or a mf.Mixture",
@@ -236,8 +234,6 @@ class Recipe:
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
             time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
             epoch has.
-        verify_data: which bytes of the stores ranks compare when they begin, and a state when it is loaded:
-            "sampled", those of the stores' fingerprints; "full", every one. Not part of the fingerprint.
         amendments: what `amended` has added.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
         source_names: their names in a mixture; one empty name for a store alone.
@@ -253,7 +249,6 @@ class Recipe:
     epochs: int | None = None
     steps: int | None = None
     shuffle: Order | Blocks = "global"
-    verify_data: VerifyData = "sampled"
     amendments: Amended = field(default=Amended(), repr=False)
     sources: tuple[Any, ...] = field(init=False, repr=False)
     source_names: tuple[str, ...] = field(init=False, repr=False)
@@ -285,8 +280,6 @@ class Recipe:
             raise RecipeError(
                 f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...), 'none' or 'replacement'"
             )
-        if self.verify_data not in get_args(VerifyData):
-            raise RecipeError(f"verify_data={self.verify_data!r}: 'sampled' or 'full'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
         if self.batch.tokens is not None:
@@ -394,35 +387,6 @@ class Recipe:
             "shuffle": self.shuffle.summary() if isinstance(self.shuffle, Blocks) else self.shuffle,
             **({"amendments": amended} if amended else {}),
         }
-
-    def data_digests(self) -> tuple[str, ...]:
-        """A digest of every byte of each source, with verify_data="full"; else none.
-
-        Reads what this node has not read before. Raises OptionError for a store that has none.
-        """
-        if self.verify_data == "sampled":
-            return ()
-        return tuple(store.content_digest() for store in self.sources)
-
-    def grouped(self, digests: Sequence[str], until: int | None = None) -> list[tuple[str, str]]:
-        """(in words which sources, digest of them) of the sources before step `until`; at most 24.
-
-        digests: as `data_digests` gives them.
-        """
-        if not digests:
-            return []
-        drawn = self.data.drawn(until) if isinstance(self.data, Mixture) else [0]
-        size = -(-len(drawn) // _MOST_DIGESTS)
-        named = list[tuple[str, str]]()
-        for at in range(0, len(drawn), size):
-            first, *others = drawn[at : at + size]
-            name, path = self.source_names[first], getattr(self.sources[first], "path", self.sources[first])
-            where, digest = f"source {name!r} ({path})" if name else f"{path}", digests[first]
-            if others:
-                where = f"one of {1 + len(others)} sources, {name!r} to {self.source_names[others[-1]]!r}"
-                digest = digest_of({"digests": [digest, *(digests[i] for i in others)]})
-            named.append((where, digest))
-        return named
 
     @property
     def fingerprint(self) -> str:

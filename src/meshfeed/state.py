@@ -29,29 +29,22 @@ class State:
     Attributes:
         recipe: `Recipe.summary(until=step)`, so later parts of the recipe may change.
         step: the next step, from 0.
-        data: digests of every byte of the sources before the step, as `Recipe.grouped` gives them; empty
-            unless the recipe has verify_data="full".
     """
 
     recipe: Mapping[str, str]
     step: int
-    data: tuple[str, ...] = ()
 
     @classmethod
-    def at(
-        cls, recipe: Recipe, step: int, digests: Sequence[str] | None = None, *, knows_all: bool = False
-    ) -> State:
+    def at(cls, recipe: Recipe, step: int, *, knows_all: bool = False) -> State:
         """Before a step of a recipe.
 
-        digests: what `recipe.data_digests` has given; None computes them. knows_all: whether the job has made
+        knows_all: whether the job has made
         all amendments of the recipe by now, also those from later steps on; else only those before the step
         are part of the state.
         """
         (step,) = whole_numbers(StateError, 0, step=step)
-        digests = recipe.data_digests() if digests is None else digests
-        data = tuple(digest for _, digest in recipe.grouped(digests, step))
         amended = {"amendments": recipe.amendments.summary(None)} if knows_all else {}
-        return cls(recipe=recipe.summary(until=step) | amended, step=step, data=data)
+        return cls(recipe=recipe.summary(until=step) | amended, step=step)
 
     @property
     def fingerprint(self) -> str:
@@ -60,25 +53,24 @@ class State:
 
     def to_json(self) -> dict[str, str]:
         """As one text of JSON under one key, at most 4 KB."""
-        return sealed({"recipe": dict(self.recipe), "step": self.step, "data": [*self.data]})
+        return sealed({"recipe": dict(self.recipe), "step": self.step})
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
         """Read what `to_json` wrote. Raises StateError if anything is missing, unknown or altered."""
-        told = unsealed(saved, ("recipe", "step", "data"))
-        recipe, step, data = told["recipe"], told["step"], told["data"]
-        texts = [*recipe.values(), *data] if (type(recipe), type(data)) == (dict, list) else [None]
+        told = unsealed(saved, ("recipe", "step"))
+        recipe, step = told["recipe"], told["step"]
+        texts = [*recipe.values()] if isinstance(recipe, dict) else [None]
         if type(step) is not int or step < 0:
             raise StateError(f"state has step {step!r}; it is a whole number from 0")
         if not all(isinstance(text, str) for text in texts):
             raise StateError("the state's recipe is not made of texts; pass what state_dict() returned")
-        return cls(recipe=recipe, step=step, data=tuple(data))
+        return cls(recipe=recipe, step=step)
 
     def check(self, recipe: Recipe) -> None:
         """Raises StateError if `recipe` has different steps before this one, or ends before it.
 
         The recipe may differ in later steps: stages of the batch, amounts of a mixture, epochs and steps.
-        Every byte of the data is compared if this state has its digests and `recipe` has verify_data="full".
         """
         ours = recipe.summary(until=self.step)
         differ = [part for part in {**ours, **self.recipe} if not self._agrees(part, ours)]
@@ -97,23 +89,6 @@ class State:
                 f"this state (step {self.step}) was saved under another recipe:\n{rows}\n"
                 f"Resume with the recipe it was saved under, or start again without the state."
                 f"{_hint(differ, recipe)}"
-            )
-        if self.data:
-            self._check_data(recipe)
-
-    def _check_data(self, recipe: Recipe) -> None:
-        now = recipe.grouped(recipe.data_digests(), self.step)
-        differ = [
-            f"  {where}: saved {saved}, now {found}"
-            for (where, found), saved in zip(now, self.data)
-            if found != saved
-        ]
-        if differ:
-            rows = "\n".join(differ)
-            raise StateError(
-                f"this state (step {self.step}) was saved with other bytes in its data:\n{rows}\n"
-                f"Restore the files as they were, or start again without the state; verify_data='sampled' "
-                f"resumes on the data as they are."
             )
 
     def _agrees(self, part: str, ours: Mapping[str, str]) -> bool:

@@ -54,7 +54,7 @@ def test_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("recipes.md", 12)
+    names = run_page("recipes.md", 11)
     assert names["step"].valid_tokens > 0
 
 

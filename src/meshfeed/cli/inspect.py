@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.recipe import Change
+from meshfeed.report.content import add_content
 from meshfeed.report.lengths import DocumentLengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
 from meshfeed.report.words import counted
@@ -104,6 +106,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         "checksums_file": "with --write-checksums: file, blocks, block_bytes",
         "verified, broken": "with --verify: true, or what is broken and where",
         "compared": "with --verify: whether all bytes were compared with checksums or hashes",
+        "digest": "with --verify: of all tokens, lengths, columns and parts, whatever the format",
     }
 
     path: str = argument("PATH", "path or URL (s3://, gs://, az://, https://) of the store")
@@ -122,6 +125,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         "check every entry, checksum, hash and length that the format has, and name what is broken",
         default=False,
     )
+    digest: str | None = option("another digest than this is broken, of a --verify elsewhere")
     write_checksums: bool = option(
         "write PATH.sums, checksums that reads of a .bin/.idx pair are compared with; refused if there is "
         "one that the files contradict",
@@ -147,6 +151,8 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             return self._ended({"path": without_secrets(self.path)}, str(error))
         if self.html is None:
             refuse_given(self, ("part_rule",), "has no effect without --html")
+        if not self.verify:
+            refuse_given(self, ("digest",), "has no effect without --verify")
         if self.amendments is None:
             refuse_given(self, ("source",), "has no effect without --amendments")
         decode = _decoder(self.tokenizer) if self.tokenizer and self._shows else None
@@ -165,7 +171,11 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
-                facts["compared"] = store.is_summed
+                facts["compared"], digest = store.is_summed, hashlib.blake2b(digest_size=16)
+                show_progress("reading", add_content(digest, store), quiet=self.json)
+                facts["digest"] = digest.hexdigest()
+                if self.digest not in (None, facts["digest"]):
+                    broken = f"the digest of its content is {facts['digest']}, not {self.digest}"
         except (OptionError, AccessError, UnavailableError, CacheError):
             raise
         except StoreError as error:
@@ -251,6 +261,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             sys.stdout.flush()
             say(f"broken: {broken}", sys.stderr)
         elif self.verify:
+            print(f"digest of all tokens: {facts['digest']}")
             print("verified: every entry is sound" + ("" if facts["compared"] else _UNCOMPARED))
         return WRONG if broken else OK
 

@@ -148,12 +148,12 @@ class Meeting:
     def _counts(self, arguments: Mapping[str, str]) -> bool:
         return "ranks" not in arguments or self.rank in ranks_of_words(arguments["ranks"])
 
-    def compare(self, arguments: Mapping[str, str], in_words: Mapping[str, str] | None = None) -> None:
+    def compare(self, arguments: Mapping[str, str]) -> None:
         """Compare arguments with those of the rank that arrived first. Does not wait.
 
         arguments: all values that ranks must agree on, by name; "ranks": the ranks of the layout, as text.
-        in_words: other names of arguments, for messages. Raises PeerError if one differs or this is not a
-        member, StateError if first steps differ, DeliveryError for a lost store.
+        Raises PeerError if one differs or this is not a member, StateError if first steps differ,
+        DeliveryError for a lost store.
         """
         rank = self.rank
         if not self._is_alone():
@@ -177,8 +177,7 @@ class Meeting:
         for part in {**arguments, **there}:
             if arguments.get(part) != there.get(part):
                 ours, theirs = _what_differs(arguments.get(part, ""), there.get(part, ""))
-                called = (in_words or {}).get(part, part)
-                differences.append(f"{called} is {ours} on rank {rank}, {theirs} on rank {other}")
+                differences.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
         if differences:
             raise PeerError(
                 f"rank {rank} and rank {other} disagree: {'; '.join(differences)}; give every rank the same "

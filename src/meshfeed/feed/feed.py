@@ -125,7 +125,6 @@ class Feed(ChangingSource):
         self.packing = packing
         self.micro_batch_size = micro_batch_size or 1
         self._checks_tokens = False
-        self._digests: tuple[str, ...] | None = None  # of the sources, once they were entered
         self._host, self._resources = OnHost(), contextlib.ExitStack()
 
     @property
@@ -182,7 +181,6 @@ class Feed(ChangingSource):
         with contextlib.ExitStack() as stack:
             for store in self.recipe.sources:
                 stack.enter_context(store.opened(self._machine))
-            self._digests = self.recipe.data_digests()
             rule, vocab_size = self._stepping.rule, self._options.vocab_size
             if vocab_size is not None:
                 if "tokens" not in {each.name for each in rule.fields if each.stored}:
@@ -216,7 +214,6 @@ class Feed(ChangingSource):
         if recipe is self.recipe:
             return self._stepping.opened
         if not self._entered:
-            self._digests = None
             return None
         cut_by_shards(recipe)
         known, opened = {id(store) for store in self.recipe.sources}, self._stepping.opened
@@ -228,7 +225,6 @@ class Feed(ChangingSource):
                 opened = stack.enter_context(rule_of(recipe).opened(recipe))
             if further and self._options.vocab_size is not None:
                 self._checks_tokens |= check_stores(further, self._options.vocab_size)
-            self._digests = recipe.data_digests()
             self._resources.push(stack.pop_all())
         return opened
 
@@ -252,7 +248,6 @@ class Feed(ChangingSource):
         return State.at(
             self.recipe,
             self.next_step if step is None else step,
-            self._digests,
             knows_all=bool(self.ledger),
         ).to_json()
 
@@ -329,8 +324,6 @@ class Feed(ChangingSource):
     def _agreed(self) -> Mapping[str, str]:
         return {
             **self.recipe.summary(),
-            **{f"data {i}": digest for i, (_, digest) in enumerate(self._grouped)},
-            "verify_data": self.recipe.verify_data,
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._options.pad_rows),
@@ -338,20 +331,6 @@ class Feed(ChangingSource):
             "ledger": str(self._options.ledger),
             "encoder": "balanced" if self._stepping.rule.sees_step else "with sample",
         }
-
-    @property
-    def _grouped(self) -> list[tuple[str, str]]:
-        """Digests of every byte of the sources, and which ones in words."""
-        return self.recipe.grouped(self._digests or ())
-
-    @property
-    def _in_words(self) -> Mapping[str, str]:
-        return {f"data {i}": f"the digest of {where}" for i, (where, _) in enumerate(self._grouped)}
-
-    @property
-    def _waits_for_all(self) -> bool:
-        # else the first rank to begin would train on what the others refuse
-        return self.recipe.verify_data == "full"
 
     @property
     def _depth(self) -> int:

@@ -98,16 +98,6 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         """Everything the producer makes, on the device, from step `start` on; runs on its thread."""
 
     @property
-    def _in_words(self) -> Mapping[str, str]:
-        """Names in messages for arguments of `_agreed` whose keys are no words."""
-        return {}
-
-    @property
-    def _waits_for_all(self) -> bool:
-        """Whether a run begins only when all ranks of the layout have compared their arguments."""
-        return False
-
-    @property
     def _origin(self) -> str:
         """The cause of a late reader, for an error message: what is late, and what to check."""
         return "its own storage has not returned it; check the storage"
@@ -421,9 +411,7 @@ class StepSource(abc.ABC, Generic[D, OptionsT]):
         )
 
     def _compare(self, meeting: Meeting) -> None:
-        meeting.compare(self._all_agreed(), self._in_words)
-        if self._waits_for_all:
-            meeting.meet("job", self.layout.ranks().tolist())
+        meeting.compare(self._all_agreed())
 
     def _meeting(self) -> Meeting | None:
         store = self._options.transport.rendezvous or (None if self._apart else default_store())

@@ -24,7 +24,6 @@ from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
 from meshfeed.store.base import I64, LengthsIndex, Pieces
-from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
@@ -128,9 +127,6 @@ class DocumentFiles(ForeignColumns):
     @cached_property
     def _fingerprint(self) -> str:
         return self._as_used(self._content)
-
-    def content_digest(self) -> str:
-        return digest_of_files(self.path, self._files, self._cache)
 
     @cached_property
     def _content(self) -> str:

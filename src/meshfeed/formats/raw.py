@@ -14,7 +14,6 @@ from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.formats.documents import sampled_digest
 from meshfeed.store.base import I64, LengthsIndex, StreamStore
-from meshfeed.store.content import digest_of_files
 from meshfeed.store.format import Place, StoreFormat
 
 VERSION = 1
@@ -68,10 +67,6 @@ class RawStore(StreamStore):
     @cached_property
     def _fingerprint(self) -> str:
         return sampled_digest(f"raw {VERSION} {self._dtype.name}", [self._file])
-
-    def content_digest(self) -> str:
-        """See `Store`."""
-        return digest_of_files(self.path, [self._file], self._cache)
 
     @property
     def stats(self) -> FileStats:

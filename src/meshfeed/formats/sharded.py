@@ -26,7 +26,6 @@ from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
-from meshfeed.store.content import digest_of_files, digest_of_texts, remote_refused
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
@@ -206,19 +205,6 @@ class ShardedStore(ForeignColumns):
         for block in _at_once(self._middle, sampled):
             digest.update(block)
         return digest.hexdigest()
-
-    def content_digest(self) -> str:
-        """See `Store`.
-
-        For remote shards, the hashes in the index are used; they are checked when a shard is fetched.
-        """
-        files = [self._folder.file(shard.name) for shard in self.shards]
-        if not self._folder.is_remote or all(file.content_id is not None for file in files):
-            return digest_of_files(self.path, files, self.kept_in)
-        hashes = self._hashes()
-        if not all(hashes):
-            raise remote_refused(self.path)
-        return digest_of_texts(str(sorted(each.items())) for each in hashes)
 
     def _hashes(self) -> list[Mapping[str, str]]:
         """The hashes of each shard in the index; none of a shard without."""

@@ -27,7 +27,6 @@ from meshfeed.files import Cache, Fetching, FileStats, Folder
 from meshfeed.intervals import numbers_in
 from meshfeed.parts import Parts
 from meshfeed.store.base import LabelsAre, LengthsIndex
-from meshfeed.store.content import digest_of_texts
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore, indexed_in
@@ -137,11 +136,6 @@ class DatasetStore(HasColumns):
     @cached_property
     def _fingerprint(self) -> str:
         return self._fingerprint_of_columns()
-
-    def content_digest(self) -> str:
-        """See `Store`; covers the tokens and every column in use."""
-        stores = {"tokens": self.tokens, **dict(sorted(self._columns.items()))}
-        return digest_of_texts(f"{name} {store.content_digest()}" for name, store in stores.items())
 
     def _fingerprint_of_columns(self) -> str:
         columns = {name: store.fingerprint for name, store in sorted(self._columns.items())}
@@ -372,11 +366,6 @@ class MultimodalStore(DatasetStore):
     def _fingerprint(self) -> str:
         of_parts = _digest(" ".join(store.fingerprint for store in self._parts))
         return _digest(f"{self._fingerprint_of_columns()} {of_parts}")
-
-    def content_digest(self) -> str:
-        """See `Store`; covers the parts, too."""
-        of_parts = digest_of_texts(store.content_digest() for store in self._parts)
-        return digest_of_texts(iter((super().content_digest(), of_parts)))
 
 
 def _digest(text: str) -> str:

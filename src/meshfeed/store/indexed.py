@@ -17,12 +17,11 @@ from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder, LocalFi
 from meshfeed.files.byte_file import Bytes, Descriptor, fill
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.local.version import wait_for_tick
-from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse, wrong_block
+from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, wrong_block
 from meshfeed.files.url import join
 from meshfeed.intervals import distinct, numbers_in, together
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
-from meshfeed.store.checksums import checksums_of, compare, refuse_others
-from meshfeed.store.content import digest_of_files, digest_of_sums
+from meshfeed.store.checksums import compare, refuse_others
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
 from meshfeed.store.node_index import NodeIndex
@@ -137,20 +136,6 @@ class IndexedStore(StreamStore):
         if isinstance(self._idx, NodeIndex):
             return self._idx.fingerprint
         return fingerprint_of(self.header, self._idx, self._data)
-
-    def content_digest(self) -> str:
-        """See `Store`. With a .sums, computed from its checksums, with which reads are compared."""
-        sums = self._sums()
-        if sums is not None:
-            return digest_of_sums(sums)
-        return digest_of_files(self.path, self.files, self.kept_in or Cache())
-
-    def _sums(self) -> Sums | None:
-        """The checksums that guard its reads, if any. Raises StoreError for those of another store."""
-        if isinstance(self._idx, NodeIndex):
-            return checksums_of(self._idx.prefix, self.fingerprint)
-        file = self._data.sums if isinstance(self._data, CachedFile) else None
-        return None if file is None else parse(file.url, file.peek([(0, file.size_bytes)])[0])
 
     def check(self) -> Self:
         """Check header, sizes and entries: all of up to 2**20 entries, both ends of longer indices.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from meshfeed.columns import Array
-from meshfeed.errors import OptionError, StoreError
+from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
@@ -128,15 +128,6 @@ class Mapped(Store):
         for counts in (self._lengths, self._valid):
             digest.update(b"none" if counts is None else counts.astype("<i8").tobytes())
         return digest.hexdigest()
-
-    def content_digest(self) -> str:
-        """Its fingerprint, if it has a version: no item is read. Raises OptionError without one."""
-        if not self.version:
-            raise OptionError(
-                f"{self}: verify_data='full' needs to know which items these are; give mf.Mapped(dataset, "
-                f"version=...), a text that changes whenever an item does, or leave verify_data at 'sampled'"
-            )
-        return self.fingerprint
 
     @property
     def has_lengths(self) -> bool:

@@ -113,10 +113,6 @@ class Lengths(StreamStore):
     def _fingerprint(self) -> str:
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
-    def content_digest(self) -> str:
-        """Its fingerprint, which covers every length."""
-        return self.fingerprint
-
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """A hash of each token's place in the stream."""
         sizes = stops - starts

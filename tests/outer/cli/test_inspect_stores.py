@@ -107,7 +107,15 @@ def test_far_away_it_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with SlowStorage(tmp_path / "served", Manners(latency_s=0.0, late_every=None)) as storage:
         status, facts, err = told(capsys, f"{storage.url}/{Path(path).name}", *words)
     assert status == 0, err
-    for key in ("format", "num_documents", "num_tokens", "fingerprint", "document_lengths", "verified"):
+    for key in (
+        "format",
+        "num_documents",
+        "num_tokens",
+        "fingerprint",
+        "digest",
+        "document_lengths",
+        "verified",
+    ):
         assert facts[key] == near[key]
 
 
@@ -123,7 +131,12 @@ def test_verify_says_whether_all_bytes_were_compared(
     status, facts, _ = told(capsys, path, *words, "--verify")
     assert status == 0 and facts["verified"] is True and facts["compared"] is is_summed
     assert main(["inspect", path, *words, "--verify"]) == 0
-    assert ("tokens were not compared" in capsys.readouterr().out) is not is_summed
+    said = capsys.readouterr().out
+    assert ("tokens were not compared" in said) is not is_summed and facts["digest"] in said
+    assert main(["inspect", path, *words, "--verify", "--digest", facts["digest"]]) == 0
+    capsys.readouterr()
+    status, facts, _ = told(capsys, path, *words, "--verify", "--digest", "0" * 32)
+    assert status == 1 and facts["broken"].startswith("the digest of its content is ")
 
 
 def test_a_broken_store_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
