@@ -238,7 +238,6 @@ def schedulers(lengths: Lengths, ranks: int) -> Iterator[Outcome]:
     yield least
     count = len(least.work) if least.work is not None else 0
     yield ours("dynamic_cp + 2", lengths, ranks, "dynamic_cp", microbatches=count + 2)
-    yield ours("dynamic_cp, tol. 0", lengths, ranks, "dynamic_cp", tolerance=0.0, microbatches="fewest")
     yield ours("balanced", lengths, ranks, "balanced")
     yield ours("in_order", lengths, ranks, "in_order")
     yield timed(BALANCED, lengths, ranks, lambda: megatron_balanced_cp(lengths, ranks))

@@ -86,7 +86,6 @@ def recipes(folder: Path) -> dict[str, mf.Recipe]:
             mf.Documents(),
             batch=mf.Batch(sequences=8).then(4, 6),
         ),
-        "with replacement": of(a, mf.Documents(), shuffle="replacement"),
         "blocks as they come": of(a, mf.Documents(), shuffle="blocks"),
         "masked with crops": of(
             a,

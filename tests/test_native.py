@@ -185,8 +185,6 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
         max_sequences=[None, 1, 3, 30][rng.integers(4)],
         microbatches=[1, 9][rng.integers(2)],
         oversize="split",
-        objective=str(rng.choice(["microbatch", "step"])),
-        tolerance=float(rng.choice([0, 0.01])),
     )
     work = rng.choice([0, 0, 1, 2.5], (int(rng.integers(4)), n)) * rng.pareto(2, n)
     encoder_work = [None, work][rng.integers(2)]

@@ -28,7 +28,7 @@ from meshfeed.mixture import Mixture, Store
 from meshfeed.summary import brief, code_of, digest_of
 from meshfeed.whole import settle, whole
 
-Order = Literal["global", "blocks", "none", "replacement"]
+Order = Literal["global", "blocks", "none"]
 
 _MAX = 2**62
 
@@ -232,8 +232,7 @@ class Recipe:
         steps: end after this many steps, or sooner where epochs or amounts end; None for no limit. Not part
             of the fingerprint, so a job may be extended.
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
-            time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
-            epoch has.
+            time; "none" keeps storage order.
         amendments: what `amended` has added.
         sources: the stores, in the order in which `Draws.source` counts them; derived from data.
         source_names: their names in a mixture; one empty name for a store alone.
@@ -277,9 +276,7 @@ class Recipe:
         if self.shuffle == "blocks":
             object.__setattr__(self, "shuffle", Blocks())
         if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
-            raise RecipeError(
-                f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...), 'none' or 'replacement'"
-            )
+            raise RecipeError(f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...) or 'none'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
         if self.batch.tokens is not None:
@@ -293,8 +290,6 @@ class Recipe:
         """Why nobody can count the tokens of its steps from the index; "" if one can."""
         if not self.sequence.counts_tokens:
             return f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
-        if self.shuffle == "replacement":
-            return "under shuffle='replacement' the epochs of a source have different numbers of tokens"
         return ""
 
     def _batch_of_tokens(self) -> Batch:

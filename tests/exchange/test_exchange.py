@@ -111,7 +111,7 @@ def test_owners_and_those_they_serve_get_what_a_feed_gives(tmp_path: Path) -> No
             assert got[text, policy, delivery] == wanted[rank], (text, policy, delivery, rank)
 
 
-@pytest.mark.parametrize("split", ["zigzag", "pack_zigzag", "contiguous"])
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
 def test_a_single_process_needs_no_group(tmp_path: Path, split: Any) -> None:
     write_corpus(tmp_path / "c", num_tokens=12_000)
     packing = packing_of("balanced")

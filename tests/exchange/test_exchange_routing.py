@@ -28,7 +28,7 @@ from soak import cases
 
 POLICIES = ("in_order", "balanced", "dynamic_cp")
 FIELDS = [field.name for field in ITEM_KEYS.fields]
-SPLITS = ("zigzag", "pack_zigzag", "contiguous", "pack_contiguous", None)
+SPLITS = ("zigzag", "contiguous", "pack_contiguous", None)
 
 
 @st.composite

@@ -216,11 +216,6 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
             "pad_rows=True with a packing",
         ),
         (
-            lambda: mf.Packing(capacity=16, policy="in_order", tolerance=0.1),
-            mf.errors.PlanError,
-            r"tolerance=0\.1 with policy='in_order', which balances nothing",
-        ),
-        (
             lambda: pickle.dumps(mf.Feed(ROWS)),
             mf.errors.StateError,
             "a Feed cannot be pickled or copied: .*state_dict",

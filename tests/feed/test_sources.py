@@ -184,7 +184,7 @@ def drawn_job(rng: np.random.Generator, kind: str, folder: Path) -> tuple[mf.Rec
         align=mf.Align(sequence=int(rng.choice([1, 3]))),
         **fixed,
     )
-    split = str(rng.choice(["zigzag", "contiguous", "pack_zigzag", "pack_contiguous"]))
+    split = str(rng.choice(["zigzag", "contiguous", "pack_contiguous"]))
     recipe = recipe_of(folder / "masked" if kind == "weights" else folder, mf.Documents(), sequences)
     return recipe, {"packing": packing, "cp_split": split}
 

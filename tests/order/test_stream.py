@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +20,6 @@ from meshfeed.order import (
     num_positions,
     num_steps,
     permute,
-    position_of,
 )
 from meshfeed.recipe import Rule
 from soak import cases
@@ -45,16 +44,6 @@ class Whole(Rule):
 
     def summary(self) -> str:
         return "Whole()"
-
-
-class Three:
-    """Items that tell which they are."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
-        return {"x": np.array([at.index])}
 
 
 def recipe(size: int, **options: object) -> mf.Recipe:
@@ -225,64 +214,3 @@ def test_seeds_and_shuffle_decide() -> None:
     assert first(seed=1) != first(seed=2)
     assert first(seed=-1) != first(seed=1)
     assert first(shuffle="none") == list(range(20))
-
-
-def test_draws_with_replacement() -> None:
-    """An epoch of n draws, each any of n: about 1/e of them never come; other draws in each epoch."""
-    size = 4000
-    whole = draws_between(recipe(size, shuffle="replacement", epochs=3, seed=4), 0, 4 * size)
-    assert len(whole) == 3 * size and whole.epoch.tolist() == [k // size for k in range(3 * size)]
-    assert whole.index.min() >= 0 and whole.index.max() < size
-    for epoch in range(3):
-        times = np.bincount(whole.index[whole.epoch == epoch], minlength=size)
-        wanted = [size * np.exp(-1) / f for f in (1, 1, 2, 6)]  # Poisson: never, once, twice, three times
-        for k, expected in enumerate(wanted):
-            assert abs((times == k).sum() - expected) < 5 * np.sqrt(expected)
-    orders = {whole.index[whole.epoch == epoch].tobytes() for epoch in range(3)}
-    other = draws_between(recipe(size, shuffle="replacement", seed=5), 0, size).index.tobytes()
-    assert len(orders | {other}) == 4
-    for start, stop in ((0, 1), (17, 900), (size - 3, size + 3)):
-        piece = draws_between(recipe(size, shuffle="replacement", seed=4), start, stop)
-        assert pairs(piece) == pairs(whole)[start:stop]
-    assert draws_between(recipe(1000, shuffle="replacement"), 0, 8).index.tolist() == GOLDEN_CHOICE
-    far = draws_between(recipe(2**62, shuffle="replacement"), 10**12, 10**12 + 100).index
-    assert far.max() > 2**61 and np.unique(far).size == 100
-    with pytest.raises(mf.errors.RecipeError, match="any number of positions"):
-        position_of(recipe(10, shuffle="replacement"), 0, 0, 3)
-
-
-def test_what_a_step_draws_twice_is_delivered_twice() -> None:
-    """Rows of a dataset with workers, and packs of a store: three sequences, eight draws a step."""
-    items = mf.Mapped(Three())
-    rows = mf.Recipe(
-        data=items, sequence=mf.Samples("x"), batch=mf.Batch(sequences=8), shuffle="replacement", steps=3
-    )
-    store = mf.Lengths([5, 6, 7])
-    packs = replace(rows, data=store, sequence=mf.Documents())
-    for made, packing in ((rows, None), (packs, mf.Packing(capacity=64))):
-        with mf.Feed(made, packing=packing) as feed:
-            for step in feed:
-                seen = []
-                for microbatch in step.microbatches:
-                    seen += microbatch.draws.index.tolist()
-                    sizes = [5 + i for i in microbatch.draws.index.tolist()]
-                    if packing is None:
-                        assert microbatch["x"].ravel().tolist() == microbatch.draws.index.tolist()
-                    else:
-                        assert np.diff(microbatch["cu_seqlens"]).tolist() == sizes
-                assert sorted(seen) == sorted(draws_of_step(made, step.index).index.tolist())
-                assert len(set(seen)) < len(seen) == 8
-
-
-def test_a_mixture_draws_with_replacement_from_each_source() -> None:
-    data = mf.Mixture({"a": (Numbered(40), 3), "b": (Numbered(9), 1)})
-    mixed = mf.Recipe(data=data, sequence=Whole(), batch=mf.Batch(sequences=4), shuffle="replacement")
-    whole = draws_between(mixed, 0, 400)
-    for source, size in ((0, 40), (1, 9)):
-        mine = whole.take(np.flatnonzero(whole.source == source))
-        assert mine.epoch.tolist() == [k // size for k in range(len(mine))]
-        assert mine.index.max() < size and np.unique(mine.index[:size]).size < size
-    assert mixed.fingerprint != replace(mixed, shuffle="global").fingerprint
-
-
-GOLDEN_CHOICE = [503, 869, 163, 663, 865, 738, 881, 512]

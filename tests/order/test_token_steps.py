@@ -249,7 +249,6 @@ def test_what_cannot_be_counted_in_tokens_is_refused_by_name() -> None:
             lambda: draws_of_step(recipe_of(store, mf.Batch(tokens=89)), 0),
             r"sequence of 90 tokens.* at least 90",
         ),
-        (lambda: recipe_of(store, mf.Batch(tokens=99), shuffle="replacement"), "replacement"),
         (
             lambda: recipe_of(mf.Mixture({"a": (store, 1)}, batches="per_source"), mf.Batch(tokens=99)),
             "per_source",
@@ -342,7 +341,6 @@ def test_steps_that_nobody_can_find_are_refused() -> None:
         (recipe_of(a, mf.Batch(8)), -1, "a whole number of tokens from 0"),
         (recipe_of(a, mf.Batch(8)), True, "a whole number of tokens from 0"),
         (masked, 9, r"step_at: Masked.* rows that are padded.* give the step"),
-        (recipe_of(a, mf.Batch(8), shuffle="replacement"), 9, "step_at: under shuffle='replacement'"),
         (recipe_of(mf.Lengths([0]), mf.Batch(8)), 9, "from step 0 on, no source that is drawn has a token"),
     ):
         with pytest.raises(mf.errors.RecipeError, match=message):

@@ -14,13 +14,14 @@ import meshfeed as mf
 from meshfeed.errors import PlanError
 from meshfeed.plan import Packing, StepPlan, account_of, plan_step
 from meshfeed.plan.encoders.even_out import ENCODER_WEIGHT, Contents, swap
+from meshfeed.plan.packing import TOLERANCE
 from soak import SEED, cases
 
 CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)
 TWO = Packing(capacity=10_000, microbatches=1)
 
 
-def unevenness(plan: StepPlan, cost: np.ndarray, *, objective: str = "microbatch") -> float:
+def unevenness(plan: StepPlan, cost: np.ndarray) -> float:
     """How much longer a cost takes than if it were even, as a part; sequence by sequence and rank by rank.
 
     cost: of each row on all of its ranks together; [n].
@@ -29,7 +30,7 @@ def unevenness(plan: StepPlan, cost: np.ndarray, *, objective: str = "microbatch
     for m, first, size, each in zip(plan.microbatch, plan.first_rank, plan.cp_size, cost):
         if m >= 0:
             loads[m, first : first + size] += each / size
-    together = loads.max(axis=1).sum() if objective == "microbatch" else loads.sum(axis=0).max()
+    together = loads.max(axis=1).sum()
     return float(together / loads.sum() * plan.num_ranks - 1) if loads.any() else 0.0
 
 
@@ -37,7 +38,7 @@ def worst(plan: StepPlan, packing: Packing, encoder_work: np.ndarray) -> float:
     """The largest unevenness of all costs, an encoder's weighed."""
     each = [packing.cost.work(plan.lengths), *(encoder_work[:, plan.sequence] * ENCODER_WEIGHT)]
     weights = [1.0] + [ENCODER_WEIGHT] * len(encoder_work)
-    of = [w * unevenness(plan, cost, objective=packing.objective) for w, cost in zip(weights, each)]
+    of = [w * unevenness(plan, cost) for w, cost in zip(weights, each)]
     return max(of)
 
 
@@ -55,8 +56,6 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Packing, int]:
         align=mf.Align(sequence=draw(st.sampled_from([1, 16]))),
         max_sequences=draw(st.sampled_from([None, 1, 5])),
         microbatches=draw(st.sampled_from([None, 5])),
-        objective=draw(st.sampled_from(["microbatch", "step"])),
-        tolerance=draw(st.sampled_from([0.0, 0.01])),
     )
     return lengths, work, packing, draw(st.sampled_from([1, 2, 6, 16]))
 
@@ -136,7 +135,7 @@ def test_small_steps_come_near_the_optimum_of_all_assignments():
         plan = plan_step(lengths, TWO, dp=2, encoder_work=work)
         ours = worst(plan, TWO, work[None])
         assert ours >= least - 1e-9
-        far.append(ours - max(least, TWO.tolerance))
+        far.append(ours - max(least, TOLERANCE))
     assert np.mean(far) < 0.02 and np.median(far) < 1e-9
 
 

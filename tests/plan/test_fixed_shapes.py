@@ -35,7 +35,7 @@ def packing_of(policy: Any, most: int, *, capacity: int = 64, **options: Any) ->
     policy=st.sampled_from(POLICIES),
     most=st.integers(1, 6),
     align=st.builds(mf.Align, sequence=st.sampled_from((1, 3)), pack=st.sampled_from((1, 8))),
-    split=st.sampled_from(("zigzag", "pack_zigzag", "contiguous", "pack_contiguous")),
+    split=st.sampled_from(("zigzag", "contiguous", "pack_contiguous")),
 )
 def test_every_pack_has_the_shape_of_its_cp_size(
     lengths: list[int], policy: Any, most: int, align: mf.Align, split: CpSplit

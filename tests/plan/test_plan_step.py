@@ -44,7 +44,6 @@ ranks_small = st.integers(1, 50)
     n=st.one_of(st.integers(0, 12), st.integers(0, 400)),
     kind=kinds,
     policy=st.sampled_from(POLICIES),
-    objective=st.sampled_from(("microbatch", "step")),
     quantum=st.integers(1, 5),
     align=st.builds(Align, sequence=st.sampled_from((1, 2, 3, 8)), pack=st.sampled_from((1, 16, 32))),
     window=st.sampled_from((None, 64, 1024)),
@@ -53,9 +52,7 @@ ranks_small = st.integers(1, 50)
     powers=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch_on_any_ranks(
-    ranks, n, kind, policy, objective, quantum, align, window, ring, most, powers, seed
-):
+def test_any_batch_on_any_ranks(ranks, n, kind, policy, quantum, align, window, ring, most, powers, seed):
     cp = next(d for d in (4, 3, 2, 1) if ranks % d == 0) if policy != "dynamic_cp" else 1
     widest = ranks if policy == "dynamic_cp" else cp
     cost = CostModel(alpha=25_100, window=window, ring_tokens=ring, overhead=1e6)
@@ -65,7 +62,6 @@ def test_any_batch_on_any_ranks(
         policy=policy,
         cost=cost,
         align=align,
-        objective=objective,
         max_sequences=most,
         cp_sizes=sizes,
     )
@@ -178,14 +174,6 @@ def test_virtual_stages_make_the_quantum():
     assert plan_step([100] * 3, fewest, dp=1, pp=4).num_microbatches == 3
 
 
-def test_step_objective_evens_out_whole_steps():
-    lengths = batch(3, 300, 16_000, "lognormal")
-    apart = Packing(capacity=16_384, microbatches=12)
-    whole = Packing(capacity=16_384, microbatches=12, objective="step")
-    met, ended = (account_of(plan_step(lengths, p, dp=16), p) for p in (apart, whole))
-    assert ended.max_over_mean <= met.max_over_mean
-
-
 def test_narrow_groups_on_request():
     lengths = batch(1, 500, 60_000, "lognormal")
     packing = Packing(capacity=16_384, policy="dynamic_cp", cp_sizes=(1, 2, 4))
@@ -272,7 +260,6 @@ class TestOversize:
         (lambda: Align(pack=1.5), "Align(pack=1.5.*a multiple is a whole number"),
         (lambda: Packing(capacity=8, fixed_shapes="yes"), "fixed_shapes='yes': give True or False"),
         (lambda: Packing(capacity=8, quantum=True), "quantum=True: a whole number"),
-        (lambda: Packing(capacity=8, tolerance="0"), "tolerance='0': give a share"),
         (lambda: Packing(capacity=8, policy="dynamic_cp", cp_sizes=4), "cp_sizes=4: give whole numbers"),
         (
             lambda: Packing(capacity=8, policy="best"),
@@ -287,7 +274,6 @@ class TestOversize:
         (lambda: Packing(capacity=8, microbatches=True), "microbatches=True: a whole number"),
         (lambda: Packing(capacity=8, max_sequences=8.0), "max_sequences=8.0: a whole number"),
         (lambda: Packing(capacity=8, max_sequences=True), "max_sequences=True: a whole number"),
-        (lambda: Packing(capacity=8, tolerance=1), "tolerance=1"),
         (lambda: Packing(capacity=8, cp_sizes=(2,)), "only dynamic_cp"),
         (
             lambda: plan_step([1], Packing(capacity=8, policy="dynamic_cp", cp_sizes=(1, 3)), dp=8),

@@ -81,11 +81,6 @@ def test_few_microbatches_of_wide_groups_do_not_end_the_search(seed):
     assert account.objective < 1.19 * priced.cost.work(lengths).sum() / 32
 
 
-def test_no_tolerance_is_never_worse():
-    for lengths in traces(8).values():
-        assert efficiency(lengths, 8, tolerance=0.0)[0] >= efficiency(lengths, 8)[0] * (1 - 1e-9)
-
-
 def test_balanced_beats_stream_order():
     lengths = np.clip(np.random.default_rng(0).lognormal(7, 1, 2000), 1, CAPACITY).astype(np.int64)
     got = {}

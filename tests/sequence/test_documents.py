@@ -39,9 +39,6 @@ def chunks_of(cp: int, rank: int, size: int, split: str) -> list[int]:
 def places_of(pack: Any, cp: int, rank: int, split: str) -> list[tuple[int, int]]:
     """(sequence, token) of every place that one rank holds of a pack, padding included."""
     padded = np.diff(pack).tolist()
-    whole = [(s, t) for s, n in enumerate(padded) for t in range(n)]
-    if split == "pack_zigzag":
-        return [whole[p] for p in chunks_of(cp, rank, len(whole), "zigzag")]
     return [(s, t) for s, n in enumerate(padded) for t in chunks_of(cp, rank, n, split)]
 
 
@@ -52,7 +49,7 @@ def places_of(pack: Any, cp: int, rank: int, split: str) -> list[tuple[int, int]
     capacity=st.sampled_from([24, 48, 64, 200]),
     cp=st.integers(1, 3),
     dp=st.integers(1, 3),
-    split=st.sampled_from(["zigzag", "pack_zigzag", "contiguous"]),
+    split=st.sampled_from(["zigzag", "contiguous"]),
     sequence=st.sampled_from([1, 2]),
     pack=st.sampled_from([1, 4]),
     max_len=st.sampled_from([None, 20]),

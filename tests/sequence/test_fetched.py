@@ -78,7 +78,6 @@ def blocks_of(recipe: mf.Recipe, draws: mf.order.Draws) -> list[int]:
     "shuffle",
     [
         "global",
-        "replacement",
         mf.Blocks(sequences=512, window=1, lanes=1),
         mf.Blocks(sequences=100, window=1, lanes=2),
         mf.Blocks(sequences=256, window=2, lanes=2),

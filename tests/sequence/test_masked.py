@@ -428,8 +428,10 @@ def test_what_it_does_not_fit_is_refused(corpus: str) -> None:
     mapped = mf.Recipe(data=mf.Mapped([1]), sequence=rule_of(), batch=mf.Batch(sequences=1))  # type: ignore
     with pytest.raises(mf.errors.RecipeError, match="Masked reads a token store"):
         next(mf.simulate(mapped, mf.Layout(), 1))
-    with pytest.raises(mf.errors.OptionError, match="for rows choose 'zigzag'"):
-        next(mf.simulate(recipe_of(corpus), mf.Layout(cp=2), 1, micro_batch_size=2, cp_split="pack_zigzag"))
+    with pytest.raises(mf.errors.OptionError, match="for rows choose 'contiguous'"):
+        next(
+            mf.simulate(recipe_of(corpus), mf.Layout(cp=2), 1, micro_batch_size=2, cp_split="pack_contiguous")
+        )
     assert rule_of(replace=1, random=0).summary() == rule_of(replace=1.0, random=0.0).summary()
     assert rule_of().summary() != rule_of(mask_fraction=0.2).summary()
 

@@ -124,9 +124,6 @@ def chunks_of(cp: int, rank: int, size: int, split: str) -> list[int]:
 
 def places_of(padded: list[int], cp: int, rank: int, split: str) -> list[tuple[int, int]]:
     """(sequence, token) of every place that one rank holds of a pack, padding included."""
-    whole = [(s, t) for s, n in enumerate(padded) for t in range(n)]
-    if split == "pack_zigzag":
-        return [whole[p] for p in chunks_of(cp, rank, len(whole), "zigzag")]
     return [(s, t) for s, n in enumerate(padded) for t in chunks_of(cp, rank, n, split)]
 
 
@@ -137,7 +134,7 @@ def places_of(padded: list[int], cp: int, rank: int, split: str) -> list[tuple[i
     capacity=st.sampled_from([12, 24, 40]),
     cp=st.integers(1, 3),
     dp=st.integers(1, 2),
-    split=st.sampled_from(["zigzag", "pack_zigzag", "contiguous"]),
+    split=st.sampled_from(["zigzag", "contiguous"]),
     step=st.integers(0, 9),
 )
 def test_packed_fields_against_plain_loops(

@@ -112,7 +112,7 @@ def test_rows(
     oversize=st.sampled_from(["split", "truncate", "drop"]),
     capacity=st.sampled_from([24, 64, 200]),
     cp=st.integers(1, 4),
-    split=st.sampled_from(["zigzag", "pack_zigzag", "contiguous", "pack_contiguous"]),
+    split=st.sampled_from(["zigzag", "contiguous", "pack_contiguous"]),
     align=st.sampled_from([1, 4]),
     most=st.sampled_from([None, 3]),
     is_shared=st.booleans(),

@@ -173,12 +173,6 @@ def _amount(text: str, _: int) -> float:
     return number
 
 
-def _share(text: str, _: int) -> float:
-    if not 0 <= (number := float(text)) < 1:
-        raise ValueError
-    return number
-
-
 def _span(text: str, _: int) -> range:
     """first:stop, or one number alone."""
     first, colon, stop = text.partition(":")
@@ -186,9 +180,6 @@ def _span(text: str, _: int) -> range:
         raise ValueError
     return found
 
-
-read_share = _reader(_share, "write a share from 0 to below 1")
-"""The `type` of an option that is a share."""
 
 _KINDS: Mapping[Any, tuple[str, Callable[[str, int], Any], str]] = {
     int: ("N", _number, "write a whole number from {least}"),

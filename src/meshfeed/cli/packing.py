@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import meshfeed as mf
-from meshfeed.cli.options import given, option, read_share, refuse_given
+from meshfeed.cli.options import given, option, refuse_given
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.encoders import Encoder
-from meshfeed.plan.packing import Objective, Oversize, Policy
+from meshfeed.plan.packing import Oversize, Policy
 from meshfeed.sequence import SequenceRule, run_by
 
 _DEFAULT = Packing(capacity=1)
 _OF_PACKS = (
-    *("policy", "oversize", "alpha", "cost", "objective", "microbatches", "quantum", "cp_sizes", "tolerance"),
+    *("policy", "oversize", "alpha", "cost", "microbatches", "quantum", "cp_sizes"),
     *("align_sequence", "align_pack", "max_sequences", "fixed_shapes"),
 )
 
@@ -39,14 +39,9 @@ class JobOptions:
         "use N, more only if needed, or the fewest (default: the shortest predicted step)", metavar="N|fewest"
     )
     quantum: int | None = option("make the number of microbatches a multiple of N (pp with --vpp, else 1)")
-    objective: Objective | None = option(f"where ranks wait for each other ({_DEFAULT.objective})")
     cp_sizes: tuple[int, ...] | None = option("sizes of cp groups for dynamic_cp (such as 1,2,4,8)")
     cp_split: CpSplit = option("how cp ranks split a sequence or a pack", default="zigzag")
     encoder: Encoder | None = option("which ranks encode images, audio and video (with sample)")
-    tolerance: float | None = option(
-        f"how far above the ideal a step may be: a share of it, from 0 to below 1 ({_DEFAULT.tolerance})",
-        type=read_share,
-    )
     align_sequence: int | None = option("pad sequences to multiples of N (1)")
     align_pack: int | None = option("pad a rank's packs to multiples of N (1)")
     max_sequences: int | None = option("sequences that a pack can hold (any number)")

@@ -76,7 +76,7 @@ class Feed(ChangingSource):
             such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous", or a pack as a whole,
-            "pack_zigzag" or "pack_contiguous".
+            "pack_contiguous".
         encoder: whether the ranks that hold a pack encode its images, audio and video ("with sample"), or all
             dp and cp ranks share those of a microbatch ("balanced"): see `exchange_encoded`.
         machine: how this rank's machine makes items, decodes parts and keeps indices; see `Machine`. Ranks

@@ -55,16 +55,6 @@ def unpermute(indices: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike
     return _walk(indices, size, key, _unstir)
 
 
-def choose(places: Longs, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
-    """An independent choice from [0, size) for each position, with replacement; int64, same shape.
-
-    size, key: one for all positions, or one for each (key uint64). Sizes from 1 to 2**62; probabilities
-    differ from uniform by less than size / 2**64.
-    """
-    words = _hash(places.astype(np.uint64), np.asarray(key, np.uint64), _ROUNDS + 1)
-    return (words % np.asarray(size, np.uint64)).astype(np.int64)
-
-
 _permute = compiled(
     "mf_permute", *(WHOLE, ARRAY), *(WHOLE, ARRAY, ARRAY, ARRAY), *(WHOLE, ARRAY), *(WHOLE, WHOLE)
 )
@@ -142,7 +132,7 @@ def rng(seed: int, epoch: int, index: int, *more: int) -> np.random.Generator:
     """
     given = {"seed": seed, "epoch": epoch, "index": index}
     given |= {f"more[{at}]": each for at, each in enumerate(more)}
-    return np.random.Generator(philox(*whole_numbers(RecipeError, -(2**63), **given)))
+    return np.random.Generator(philox(*whole_numbers(RecipeError, -(2**63), optional=(), **given)))
 
 
 def philox(*parts: int) -> np.random.Philox:

@@ -24,12 +24,8 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
 
     -1 for a draw that does not occur, or not before position `stop`. Draws of a mixture whose positions
     are far apart cost a block of the interleaving each.
-    Raises RecipeError for a rule with its own order, or draws with replacement.
+    Raises RecipeError for a rule with its own order.
     """
-    if recipe.shuffle == "replacement":
-        raise RecipeError(
-            "drawn with replacement, a sequence comes at any number of positions; look for it by step"
-        )
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     stream = stream_of(recipe)
@@ -46,7 +42,7 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
 def places_in_epoch(recipe: Recipe, draws: Draws) -> Longs:
     """The place of each sequence among those of its epoch, as they are drawn, from 0; int64 [n].
 
-    Not for a rule with its own order, nor for draws with replacement.
+    Not for a rule with its own order.
     """
     return stream_of(recipe).unshuffled(draws.source, draws.epoch, draws.index)
 

@@ -23,7 +23,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture
 from meshfeed.order.blocks import BlockShuffle
-from meshfeed.order.permutation import choose, key_of, permute, unpermute
+from meshfeed.order.permutation import key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, Turns, parts_of, sizes_of, turns_of
 from meshfeed.order.tokens import Reached, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
@@ -372,8 +372,6 @@ class Stream:
         keys = self._keys(source, epoch)
         if self._blocks is not None:
             return self._blocks.indices(place, source, keys)
-        if self._shuffle == "replacement":
-            return choose(place, size=self._sizes_of(source), key=keys)
         return permute(place, size=self._sizes_of(source), key=keys)
 
     def unshuffled(self, source: npt.NDArray[np.integer], epoch: Longs, index: Longs) -> Longs:

@@ -24,7 +24,7 @@ class Account:
         pairs: attended (query, key) pairs, under the cost model's window.
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
         rank_tokens: padded tokens of each rank in each microbatch; int64, the same shape.
-        objective: what the plan minimises, in units of load; see `Packing.objective`.
+        objective: what the plan minimises: the step time, in units of load; see `step_time`.
         bound: a lower bound on the objective of any plan.
         efficiency: (work / ranks) / sum over microbatches of the largest load; 1 for a step without work.
     """
@@ -121,7 +121,7 @@ def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
 
 
 def _bound(plan: StepPlan, packing: Packing, bubble_share: float) -> float:
-    """The least objective of any plan of these rows and as many microbatches; both objectives obey it.
+    """The least objective of any plan of these rows and as many microbatches.
 
     In units of load. The bubble costs bubble_share times the largest microbatch.
     The largest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the

@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
+from meshfeed.plan.packing import TOLERANCE
 from meshfeed.plan.problem import EXACT, Microbatch, Sequences, narrowest_holding, narrowest_sizes
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
@@ -73,20 +74,19 @@ class Filled:
     left: LongArray
 
 
-def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> Filled:
+def fill_step(sequences: Sequences, num_microbatches: int) -> Filled:
     """Fill the microbatches of a step; fewer where fewer suffice.
 
-    tolerance: see `Packing.tolerance`.
     If communication has a price, the step is also filled without widening groups; the better result wins.
     """
     if not sequences.cost.ring_tokens:
-        return _filled(sequences, num_microbatches, tolerance, MAX_WIDENING)
+        return _filled(sequences, num_microbatches, MAX_WIDENING)
     # either one alone makes steps up to seven times as long, in few microbatches of full ranks
-    steps = [_filled(sequences, num_microbatches, tolerance, widenings) for widenings in (MAX_WIDENING, 0)]
+    steps = [_filled(sequences, num_microbatches, widenings) for widenings in (MAX_WIDENING, 0)]
     return min(steps, key=lambda step: (sequences.tokens(step.left), sum(m.top for m in step.microbatches)))
 
 
-def _filled(sequences: Sequences, num_microbatches: int, tolerance: float, widenings: int) -> Filled:
+def _filled(sequences: Sequences, num_microbatches: int, widenings: int) -> Filled:
     """widenings: see `reach`."""
     left, made = np.arange(sequences.lengths.size), list[Microbatch]()
     for remaining in range(num_microbatches, 1, -1):
@@ -99,7 +99,7 @@ def _filled(sequences: Sequences, num_microbatches: int, tolerance: float, widen
     most = room.max_sequences * (room.num_ranks // room.sizes[0])  # places, on the narrowest groups
     # one of many microbatches may be uneven by more, since the step's time is their sum: for 0.1 % of it the
     # mean cp is a fifth to a third lower
-    last, over = place_evenly(sequences, left[:most], tolerance * min(len(made) + 1, 3))
+    last, over = place_evenly(sequences, left[:most], TOLERANCE * min(len(made) + 1, 3))
     return spread(sequences, Filled([*made, last], np.concatenate((over, left[most:]))))
 
 

@@ -11,7 +11,6 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from numbers import Real
 from typing import Literal, get_args
 
 import numpy as np
@@ -283,19 +282,14 @@ dynamic_cp: equal work on every rank, each sequence on a cp group as narrow as t
 Oversize = Literal["error", "truncate", "split", "drop"]
 """What happens to a sequence that no cp group can hold."""
 
-Objective = Literal["microbatch", "step"]
-"""microbatch: ranks meet in every microbatch (ep, fsdp), so the sum over microbatches of the largest load
-counts.
-step: ranks meet at the end of the step, so the largest sum over microbatches of a rank's loads counts."""
-
-
-_TOLERANCE = 0.01
+TOLERANCE = 0.01
+"""How far above the ideal a step may be, relative, before wider groups or other numbers of microbatches are
+tried."""
 
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("cost", CostModel, "a CostModel, such as CostModel(alpha=25_100)"),
     ("align", Align, "an Align, such as Align(pack=128)"),
     ("fixed_shapes", bool, "True or False"),
-    ("tolerance", Real, "a share, such as 0.01"),
 )
 
 _COUNTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -324,7 +318,6 @@ class Packing:
             models: `capacity` tokens on each rank, max_sequences + 2 entries in cu_seqlens, one max_seqlen.
             A dummy sequence at the end fills the rest of the pack.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
-        objective: see `Objective`.
         microbatches: how many a step has. None: the number with the shortest predicted step. "fewest": as few
             as hold the batch. A number: that many, or more if the batch needs them. in_order and fixed_shapes
             take the fewest unless given a number, since a pack of fixed shape always costs its capacity.
@@ -333,8 +326,6 @@ class Packing:
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp: (1, 2, 4, 8)
             keeps every group within a node of eight. If the last is dp * cp, only the first must divide it.
             None for `cp_sizes(dp * cp)`, powers of two and all ranks if the cost has ring_tokens.
-        tolerance: how far above the ideal a step may be, relative, before wider cp groups or other numbers of
-            microbatches are tried.
     """
 
     capacity: int
@@ -344,14 +335,12 @@ class Packing:
     max_sequences: int | None = None
     fixed_shapes: bool = False
     oversize: Oversize = "error"
-    objective: Objective = "microbatch"
     microbatches: int | Literal["fewest"] | None = None
     cp_sizes: tuple[int, ...] | None = None
-    tolerance: float = _TOLERANCE
     quantum: int | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("policy", Policy), ("oversize", Oversize), ("objective", Objective)):
+        for name, choices in (("policy", Policy), ("oversize", Oversize)):
             if getattr(self, name) not in get_args(choices):
                 raise PlanError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
@@ -367,13 +356,6 @@ class Packing:
         if self.fixed_shapes and self.max_sequences is None:
             raise PlanError(
                 "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
-            )
-        if not 0 <= self.tolerance < 1:
-            raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
-        if self.policy == "in_order" and self.tolerance != _TOLERANCE:
-            raise PlanError(
-                f"tolerance={self.tolerance} with policy='in_order', which balances nothing; leave it out, "
-                f"or choose 'balanced' or 'dynamic_cp'"
             )
         if self.cp_sizes is not None and not (
             isinstance(self.cp_sizes, (tuple, list)) and all(map(is_whole, self.cp_sizes))
@@ -410,12 +392,11 @@ def shape_of(packing: Packing) -> PackShape | None:
 
 
 def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:
-    """How long a step takes by the packing's objective, in units of load.
+    """How long a step takes, in units of load: ranks meet in every microbatch, so the largest loads count.
 
     loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks]. bubble_share: the
     pipeline idles for this many times the largest microbatch.
     """
     tops = loads.max(axis=1, initial=0.0)
-    meet_often = packing.objective == "microbatch"
-    busy = tops.sum() if meet_often else loads.sum(axis=0).max(initial=0.0)
-    return float(busy + bubble_share * tops.max(initial=0.0) + len(loads) * packing.cost.microbatch_overhead)
+    bubble, overhead = bubble_share * tops.max(initial=0.0), len(loads) * packing.cost.microbatch_overhead
+    return float(tops.sum() + bubble + overhead)

@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.intervals import distinct
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.encoders.even_out import MOST_COSTS, even_out
 from meshfeed.plan.fill import Filled, deal, fill_step
-from meshfeed.plan.packing import Packing, asked_microbatches, shape_of, step_time
+from meshfeed.plan.packing import TOLERANCE, Packing, asked_microbatches, shape_of, step_time
 from meshfeed.plan.problem import Microbatch, Placement, Room, Sequences, narrowest_holding, room_of, rows_of
 from meshfeed.plan.types import Align, CpSplit, FloatArray, LongArray, StepPlan
 from meshfeed.whole import of_kind, whole_numbers
@@ -196,15 +195,15 @@ def choose(
     chooses = packing.microbatches is None and not packing.fixed_shapes
     # a bubble makes several numbers nearly equal, and predictions ignore the communication of wide groups:
     # one that misses its prediction says little about the others
-    unsure = bubble_share or not packing.tolerance or packing.cost.ring_tokens
+    unsure = bubble_share or packing.cost.ring_tokens
     most_misses = math.inf if unsure else MOST_MISSES
-    candidates = Candidates(Forecast(sequences, packing, bubble_share), quantum, packing.tolerance)
+    candidates = Candidates(Forecast(sequences, packing, bubble_share), quantum)
     candidates.begin(fewest_microbatches(sequences, packing, quantum), alone=not chooses)
     best: tuple[float, Placement] | None = None
     misses, dealt = 0, False
     while best is None or not (misses >= most_misses or candidates.are_ruled_out(best[0])):
         count = candidates.take(first=best is None)
-        filled = fill_step(sequences, count, packing.tolerance)
+        filled = fill_step(sequences, count)
         left = filled.left
         if left.size:
             # well packed, the rest would fill this many more
@@ -221,9 +220,7 @@ def choose(
             if best is not None or not dealt:
                 misses += best is not None
                 continue
-        placement, loads = placement_of(
-            filled, count, room.num_ranks, order, exchange=packing.objective == "step"
-        )
+        placement, loads = placement_of(filled, count, room.num_ranks, order)
         if not chooses:
             return placement
         misses += 1
@@ -309,10 +306,7 @@ class Forecast:
 
     def predicted(self, count: int) -> float:
         """The predicted step time with this many microbatches."""
-        top, together = self._tops(count)
-        busy = max(self._even, float(self._sequences.load[-1, 0]))
-        if self._packing.objective == "microbatch":
-            busy = together
+        top, busy = self._tops(count)
         # a lower bound for piles of whole sequences
         if self._blocks > 1:
             busy = max(busy, least_pile(self._least_loads, self._blocks))
@@ -378,8 +372,8 @@ class Candidates:
     The estimate is first the bound, and the prediction once it matters.
     """
 
-    def __init__(self, forecast: Forecast, quantum: int, tolerance: float) -> None:
-        self._forecast, self._quantum, self._tolerance = forecast, quantum, tolerance
+    def __init__(self, forecast: Forecast, quantum: int) -> None:
+        self._forecast, self._quantum = forecast, quantum
         self._promised: dict[int, float] = {}
         self._bounds: dict[int, float] = {}
         self._predicted: set[int] = set()
@@ -404,22 +398,18 @@ class Candidates:
         """
         count = min(self._promised)
         if len(self._promised) > 1 and not (first and self._forecast.has_room(count)):
-            near = self._likely(self._least_by(self._likely)) * (1 + self._tolerance / 10)
+            near = self._likely(self._least_by(self._likely)) * (1 + TOLERANCE / 10)
             count = next(count for count in sorted(self._promised) if self._is_within(near, count))
         del self._promised[count]
         return count
 
     def are_ruled_out(self, step_time: float) -> bool:
-        """Whether this step time is within the tolerance of the estimates of all numbers.
-
-        With a tolerance of 0: whether no step of theirs can be shorter.
-        """
-        promised, tolerance = self._promised, self._tolerance
-        if not promised or step_time <= min(map(self._bounds.__getitem__, promised)) * (1 + tolerance):
+        """Whether this step time is within the tolerance of the estimates of all numbers."""
+        promised = self._promised
+        if not promised or step_time <= min(map(self._bounds.__getitem__, promised)) * (1 + TOLERANCE):
             return True
         # half of the tolerance, because predictions may be too high
-        near = tolerance > 0 and promised[self._least_by(promised.__getitem__)] * (1 + tolerance / 2)
-        return step_time <= near
+        return step_time <= promised[self._least_by(promised.__getitem__)] * (1 + TOLERANCE / 2)
 
     def _likely(self, count: int) -> float:
         return self._promised[count] * self._forecast.penalty(count)
@@ -495,17 +485,16 @@ def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int
 
 
 def placement_of(
-    filled: Filled, num_microbatches: int, num_ranks: int, order: LongArray, *, exchange: bool
+    filled: Filled, num_microbatches: int, num_ranks: int, order: LongArray
 ) -> tuple[Placement, FloatArray]:
     """Ranks for the groups, and the work of each rank: float64 [num_microbatches, num_ranks].
 
-    order: the sequence of each member of a microbatch; int64 [n]. exchange: see `first_ranks_of`.
+    order: the sequence of each member of a microbatch; int64 [n]. Groups are side by side, the widest first.
     """
     microbatch, first_rank, cp_size = np.zeros((3, order.size), np.int32)
     loads = np.zeros((num_microbatches, num_ranks))
-    first_ranks = first_ranks_of(filled.microbatches, num_ranks, exchange=exchange)
-    for m, (one, first) in enumerate(zip(filled.microbatches, first_ranks)):
-        members = order[one.members]
+    for m, one in enumerate(filled.microbatches):
+        members, first = order[one.members], np.cumsum(one.group_sizes) - one.group_sizes
         microbatch[members] = m
         first_rank[members] = first[one.group]
         cp_size[members] = one.group_sizes[one.group]
@@ -519,30 +508,3 @@ def loads_by_rank(one: Microbatch, first_rank: LongArray, num_ranks: int) -> Flo
     for first, size, load in zip(first_rank.tolist(), one.group_sizes.tolist(), one.loads.tolist()):
         loads[first : first + size] = load
     return loads
-
-
-def first_ranks_of(microbatches: list[Microbatch], num_ranks: int, *, exchange: bool) -> list[LongArray]:
-    """The first rank of every group of every microbatch; int64 [num_groups] each.
-
-    Groups are side by side, the widest first. exchange: groups of one size change places so that the work of
-    ranks in all microbatches together is even: the heaviest group goes to the ranks with the least so far.
-    """
-    done = np.zeros(num_ranks)
-    first_ranks: list[LongArray] = []
-    for microbatch in microbatches:
-        sizes = microbatch.group_sizes
-        first = np.cumsum(sizes) - sizes
-        if exchange:
-            free = np.ones(num_ranks, bool)
-            for size in distinct(sizes)[::-1].tolist():
-                own = np.flatnonzero(sizes == size)
-                end = num_ranks // size * size
-                open_ranges = np.flatnonzero(free[:end].reshape(-1, size).all(axis=1))
-                so_far = done[:end].reshape(-1, size).max(axis=1)[open_ranges]
-                least_done = open_ranges[np.argsort(so_far, kind="stable")[: own.size]]
-                heaviest = own[np.argsort(-microbatch.loads[own], kind="stable")]
-                first[heaviest] = least_done * size
-                free[:end].reshape(-1, size)[least_done] = False
-            done += loads_by_rank(microbatch, first, num_ranks)
-        first_ranks.append(first)
-    return first_ranks

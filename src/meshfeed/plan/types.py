@@ -264,11 +264,10 @@ def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
     return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
 
 
-CpSplit = Literal["zigzag", "pack_zigzag", "contiguous", "pack_contiguous"]
+CpSplit = Literal["zigzag", "contiguous", "pack_contiguous"]
 """zigzag: chunks r and 2*cp-1-r of each sequence, so that causal attention costs every rank the same.
-pack_zigzag: chunks r and 2*cp-1-r of the pack as a whole, wherever its sequences begin; for attention that
-does not see sequences. contiguous: the r-th of cp equal chunks of each sequence. pack_contiguous: the r-th of
-cp equal runs of the pack, wherever its sequences begin; for layers that pass a state from token to token."""
+contiguous: the r-th of cp equal chunks of each sequence. pack_contiguous: the r-th of cp equal runs of the
+pack, wherever its sequences begin; for layers that pass a state from token to token."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,7 @@ class Slices:
 
 def cuts_packs(split: CpSplit) -> bool:
     """Whether a split cuts packs as a whole, not each sequence."""
-    return split in ("pack_zigzag", "pack_contiguous")
+    return split == "pack_contiguous"
 
 
 def check_split(split: str) -> None:
@@ -351,7 +350,7 @@ def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[i
     if ranks.shape == (0,) or ranks[0] < 0 or ranks[-1] >= cp_size:
         raise PlanError(f"cp_ranks={cp_ranks!r}: give some of the {cp_size} ranks of the pack's cp group")
     num_chunks, chunks = cp_size, ranks
-    if split in ("zigzag", "pack_zigzag"):
+    if split == "zigzag":
         num_chunks, chunks = 2 * cp_size, np.concatenate((ranks, 2 * cp_size - 1 - ranks[::-1]))
     breaks = np.flatnonzero(np.diff(chunks) > 1)
     return num_chunks, chunks[np.append(0, breaks + 1)], chunks[np.append(breaks, chunks.size - 1)] + 1

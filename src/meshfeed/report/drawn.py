@@ -85,8 +85,6 @@ def _tokens(recipe: Recipe, source: int, start: int, stop: int) -> int:
 
 def _of_epoch(recipe: Recipe, source: int) -> int | None:
     """Tokens of every epoch of a source; None if they are not known beforehand."""
-    if recipe.shuffle == "replacement":
-        return None
     try:
         return recipe.sequence.epoch_tokens(recipe, source).total
     except RecipeError:

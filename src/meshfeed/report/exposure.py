@@ -57,7 +57,7 @@ def exposures(
 
     The time is that of the documents and their epochs, not of the steps; in a mixture, each block of 4,096
     draws that has one of them is made. Memory is about 200 bytes for each sequence.
-    Raises RecipeError for a rule with its own order, draws with replacement, and a rule whose rows cannot be
+    Raises RecipeError for a rule with its own order, and a rule whose rows cannot be
     found by document; StoreError for a document that is not there.
     """
     rule, drawn = cast(SequenceRule, recipe.sequence), drawn_until(recipe, until)

@@ -21,8 +21,8 @@ class Load:
 
     Attributes:
         by_rank: load of each rank in each microbatch; float64 [num_microbatches, num_ranks].
-        max_over_mean: time over the mean work of all ranks. A microbatch takes as long as its busiest rank
-            or, under objective="step", the step as long as its busiest. 1 without work.
+        max_over_mean: time over the mean work of all ranks. A microbatch takes as long as its busiest rank.
+            1 without work.
         bound: no plan of these sequences brings `max_over_mean` below this.
     """
 
@@ -63,12 +63,10 @@ def _load(
         return Load(by_rank=by_rank, max_over_mean=1.0, bound=1.0)
     # a bound for the busiest rank of any plan
     least = max(mean, least_pile(-np.sort(-pieces) / most, plan.num_ranks // most))
-    busiest = by_rank.sum(axis=0).max()
-    if packing.objective == "microbatch":
-        busiest = by_rank.max(axis=1).sum()
-        # the microbatch with the largest piece takes this long, even if little else fits into it
-        beside = _most_in_a_microbatch(of_rows, plan, packing) / plan.num_ranks
-        least = max(least, mean + float(pieces.max()) / most - beside)
+    busiest = by_rank.max(axis=1).sum()
+    # the microbatch with the largest piece takes this long, even if little else fits into it
+    beside = _most_in_a_microbatch(of_rows, plan, packing) / plan.num_ranks
+    least = max(least, mean + float(pieces.max()) / most - beside)
     return Load(by_rank=by_rank, max_over_mean=float(busiest) / mean, bound=least / mean)
 
 

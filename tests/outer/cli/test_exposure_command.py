@@ -21,7 +21,6 @@ data = mf.Mixture({{"code": (code, 2), "docs": (docs, 1)}}).then(4, {{"code": 1,
 windows = mf.Recipe(data=data, sequence=mf.Windows(40), batch=mf.Batch(sequences=8), seed=3)
 documents = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(sequences=12), seed=3)
 ends = mf.Recipe(data=code, sequence=mf.Windows(40), batch=mf.Batch(sequences=8), epochs=2)
-random = mf.Recipe(data=code, sequence=mf.Windows(40), batch=mf.Batch(sequences=8), shuffle="replacement")
 """
 
 
@@ -200,7 +199,6 @@ def test_what_people_read(
         (["ends"], " \n", "names no document"),
         (["ends"], None, "nowhere.txt: No such file or directory; give a text file"),
         (["windows", "--until"], "code\t1", "this recipe never ends; give --until STEP"),
-        (["random"], "1", "drawn with replacement"),
         (["ends", "--micro-batch-size", "2"], "1", "--micro-batch-size has no effect without --ranks"),
         (["ends", "--layout", "dp2"], "1", "--layout has no effect without --ranks"),
         (["documents", "--ranks"], "code\t1", "needs packing; give --capacity N"),

@@ -72,7 +72,7 @@ def test_bare_lengths_are_planned_and_dumped(
         told(capsys, "plan", "--lengths", str(lengths), *arguments, "--microbatches", "9", "--json")[1]
     )
     assert more["microbatches"] >= 9
-    narrow = ("--cp-sizes", "2,4", "--cp-split", "pack_contiguous", "--quantum", "3", "--tolerance", "0")
+    narrow = ("--cp-sizes", "2,4", "--cp-split", "pack_contiguous", "--quantum", "3")
     status, out, _ = told(
         capsys, "plan", "--lengths", str(lengths), *arguments, *narrow, "--json", "--dump", str(dump)
     )
@@ -116,13 +116,6 @@ def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureF
             "--capacity: '0': write a whole number from 1",
         ),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--alpha", "0"), "alpha"),
-        *(
-            (
-                ("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--tolerance", wrong),
-                f"'{wrong}': write a share from 0 to below 1",
-            )
-            for wrong in ("-1", "5")
-        ),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "'drop' (--oversize)"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,25 +20,23 @@ CALM = settings(max_examples=cases(30), deadline=None, derandomize=True)
 PLACES = np.array(list(product(range(4), repeat=6))) == np.arange(4)[:, None, None]
 
 
-def every_time(cost: FloatArray, objective: str) -> FloatArray:
+def every_time(cost: FloatArray) -> FloatArray:
     """What each plan of some costs on two ranks and two microbatches takes, over the mean; [plans]."""
     loads = (PLACES @ cost).T.reshape(-1, 2, 2)
-    busiest = loads.max(axis=2).sum(axis=1) if objective == "microbatch" else loads.sum(axis=1).max(axis=1)
+    busiest = loads.max(axis=2).sum(axis=1)
     return busiest / (cost.sum() / 2)
 
 
 @CALM
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["microbatch", "step"]))
-def test_no_plan_is_below_the_bound_and_ours_is_one_of_them(
-    seed: int, objective: Literal["microbatch", "step"]
-) -> None:
+@given(st.integers(0, 2**32 - 1))
+def test_no_plan_is_below_the_bound_and_ours_is_one_of_them(seed: int) -> None:
     """Sequences on one rank each: all places that each can have are tried, and what is told is one of them."""
     rng = np.random.default_rng(seed)
     lengths, images = rng.integers(1, 2000, 6), rng.integers(0, 3, 6)
     capacity = int(rng.choice([20_000, 4000, 2500]))
     of, work = np.arange(6).repeat(images), rng.pareto(1, images.sum())
     per_sequence = np.bincount(of, work, 6).astype(np.float64)
-    packing = Packing(capacity=capacity, microbatches=2, objective=objective)
+    packing = Packing(capacity=capacity, microbatches=2)
     plan = plan_step(lengths, packing, dp=2, encoder_work=per_sequence)
     assume(plan.num_microbatches == 2)
     fits = (PLACES @ lengths).max(axis=0) <= capacity
@@ -49,17 +46,17 @@ def test_no_plan_is_below_the_bound_and_ours_is_one_of_them(
         if not cost.any():
             assert (load.max_over_mean, load.bound) == (1, 1)
             continue
-        times = every_time(cost, objective)[fits]
+        times = every_time(cost)[fits]
         assert load.bound <= times.min() + 1e-9
         assert np.abs(times - load.max_over_mean).min() < 1e-9
     ours = loads["language model"]
-    assert ours.max_over_mean == pytest.approx(time_of(plan, packing.cost.work(lengths), objective))
+    assert ours.max_over_mean == pytest.approx(time_of(plan, packing.cost.work(lengths)))
 
 
-def time_of(plan: StepPlan, cost: FloatArray, objective: str) -> float:
+def time_of(plan: StepPlan, cost: FloatArray) -> float:
     loads = np.zeros((plan.num_microbatches, plan.num_ranks))
     np.add.at(loads, (plan.microbatch, plan.first_rank), cost)
-    busiest = loads.max(axis=1).sum() if objective == "microbatch" else loads.sum(axis=0).max()
+    busiest = loads.max(axis=1).sum()
     return float(busiest / loads.sum() * plan.num_ranks)
 
 
@@ -106,7 +103,7 @@ def test_a_language_model_that_is_far_from_even_becomes_more_even(ranks: int) ->
     packing = Packing(capacity=32_768)
     text, plan = (plan_step(lengths, packing, dp=ranks, encoder_work=work) for work in (None, pages))
     cost = packing.cost.work(lengths)
-    assert time_of(plan, cost, "microbatch") <= 1.02 < 1.025 < time_of(text, cost, "microbatch")
+    assert time_of(plan, cost) <= 1.02 < 1.025 < time_of(text, cost)
 
 
 def test_a_step_without_sequences_is_even() -> None:

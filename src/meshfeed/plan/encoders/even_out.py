@@ -23,10 +23,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshfeed.intervals import numbers_in
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.fill import place
-from meshfeed.plan.packing import Packing
+from meshfeed.plan.packing import TOLERANCE, Packing
 from meshfeed.plan.problem import Placement, Room
 from meshfeed.plan.types import FloatArray, LongArray
 
@@ -94,8 +93,8 @@ def even_out(
         loads_again = loads if again is None else packs.loads(again)
         if again is not None and packs.unevenness(loads_again).max() < before.max():
             pack, loads = again, loads_again
-    contents = packs.contents(pack, loads, packing.tolerance, room.max_sequences)
-    swap(contents, packing.tolerance, WORTH if before[0] <= packing.tolerance else WORTH_UNEVEN)
+    contents = packs.contents(pack, loads, TOLERANCE, room.max_sequences)
+    swap(contents, TOLERANCE, WORTH if before[0] <= TOLERANCE else WORTH_UNEVEN)
     held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
     swapped = np.empty_like(pack)
     swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
@@ -122,7 +121,6 @@ class _Packs:
             in a microbatch; the language model's, then the encoders'; float64 [num_costs, num_sizes, n].
         padded: padded tokens of each sequence on such a group; int64 [num_sizes, n].
         num_microbatches, num_ranks: of the step.
-        meet_often: whether ranks meet in every microbatch, or only at the end of the step.
     """
 
     planned: LongArray
@@ -135,7 +133,6 @@ class _Packs:
     padded: LongArray
     num_microbatches: int
     num_ranks: int
-    meet_often: bool
 
     @classmethod
     def of(
@@ -167,7 +164,6 @@ class _Packs:
             padded=room.align.padded(lengths, sizes[:, None]),
             num_microbatches=count,
             num_ranks=ranks,
-            meet_often=packing.objective == "microbatch",
         )
 
     @property
@@ -189,17 +185,10 @@ class _Packs:
 
     def unevenness(self, loads: FloatArray) -> FloatArray:
         """How much longer each cost makes the step than if it were even, weighted; float64 [num_costs]."""
-        if self.meet_often:
-            tops = np.zeros((len(loads), self.num_microbatches))
-            for top, load in zip(tops, loads):
-                np.maximum.at(top, self.microbatch, load)
-            together = tops.sum(axis=1)
-        else:
-            # pack p covers size[p] ranks from its first one on
-            rank = numbers_in(self.first_rank, self.size)
-            by_rank = [np.bincount(rank, np.repeat(load, self.size), self.num_ranks) for load in loads]
-            together = np.stack(by_rank).max(axis=1)
-        return (together / self.num_microbatches - 1) * self.weights
+        tops = np.zeros((len(loads), self.num_microbatches))
+        for top, load in zip(tops, loads):
+            np.maximum.at(top, self.microbatch, load)
+        return (tops.sum(axis=1) / self.num_microbatches - 1) * self.weights
 
     def means(self, load: FloatArray) -> FloatArray:
         """Mean of one cost over the ranks of each microbatch; float64 [num_microbatches]."""
