@@ -1,4 +1,4 @@
-"""Every two formats in a mixture, under every rule and every delivery: the tokens that were written."""
+"""All formats in one mixture, under every rule and every delivery: the tokens that were written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import mosaic
 import world
 from meshfeed.report.content import add_content
 from observe import assembled, simulated, take
-from soak import SOAK
 
 Documents = list[np.ndarray]
 DELIVERIES = ("direct", "broadcast", "share", "tree")
@@ -96,7 +95,6 @@ FORMATS: dict[str, Callable[[Path, Documents], mf.StreamStore]] = {
     "arrow": _arrow,
     "raw": _raw,
 }
-PAIRS = list(itertools.combinations_with_replacement(FORMATS, 2))
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "windows": (mf.Windows(LENGTH), {"micro_batch_size": 2}),
     "documents": (mf.Documents(), {"packing": PACKING}),
@@ -104,31 +102,28 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def documents_of(name: str, side: int) -> Documents:
+def documents_of(name: str) -> Documents:
     """Documents of a store: no token of theirs is another's."""
-    first = 1 + 1_000 * (2 * list(FORMATS).index(name) + side)
+    first = 1 + 1_000 * list(FORMATS).index(name)
     stream = np.arange(first, first + sum(LENGTHS), dtype=DTYPE)
     return np.split(stream, np.cumsum(LENGTHS)[:-1])
 
 
-def stores_in(folder: Path) -> dict[tuple[str, int], mf.StreamStore]:
-    """Two stores of each format, written where they are not there yet."""
-    made: dict[tuple[str, int], mf.StreamStore] = {}
-    for name, side in itertools.product(FORMATS, (0, 1)):
-        made[name, side] = FORMATS[name](folder / f"{name}{side}", documents_of(name, side))
-    return made
+def stores_in(folder: Path) -> dict[str, mf.StreamStore]:
+    """A store of each format, written."""
+    return {name: write(folder / name, documents_of(name)) for name, write in FORMATS.items()}
 
 
-def recipe_of(stores: dict[tuple[str, int], mf.StreamStore], pair: tuple[str, str], rule: str) -> mf.Recipe:
-    data = mf.Mixture({"a": (stores[pair[0], 0], 1), "b": (stores[pair[1], 1], 1)}, by="repeat")
-    return mf.Recipe(data=data, sequence=RULES[rule][0], batch=mf.Batch(sequences=5), seed=4)
+def recipe_of(stores: dict[str, mf.StreamStore], rule: str) -> mf.Recipe:
+    data = mf.Mixture({name: (store, 1) for name, store in stores.items()}, by="repeat")
+    return mf.Recipe(data, RULES[rule][0], mf.Batch(sequences=5), seed=4)
 
 
-def written(pair: tuple[str, str], rule: str) -> Counter[tuple[int, ...]]:
-    """What one epoch of both stores has, from their documents alone: the tokens of each sequence, and how often."""
+def written(rule: str) -> Counter[tuple[int, ...]]:
+    """What one epoch of all stores has, from their documents alone: the tokens of each sequence, and how often."""
     found: Counter[tuple[int, ...]] = Counter()
-    for side, name in enumerate(pair):
-        documents = documents_of(name, side)
+    for name in FORMATS:
+        documents = documents_of(name)
         if name == "raw":
             documents = [np.concatenate(documents)]
         if rule == "windows":
@@ -139,43 +134,45 @@ def written(pair: tuple[str, str], rule: str) -> Counter[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], mf.StreamStore]]:
-    folder = tmp_path_factory.mktemp("pairs")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, mf.StreamStore]]:
+    folder = tmp_path_factory.mktemp("formats")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHFEED_CACHE", str(folder / "cache"))
         yield stores_in(folder)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_documents(stores: Any, pair: tuple[str, str], cp: int) -> None:
-    recipe = recipe_of(stores, pair, "documents")
-    whole, pieces = Counter[tuple[int, ...]](), Counter[int]()
-    for step in range(6):
-        of_step = [
-            microbatch
-            for got in mf.simulate(recipe, mf.Layout(cp=cp), [step], packing=PACKING)
-            for microbatch in got.microbatches
-        ]
-        for microbatch in of_step:
-            pieces.update(microbatch["tokens"][~microbatch["padding_mask"]].tolist())
-        if "raw" not in pair:  # its only document is split
-            whole.update(tuple(tokens) for tokens in assembled(of_step).values())
-    wanted = written(pair, "documents")
-    assert pieces == Counter(token for tokens in wanted.elements() for token in tokens)
-    assert "raw" in pair or whole == wanted
+def test_documents(stores: Any, cp: int) -> None:
+    made, pieces = all_of(recipe_of(stores, "documents"), cp), Counter[int]()
+    for microbatch in itertools.chain(*made):
+        pieces.update(microbatch["tokens"][~microbatch["padding_mask"]].tolist())
+    assert pieces == Counter(token for tokens in written("documents") for token in tokens)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_windows(stores: Any, pair: tuple[str, str]) -> None:
-    recipe, found = recipe_of(stores, pair, "windows"), Counter[tuple[int, ...]]()
-    for got in mf.simulate(recipe, mf.Layout(), 20, micro_batch_size=2):
+@pytest.mark.parametrize("cp", [1, 2])
+def test_whole_documents(stores: Any, cp: int) -> None:
+    """Without raw tokens, whose only document is split."""
+    recipe = recipe_of({name: store for name, store in stores.items() if name != "raw"}, "documents")
+    whole = Counter(tuple(tokens) for of_step in all_of(recipe, cp) for tokens in assembled(of_step).values())
+    (raw,) = [tokens for tokens in written("documents") if len(tokens) == sum(LENGTHS)]
+    assert whole == written("documents") - Counter([raw])
+
+
+def all_of(recipe: mf.Recipe, cp: int) -> list[list[mf.Microbatch]]:
+    """The microbatches of all ranks, step by step, to the end of the stream."""
+    made = [list(mf.simulate(recipe, mf.Layout(cp=cp), [step], packing=PACKING)) for step in range(20)]
+    return [[microbatch for got in of_step for microbatch in got.microbatches] for of_step in made]
+
+
+def test_windows(stores: Any) -> None:
+    recipe, found = recipe_of(stores, "windows"), Counter[tuple[int, ...]]()
+    for got in mf.simulate(recipe, mf.Layout(), 40, micro_batch_size=2):
         for microbatch in got.microbatches:
             for tokens, labels in zip(microbatch["tokens"].tolist(), microbatch["labels"].tolist()):
                 if tokens[0]:  # no row that fills the microbatch
                     assert labels[:-1] == tokens[1:] and labels[-1] == tokens[-1] + 1
                     found[tuple(tokens)] += 1
-    assert found == written(pair, "windows")
+    assert found == written("windows")
 
 
 def test_samples_of_a_store_and_of_a_users_dataset(stores: Any) -> None:
@@ -184,10 +181,10 @@ def test_samples_of_a_store_and_of_a_users_dataset(stores: Any) -> None:
             return len(LENGTHS)
 
         def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
-            return {"tokens": documents_of("raw", 1)[at.index]}
+            return {"tokens": documents_of("raw")[at.index]}
 
     mapped = {
-        "a": mf.Mapped(stores["mds", 0], lengths=LENGTHS),
+        "a": mf.Mapped(stores["mds"], lengths=LENGTHS),
         "b": mf.Mapped(Own(), lengths=LENGTHS, version="1"),
     }
     field = mf.Field(name="tokens", dtype=DTYPE, split=True)
@@ -200,53 +197,45 @@ def test_samples_of_a_store_and_of_a_users_dataset(stores: Any) -> None:
     for got in mf.simulate(recipe, mf.Layout(cp=2), 4, packing=PACKING):
         for microbatch in got.microbatches:
             found.update(microbatch["tokens"][~microbatch["padding_mask"]].tolist())
-    wanted = [*documents_of("mds", 0), *documents_of("raw", 1)]
+    wanted = [*documents_of("mds"), *documents_of("raw")]
     assert found == Counter(np.concatenate(wanted).tolist())
 
 
 # -- deliveries, through real ranks -------------------------------------------------------------------------
 
 
-def every_pair(rank: int, folder: str) -> list[str]:
-    """Goes through one epoch of each pair; tells what differs from simulate."""
+def every_delivery(rank: int, folder: str) -> list[str]:
+    """Goes through one epoch by each rule and delivery; tells what differs from simulate."""
     stores, wrong = opened_in(Path(folder)), list[str]()
     layout = mf.Layout.parse("tp2-cp2", ranks_per_node=2)
-    for at, pair in enumerate(PAIRS):
-        for rule_at, rule in enumerate(RULES):
-            recipe, options = recipe_of(stores, pair, rule), RULES[rule][1]
-            if not SOAK and (at + rule_at) % 4:
-                continue
-            expected = simulated(recipe, layout, 100, rank, **options)
-            options = options if "packing" in options else options | {"pad_rows": True}
-            for delivery in DELIVERIES if SOAK else (DELIVERIES[at // 4 % 4],):
-                with mf.Feed(
-                    recipe,
-                    layout,
-                    transport=mf.Transport(delivery=delivery, prefetch=0, timeout_s=600),
-                    **options,
-                ) as feed:
-                    if take(feed) != expected:
-                        wrong.append(f"{pair} {rule} {delivery}")
+    for rule, (_, options) in RULES.items():
+        recipe = recipe_of(stores, rule)
+        expected = simulated(recipe, layout, 100, rank, **options)
+        options = options if "packing" in options else options | {"pad_rows": True}
+        for delivery in DELIVERIES:
+            transport = mf.Transport(delivery=delivery, prefetch=0, timeout_s=600)
+            with mf.Feed(recipe, layout, transport=transport, **options) as feed:
+                if take(feed) != expected:
+                    wrong.append(f"{rule} {delivery}")
     return wrong
 
 
-def opened_in(folder: Path) -> dict[tuple[str, int], mf.StreamStore]:
+def opened_in(folder: Path) -> dict[str, mf.StreamStore]:
     """The stores that `stores_in` wrote."""
     suffixes = {"jsonl": ".jsonl", "parquet": ".parquet", "arrow": ".arrow", "raw": ".bin"}
+    dtype_of = {"raw": DTYPE}
     return {
-        (name, side): mf.open(
-            folder / f"{name}{side}{suffixes.get(name, '')}",
-            dtype=DTYPE if name == "raw" else None,
-            cache=folder / "cache",
+        name: mf.open(
+            folder / f"{name}{suffixes.get(name, '')}", dtype=dtype_of.get(name), cache=folder / "cache"
         )
-        for name, side in itertools.product(FORMATS, (0, 1))
+        for name in FORMATS
     }
 
 
 def test_every_delivery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
     stores_in(tmp_path)
-    assert world.run(every_pair, 4, str(tmp_path)) == [[]] * 4
+    assert world.run(every_delivery, 4, str(tmp_path)) == [[]] * 4
 
 
 def digest_of(store: Any) -> str:
@@ -265,15 +254,19 @@ def test_one_byte_of_the_data_changes_the_digest_of_the_content(tmp_path: Path) 
     for sums in tmp_path.rglob("*.sums"):
         sums.unlink()  # else they find it first
     said = {"index.json", "dataset.json"}  # what the fingerprint has, whole
-    for (name, side), store in opened_in(tmp_path).items():
-        files = [file for file in tmp_path.rglob("*") if f"{name}{side}" in str(file.relative_to(tmp_path))]
+    for name, store in opened_in(tmp_path).items():
+        files = [
+            file
+            for file in tmp_path.rglob("*")
+            if file.relative_to(tmp_path).parts[0].partition(".")[0] == name
+        ]
         files = [file for file in files if file.is_file() and file.name not in said]
         before = digest_of(store)
         assert files and len(before) == 128 and before == digest_of(store)
-        for file in files if side else ():
+        for file in files:
             held = file.read_bytes()
             at = len(held) // 2
             if file.suffix != ".idx":  # another one is refused before
                 file.write_bytes(held[:at] + bytes([held[at] ^ 1]) + held[at + 1 :])
-                assert digest_of(opened_in(tmp_path)[name, side]) != before, file
+                assert digest_of(opened_in(tmp_path)[name]) != before, file
                 file.write_bytes(held)
