@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from dataclasses import field as dataclass_field
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -91,9 +90,9 @@ class Masked(DocumentRule):
     first_token: int | None = None
     last_token: int | None = None
     pad_token: int = 0
-    crop: Literal["start", "random"] = dataclass_field(default="start", repr=False)
-    special_tokens: tuple[int, ...] = dataclass_field(default=(), repr=False)
-    random_tokens: tuple[int, int] | None = dataclass_field(default=None, repr=False)
+    crop: Literal["start", "random"] = "start"
+    special_tokens: tuple[int, ...] = ()
+    random_tokens: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         settle(self)
@@ -135,12 +134,6 @@ class Masked(DocumentRule):
     def fields(self) -> tuple[Field, ...]:
         """All fields of a row."""
         return _fields(self.pad_token)
-
-    def summary(self) -> str:
-        """All options in one line; options added later only if they differ from the default."""
-        later = {"crop": "start", "special_tokens": (), "random_tokens": None}
-        more = [f", {name}={getattr(self, name)!r}" for name in later if getattr(self, name) != later[name]]
-        return f"{repr(self)[:-1]}{''.join(more)})"
 
     def num_sequences(self, store: Store) -> int:
         """Documents in the store, including empty ones. Raises RecipeError unless it holds integer tokens."""

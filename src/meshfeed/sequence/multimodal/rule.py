@@ -186,9 +186,7 @@ class Multimodal(DocumentRule, TokenRule):
     def summary(self) -> str:
         """The processors, their rules and options, in one line."""
         told = [f"{kind}={_summary(each)}" for kind, each in self.processors.items()]
-        told.append(f"on_bad={self.on_bad!r}")
-        if self.positions != "tokens":
-            told.append(f"positions={self.positions!r}")
+        told += [f"on_bad={self.on_bad!r}", f"positions={self.positions!r}"]
         return f"Multimodal({', '.join(told)})"
 
     @property
