@@ -34,8 +34,9 @@ import numpy as np
 import numpy.typing as npt
 from measure import Row
 
+from meshfeed.multimodal.encoders import EncoderPlan, even_out, plan_encoder
 from meshfeed.parts.types import KINDS, Parts
-from meshfeed.plan import EncoderPlan, Packing, StepPlan, account_of, plan_encoder, plan_step
+from meshfeed.plan import Packing, StepPlan, account_of, plan_step
 from meshfeed.processors import NativeImages, NativeVideo
 
 CAPACITY = 32_768
@@ -155,7 +156,8 @@ def compare(mix: str, ranks: int, rounds: int) -> Iterator[Row]:
         return plan_step(step.tokens, PACKING, dp=ranks)
 
     def by_both() -> StepPlan:
-        return plan_step(step.tokens, PACKING, dp=ranks, encoder_work=step.work)
+        plan = plan_step(step.tokens, PACKING, dp=ranks)
+        return even_out(plan, step.tokens, step.work, PACKING, dp=ranks)
 
     def shared() -> StepPlan:
         plan = by_tokens()

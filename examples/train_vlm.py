@@ -139,7 +139,7 @@ class VisionStage(Stage):
 def draw_shapes(folder: Path, count: int = 240) -> None:
     """A store of captions: with a picture each, with two, or without any."""
     rng = np.random.default_rng(0)
-    with mf.DatasetWriter(folder, {"tokens": np.uint16}, parts=True) as writer:
+    with mf.multimodal.MultimodalWriter(folder, {"tokens": np.uint16}) as writer:
         for i in range(count):
             images = [drawn(rng) for _ in range((1, 1, 2, 0)[i % 4])]
             text: list[int] = []

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import meshfeed.feed.run
 import meshfeed.metrics.recorder
-import meshfeed.sequence.decoding
+import meshfeed.multimodal.decoding
 from meshfeed.feed.run import Prefetcher
 
 LEAP_S = 1000.0
@@ -37,7 +37,7 @@ _CLOCK = _Clock()
 
 def leap() -> None:
     """The clock of this process, which is one of its own, leaps."""
-    for module in (meshfeed.metrics.recorder, meshfeed.feed.run, meshfeed.sequence.decoding):
+    for module in (meshfeed.metrics.recorder, meshfeed.feed.run, meshfeed.multimodal.decoding):
         module.time = _CLOCK  # type: ignore[attr-defined]
     _CLOCK.leapt += LEAP_S
 

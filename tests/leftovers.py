@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import world
-from meshfeed.sequence import decoding
+from meshfeed.multimodal import decoding
 
 
 def as_a_rank_with_workers() -> None:

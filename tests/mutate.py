@@ -71,7 +71,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ["tests/order", "tests/test_goldens.py", "tests/test_native.py", "tests/test_jobs.py"],
     ),
     "plan": (
-        ["plan/*.py", "plan/encoders/*.py"],
+        ["plan/*.py", "multimodal/encoders/*.py"],
         ["tests/plan", "tests/test_native.py", "tests/feed/test_arguments.py"],
     ),
     "sequence": (

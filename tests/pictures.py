@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 import meshfeed as mf
+from meshfeed.multimodal import MultimodalWriter, PartField, Processor
 from meshfeed.parts import KINDS, PartRule, Parts
-from meshfeed.sequence import PartField, Processor
+from meshfeed.parts.store import parts_in
 from meshfeed.store import DatasetWriter
 
 IMAGE, AUDIO = 9_001, 9_002
@@ -131,7 +132,7 @@ def write_pictures(
     flat: list[list[int]] = []
     columns = {"tokens": np.uint16} | ({"loss_mask": np.uint8} if mask else {})
     with (
-        DatasetWriter(folder, columns, parts=True) as writer,
+        MultimodalWriter(folder, columns) as writer,
         DatasetWriter(f"{folder}-flat", columns) as plain,
     ):
         for document in range(count):
@@ -189,12 +190,12 @@ def expected_parts(
     for sequence, (s, epoch, index) in enumerate(
         zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist())
     ):
-        parts = recipe.sources[s].parts(np.array([index]))
+        parts = parts_in(recipe.sources[s], np.array([index]))
         for part in range(len(parts)):
             if KINDS[parts.kind[part]] != kind:
                 continue
             (data,) = recipe.sources[s].read_parts(np.array([index]), np.array([part]))
-            size = mf.sequence.PartSize(
+            size = mf.multimodal.PartSize(
                 *(getattr(parts, name)[part] for name in ("height", "width", "length", "rate"))
             )
             arrays = processor(

@@ -39,7 +39,7 @@ _LISTED: dict[str, list[tuple[str, str, str]]] = {
             "both are of truth values",
         ),
     ],
-    "sequence/multimodal/parts.py": [
+    "multimodal/parts.py": [
         ("if len(found) < 2:", "if len(found) < 1:", "merging the parts of one source gives them back"),
     ],
     "sequence/runs.py": [

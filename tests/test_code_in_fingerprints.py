@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import meshfeed as mf
-from meshfeed.sequence.multimodal.rule import _summary
+from meshfeed.multimodal.rule import _summary
 from meshfeed.store import tokenizer
 from meshfeed.summary import code_of
 
@@ -20,7 +20,7 @@ SOURCE = """
 from dataclasses import dataclass
 import meshfeed as mf
 from meshfeed.store.tokenizer import Tokenizer
-from meshfeed.sequence.processor import Processor
+from meshfeed.multimodal.processor import Processor
 from pictures import Pixels
 
 

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from evened import plan_step
 from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import byte_file
 from meshfeed.order import interleave, permutation
 from meshfeed.order.interleave import BLOCK
-from meshfeed.plan import CostModel, fill, plan_step
-from meshfeed.plan.encoders import even_out
+from meshfeed.plan import CostModel, fill
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
 from services.needs import needs_compiled
@@ -190,7 +190,7 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
     encoder_work = [None, work][rng.integers(2)]
     compiled = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(even_out, "_swap", None)
+        patch.setattr("meshfeed.multimodal.encoders.balance._swap", None)
         patch.setattr(fill, "_complete", None)
         patch.setattr(fill, "_place", None)
         plain = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)

@@ -37,9 +37,9 @@ if typing.TYPE_CHECKING:
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step, loss_by_source
-    from meshfeed.feed.encoded import exchange_encoded
     from meshfeed.files import Cache
-    from meshfeed.sequence import Chat, Documents, Masked, Multimodal, Samples, Windows
+    from meshfeed.multimodal import Multimodal, exchange_encoded
+    from meshfeed.sequence import Chat, Documents, Masked, Samples, Windows
     from meshfeed.simulation import simulate
     from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
     from meshfeed.store import open_store as open
@@ -99,13 +99,13 @@ _ON_FIRST_USE = {
     "Mapped": "meshfeed.store",
     "Masked": "meshfeed.sequence",
     "Microbatch": "meshfeed.feed.batch",
-    "Multimodal": "meshfeed.sequence",
+    "Multimodal": "meshfeed.multimodal",
     "Resampled": "meshfeed.store",
     "SameEveryEpoch": "meshfeed.store",
     "Samples": "meshfeed.sequence",
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
-    "exchange_encoded": "meshfeed.feed.encoded",
+    "exchange_encoded": "meshfeed.multimodal.encoded",
     "loss_by_source": "meshfeed.feed.batch",
     "open": "meshfeed.store:open_store",
     "simulate": "meshfeed.simulation",
@@ -113,7 +113,8 @@ _ON_FIRST_USE = {
 """Name -> module of what imports torch. The planner and the rest of the core need NumPy alone."""
 
 _PACKAGES = {
-    *("amendments", "deliver", "exchange", "feed", "files", "metrics", "sequence", "store"),
+    *("amendments", "deliver", "feed", "files", "metrics", "sequence", "store"),
+    *("exchange", "multimodal"),  # around it
     *("formats", "processors", "report", "sinks"),  # of the outer circle
 }
 """What `import meshfeed` offers as attributes, imported on first use too."""

@@ -16,7 +16,7 @@ from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
 from meshfeed.machine import Machine
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.encoders import Encoder
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe, entered
 from meshfeed.roles import StageMap
 from meshfeed.sequence import run_by

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from planning import some_parts
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import Packing, encoder_routes, plan_encoder, plan_step
+from meshfeed.multimodal.encoders import encoder_routes, plan_encoder
+from meshfeed.plan import Packing, plan_step
 from soak import cases
 
 

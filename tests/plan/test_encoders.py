@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from planning import some_parts
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import Packing, encoders, fill, plan_encoder, plan_step
+from meshfeed.multimodal import encoders
+from meshfeed.multimodal.encoders import plan_encoder
+from meshfeed.plan import Packing, fill, plan_step
 from services.needs import needs_compiled
 from soak import cases
 

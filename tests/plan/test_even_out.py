@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from planning import check_packs, check_plan
 
 import meshfeed as mf
+from evened import plan_step
 from meshfeed.errors import PlanError
-from meshfeed.plan import Packing, StepPlan, account_of, plan_step
-from meshfeed.plan.encoders.even_out import ENCODER_WEIGHT, Contents, swap
+from meshfeed.multimodal.encoders.balance import ENCODER_WEIGHT, Contents, swap
+from meshfeed.plan import Packing, StepPlan, account_of
 from meshfeed.plan.packing import TOLERANCE
 from soak import SEED, cases
 
@@ -200,7 +201,7 @@ def test_swaps_of_the_compiled_loop_are_those_of_numpy(
         one, other = contents_of(loads, free), contents_of(loads, free)
         made = swap(one, tolerance)
         with monkeypatch.context() as patch:
-            patch.setattr("meshfeed.plan.encoders.even_out._swap", None)
+            patch.setattr("meshfeed.multimodal.encoders.balance._swap", None)
             assert swap(other, tolerance) == made
         num_swaps += made
         held = np.arange(one.members.shape[1]) < one.counts[:, None]

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed.plan import Align, CostModel, Packing, plan_step
+from evened import plan_step
+from meshfeed.plan import Align, CostModel, Packing
 
 CASES: dict[str, dict[str, Any]] = {
     "balanced": {},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed.sequence.arena import Arena, ArenaRange
+from meshfeed.multimodal.arena import Arena, ArenaRange
 
 
 def fill(arena: Arena, room: ArenaRange, value: int) -> None:

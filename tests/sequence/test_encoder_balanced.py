@@ -16,7 +16,8 @@ import meshfeed as mf
 import pictures
 import world
 from meshfeed.errors import OptionError
-from meshfeed.plan import Packing, encoder_routes, plan_encoder, plan_step
+from meshfeed.multimodal.encoders import encoder_routes, plan_encoder
+from meshfeed.plan import Packing, plan_step
 from meshfeed.testing import assert_rule
 from observe import simulated, take
 from pictures import Listen, Look, LookFirst, recipe_over, write_pictures

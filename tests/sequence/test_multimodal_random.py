@@ -12,8 +12,8 @@ import torch
 
 import meshfeed as mf
 from corpus import write_corpus
+from meshfeed.multimodal import PartSize
 from meshfeed.plan import account_of
-from meshfeed.sequence import PartSize
 from pictures import AUDIO, IMAGE, Listen, Look, recipe_over, write_pictures
 from soak import SEED, cases
 

@@ -23,9 +23,10 @@ import meshfeed as mf
 import pictures
 import world
 from corpus import write_corpus
+from evened import plan_step
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
+from meshfeed.multimodal import Processor, decoding
 from meshfeed.order import draws_of_step
-from meshfeed.sequence import Processor, decoding
 from meshfeed.store.workers import Failure
 from meshfeed.testing import assert_rule
 from observe import content_of, simulated, take
@@ -149,7 +150,7 @@ def test_packs_are_planned_by_the_work_of_both_encoders(folder: Path) -> None:
                 work[row, place] = rule.processors[kind].rule.work(mine).sum()
         np.testing.assert_array_equal(rule.encoder_work(recipe, batch.draws), work)
     assert work.any(axis=1).all()
-    plan = mf.plan.plan_step(batch.lengths, PACKING["packing"], dp=2, encoder_work=work)
+    plan = plan_step(batch.lengths, PACKING["packing"], dp=2, encoder_work=work)
     for name in ("microbatch", "first_rank"):
         np.testing.assert_array_equal(getattr(batch.plan, name), getattr(plan, name))
 
@@ -447,7 +448,7 @@ def counted(
 def test_the_job_stops_where_more_than_a_share_of_the_parts_is_bad(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.sequence.multimodal.fields._FEWEST", 30)
+    monkeypatch.setattr("meshfeed.multimodal.fields._FEWEST", 30)
     write_pictures(tmp_path / "store", bad=(1, 4, 9, 16, 25, 36))
     machine = mf.Machine(workers=workers)
     whole, ends = counted(tmp_path / "store", 12, max_bad_share=1), set[int]()
@@ -658,14 +659,16 @@ def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: 
 
 def test_what_workers_need_of_a_step_is_looked_up_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a reader of one source: not for each part, nor for each pack."""
-    looked_up, ranges = list[int](), mf.store.MultimodalStore.part_ranges
+    looked_up, ranges = list[int](), mf.multimodal.MultimodalStore.part_ranges
 
     def counted(self: Any, documents: Any, places: Any) -> Any:
         looked_up.append(len(documents))
         return ranges(self, documents, places)
 
-    monkeypatch.setattr(mf.store.MultimodalStore, "part_ranges", counted)
-    monkeypatch.setattr(mf.store.MultimodalStore, "will_need_parts", lambda *_: None)  # has a look of its own
+    monkeypatch.setattr(mf.multimodal.MultimodalStore, "part_ranges", counted)
+    monkeypatch.setattr(
+        mf.multimodal.MultimodalStore, "will_need_parts", lambda *_: None
+    )  # has a look of its own
     monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
     packs, parts, recipe = 0, 0, multimodal(folder, sequences=40)
     with mf.Feed(recipe, machine=mf.Machine(workers=1), **PACKING) as feed:
@@ -722,7 +725,7 @@ def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
         raise MeshfeedError("no such disk")
 
     monkeypatch.setattr(decoding, "_SHARED_BYTES", least)
-    monkeypatch.setattr(mf.store.MultimodalStore, name, fails)
+    monkeypatch.setattr(mf.multimodal.MultimodalStore, name, fails)
     with (
         mf.Feed(multimodal(folder), machine=mf.Machine(workers=1), **PACKING) as feed,
         pytest.raises(MeshfeedError, match="no such disk"),

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import StoreError
+from meshfeed.multimodal import MultimodalStore, MultimodalWriter
 from meshfeed.parts import KINDS, Parts
-from meshfeed.store import DatasetWriter, MultimodalStore
 from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
@@ -41,7 +41,7 @@ def written(folder, samples, seed=0):
     lengths = [len(sample) + int(rng.integers(0, 5)) for sample in samples]
     texts = [rng.integers(0, 60_000, length).astype(np.uint16) for length in lengths]
     parts, data = parts_of(samples, lengths)
-    with DatasetWriter(folder, {"tokens": "u2", "loss_mask": "u1"}, parts=True) as writer:
+    with MultimodalWriter(folder, {"tokens": "u2", "loss_mask": "u1"}) as writer:
         for text in texts:
             writer.add_document(tokens=text, loss_mask=np.ones(text.size, np.uint8))
         half = len(samples) // 2
@@ -107,23 +107,18 @@ def test_reading_needs_with_and_parts_need_a_store_that_has_them(tmp_path):
             call(mf.open(tmp_path / "d"))
     with mf.open(tmp_path / "d") as store, pytest.raises(StoreError, match="document 4 asked for"):
         store.parts(np.array([4]))
-    with (
-        pytest.raises(StoreError, match="give parts=True"),
-        DatasetWriter(tmp_path / "e", {"tokens": "u2"}) as w,
-    ):
-        w.add_parts(*parts_of([[]], None))
     with pytest.raises(
         StoreError, match=r"columns \['part_sizes', 'parts'\] would be in the files of the parts"
     ):
-        DatasetWriter(tmp_path / "e", {"tokens": "u2", "parts": "u1", "part_sizes": "u1"}, parts=True)
+        MultimodalWriter(tmp_path / "e", {"tokens": "u2", "parts": "u1", "part_sizes": "u1"})
     with (
         pytest.raises(StoreError, match="1 documents, and parts of 0"),
-        DatasetWriter(tmp_path / "e", {"tokens": "u2"}, parts=True) as w,
+        MultimodalWriter(tmp_path / "e", {"tokens": "u2"}) as w,
     ):
         w.add_document(tokens=[1])
     with (
         pytest.raises(StoreError, match="other lengths than their sizes say"),
-        DatasetWriter(tmp_path / "e", {"tokens": "u2"}, parts=True) as w,
+        MultimodalWriter(tmp_path / "e", {"tokens": "u2"}) as w,
     ):
         w.add_parts(parts_of([[(0, 1, b"ab")]], None)[0], [b"a"])
 

@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import numbers_in
+from meshfeed.multimodal import Multimodal, MultimodalStore
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.store import MultimodalStore
 
 Longs = npt.NDArray[np.int64]
 

@@ -43,13 +43,14 @@ from meshfeed.files.sums import BLOCK_BYTES, SUFFIX
 from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
+from meshfeed.multimodal import MultimodalStore
 from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.recipe import Change
 from meshfeed.report.content import add_content
 from meshfeed.report.lengths import DocumentLengths
 from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
 from meshfeed.report.words import counted
-from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
+from meshfeed.store import IndexedStore, StreamStore
 from meshfeed.store.checksums import checksums_beside, is_of, write_checksums
 from meshfeed.store.tokenizer import BYTES, tokenizer_file
 

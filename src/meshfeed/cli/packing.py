@@ -11,8 +11,8 @@ from meshfeed.cli.options import given, option, refuse_given
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.encoders import Encoder
 from meshfeed.plan.packing import Oversize, Policy
+from meshfeed.plan.types import Encoder
 from meshfeed.sequence import SequenceRule, run_by
 
 _DEFAULT = Packing(capacity=1)

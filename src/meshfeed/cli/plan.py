@@ -19,7 +19,8 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch
-from meshfeed.plan import Account, EncoderPlan, StepPlan, account_of, plan_step
+from meshfeed.multimodal.encoders import EncoderPlan
+from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.recipe import entered
 from meshfeed.report.loads import Load, loads_of
 from meshfeed.report.plan import page

@@ -17,9 +17,10 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import NUM_POSITIONS, RecipeOptions
 from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
+from meshfeed.multimodal import Multimodal
 from meshfeed.order import position_of, steps_of
 from meshfeed.recipe import entered
-from meshfeed.sequence import Multimodal, SequenceRule
+from meshfeed.sequence import SequenceRule
 
 
 @dataclass(frozen=True, kw_only=True)

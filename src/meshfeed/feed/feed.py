@@ -40,7 +40,7 @@ from meshfeed.machine import Machine
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import edges_of, has_step, is_over_early, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.encoders import Encoder
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe, entered
 from meshfeed.roles import Field, StageMap
 from meshfeed.sequence import Columns, Portion, SequenceRule, rule_of, run_by

@@ -13,7 +13,7 @@ from meshfeed.errors import OptionError
 from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.encoders import Encoder
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import StageMap
 from meshfeed.store import StreamStore

@@ -251,9 +251,8 @@ class Stepping:
             shuffle = self.recipe.shuffle
             order = self._by_lanes(step, draws, shuffle) if isinstance(shuffle, Blocks) else None
             return _plan_of_rows(lengths.tobytes(), order, dp, cp, self.micro_batch_size, self._row_align)
-        in_order = self.packing.policy == "in_order"
         try:
-            return plan_step(
+            plan = plan_step(
                 lengths,
                 self.packing,
                 dp=dp,
@@ -261,8 +260,8 @@ class Stepping:
                 pp=pp,
                 vpp=self.vpp,
                 cp_split=self.cp_split,
-                encoder_work=None if in_order else self.rule.encoder_work(self.recipe, draws),
             )
+            return self.rule.evened(self.recipe, draws, plan, self.packing, self.layout, self.cp_split)
         except PlanError as error:
             longest = int(lengths.argmax())
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]

@@ -37,11 +37,11 @@ from meshfeed.integrations.loader import (
     refuse_options,
 )
 from meshfeed.layout import Layout
+from meshfeed.multimodal import MROPE, Multimodal
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.masked import Masked
-from meshfeed.sequence.multimodal import MROPE, Multimodal
 from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 
 _CAUSAL = frozenset(

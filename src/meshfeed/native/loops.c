@@ -437,7 +437,7 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
 
 enum { MOST_COSTS = 4, MOST_CHOSEN = 8, MOST_CHOICES = 1 + MOST_CHOSEN * (MOST_CHOSEN + 1) / 2 };
 
-/* What the packs of a step hold: `Contents` of plan/encoders/even_out.py. Its cost and padded have num_columns. */
+/* What the packs of a step hold: `Contents` of multimodal/encoders/balance.py. Its cost and padded have num_columns. */
 typedef struct {
     int64_t num_costs, num_sizes, num_columns, num_packs, stride;
     const double *cost;
@@ -447,7 +447,7 @@ typedef struct {
 } contents;
 
 /* None, each one and each two of a pack's sequences: their places in it, and what they are on a group of its
-   own size, then on one of the other pack's: `Choices` of plan/encoders/even_out.py. */
+   own size, then on one of the other pack's: `Choices` of multimodal/encoders/balance.py. */
 typedef struct {
     int64_t num, size[MOST_CHOICES], places[MOST_CHOICES][2], padded[2][MOST_CHOICES];
     double cost[2][MOST_COSTS][MOST_CHOICES];
@@ -491,7 +491,7 @@ static void choose(const contents *of, int64_t pack, int64_t other, choices *mad
 }
 
 /* The first swap of packs p and q that leaves at most `enough`, or else the one that leaves least: `_best_swap`
-   of plan/encoders/even_out.py. Returns the larger excess of both, or `below` where no swap leaves less. */
+   of multimodal/encoders/balance.py. Returns the larger excess of both, or `below` where no swap leaves less. */
 static double best_swap(const contents *of, int64_t at, int64_t p, int64_t q, const choices *gives,
                         const choices *takes, double enough, double below, int64_t *given, int64_t *taken)
 {
@@ -541,7 +541,7 @@ static void replace_some(const contents *of, int64_t pack, const choices *gives,
     }
 }
 
-/* Let packs swap sequences until no excess is above the tolerance, or no more help: `swap` of plan/encoders/even_out.py.
+/* Let packs swap sequences until no excess is above the tolerance, or no more help: `swap` of multimodal/encoders/balance.py.
 
    bounds: most sweeps, tries, one in how many packs must swap for another sweep; limits: tolerance, least
    gain, what part of a difference is enough. Changes free, slots, excess, members and counts.

@@ -3,12 +3,10 @@
 Read it in this order: `types` (what a plan is, and what a rank gets of it), `packing` (what a user chooses,
 and what it costs), `step` (the entry points, how many microbatches a step has, and the ranks of its packs).
 Its other stages: `problem` (the rows and the room of a step) and `fill` (which sequences share a group).
-Besides: `encoders/` (balance for encoders, too; who encodes what, and who gets it); `account` (how
-good a plan is).
+Besides: `account` (how good a plan is).
 """
 
 from meshfeed.plan.account import Account, account_of, flops
-from meshfeed.plan.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
 from meshfeed.plan.packing import CostModel, ModelShape, Packing, cp_groups
 from meshfeed.plan.step import plan_fixed, plan_step
 from meshfeed.plan.types import Align, CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
@@ -18,8 +16,6 @@ __all__ = [
     "Align",
     "CostModel",
     "CpSplit",
-    "EncoderPlan",
-    "EncoderRoute",
     "ModelShape",
     "Pack",
     "Packing",
@@ -27,10 +23,8 @@ __all__ = [
     "StepPlan",
     "account_of",
     "cp_groups",
-    "encoder_routes",
     "flops",
     "packs_of",
-    "plan_encoder",
     "plan_fixed",
     "plan_step",
     "slices_of",

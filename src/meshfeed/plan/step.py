@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.account import least_pile
-from meshfeed.plan.encoders.even_out import MOST_COSTS, even_out
 from meshfeed.plan.fill import Filled, deal, fill_step
 from meshfeed.plan.packing import TOLERANCE, Packing, asked_microbatches, shape_of, step_time
 from meshfeed.plan.problem import Microbatch, Placement, Room, Sequences, narrowest_holding, room_of, rows_of
@@ -59,7 +58,6 @@ def plan_step(
     vpp: int = 1,
     quantum: int | None = None,
     cp_split: CpSplit = "zigzag",
-    encoder_work: npt.ArrayLike | None = None,
 ) -> StepPlan:
     """Plan one step: a pure function of its arguments, for any lengths and any number of ranks.
 
@@ -68,15 +66,12 @@ def plan_step(
     pp, vpp: pipeline stages and virtual stages per rank, which weigh the pipeline's bubble.
     quantum: the number of microbatches is a multiple of this; None for the packing's own.
     cp_split: how cp ranks will split the packs; only "pack_contiguous" needs less padding than the others.
-    encoder_work: work of an encoder on the images, audio or video of each sequence, in any unit, on the ranks
-        that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders. Packs are then balanced
-        for these as well as for the language model; "in_order" ignores it. None for no encoder.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
     microbatch, no pack more than packing.max_sequences. A rank without sequences in a microbatch gets a
     dummy, an empty pack.
     Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
-    1, a capacity below the alignment, or encoder_work that is negative or of another shape.
+    1, or a capacity below the alignment.
     """
     of_kind(PlanError, Packing, packing=packing)
     dp, cp, pp, vpp, quantum = whole_numbers(
@@ -85,17 +80,12 @@ def plan_step(
     quantum = quantum or packing.quantum or (pp if vpp > 1 else 1)
     room = room_of(packing, dp=dp, cp=cp, split=cp_split)
     whole = _whole(lengths)
-    works = None if encoder_work is None else _works(encoder_work, whole.size)
     rows = rows_of(whole, longest=room.longest, policy=packing.oversize)
     kept = rows.lengths[rows.kept]
     if packing.policy == "in_order" or not kept.size:
         placed = in_order(kept, packing, room, quantum=quantum)
     else:
         placed = choose(kept, packing, room, quantum=quantum, bubble_share=(pp - 1) / vpp)
-        if works is not None:
-            # a piece of a sequence has its share of the parts
-            of = rows.sequence[rows.kept]
-            placed = even_out(placed, kept, works[:, of] * (kept / whole[of]), packing, room)
     microbatch = np.full(rows.lengths.size, -1, np.int32)
     first_rank = np.zeros(rows.lengths.size, np.int32)
     cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
@@ -159,21 +149,6 @@ def _whole(lengths: npt.ArrayLike) -> LongArray:
     if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
         raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
     return given.astype(np.int64).ravel()
-
-
-def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
-    given = np.asarray(encoder_work)
-    works = np.atleast_2d(given)
-    if given.dtype.kind not in "iuf" or works.ndim > 2 or works.shape[-1] != num_sequences:
-        raise PlanError(
-            f"encoder_work: {given.dtype} {list(given.shape)}; give the work on each of {num_sequences} "
-            f"sequences"
-        )
-    if len(works) >= MOST_COSTS:
-        raise PlanError(f"encoder_work of {len(works)} encoders: at most {MOST_COSTS - 1}")
-    if not (np.isfinite(works) & (works >= 0)).all():
-        raise PlanError(f"encoder_work: {works.min()} to {works.max()}; work is finite, and 0 or more")
-    return works.astype(np.float64)
 
 
 def choose(

@@ -264,6 +264,8 @@ def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
     return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
 
 
+Encoder = Literal["with sample", "balanced"]
+"""Where encoders of images, audio and video run: on the ranks that hold the sequence, or shared by all."""
 CpSplit = Literal["zigzag", "contiguous", "pack_contiguous"]
 """zigzag: chunks r and 2*cp-1-r of each sequence, so that causal attention costs every rank the same.
 contiguous: the r-th of cp equal chunks of each sequence. pack_contiguous: the r-th of cp equal runs of the

@@ -3,7 +3,7 @@
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
     OUT/                appears complete, at one moment; in object storage, see `storage_output`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
-        parts.*, part_sizes.*    images and audio, if any; see `store.part_files`
+        parts.*, part_sizes.*    images and audio, if any; see `parts.store`
         origins.npy     the record that each document was, beside dataset.json; see `formats.prepared`
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here

@@ -9,10 +9,10 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
+from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import Kind, PartRule, Parts
 from meshfeed.parts.types import check_options, in_pixels
 from meshfeed.processors.pixels import PIXELS, BytePixels, rgb_image
-from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
 _MOST_ELONGATED = 200

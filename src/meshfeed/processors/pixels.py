@@ -14,10 +14,10 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.formats.images import opened_image
+from meshfeed.multimodal.processor import PartField, PartSize, Processor
 from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.parts.types import check_counts, in_pixels
 from meshfeed.processors.resizing import Resample, resized, resized_squares
-from meshfeed.sequence.processor import PartField, PartSize, Processor
 
 Color = tuple[float, float, float]
 Dtype = Literal["float32", "uint8"]

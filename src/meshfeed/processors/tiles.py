@@ -11,11 +11,11 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
+from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import Kind, PartRule, Parts
 from meshfeed.parts.types import check_options
 from meshfeed.processors.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image
 from meshfeed.processors.resizing import squares_of
-from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
 Fit = Literal["crop", "stretch", "pad"]

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.sound import Sound, decoded_audio
+from meshfeed.multimodal.processor import PartField, PartSize, Processor
 from meshfeed.parts import Kind, PartRule, Parts
 from meshfeed.parts.types import check_counts, check_options
-from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
 
 Longer = Literal["cut", "error"]

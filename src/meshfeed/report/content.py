@@ -7,7 +7,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from meshfeed.store import MultimodalStore, StreamStore
+from meshfeed.multimodal import MultimodalStore
+from meshfeed.store import StreamStore
 
 _TOGETHER = 1 << 22  # tokens of long documents are read in pieces of this size
 _DOCUMENTS = 1 << 12  # whose lengths, or parts, are looked up together

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.multimodal.encoders import EncoderPlan
 from meshfeed.plan.account import Account, least_pile, widest_group
-from meshfeed.plan.encoders import EncoderPlan
 from meshfeed.plan.packing import Packing
 from meshfeed.plan.types import FloatArray, StepPlan
 

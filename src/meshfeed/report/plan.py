@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshfeed.plan import Account, EncoderPlan, StepPlan
+from meshfeed.multimodal.encoders import EncoderPlan
+from meshfeed.plan import Account, StepPlan
 from meshfeed.plan.types import FloatArray
 from meshfeed.report.loads import LANGUAGE_MODEL, Load
 from meshfeed.report.words import escape

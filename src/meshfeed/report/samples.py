@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.multimodal import MultimodalStore
+from meshfeed.multimodal.processor import tokens_of
 from meshfeed.parts import KINDS, Parts, Rules
 from meshfeed.parts.types import in_pixels
 from meshfeed.report.thumbnails import thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
-from meshfeed.sequence.processor import tokens_of
-from meshfeed.store import MultimodalStore, StreamStore
+from meshfeed.store import StreamStore
 from meshfeed.store.loss_columns import LABELS, LOSS_MASK, HasColumns
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24

@@ -5,8 +5,6 @@ from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
 from meshfeed.sequence.masked import Masked
-from meshfeed.sequence.multimodal import Multimodal
-from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, run_by
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
@@ -22,11 +20,7 @@ __all__ = [
     "Documents",
     "FieldTable",
     "Masked",
-    "Multimodal",
-    "PartField",
-    "PartSize",
     "Portion",
-    "Processor",
     "RunField",
     "Runs",
     "Samples",

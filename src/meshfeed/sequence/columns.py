@@ -10,22 +10,22 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import RecipeError
+from meshfeed.layout import Layout
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
-from meshfeed.plan import EncoderPlan, StepPlan
+from meshfeed.plan import CpSplit, Packing, StepPlan
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WithHoles
 from meshfeed.sequence.table import FieldTable, RunField
-from meshfeed.store import MultimodalStore
+from meshfeed.store import StreamStore
 
 _REPLACED = ("labels", "loss_mask")
 
@@ -38,7 +38,7 @@ def rule_of(recipe: Recipe) -> SequenceRule:
     """
     rule, stores = cast(SequenceRule, recipe.sequence), recipe.sources
     for store in stores:
-        if isinstance(store, MultimodalStore) and store.num_parts and not rule.takes_parts:
+        if isinstance(store, StreamStore) and store.num_parts and not rule.takes_parts:
             raise RecipeError(
                 f"{rule.summary()} would train on the placeholders of {store!r}, which has images, audio or "
                 f"video: use mf.Multimodal"
@@ -168,10 +168,18 @@ class WithColumns(SequenceRule):
     def decode_costs(self) -> DecodeCosts | None:
         return self.rule.decode_costs
 
-    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
-        return self.rule.encoder_work(recipe, draws)
+    def evened(
+        self,
+        recipe: Recipe,
+        draws: Draws,
+        plan: StepPlan,
+        packing: Packing,
+        layout: Layout,
+        cp_split: CpSplit,
+    ) -> StepPlan:
+        return self.rule.evened(recipe, draws, plan, packing, layout, cp_split)
 
-    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, Any]:
         return self.rule.encoder_plans(recipe, draws, plan)
 
     @property

@@ -12,19 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import OptionError, RecipeError
+from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
-from meshfeed.plan import EncoderPlan, StepPlan
-from meshfeed.plan.encoders import Encoder
+from meshfeed.plan import CpSplit, Packing, StepPlan
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Portion
@@ -216,15 +216,19 @@ class SequenceRule(Rule):
         """What an opened rule has decoded in `load` so far; None for one that decodes nothing."""
         return None
 
-    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
-        """Work of each encoder on the parts of each sequence, from the index alone; float64 [encoders, n].
+    def evened(
+        self,
+        recipe: Recipe,
+        draws: Draws,
+        plan: StepPlan,
+        packing: Packing,
+        layout: Layout,
+        cp_split: CpSplit,
+    ) -> StepPlan:
+        """The plan of some draws, its packs evened out for what runs beside the language model."""
+        return plan
 
-        Packs are evened out for it: see `plan_step`. None where no encoder runs beside the language model, or
-        where it runs on other ranks than those that hold the sequence.
-        """
-        return None
-
-    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, Any]:
         """Which rank encodes which part of a step: kind of part -> plan, from the index alone.
 
         plan: of the draws. Empty where no encoder runs.

@@ -2,7 +2,7 @@
 
 from meshfeed.mixture import Store
 from meshfeed.store.base import LengthsIndex, StreamStore
-from meshfeed.store.dataset import DatasetStore, MultimodalStore
+from meshfeed.store.dataset import DatasetStore
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore
@@ -23,7 +23,6 @@ __all__ = [
     "Lengths",
     "LengthsIndex",
     "Mapped",
-    "MultimodalStore",
     "Place",
     "Refused",
     "Resampled",

@@ -17,7 +17,6 @@ from meshfeed.errors import CacheError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats
 from meshfeed.intervals import distinct, numbers_in
 from meshfeed.mixture import Store
-from meshfeed.parts import Parts
 from meshfeed.store.index import Index
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 from meshfeed.summary import digest_of
@@ -125,27 +124,10 @@ class StreamStore(Store):
         """Whether stream ranges can be read; if not, only `read` by document."""
         return True
 
-    def parts(self, documents: I64) -> Parts:
-        """The images, audio and video of some documents, from the index alone; int64 [n]. By default none."""
-        return Parts.none(len(documents))
-
-    def read_parts(self, documents: I64, places: I64) -> list[bytes]:
-        """The stored bytes of one part of each document.
-
-        places: which part of its document, from 0; int64 [n], as documents are.
-        """
-        raise StoreError(f"{self.path}: its documents have no parts")
-
-    def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
-        """Where the bytes of those parts begin and end in the file of all; int64 [n] twice."""
-        raise StoreError(f"{self.path}: its documents have no parts")
-
-    def read_part_ranges(self, begins: I64, ends: I64, out: npt.NDArray[np.uint8]) -> None:
-        """The bytes of such ranges, one after the other. out: of exactly their size, contiguous."""
-        raise StoreError(f"{self.path}: its documents have no parts")
-
-    def will_need_parts(self, documents: I64, places: I64) -> None:
-        """Announce parts that will be read, each once; returns at once. See `read_parts`."""
+    @property
+    def num_parts(self) -> int:
+        """Images, audio and video of all documents; 0 for text."""
+        return 0
 
     # -- common to all formats ---------------------------------------------------------------------------
 

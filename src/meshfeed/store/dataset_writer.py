@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,10 +16,8 @@ import numpy.typing as npt
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import durable_file
-from meshfeed.parts import Parts
-from meshfeed.store.dataset import FORMAT, NAME, VERSION, WITH_PARTS
+from meshfeed.store.dataset import FORMAT, NAME, VERSION
 from meshfeed.store.indexed_writer import IndexedWriter
-from meshfeed.store.part_files import FILES, SIZES, rows_of
 from meshfeed.whole import of_kind, path_text
 
 
@@ -31,13 +29,13 @@ class DatasetWriter:
 
     Args:
         folder: created if missing; its parent must exist.
-        columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too:
-            with parts, none is "parts" or "part_sizes".
+        columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too.
         overwrite: whether an existing dataset may be replaced.
-        parts: whether documents have parts: images, audio and video; see `add_parts`.
 
     All methods raise StoreError.
     """
+
+    version = VERSION
 
     def __init__(
         self,
@@ -45,7 +43,6 @@ class DatasetWriter:
         columns: Mapping[str, npt.DTypeLike],
         *,
         overwrite: bool = False,
-        parts: bool = False,
     ) -> None:
         self.folder = Path(path_text(OptionError, folder=folder))
         of_kind(OptionError, Mapping, columns=columns)
@@ -54,19 +51,8 @@ class DatasetWriter:
             raise StoreError(
                 f"{self.folder}: columns {list(columns)}; one is 'tokens', and all are names as in Python"
             )
-        if parts and (taken := sorted(columns.keys() & set(FILES.values()))):
-            raise StoreError(
-                f"{self.folder}: columns {taken} would be in the files of the parts; rename them"
-            )
-        self._writers = {
-            name: IndexedWriter(self.folder / name, dtype, overwrite=overwrite)
-            for name, dtype in columns.items()
-        }
-        dtypes = {"bytes": np.uint8, "sizes": np.float64} if parts else {}
-        self._parts = {
-            name: IndexedWriter(self.folder / FILES[name], dtype, overwrite=overwrite)
-            for name, dtype in dtypes.items()
-        }
+        self._writers = {name: self._writer(name, dtype) for name, dtype in columns.items()}
+        self._further = dict[str, IndexedWriter]()  # of the same documents
         self._stack: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -78,7 +64,7 @@ class DatasetWriter:
                     f"(--overwrite)"
                 )
         with contextlib.ExitStack() as stack:
-            for writer in (*self._writers.values(), *self._parts.values()):
+            for writer in (*self._writers.values(), *self._further.values()):
                 stack.enter_context(writer)
             self._stack = stack.pop_all()
         return self
@@ -96,25 +82,6 @@ class DatasetWriter:
         for name, writer in self._writers.items():
             writer.add_documents(columns[name], lengths)
         self._refuse_apart(document)
-
-    def add_parts(self, parts: Parts, data: Sequence[bytes]) -> None:
-        """Add the parts of the next documents, also of those without any; before or after their tokens.
-
-        data: the bytes of each part; [p], as long as `parts.num_bytes` says. Raises StoreError.
-        """
-        if not self._parts:
-            raise StoreError(f"{self.folder}: made for documents without parts; give parts=True")
-        data_writer, sizes_writer = self._parts["bytes"], self._parts["sizes"]
-        if [len(each) for each in data] != parts.num_bytes.tolist():
-            raise StoreError(
-                f"{self.folder}: document {data_writer.num_documents} and those after it: {len(data)} parts "
-                f"of other lengths than their sizes say; write the dataset again"
-            )
-        for begin, end in zip(parts.starts.tolist(), parts.starts[1:].tolist()):
-            for each in data[begin:end]:
-                data_writer.add_sequence(np.frombuffer(each, np.uint8))
-            data_writer.end_document()
-        sizes_writer.add_documents(rows_of(parts).ravel(), np.diff(parts.starts) * len(SIZES))
 
     def _refuse_others(self, columns: Mapping[str, object]) -> int:
         """The number of the next document. Raises StoreError unless it has the dataset's columns."""
@@ -137,7 +104,7 @@ class DatasetWriter:
             return
         with stack:
             self._refuse_apart(self._writers["tokens"].num_documents - 1)
-            self._refuse_parts_apart()
+            self._refuse_further_apart()
             with typed_errors(self.folder):  # so that no dataset.json names files of another dataset
                 (self.folder / NAME).unlink(missing_ok=True)
         self._publish()
@@ -151,22 +118,22 @@ class DatasetWriter:
                     f"of {name} for each token, and write the dataset again"
                 )
 
-    def _refuse_parts_apart(self) -> None:
+    def _refuse_further_apart(self) -> None:
         expected = self._writers["tokens"].num_documents
-        for writer in self._parts.values():
+        for name, writer in self._further.items():
             if writer.num_documents != expected:
                 raise StoreError(
-                    f"{self.folder}: {expected} documents, and parts of {writer.num_documents}; add the "
-                    f"parts of each document, of one without any too"
+                    f"{self.folder}: {expected} documents, and {name} of {writer.num_documents}; add the "
+                    f"{name} of each document, of one without any too"
                 )
 
+    def _writer(self, name: str, dtype: npt.DTypeLike) -> IndexedWriter:
+        return IndexedWriter(self.folder / name, dtype, overwrite=self._overwrite)
+
+    def _content(self) -> dict[str, Any]:
+        """What dataset.json says."""
+        return {"format": FORMAT, "version": self.version, "columns": {name: name for name in self._writers}}
+
     def _publish(self) -> None:
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "version": WITH_PARTS if self._parts else VERSION,
-            "columns": {name: name for name in self._writers},
-        }
-        if self._parts:
-            content["parts"] = FILES
         with durable_file(self.folder / NAME) as stream:
-            stream.write(json.dumps(content, indent=2).encode())
+            stream.write(json.dumps(self._content(), indent=2).encode())

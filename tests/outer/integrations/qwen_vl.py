@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 import meshfeed as mf
+from meshfeed.multimodal import MultimodalWriter
 from meshfeed.parts import Parts
 from meshfeed.processors import NativeImages, NativePatches
-from meshfeed.store import DatasetWriter
 
 IMAGE, BEGIN, END = 100, 101, 102
 """The placeholder, and the tokens that stand around it."""
@@ -38,7 +38,7 @@ def picture(height: int, width: int) -> bytes:
 
 def write_documents(folder: Path, documents: Sequence[Document], *, broken: bool = False) -> Any:
     """A store of documents. broken: nothing of their images can be decoded."""
-    with DatasetWriter(folder, {"tokens": np.uint16}, parts=True) as writer:
+    with MultimodalWriter(folder, {"tokens": np.uint16}) as writer:
         for document in documents:
             sizes = [each for each in document if isinstance(each, tuple)]
             text = [

@@ -10,9 +10,9 @@ from texts import Here
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.multimodal import PartSize
 from meshfeed.prepare import Multimodal, Text, prepare
 from meshfeed.processors import NativeImages, NativePatches
-from meshfeed.sequence import PartSize
 
 PACKING = {"packing": mf.Packing(capacity=2048)}
 

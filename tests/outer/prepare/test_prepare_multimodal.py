@@ -20,10 +20,10 @@ import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, PrepareError, StoreError
+from meshfeed.multimodal import MultimodalStore
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
 from meshfeed.prepare.inputs.samples import SampleColumns
-from meshfeed.store import MultimodalStore
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases

@@ -18,6 +18,7 @@ from PIL import Image
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
+from meshfeed.multimodal import PartSize
 from meshfeed.parts import Parts
 from meshfeed.processors import (
     AnyResImages,
@@ -32,7 +33,6 @@ from meshfeed.processors import (
     TiledPixels,
     rgb_image,
 )
-from meshfeed.sequence import PartSize
 from soak import SEED, cases, some
 
 # mode and format; with "+", one color or the palette's are transparent
@@ -245,7 +245,7 @@ def test_what_becomes_of_alpha_is_in_the_fingerprint() -> None:
 
 def feed_of(folder: Path, ours: ImageProcessor, stored_parts: Any, **options: Any) -> mf.Feed:
     """A feed of one pack: a document for each (size, data)."""
-    with mf.DatasetWriter(folder, {"tokens": np.uint16}, parts=True) as writer:
+    with mf.multimodal.MultimodalWriter(folder, {"tokens": np.uint16}) as writer:
         for (height, width), data in stored_parts:
             size = replace(
                 Parts.of_images([(height, width)]), at=np.array([1]), num_bytes=np.array([len(data)])
@@ -272,7 +272,7 @@ OURS = {name: of[0] for name, of in OF_TILES.items()} | {
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("family", OURS)
 def test_a_feed_gives_them(family: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshfeed.sequence.decoding._SHARED_BYTES", 4096)  # some through memory, some not
+    monkeypatch.setattr("meshfeed.multimodal.decoding._SHARED_BYTES", 4096)  # some through memory, some not
     ours = replace(OURS[family], dtype=dtype)
     pictures = {size: stored(picture(*size)) for size in ((40, 90), (120, 60), (100, 100), (40, 20))}
     with feed_of(tmp_path / "store", ours, list(pictures.items())) as feed:

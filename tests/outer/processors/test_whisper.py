@@ -21,11 +21,11 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.extras import install
 from meshfeed.formats.sound import decoded_audio
+from meshfeed.multimodal import PartSize
+from meshfeed.multimodal.decoding import Bad, Promise, Task, made_of
 from meshfeed.parts import KINDS, Parts
 from meshfeed.processors import WhisperAudio, WhisperFeatures
 from meshfeed.processors.whisper import resampled
-from meshfeed.sequence import PartSize
-from meshfeed.sequence.decoding import Bad, Promise, Task, made_of
 from soak import SEED, cases
 
 SHORT = WhisperAudio(seconds=3)
@@ -221,7 +221,7 @@ def test_audio_that_is_too_long_is_cut_or_refused_by_name(tmp_path: Path) -> Non
     assert "longer='cut'" in cut.summary() and "longer='error'" in refused.summary()
     with pytest.raises(RecipeError, match=r"longer='drop'\): choose cut, error"):
         replace(SHORT, longer=cast(Any, "drop"))
-    with mf.DatasetWriter(tmp_path / "store", {"tokens": np.uint16}, parts=True) as writer:
+    with mf.multimodal.MultimodalWriter(tmp_path / "store", {"tokens": np.uint16}) as writer:
         for length in (9_000, 64_000):
             writer.add_document(tokens=np.array([5, 9, 7], np.uint16))
             writer.add_parts(replace(part(length), at=np.array([1]), num_bytes=np.array([1])), [b"x"])
@@ -235,7 +235,7 @@ def test_audio_that_is_too_long_is_cut_or_refused_by_name(tmp_path: Path) -> Non
 def test_a_feed_gives_it(tmp_path: Path) -> None:
     ours = WhisperFeatures(SHORT)
     sounds = {9_000: wav(noise(9_000)), 70_000: wav(noise(70_000)), 30_000: wav(noise(30_000))}
-    with mf.DatasetWriter(tmp_path / "store", {"tokens": np.uint16}, parts=True) as writer:
+    with mf.multimodal.MultimodalWriter(tmp_path / "store", {"tokens": np.uint16}) as writer:
         for length, data in sounds.items():
             writer.add_document(tokens=np.array([5, 9, 7], np.uint16))
             writer.add_parts(replace(part(length), at=np.array([1]), num_bytes=np.array([len(data)])), [data])

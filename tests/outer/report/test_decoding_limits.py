@@ -26,11 +26,11 @@ from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed, leap
 from meshfeed.cli.main import main
 from meshfeed.metrics import Span, StageClock
+from meshfeed.multimodal import decoding
 from meshfeed.report import RankHistory, read_run
 from meshfeed.report.history.decoding import limiting
 from meshfeed.report.history.page import page
 from meshfeed.report.history.waits import waits_of
-from meshfeed.sequence import decoding
 from meshfeed.store.workers import Workers
 from pictures import Look, multimodal, write_pictures
 from soak import cases

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshfeed.plan import Packing, StepPlan, account_of, plan_encoder, plan_step
-from meshfeed.plan.encoders import Encoder
-from meshfeed.plan.types import FloatArray
+from evened import plan_step
+from meshfeed.multimodal.encoders import plan_encoder
+from meshfeed.plan import Packing, StepPlan, account_of
+from meshfeed.plan.types import Encoder, FloatArray
 from meshfeed.report.loads import loads_of
 from soak import cases
 

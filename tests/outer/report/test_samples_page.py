@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from meshfeed.cli.main import main
+from meshfeed.multimodal import MultimodalWriter
 from meshfeed.parts import Parts
-from meshfeed.store import DatasetWriter
 from meshfeed.text import visible
 
 HOSTILE = (
@@ -56,7 +56,7 @@ def store(tmp_path_factory):
     """A document with text and images, one of audio, one of text, an empty one, one of thirty images."""
     path = tmp_path_factory.mktemp("page") / "store"
     words = list(HOSTILE.encode())
-    with DatasetWriter(path, {"tokens": np.uint16}, parts=True) as writer:
+    with MultimodalWriter(path, {"tokens": np.uint16}) as writer:
 
         def add(tokens, parts, data):
             writer.add_document(tokens=np.array(tokens, np.uint16))

@@ -14,9 +14,9 @@ from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.megatron.samples import AXES_FIRST
 from meshfeed.integrations.megatron.stages import core
+from meshfeed.multimodal import MROPE
 from meshfeed.plan import Pack, StepPlan, packs_of
 from meshfeed.roles import Field
-from meshfeed.sequence.multimodal import MROPE
 
 MODEL_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 """What Megatron's own `get_batch` returns, in its order."""

@@ -23,7 +23,7 @@ from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
-from meshfeed.plan.encoders import Encoder
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.rule import SequenceRule

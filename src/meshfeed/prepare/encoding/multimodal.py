@@ -17,11 +17,11 @@ from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.tokens import Where
 from meshfeed.parts import KINDS, Kind, Parts
+from meshfeed.parts.store import rows_of
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
 from meshfeed.prepare.encoding.part_headers import MOST_PIXELS, Size, size_of
 from meshfeed.prepare.encoding.text import Text, TextColumn, TextEncoder, absolute
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, SamplePart
-from meshfeed.store.part_files import rows_of
 
 PART_DTYPES: Mapping[str, np.dtype[Any]] = {
     "num_parts": np.dtype(np.int64),
@@ -30,7 +30,7 @@ PART_DTYPES: Mapping[str, np.dtype[Any]] = {
     "parts": np.dtype(np.uint8),
 }
 """Further columns of documents with parts: parts of each, bytes of each part, their sizes as
-`store.part_files` has them, and all bytes back to back."""
+`parts.store` has them, and all bytes back to back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

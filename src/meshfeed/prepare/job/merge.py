@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from meshfeed.files.local.durable import durable_file
 from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of
+from meshfeed.multimodal import MultimodalStore, MultimodalWriter
+from meshfeed.parts.store import SIZES, parts_of
 from meshfeed.prepare.encoding.multimodal import PART_DTYPES
 from meshfeed.prepare.job.job import Job
 from meshfeed.prepare.job.part_file import (
@@ -23,8 +25,7 @@ from meshfeed.prepare.job.part_file import (
     part_path,
     write_array,
 )
-from meshfeed.store import DatasetWriter, MultimodalStore, open_store
-from meshfeed.store.part_files import SIZES, parts_of
+from meshfeed.store import DatasetWriter, open_store
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -61,11 +62,9 @@ def merge(
     folders = [TRAIN, VALIDATION] if job.request.validation else ["."]
     counts = [count for summary in summaries for count in summary.counts]
     bases, origins = bases_of(counts, job.spans[:, 1]), {name: OriginRuns() for name in folders}
+    writer = MultimodalWriter if encoder.beside else DatasetWriter
     with ExitStack() as stack:
-        stores = {
-            name: stack.enter_context(DatasetWriter(out / name, columns, parts=bool(encoder.beside)))
-            for name in folders
-        }
+        stores = {name: stack.enter_context(writer(out / name, columns)) for name in folders}
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
@@ -123,7 +122,7 @@ def set_apart(hashes: U64, share: float) -> Mask:
 def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
     """Add the chosen documents of a block."""
     columns = {name: values for name, values in block.columns.items() if name not in PART_DTYPES}
-    if len(columns) < len(block.columns):
+    if isinstance(store, MultimodalWriter):
         _add_parts(store, block.columns, chosen)
     if not chosen.all():
         tokens = np.repeat(chosen, block.lengths)
@@ -131,7 +130,7 @@ def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
     store.add_documents(block.lengths[chosen], **columns)
 
 
-def _add_parts(store: DatasetWriter, columns: Mapping[str, npt.NDArray[Any]], chosen: Mask) -> None:
+def _add_parts(store: MultimodalWriter, columns: Mapping[str, npt.NDArray[Any]], chosen: Mask) -> None:
     """Add the parts of the chosen documents of a block."""
     counts, num_bytes = columns["num_parts"], columns["part_bytes"]
     kept = np.flatnonzero(np.repeat(chosen, counts))

@@ -14,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.multimodal.decoding import PartPlace
+from meshfeed.multimodal.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
+from meshfeed.multimodal.processor import PartField, Processor, grid_of, named, rows_of, tokens_of, work_of
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts
-from meshfeed.plan import EncoderPlan, EncoderRoute, StepPlan, encoder_routes, plan_encoder
-from meshfeed.plan.encoders import Encoder
+from meshfeed.parts.store import parts_in
+from meshfeed.plan import StepPlan
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.decoding import PartPlace
 from meshfeed.sequence.documents import document_lengths, located
-from meshfeed.sequence.processor import PartField, Processor, grid_of, named, rows_of, tokens_of, work_of
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
@@ -124,7 +126,7 @@ class PartsOfDraws:
 @kept_by_store(most=64)
 def _parts_at(store: StreamStore, documents: bytes) -> Parts:
     """The parts of documents, the bytes of int64 [n]; kept, as a step asks for the same ones again."""
-    return store.parts(np.frombuffer(documents, np.int64))
+    return parts_in(store, np.frombuffer(documents, np.int64))
 
 
 def labels_of(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:

@@ -23,11 +23,11 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.machine import Machine
+from meshfeed.multimodal.arena import Arena, ArenaRange
+from meshfeed.multimodal.processor import PartField, PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.arena import Arena, ArenaRange
-from meshfeed.sequence.processor import PartField, PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.sequence.rule import DecodeCosts
 from meshfeed.sequence.runs import Longs
 from meshfeed.store.workers import Failure, Workers

@@ -19,16 +19,11 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import OptionError, RecipeError
+from meshfeed.layout import Layout
 from meshfeed.machine import Machine
-from meshfeed.order import Draws, draws_of_step
-from meshfeed.parts import Expansion, Kind, Parts, check_rules
-from meshfeed.plan import EncoderPlan, Slices, StepPlan
-from meshfeed.plan.encoders import ROUTE, Encoder
-from meshfeed.recipe import Recipe
-from meshfeed.roles import Field
-from meshfeed.sequence.decoding import Decoder, PartPlace
-from meshfeed.sequence.documents import DocumentRule, document_lengths, located
-from meshfeed.sequence.multimodal.fields import (
+from meshfeed.multimodal.decoding import Decoder, PartPlace
+from meshfeed.multimodal.encoders import ROUTE, EncoderPlan, even_out
+from meshfeed.multimodal.fields import (
     IS_BAD,
     MROPE,
     OnBad,
@@ -40,7 +35,7 @@ from meshfeed.sequence.multimodal.fields import (
     text_fields,
     text_values,
 )
-from meshfeed.sequence.multimodal.parts import (
+from meshfeed.multimodal.parts import (
     Chosen,
     PartsOfDraws,
     Shared,
@@ -48,7 +43,14 @@ from meshfeed.sequence.multimodal.parts import (
     parts_of_pack,
     plans_of,
 )
-from meshfeed.sequence.processor import Processor, check_processor
+from meshfeed.multimodal.processor import Processor, check_processor
+from meshfeed.order import Draws, draws_of_step
+from meshfeed.parts import Expansion, Kind, Parts, check_rules
+from meshfeed.plan import Packing, Slices, StepPlan
+from meshfeed.plan.types import CpSplit, Encoder
+from meshfeed.recipe import Recipe
+from meshfeed.roles import Field
+from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
@@ -256,6 +258,22 @@ class Multimodal(DocumentRule, TokenRule):
         """Work of each kind's encoder on the parts of each document; float64 [kinds, n]. None if all ranks
         share the parts."""
         return None if self._encoder == "balanced" else self._among(recipe, draws).work()
+
+    def evened(
+        self,
+        recipe: Recipe,
+        draws: Draws,
+        plan: StepPlan,
+        packing: Packing,
+        layout: Layout,
+        cp_split: CpSplit,
+    ) -> StepPlan:
+        """The plan with packs that are even for the encoders, too; as it is if all ranks share the parts."""
+        work = None if packing.policy == "in_order" else self.encoder_work(recipe, draws)
+        if work is None:
+            return plan
+        lengths, dp, cp = self.lengths(recipe, draws), layout.dp, layout.cp
+        return even_out(plan, lengths, work, packing, dp=dp, cp=cp, cp_split=cp_split)
 
     def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
         """The plan of each kind's encoder, of a kind without parts in the step too."""

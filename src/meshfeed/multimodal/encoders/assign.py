@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,8 @@ from meshfeed.errors import PlanError
 from meshfeed.intervals import numbers_in
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.fill import longest_first
-from meshfeed.plan.types import FloatArray, IntArray, LongArray, StepPlan
+from meshfeed.plan.types import Encoder, FloatArray, IntArray, LongArray, StepPlan
 
-Encoder = Literal["with sample", "balanced"]
 """with sample: the ranks that hold a sequence encode its parts. Each rank of a cp group gets all parts of
 its pack; `EncoderPlan.rank` is the one to encode a part in a model that shares them within the group.
 balanced: all dp_cp ranks share the parts of a microbatch, and send the outputs to those that need them."""

@@ -22,12 +22,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
+from meshfeed.errors import PlanError
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.fill import place
 from meshfeed.plan.packing import TOLERANCE, Packing
-from meshfeed.plan.problem import Placement, Room
-from meshfeed.plan.types import FloatArray, LongArray
+from meshfeed.plan.problem import Placement, Room, room_of
+from meshfeed.plan.types import CpSplit, FloatArray, LongArray, StepPlan
 
 ENCODER_WEIGHT = 0.25
 """Weight of an uneven encoder beside an equally uneven language model, which does several times its work: an
@@ -73,6 +75,56 @@ _swap = compiled(
 
 
 def even_out(
+    plan: StepPlan,
+    lengths: npt.ArrayLike,
+    encoder_work: npt.ArrayLike,
+    packing: Packing,
+    *,
+    dp: int,
+    cp: int = 1,
+    cp_split: CpSplit = "zigzag",
+) -> StepPlan:
+    """A plan with packs that are balanced for encoders as well as for the language model.
+
+    plan: of `plan_step` with the other arguments; "in_order" stays as it is. lengths: as given to it.
+    encoder_work: work of an encoder on the images, audio or video of each sequence, in any unit, on the ranks
+        that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders.
+
+    Raises PlanError for work that is negative or of another shape.
+    """
+    whole = np.asarray(lengths, np.int64).ravel()
+    works = _works(encoder_work, whole.size)
+    (kept,) = np.nonzero(plan.microbatch >= 0)
+    if packing.policy == "in_order" or not kept.size:
+        return plan
+    mine, of = plan.lengths[kept], plan.sequence[kept]
+    given = Placement(plan.microbatch[kept], plan.first_rank[kept], plan.cp_size[kept], plan.num_microbatches)
+    # a piece of a sequence has its share of the parts
+    work, room = works[:, of] * (mine / whole[of]), room_of(packing, dp=dp, cp=cp, split=cp_split)
+    placed = evened(given, mine, work, packing, room)
+    changed = plan.microbatch.copy(), plan.first_rank.copy(), plan.cp_size.copy()
+    for new, some in zip(changed, (placed.microbatch, placed.first_rank, placed.cp_size)):
+        new[kept] = some
+    microbatch, first_rank, cp_size = changed
+    return replace(plan, microbatch=microbatch, first_rank=first_rank, cp_size=cp_size)
+
+
+def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
+    given = np.asarray(encoder_work)
+    works = np.atleast_2d(given)
+    if given.dtype.kind not in "iuf" or works.ndim > 2 or works.shape[-1] != num_sequences:
+        raise PlanError(
+            f"encoder_work: {given.dtype} {list(given.shape)}; give the work on each of {num_sequences} "
+            f"sequences"
+        )
+    if len(works) >= MOST_COSTS:
+        raise PlanError(f"encoder_work of {len(works)} encoders: at most {MOST_COSTS - 1}")
+    if not (np.isfinite(works) & (works >= 0)).all():
+        raise PlanError(f"encoder_work: {works.min()} to {works.max()}; work is finite, and 0 or more")
+    return works.astype(np.float64)
+
+
+def evened(
     placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
 ) -> Placement:
     """The same groups of ranks with more even packs; `placed` itself if none are found.

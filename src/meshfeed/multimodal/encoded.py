@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from meshfeed.errors import OptionError
+from meshfeed.multimodal.encoders import ROUTE
 from meshfeed.parts import Kind
-from meshfeed.plan.encoders import ROUTE
 
 
 def exchange_encoded(

@@ -14,12 +14,12 @@ import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PartError, RecipeError
+from meshfeed.multimodal.decoding import Bad, Decoder, PartPlace, blank_of
+from meshfeed.multimodal.parts import Chosen, PartsOfDraws, Shared, parts_of_pack
+from meshfeed.multimodal.processor import PartSize, Processor, named, patches_of, rows_of
 from meshfeed.parts import Kind
 from meshfeed.plan import Slices
 from meshfeed.roles import Field
-from meshfeed.sequence.decoding import Bad, Decoder, PartPlace, blank_of
-from meshfeed.sequence.multimodal.parts import Chosen, PartsOfDraws, Shared, parts_of_pack
-from meshfeed.sequence.processor import PartSize, Processor, named, patches_of, rows_of
 from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
 from meshfeed.sequence.table import RunField
 

@@ -1,0 +1,24 @@
+"""Plans of steps with encoders: packs that are even for these, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from meshfeed import plan
+from meshfeed.multimodal.encoders import even_out
+
+
+def plan_step(
+    lengths: npt.ArrayLike,
+    packing: plan.Packing,
+    *,
+    encoder_work: npt.ArrayLike | None = None,
+    dp: int,
+    cp: int = 1,
+    **pipeline: Any,
+) -> plan.StepPlan:
+    """`plan.plan_step`, evened out for the work of encoders if there is any."""
+    made = plan.plan_step(lengths, packing, dp=dp, cp=cp, **pipeline)
+    return made if encoder_work is None else even_out(made, lengths, encoder_work, packing, dp=dp, cp=cp)
