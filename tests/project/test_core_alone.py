@@ -1,4 +1,4 @@
-"""The core stands alone: a copy without the outer circle passes its own tests, with NumPy and torch alone."""
+"""The core stands alone, with NumPy and torch: it is imported without the rings around it, and passes its tests."""
 
 from __future__ import annotations
 
@@ -19,21 +19,15 @@ from packaging.requirements import Requirement
 import meshfeed
 import quick
 import world
-from soak import SOAK
+from soak import only_soak
 
 SOURCE, TESTS = Path(meshfeed.__file__).parent, Path(__file__).parents[1]
 OUTER = ("cli", "formats", "integrations", "prepare", "processors", "report", "sinks", "__main__.py")
+AROUND = ("exchange", "multimodal", "parts", "simulation", "testing")
 LAID_OUT = ("outer", "project")
 """Folders of tests that are not of the core alone."""
 INSTALLED = ("numpy", "torch", "pytest", "pytest-timeout", "hypothesis")
 
-SHORT = (
-    "testing/test_rules.py", "testing/test_stores.py", "sequence/test_multimodal_plans.py", "test_pad_rows.py",
-    "deliver/test_deliveries.py::test_every_layout_and_delivery_gives_the_bytes_of_simulate[3]",
-    "deliver/test_deliveries.py::test_a_column_that_cannot_travel_is_named_on_every_rank[tree]",
-    "exchange/test_exchange.py::test_a_single_process_needs_no_group",
-)  # fmt: skip
-"""Every rule, every kind of store, feeds of real ranks over every delivery, and an exchange; a soak runs all."""
 STORAGE = {f"services.{name}" for name in ("azure", "faults", "hub", "nginx", "s3", "unhedged")}
 """Servers of remote storage, which obstore reads."""
 
@@ -197,10 +191,24 @@ def alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_core_is_imported_where_nothing_else_can_be() -> None:
+    around = {f"meshfeed.{name.removesuffix('.py')}" for name in (*OUTER, *AROUND)}
+    modules = (
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(SOURCE.rglob("*.py"))
+    )
+    core = [name for name in modules if ".".join(name.split(".")[:2]) not in around | {"meshfeed._examples"}]
+    assert {"meshfeed.feed.feed", "meshfeed.store.dataset", "meshfeed.sequence.rule"} <= set(core)
+    code = f"BLOCKED = {around | set(blocked())!r}\n{BLOCKER}\nimport importlib\n"
+    code += f"for name in {core}:\n    importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2_000:]
+
+
+@only_soak  # the contracts of imports, and the test above, say that they can
 def test_the_core_passes_its_own_tests(copied: Path) -> None:
     tests = [path for path in files_of_the_core() if path.name.startswith("test_")]
     chosen = [path.relative_to(TESTS).as_posix() for path in of_numpy_and_torch_alone(tests)]
-    assert not {name.partition("::")[0] for name in SHORT} - set(chosen), "these need other packages"
-    words = [f"tests/{name}" for name in ("test_modules.py", *(chosen if SOAK else SHORT))]
+    words = [f"tests/{name}" for name in ("test_modules.py", *chosen)]
     done = alone(copied, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *words)
     assert done.returncode == 0, done.stdout[-6_000:] + done.stderr[-2_000:]
