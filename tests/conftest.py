@@ -37,7 +37,7 @@ LONGEST = (
     "test_megatron_schedule.py", "test_nodes.py", "test_prepare_multimodal.py", "test_prepare_storage.py",
     "test_megatron_training.py", "test_transformers_loop.py", "test_resume.py", "test_vlm_example.py",
     "test_fixed_shapes.py", "test_megatron_batches.py", "test_loop_pages.py", "test_strangers.py", "test_failure.py",
-    "test_histories.py", "test_hub.py", "test_suite.py", "test_multimodal_rule.py", "test_many_sources.py",
+    "test_histories.py", "test_hub.py", "test_suite.py", "test_rule.py", "test_many_sources.py",
 )  # fmt: skip
 
 FURTHER = (

@@ -55,8 +55,10 @@ def test_the_tables_of_packages_follow_the_layers_of_the_imports() -> None:
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (each["layers"] for each in rules if each.get("containers") == ["meshfeed"])
     layer_of = {name: at for at, layer in enumerate(layers) for name in layer.split(" | ")}
-    core, outer = re.findall(r"^\| package \| does \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    cells = [row.split("|")[1] for row in (outer + core).splitlines()]
+    core, around, outer = re.findall(
+        r"^\| package \| does \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE
+    )
+    cells = [row.split("|")[1] for row in (outer + around + core).splitlines()]
     named = [name for cell in cells for name in re.findall(r"`(\w+)/?`", cell) if name != "__main__"]
     assert sorted(named) == sorted(layer_of)
     assert [layer_of[name] for name in named] == sorted(layer_of[name] for name in named)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import some_parts
 
 from meshfeed.errors import PlanError
 from meshfeed.multimodal.encoders import encoder_routes, plan_encoder
 from meshfeed.plan import Packing, plan_step
+from planning import some_parts
 from soak import cases
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import some_parts
 
 from meshfeed.errors import PlanError
 from meshfeed.multimodal import encoders
 from meshfeed.multimodal.encoders import plan_encoder
 from meshfeed.plan import Packing, fill, plan_step
+from planning import some_parts
 from services.needs import needs_compiled
 from soak import cases
 

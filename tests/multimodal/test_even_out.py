@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import check_packs, check_plan
 
 import meshfeed as mf
 from evened import plan_step
@@ -16,6 +15,7 @@ from meshfeed.errors import PlanError
 from meshfeed.multimodal.encoders.balance import ENCODER_WEIGHT, Contents, swap
 from meshfeed.plan import Packing, StepPlan, account_of
 from meshfeed.plan.packing import TOLERANCE
+from planning import check_packs, check_plan
 from soak import SEED, cases
 
 CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)

@@ -334,7 +334,7 @@ class Buggy(Look):
         ("missing", "FileNotFoundError: .*no/such/table.npy"),
         (
             "zero",
-            r"ZeroDivisionError: .*test_multimodal_rule.py, line \d+\); correct the processor, or let it",
+            r"ZeroDivisionError: .*test_rule.py, line \d+\); correct the processor, or let it",
         ),
         ("shape", "ValueError: cannot reshape .*mf.errors.PartError where the part's bytes are at fault$"),
         ("attribute", "AttributeError: .*'hight'"),
