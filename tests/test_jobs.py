@@ -21,7 +21,7 @@ import meshfeed as mf
 import world
 from meshfeed.order import draws_of_step, num_steps, positions_of, start_of_step
 from observe import simulated, take
-from plan.planning import check_packs, check_plan
+from planning import check_packs, check_plan
 from recipes import FOUR, SIZES, Job, jobs, packings, write_stores
 from soak import SEED, cases
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planning import check_packs, check_plan
 
 from meshfeed.plan import Align, Packing, plan_step
 from meshfeed.plan.problem import room_of
+from planning import check_packs, check_plan
 from soak import cases
 
 CALM = settings(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import check_packs, check_plan
 from torch._dynamo.testing import CompileCounter
 
 import meshfeed as mf
 from meshfeed.plan import CpSplit, packs_of, plan_step, slices_of
 from meshfeed.store import IndexedWriter
+from planning import check_packs, check_plan
 from soak import SEED, cases
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "data"

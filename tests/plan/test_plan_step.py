@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from planning import check_packs, check_plan, least_objective
 
 from meshfeed.errors import PlanError
 from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, packs_of, plan_step
 from meshfeed.plan.packing import cp_sizes
+from planning import check_packs, check_plan, least_objective
 from soak import cases, some
 
 CALM = settings(
