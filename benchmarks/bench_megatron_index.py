@@ -117,8 +117,7 @@ def into_a_cache(lengths: np.ndarray, rounds: int) -> Row:
 
         def ours() -> None:
             folder = fresh()
-            machine = mf.Machine(index_cache=folder)
-            rule = mf.MegatronGPT(LENGTH, samples=num_samples).run_by(machine, "with sample")
+            rule = mf.MegatronGPT(LENGTH, samples=num_samples, index_cache=folder)
             recipe = mf.Recipe(data=mf.open(prefix), sequence=rule, batch=mf.Batch(sequences=256), seed=SEED)
             rule.prepare(recipe)
             (entry,) = (each for each in folder.iterdir() if each.is_dir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +47,6 @@ def test_an_encoder_is_checked_wherever_it_is_given(recipe: Callable[..., mf.Rec
     [
         *({"workers": value} for value in (-1, 2.0, True, "2", None)),
         *({"item_timeout_s": value} for value in (0, -1, None, "5", True, float("inf"), float("nan"))),
-        *({"index_cache": value} for value in (5, b"folder", True)),
     ],
 )
 def test_a_machine_refuses_other_values(options: dict[str, Any]) -> None:
@@ -57,9 +55,8 @@ def test_a_machine_refuses_other_values(options: dict[str, Any]) -> None:
         mf.Machine(**options)
 
 
-def test_a_machine_takes_paths_and_whole_seconds(tmp_path: Path) -> None:
-    for folder in (None, str(tmp_path), tmp_path):
-        assert mf.Machine(workers=0, item_timeout_s=5, index_cache=folder).index_cache == folder
+def test_a_machine_takes_whole_seconds() -> None:
+    assert mf.Machine(item_timeout_s=5).item_timeout_s == 5
 
 
 def test_a_store_that_is_entered_before_the_feed_has_its_workers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +21,12 @@ class Machine:
             of `Multimodal` ahead, as far as these are announced: up to two steps of items, and 256 MiB of
             parts. 0 makes and decodes when a pack is read.
         item_timeout_s: how long a worker may take for one item or part.
-        index_cache: a folder for the arrays that `MegatronGPT` builds, which all processes of a node then
-            share; None builds them in the memory of each process.
 
     Raises OptionError for other values.
     """
 
     workers: int = 0
     item_timeout_s: float = 600.0
-    index_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         settle(self)
@@ -39,6 +35,3 @@ class Machine:
         seconds: Any = self.item_timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
             raise OptionError(f"Machine(item_timeout_s={seconds!r}): give seconds, more than 0")
-        folder: Any = self.index_cache
-        if folder is not None and not isinstance(folder, (str, os.PathLike)):
-            raise OptionError(f"Machine(index_cache={folder!r}): give the path of a folder, or None")

@@ -73,8 +73,8 @@ def cached_arrays(
         if error in of_build:
             raise
         raise CacheError(
-            f"{entry}: {error.strerror or error}; give a folder that this process can write and lock: by "
-            f"mf.open(path, cache=...) for a store, by mf.Machine(index_cache=...) for MegatronGPT"
+            f"{entry}: {error.strerror or error}; give a folder that this process can write and lock, "
+            f"for a store by mf.open(path, cache=...)"
         ) from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -19,14 +19,11 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_index import Dataset, Indexes
 from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range
 from meshfeed.intervals import numbers_in
-from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
-from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts
-from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.store import Lengths
 from meshfeed.whole import is_whole
@@ -68,9 +65,10 @@ class MegatronGPT(Rows, OwnOrder):
         drop_last_partial_validation_sequence: whether "valid" drops tokens that do not fill a sample. If not,
             the last sample is filled with tokens 0 that bear no loss.
         mid_level_dataset_surplus: share of additional samples built for each source of a weighted blend.
+        index_cache: a folder for the arrays that it builds, which all processes of a node then share; None
+            builds them in the memory of each process. No sample depends on it.
 
-    The arrays are built in the memory of each process, or once for a node in the folder that
-    `Machine(index_cache=...)` names. A document is a sequence of the .idx, as in Megatron. Padding tokens
+    A document is a sequence of the .idx, as in Megatron. Padding tokens
     inside the data get no special treatment. Fields are those of `Windows`. Raises RecipeError for other
     values.
     """
@@ -82,7 +80,7 @@ class MegatronGPT(Rows, OwnOrder):
     add_extra_token_to_sequence: bool = True
     drop_last_partial_validation_sequence: bool = True
     mid_level_dataset_surplus: float = 0.005
-    index_cache: str | os.PathLike[str] | None = field(default=None, init=False, compare=False, repr=False)
+    index_cache: str | os.PathLike[str] | None = field(default=None, compare=False, repr=False)
     _memo: _Memo = field(default_factory=_Memo, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,15 +96,9 @@ class MegatronGPT(Rows, OwnOrder):
         surplus = self.mid_level_dataset_surplus
         if type(surplus) is not float or not 0 <= surplus < 2**31:
             raise RecipeError(f"MegatronGPT(mid_level_dataset_surplus={surplus!r}): a float from 0.0")
-
-    def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
-        """The rule with the machine's folder for arrays."""
-        super().run_by(machine, encoder)
-        if machine.index_cache == self.index_cache:
-            return self
-        made = replace(self)
-        object.__setattr__(made, "index_cache", machine.index_cache)
-        return made
+        folder: Any = self.index_cache
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise RecipeError(f"MegatronGPT(index_cache={folder!r}): the path of a folder, or None")
 
     # -- the order --------------------------------------------------------------------------------------
 

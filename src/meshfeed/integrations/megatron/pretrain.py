@@ -67,7 +67,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "--seed": "no effect on data: the recipe has its own",
     "--num-workers": "no effect on data: meshfeed reads on a thread",
     "--exit-signal-handler-for-dataloader": "no effect on data: it is of a DataLoader's workers",
-    "--data-cache-path": "no effect on data: `Machine(index_cache=)` has it",
+    "--data-cache-path": "no effect on data: `MegatronGPT(index_cache=)` has it",
     "--mid-level-dataset-surplus": "no effect on data: `MegatronGPT(mid_level_dataset_surplus=)` has it",
     "--per-dataset-sequences-path": "no effect on data: it is of Megatron's own datasets alone, as "
     "--num-dataset-builder-threads, --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, "
