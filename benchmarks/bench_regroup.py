@@ -120,7 +120,7 @@ def regroups(rank: int, port: int, results: Any, path: str, moves: int) -> None:
 
 def _train(feed: mf.Feed) -> None:
     """Take as long as a trainer does, at least: until the feed has read ahead."""
-    while feed._run._prefetcher.num_ready < 2:
+    while feed._loop.on._prefetcher.num_ready < 2:
         time.sleep(0.001)
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import meshfeed.feed.run
 import meshfeed.metrics.recorder
 import meshfeed.multimodal.decoding
-from meshfeed.feed.run import Prefetcher
+from meshfeed.feed.prefetcher import Prefetcher
 
 LEAP_S = 1000.0
 """How long each delay is by that clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -1042,6 +1043,42 @@ def test_amendments_of_two_calls_are_those_of_one(folder: Path, data: st.DataObj
 
 
 # -- all ranks, in the same step ----------------------------------------------------------------------
+
+
+@settings(max_examples=cases(40), deadline=None)
+@given(dice=st.randoms(use_true_random=False))
+def test_virtual_stages_get_every_step_however_far_apart_they_are(folder: Path, dice: random.Random) -> None:
+    """One stage may be several amendments ahead of another one, which may not have begun yet."""
+    recipe, vpp, last = recipe_of(folder), dice.randint(2, 3), dice.randint(4, 12)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "ledger.jsonl"
+        stages = mf.StageMap(pp=1, vpp=vpp)
+        transport = mf.Transport(prefetch=dice.choice([0, 2]))
+        seen: list[dict[int, Any]] = [{} for _ in range(vpp)]
+        with mf.Feed(recipe, packing=PACKING, stage_map=stages, ledger=path, transport=transport) as feed:
+            loops: list[Any] = [None] * vpp
+            while min(map(len, seen)) < last:
+                at = dice.choice([each for each in range(vpp) if len(seen[each]) < last])
+                if loops[at] is None:
+                    loops[at] = iter(feed.virtual_stages[at])
+                step = next(loops[at])
+                assert step.index == len(seen[at])
+                assert feed.next_step == min(map(len, seen))
+                seen[at][step.index] = [each.draws.index.tolist() for each in step.microbatches]
+                if dice.random() < 0.3:
+                    feed.amend(mf.amendments.BatchSize(dice.randint(3, 9)))
+            amended = feed.recipe
+    expected = _alone(amended, last)
+    assert [[each[step] for step in range(last)] for each in seen] == [expected] * vpp
+
+
+def _alone(recipe: mf.Recipe, steps: int) -> list[Any]:
+    """The sequences of each microbatch of the first steps, by one stage."""
+    with mf.Feed(recipe, packing=PACKING) as feed:
+        return [
+            [each.draws.index.tolist() for each in step.microbatches]
+            for step in itertools.islice(feed, steps)
+        ]
 
 
 def _amends_unless(

@@ -16,6 +16,7 @@ import torch
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.feed import stepping
+from meshfeed.feed.run import agreed_by
 from soak import only_soak, some
 
 LAYOUTS = (
@@ -224,7 +225,7 @@ def test_ranks_that_stand_elsewhere_do_not_agree(corpus: Path) -> None:
             micro_batch_size=rows,
             cp_split=split,
         )
-        return tuple(feed._all_agreed().items())
+        return tuple(agreed_by(feed._producer()).items())
 
     here = mf.Layout.parse("tp2-dp2")
     assert agreed(here) == agreed(mf.Layout(tp=2, dp=2, table=(0, 1, 2, 3)))

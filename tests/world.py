@@ -266,9 +266,9 @@ def _main(
 
 def limit_waits(feed: Any, seconds: float) -> None:
     """From now on the loop of a feed waits so long at most; to meet its peers it had all of `timeout_s`."""
-    feed._run._timeout_s = seconds
-    if feed._run._verifier is not None:
-        feed._run._verifier._meeting.timeout_s = seconds
+    feed._loop.on._timeout_s = seconds
+    if feed._loop.on._verifier is not None:
+        feed._loop.on._verifier._meeting.timeout_s = seconds
 
 
 @contextlib.contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from meshfeed.errors import OptionError, RoleError
 from meshfeed.roles import DeliveryName
-from meshfeed.whole import is_whole, settle, whole
+from meshfeed.whole import is_number, is_whole, of_kind, settle, whole, whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -57,16 +56,14 @@ class Transport:
         known = ("auto", *get_args(DeliveryName))
         if self.delivery not in known:
             raise RoleError(f"delivery={self.delivery!r}: choose one of {', '.join(known)}")
-        readers: Any = self.readers
-        if readers is not None:
-            if not isinstance(readers, Iterable) or isinstance(readers, str):
+        if (readers := self.readers) is not None:
+            of_kind(OptionError, Iterable, readers=readers)
+            given = [*map(whole, readers)]
+            if not all(is_whole(each, 0) for each in given):
                 raise OptionError(f"readers={readers!r}: give ranks, such as readers=[0, 8], or None")
-            object.__setattr__(self, "readers", frozenset(map(whole, cast(Iterable[Any], readers))))
-        for name, number in (("prefetch", self.prefetch or 0), ("read_ahead_bytes", self.read_ahead_bytes)):
-            if not is_whole(number, 0):
-                raise OptionError(f"{name}={number!r}: give a whole number, 0 or more")
-        seconds: Any = self.timeout_s
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise OptionError(f"timeout_s={seconds!r}: give seconds, more than 0")
-        if not isinstance(cast(object, self.name), str):
-            raise OptionError(f"name={self.name!r}: give a string, such as name='validation'")
+            object.__setattr__(self, "readers", frozenset(given))
+        counts = {"prefetch": self.prefetch, "read_ahead_bytes": self.read_ahead_bytes}
+        whole_numbers(OptionError, 0, optional=["prefetch"], **counts)
+        if not is_number(self.timeout_s) or not self.timeout_s:
+            raise OptionError(f"timeout_s={self.timeout_s!r}: give seconds, more than 0")
+        of_kind(OptionError, str, name=self.name)

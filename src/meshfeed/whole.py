@@ -54,7 +54,11 @@ def whole_numbers(
 def is_number(given: Any, least: float = 0.0) -> bool:
     """Whether it is a finite number of any library from `least` on, and no truth value."""
     try:
-        return not isinstance(given, bool) and math.isfinite(number := float(given)) and number >= least
+        return (
+            not isinstance(given, (bool, str, bytes))
+            and math.isfinite(number := float(given))
+            and number >= least
+        )
     except (TypeError, ValueError, OverflowError):
         return False
 

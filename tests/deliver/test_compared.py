@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import meshfeed as mf
-import meshfeed.feed.source
+import meshfeed.feed.run
 import transports
 import world
 from corpus import recipe_of, write_corpus
@@ -89,7 +89,7 @@ def feed_of(path: str, rank: int, case: dict[str, Any]) -> mf.Feed:
         if name in given
     }
     version, step = given.pop("version", "1"), given.pop("step", 0)
-    meshfeed.feed.source.version_of = lambda package: version  # type: ignore[attr-defined]
+    meshfeed.feed.run.version_of = lambda package: version  # type: ignore[attr-defined]
     corpus = recipe_of(f"{path}/{given.pop('corpus', 'text')}", **recipe)
     feed = mf.Feed(
         corpus,

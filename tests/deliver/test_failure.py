@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-import meshfeed.exchange.loop
+import meshfeed.exchange.rerouting
 import meshfeed.feed.run
 import world
 from corpus import recipe_of, write_corpus
@@ -70,7 +70,7 @@ def train(feed: mf.Feed, lockstep_until: int | None = None) -> tuple[str, str, i
             for step in feed:
                 list(step.microbatches)
                 if step.index == lockstep_until:
-                    wait_until(lambda: feed._run._failures.error_at(lockstep_until + 1))  # type: ignore[union-attr]
+                    wait_until(lambda: feed._loop.on._failures.error_at(lockstep_until + 1))  # type: ignore[union-attr]
                 if lockstep_until is not None:
                     dist.barrier()
                 steps += 1
@@ -233,8 +233,8 @@ def users_own_error(rank: int, path: str) -> list[Any]:
         transport=mf.Transport(timeout_s=600),
     )
     if rank == 0:
-        heard_first(meshfeed.feed.feed, "tell", lambda: feed._run)
-        heard_first(meshfeed.exchange.loop, "gather_reports", lambda: exchange._run)
+        heard_first(meshfeed.feed.reading, "tell", lambda: feed._loop.on)
+        heard_first(meshfeed.exchange.rerouting, "gather_reports", lambda: exchange._loop.on)
     told: list[Any] = []
     for source in (feed, exchange, both):
         with pytest.raises(mf.MeshfeedError) as caught, source:
@@ -244,7 +244,7 @@ def users_own_error(rank: int, path: str) -> list[Any]:
         lines = traceback.extract_tb(cause.__traceback__) if cause else ()
         told.append((str(caught.value), repr(cause), [line.name for line in lines][-1:]))
         if source is exchange:
-            meshfeed.exchange.loop.gather_reports = gather_reports
+            meshfeed.exchange.rerouting.gather_reports = gather_reports
     return told
 
 

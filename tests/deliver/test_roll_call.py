@@ -180,7 +180,7 @@ def test_a_rank_says_which_microbatch_its_loop_has() -> None:
         for step in feed:
             for each in step.microbatches:
                 at = f"since microbatch {each.index + 1} of 8 of step {step.index}, "
-                assert at in feed._run._where().loop
+                assert at in feed._loop.on._where().loop
             if step.index == 1:
                 break
 

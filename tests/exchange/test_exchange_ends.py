@@ -178,7 +178,7 @@ def crossed(rank: int) -> str:
 def test_equal_exchanges_in_another_order_are_told_apart_by_name() -> None:
     told = world.run(crossed, 2)
     assert told[0] == told[1] and "'train' on rank" in told[0] and "'valid' on rank" in told[0]
-    with pytest.raises(mf.errors.RecipeError, match="name=3: give a string"):
+    with pytest.raises(mf.errors.RecipeError, match="name is an int, 3; give a str"):
         exchange_of(0, mf.Layout(), None, name=3)
 
 

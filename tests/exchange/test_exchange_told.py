@@ -14,7 +14,7 @@ import torch
 import meshfeed as mf
 import transports
 import world
-from meshfeed.exchange import Keys, loop
+from meshfeed.exchange import Keys, rerouting
 
 PACKING = mf.Packing(capacity=64)
 TIMEOUT_S = 600.0  # longer than a world may take: who waits it out fails the test
@@ -85,13 +85,13 @@ def unbuilt(rank: int) -> Any:
     exchange = mf.Exchange(
         rows(), mf.Layout(dp=2), packing=PACKING, transport=mf.Transport(timeout_s=TIMEOUT_S)
     )
-    made = iter([loop.packed])
+    made = iter([rerouting.packed])
 
     def packed(*given: Any) -> Any:
         return next(made)(*given)
 
     if rank == 1:
-        loop.packed = packed
+        rerouting.packed = packed
         with pytest.raises(RuntimeError) as caught:
             ended(exchange)
         return "DeliveryError", f"rank 1 ended at step 1: RuntimeError: {caught.value}"

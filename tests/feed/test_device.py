@@ -176,7 +176,7 @@ def test_a_feed_for_a_device_that_widens_builds_nothing_on_the_host(
     write_corpus(tmp_path / "c", num_tokens=9_000)
     recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=rule, batch=mf.Batch(sequences=8))
     wanted = taken(mf.Feed(recipe, **how), 3)
-    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
+    monkeypatch.setattr("meshfeed.feed.run.placer_of", lambda device: on_cuda)
     monkeypatch.setattr(on_cuda, "receive", lambda microbatch, ticket: None)
     for kind in (Rows, mf.Documents):
         monkeypatch.setattr(kind, "build", never)
@@ -196,7 +196,7 @@ def test_each_microbatch_is_received_when_it_is_taken(
 
     write_corpus(tmp_path / "c", num_tokens=9_000)
     recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(48), batch=mf.Batch(sequences=4))
-    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: Streams())
+    monkeypatch.setattr("meshfeed.feed.run.placer_of", lambda device: Streams())
     with mf.Feed(recipe) as feed:
         for microbatch in next(iter(feed)).microbatches:
             assert received[-1] == (microbatch.index, stream)
@@ -226,7 +226,7 @@ def test_a_loop_waits_for_the_copies_of_what_it_takes(
         assert stream is current
         recorded.update(memory_of([tensor]))
 
-    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
+    monkeypatch.setattr("meshfeed.feed.run.placer_of", lambda device: on_cuda)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
     data = Rich()
@@ -247,7 +247,7 @@ def test_a_loop_that_ends_early_waits_for_its_copies(
 ) -> None:
     write_corpus(tmp_path / "c", num_tokens=9_000)
     recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(48), batch=mf.Batch(sequences=8))
-    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
+    monkeypatch.setattr("meshfeed.feed.run.placer_of", lambda device: on_cuda)
     monkeypatch.setattr(on_cuda, "receive", lambda microbatch, ticket: None)
     assert taken(mf.Feed(recipe), 1)
     assert Event.made and all(event.is_done for event in Event.made)

@@ -84,7 +84,7 @@ def when_stopped(source: Any, gate: Gate, end: Callable[[], object]) -> threadin
 
     def ending() -> None:
         assert gate.reached.wait(SOON_S)
-        run = source._run
+        run = source._loop.on
         ends = threading.Thread(target=end)
         ends.start()
         while not run._stopped:
@@ -103,7 +103,7 @@ def by_signal(source: Any, end: Callable[[], object]) -> Callable[[], None]:
     main = threading.main_thread().ident
 
     def kill() -> None:
-        run = source._run
+        run = source._loop.on
         while not run._stopped and main is not None:
             signal.pthread_kill(main, signal.SIGUSR1)
             threading.Event().wait(0.01)
@@ -239,7 +239,7 @@ def test_while_it_waits_for_peers(corpus: Path, end: Callable[[Any], None]) -> N
     thread = threading.Thread(target=loop)
     with feed:
         thread.start()
-        while not (feed._run and feed._run._failures._prefix):
+        while not (feed._loop.on and feed._loop.on._failures._prefix):
             threading.Event().wait(0.001)
         end(feed)
         thread.join(SOON_S)

@@ -107,13 +107,13 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
             mf.errors.RecipeError,
             r"sequence=64: give a rule, such as mf\.Windows",
         ),
-        (lambda: mf.Feed(PACKED, packing=16), mf.errors.OptionError, r"packing=16: give a mf\.Packing"),
-        (lambda: mf.Feed(ROWS, verify="no"), mf.errors.OptionError, "verify='no': give True or False"),
-        (lambda: mf.Feed(ROWS, pad_rows=1), mf.errors.OptionError, "pad_rows=1: give True or False"),
+        (lambda: mf.Feed(PACKED, packing=16), mf.errors.OptionError, "packing is an int, 16; give a Packing"),
+        (lambda: mf.Feed(ROWS, verify="no"), mf.errors.OptionError, "verify is a str, 'no'; give a bool"),
+        (lambda: mf.Feed(ROWS, pad_rows=1), mf.errors.OptionError, "pad_rows is an int, 1; give a bool"),
         (
             lambda: mf.Exchange([], packing=PACKING, verify="no"),
             mf.errors.OptionError,
-            "verify='no': give True or False",
+            "verify is a str, 'no'; give a bool",
         ),
         (
             lambda: mf.Feed(ROWS, metrics="runs/7"),
@@ -178,7 +178,7 @@ def in_first_step(use: Callable[[mf.Step], Any]) -> Any:
         (
             lambda: mf.Feed(ROWS, transport="share"),
             mf.errors.OptionError,
-            r"transport='share': give a mf\.Transport",
+            "transport is a str, 'share'; give a Transport",
         ),
         (lambda: mf.Transport(readers="shared"), mf.errors.OptionError, "readers='shared': give ranks"),
         (lambda: mf.Mixture([STORE]), mf.errors.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),

@@ -24,7 +24,7 @@ import transports
 import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed
-from meshfeed.feed.run import Prefetcher
+from meshfeed.feed.prefetcher import Prefetcher
 from meshfeed.metrics.recorder import Span, StageClock, exposed_wait, work
 from soak import cases
 

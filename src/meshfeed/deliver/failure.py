@@ -267,3 +267,27 @@ def _is_of(record: ErrorRecord, error: Exception) -> bool:
     """Whether a notice says what this error says, whichever rank published it."""
     own = ErrorRecord.of(error)
     return record.kind == own.kind and own.text in (record.text, re.sub(_PREFIX, "", record.text))
+
+
+def fail_everywhere(error: Exception, meeting: Meeting | None, rank: int, step: int) -> NoReturn:
+    """Raise an error that prevents this rank from taking part in a run, here and on its peers."""
+    with contextlib.ExitStack() as stack:
+        try:
+            failures = stack.enter_context(Failures(meeting, rank, _nothing))
+        except DeliveryError as lost:
+            error.add_note(f"rank {rank} could not report this error to the other ranks: {lost}")
+            raise error from None
+        failures.fail(error, step)
+
+
+def tell_left_behind(meeting: Meeting | None, rank: int, error: LeftBehindError, step: int) -> PeerError:
+    """Tell the ranks of the next run, which may wait for this one. Returns the error of this rank."""
+    behind = PeerError(f"rank {rank} has not begun the run that others have: {error}", [rank])
+    of_next = Failures(None if meeting is None else meeting.following(step), rank, _nothing)
+    with contextlib.suppress(PeerError), of_next:
+        of_next.fail(behind, step)
+    return behind
+
+
+def _nothing() -> None:
+    """There is nobody to wake."""

@@ -243,6 +243,36 @@ class Meeting:
             )
         return prefix
 
+    def told_by_all(self, purpose: str, text: str, ranks: Sequence[int]) -> dict[int, str]:
+        """The text of each rank, when all have come. Waits for all of them.
+
+        Raises PeerError if two processes are one rank, and as `meet` does.
+        """
+        key = f"{self.prefix}/told"
+
+        def tell(store: Any) -> list[str]:
+            store.append(key, f"{self.rank} {text};")
+            return store.get(key).decode().split(";")[:-1]
+
+        def ranks_in(told: list[str]) -> list[int]:
+            return [int(line.split()[0]) for line in told]
+
+        if ranks_in(self.call(tell)).count(self.rank) > 1:
+            raise self._claimed_twice([self.rank, self.rank])
+        self.meet(purpose, ranks)
+        told = self.call(lambda store: store.get(key)).decode().split(";")[:-1]
+        if len(told) > len(ranks):
+            raise self._claimed_twice(ranks_in(told))
+        return {rank: line.partition(" ")[2] for rank, line in zip(ranks_in(told), told)}
+
+    def _claimed_twice(self, ranks: Sequence[int]) -> PeerError:
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        return PeerError(
+            f"two processes are rank {twice[0]} of generation {self.number}, or its number was used before; "
+            f"give each process its own rank, and a new number",
+            twice,
+        )
+
     def group(self, purpose: str, peers: tuple[int, ...], patience_s: float | None = None) -> Group:
         """Gloo connections among the peers, opened once all of them have arrived. patience_s: see Group.
 

@@ -2,7 +2,8 @@
 
 Read in this order: `keys` (what an item holds), `items` (items as bytes), `lengths` (which rank has which
 items), `membership` (which ranks exchange), `routing` (which bytes go where),
-`steps` (the separate calls), and `loop` (the Exchange that calls them), with `item_source` and `delivery`.
+`steps` (the separate calls), `rerouting` (which calls them for a run, with `item_source` and `delivery`), and
+`loop` (the Exchange).
 """
 
 from meshfeed.deliver import Group

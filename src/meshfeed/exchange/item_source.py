@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -48,10 +49,14 @@ class ItemSource:
     Args:
         source: an iterable of items or lists of items; None for a rank without one.
         pulls: elements per step.
+
+    Attributes:
+        busy: held while a producer uses the iterator.
     """
 
     def __init__(self, source: Iterable[Any] | None, keys: Keys, pulls: int) -> None:
-        self._source, self._keys, self._pulls = source, keys, pulls
+        self._source, self._keys, self.pulls = source, keys, pulls
+        self.busy = threading.Lock()
         self._iterator: Iterator[Any] | None = None
         self._pulled: dict[int, _Pulled] = {}
         # elements of an unfinished step; a retry begins with them
@@ -178,13 +183,13 @@ class ItemSource:
             return self._now()
         if self._iterator is None:
             self._iterator = _iterator_of(self._source, pulled)
-        while len(self._waiting) < self._pulls and not ended:
+        while len(self._waiting) < self.pulls and not ended:
             try:
                 element = next(self._iterator)
             except StopIteration:
                 ended = True
             else:
-                may_change = self._pulls > 1 and not isinstance(self._source, (list, tuple))
+                may_change = self.pulls > 1 and not isinstance(self._source, (list, tuple))
                 self._waiting.append(_own(element) if may_change else element)
         items = [item for element in self._waiting for item in elements_of(element)]
         given = encode(

@@ -1,59 +1,55 @@
 """The virtual dataloader: the same loop on every rank, with exactly the rank's own tensors.
 
-`Feed._items` is the path of a sequence: plan, load, deliver, build, place. It runs ahead on a thread, and
-`run` passes its items to the training loop. The rest of this file handles arguments, state and resources;
-`changing` has what changes while it trains.
+A Feed owns what is open, and begins runs. Nothing changes within a run: whatever changes ends one and begins
+the next, whose ranks compare what it begins with. `reading` has the path of a sequence within a run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store as Rendezvous
 
-from meshfeed.deliver import (
-    Delivery,
-    Digester,
-    Digests,
-    Direct,
-    Meeting,
-    make_delivery,
-    tell,
-)
-from meshfeed.errors import OptionError, StateError
-from meshfeed.feed.batch import Sources
-from meshfeed.feed.changing import ChangingSource
-from meshfeed.feed.device import Built, OnHost, Placer, built_by, microbatches_of
-from meshfeed.feed.launch import num_processes
+from meshfeed.amendments import Ledger
+from meshfeed.errors import DeliveryError, LayoutError, MeshfeedError, OptionError, PeerError, StateError
+from meshfeed.feed.batch import Step, empty_step
+from meshfeed.feed.device import OnHost
+from meshfeed.feed.launch import given_layout
+from meshfeed.feed.loop import FeedRun
 from meshfeed.feed.options import FeedOptions, check_recipe
-from meshfeed.feed.run import Item, Made, StepEnd, StepStart
-from meshfeed.feed.stepping import Ahead, Stepping, ranks_beside
+from meshfeed.feed.place import RankPlace
+from meshfeed.feed.reading import SequenceProducer
+from meshfeed.feed.source import StepSource
+from meshfeed.feed.stepping import Stepping, ranks_beside
+from meshfeed.feed.terms import Terms
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
-from meshfeed.metrics import Meter, RunStart, Sink, StageClock
-from meshfeed.order import edges_of, has_step, is_over_early, num_positions, num_steps
+from meshfeed.metrics import Sink
+from meshfeed.order import has_step, is_over_early, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.types import Encoder
-from meshfeed.recipe import Recipe, entered
-from meshfeed.roles import Field, StageMap
-from meshfeed.sequence import Columns, Portion, SequenceRule, rule_of, run_by
+from meshfeed.recipe import Change, Recipe, entered
+from meshfeed.roles import StageMap
+from meshfeed.sequence import SequenceRule, rule_of, run_by
 from meshfeed.sequence.fetched import cut_by_shards, warning_of
-from meshfeed.state import State, check_step
-from meshfeed.store import Mapped
-from meshfeed.store.vocabulary import check_stores, check_tokens
+from meshfeed.state import State, check_end, check_step
+from meshfeed.store import StreamStore
+from meshfeed.store.vocabulary import check_stores
 from meshfeed.transport import Transport
+from meshfeed.whole import whole, whole_numbers
 
 _log = logging.getLogger("meshfeed")
 
 
-class Feed(ChangingSource):
+class Feed(StepSource[RankPlace]):
     """One rank's view of the training stream.
 
     The constructor only stores its arguments. Entering (`with`, or the first iteration) opens what this
@@ -119,13 +115,41 @@ class Feed(ChangingSource):
         ledger: str | PathLike[str] | None = None,
     ) -> None:
         check_recipe(recipe, "a Feed")
-        options = FeedOptions.of(locals())
+        (rank,) = whole_numbers(LayoutError, 0, optional=["rank"], rank=rank)
+        options = self._options = FeedOptions.of(locals())
+        super().__init__(options)
         given, self._machine = run_by(recipe, machine, encoder)
-        super().__init__(given, layout, rank, options)
-        self.packing = packing
+        self._terms = Terms.of(given, Ledger() if ledger is None else Ledger.read(ledger, missing_ok=True))
+        self.packing, self.cp_split = packing, cp_split
         self.micro_batch_size = micro_batch_size or 1
+        self._stepping = Stepping(
+            recipe=self.recipe,
+            layout=given_layout(layout) or Layout(),
+            micro_batch_size=self.micro_batch_size,
+            packing=packing,
+            vpp=1 if stage_map is None else stage_map.vpp,
+            cp_split=cp_split,
+        )
+        self._place = RankPlace(
+            given_layout=given_layout(layout),
+            given_rank=rank,
+            options=options,
+            fields=self._stepping.rule.fields,
+            name=options.transport.name,
+            decoded_is_larger=lambda: _decoded_is_larger(self._stepping),
+        )
         self._checks_tokens = False
         self._host, self._resources = OnHost(), contextlib.ExitStack()
+
+    @property
+    def recipe(self) -> Recipe:
+        """That of the present run, with all amendments."""
+        return self._terms.recipe
+
+    @property
+    def ledger(self) -> Ledger:
+        """The amendments that this rank has made, and those that the file had; empty without one."""
+        return self._terms.ledger
 
     @property
     def num_steps(self) -> int | None:
@@ -162,76 +186,71 @@ class Feed(ChangingSource):
         return replace(self._stepping, layout=self.layout).num_microbatches(step)
 
     @property
-    def cp_split(self) -> CpSplit:
-        """How context parallelism splits a sequence or a pack."""
-        return self._stepping.cp_split
-
-    @cached_property
     def encoder_ranks(self) -> tuple[int, ...]:
         """The ranks that share the encoders' work with this one, ascending; see `exchange_encoded`.
 
         Those of its tp and pp coordinates. A trainer makes their process group once, at its start.
         """
-        return tuple(sorted(ranks_beside(self.layout, self.layout.coord(self.rank)).tolist()))
+        return tuple(sorted(ranks_beside(self.layout, self._place.coord).tolist()))
 
     # -- opening and closing --------------------------------------------------------------------------
 
     def _open(self) -> None:
         cut_by_shards(self.recipe)
+        place, rule = self._place, self._stepping.rule
         with contextlib.ExitStack() as stack:
-            for store in self.recipe.sources:
-                stack.enter_context(store.opened(self._machine))
-            rule, vocab_size = self._stepping.rule, self._options.vocab_size
-            if vocab_size is not None:
-                if "tokens" not in {each.name for each in rule.fields if each.stored}:
-                    raise OptionError(
-                        f"vocab_size={vocab_size}: {rule.summary()} has no field 'tokens' to check; leave it "
-                        f"out"
-                    )
-                self._checks_tokens = check_stores(self.recipe.sources, vocab_size)
+            self._open_stores(stack, self.recipe.sources, rule)
             # otherwise `at` gives the rank later, or the loop is refused
-            placed = self._given_layout is not None or num_processes() == 1
-            if placed and self._options.ledger is not None and self._is_first:
-                self.ledger.keep(self._options.ledger)  # or it is refused here
-            if placed and self._is_first and (warning := warning_of(self.recipe)):
-                _log.warning("%s", warning)
-            if placed and self._is_first and is_over_early(self.recipe):
-                _log.warning(
-                    "steps=%d is never reached: the stream ends sooner, after its epochs or amounts; "
-                    "give more of them, or fewer steps",
-                    self.recipe.steps,
-                )
-            opened = stack.enter_context(rule.opened(self.recipe))
-            self._stepping = replace(self._stepping, opened=opened)
-            if placed and not self._options.pad_rows:
-                replace(self._stepping, layout=self.layout).check_filled()
+            if place.is_known and place.is_first:
+                if self._options.ledger is not None:
+                    self.ledger.keep(self._options.ledger)  # or it is refused here
+                if warning := warning_of(self.recipe):
+                    _log.warning("%s", warning)
+                if is_over_early(self.recipe):
+                    _log.warning(
+                        "steps=%d is never reached: the stream ends sooner, after its epochs or amounts; "
+                        "give more of them, or fewer steps",
+                        self.recipe.steps,
+                    )
+            self._stepping = replace(self._stepping, opened=stack.enter_context(rule.opened(self.recipe)))
+            if place.is_known and not self._options.pad_rows:
+                replace(self._stepping, layout=place.layout).check_filled()
             self._resources = stack.pop_all()
 
-    def _as_run(self, recipe: Recipe) -> Recipe:
-        return run_by(recipe, self._machine, self._options.encoder)[0]
+    def _open_stores(
+        self, stack: contextlib.ExitStack, stores: Sequence[StreamStore], rule: SequenceRule
+    ) -> None:
+        for store in stores:
+            stack.enter_context(store.opened(self._machine))
+        if self._options.vocab_size is None or not stores:
+            return
+        if "tokens" not in {each.name for each in rule.fields if each.stored}:
+            raise OptionError(
+                f"vocab_size={self._options.vocab_size}: {rule.summary()} has no field 'tokens' to check; "
+                f"leave it out"
+            )
+        self._checks_tokens |= check_stores(stores, self._options.vocab_size)
 
     def _opened_for(self, recipe: Recipe) -> SequenceRule | None:
+        """Open what a recipe has more than the present one. Returns its rule, opened; None before all is."""
         if recipe is self.recipe:
             return self._stepping.opened
         if not self._entered:
             return None
         cut_by_shards(recipe)
         known, opened = {id(store) for store in self.recipe.sources}, self._stepping.opened
-        further = [store for store in recipe.sources if id(store) not in known]
+        rule = rule_of(recipe)
         with contextlib.ExitStack() as stack:
-            for store in further:
-                stack.enter_context(store.opened(self._machine))
+            self._open_stores(stack, [each for each in recipe.sources if id(each) not in known], rule)
             if recipe.sequence is not self.recipe.sequence:
-                opened = stack.enter_context(rule_of(recipe).opened(recipe))
-            if further and self._options.vocab_size is not None:
-                self._checks_tokens |= check_stores(further, self._options.vocab_size)
+                opened = stack.enter_context(rule.opened(recipe))
             self._resources.push(stack.pop_all())
         return opened
 
     def _close(self, during: BaseException | None) -> None:
-        with self._changing:
-            run, resources = self._run, self._resources.pop_all()
-            self._stop()
+        with self._loop.changing:
+            run, resources = self._loop.on, self._resources.pop_all()
+            self._loop.stop()
             resources.close() if run is None else run.close_with(resources)
             super()._close(during)
 
@@ -244,7 +263,12 @@ class Feed(ChangingSource):
         counts as handed out once all its microbatches were taken, or once the loop has asked for the next
         one.
         """
-        self._keep_for_a_state()
+        try:  # a state needs the ledger, which may have lost amendments, and is worth more than this
+            self._keep()
+        except StateError as bad:
+            _log.error(
+                "a state needs the ledger, which cannot be written: %s; it is %s", bad, self.ledger.text
+            )
         return State.at(
             self.recipe,
             self.next_step if step is None else step,
@@ -259,194 +283,259 @@ class Feed(ChangingSource):
         """
         state = State.from_json(state_dict)
         check_step(state.step, step)
-        ledger = self._latest_ledger(state.step)
-        before = self._given.summary(until=0)  # before all steps, it may have what is amended there, or not
-        is_before = state.step == 0 and state.recipe == before
-        state.check(self._given if is_before else self._amended(ledger))
-        self._go_on_at(state.step)
-        if ledger is not self.ledger:
-            self._become(*self._under(ledger))
+        terms, given = self._terms.under(self._kept(state.step)), self._terms.given
+        # before all steps, it may have what is amended there, or not
+        is_before = state.step == 0 and state.recipe == given.summary(until=0)
+        state.check(given if is_before else terms.recipe)
+        self._loop.go_to(state.step)
+        self._become(terms)
 
     def __repr__(self) -> str:
-        return f"Feed({self.recipe!r}, {self._given_layout}, at step {self.next_step})"
+        return f"Feed({self.recipe!r}, {self._place.given_layout}, at step {self.next_step})"
 
-    @property
-    def _steps_hint(self) -> str:
-        return "; feed.num_steps has the number of its steps, None if the stream is endless"
+    def _has_step(self, step: int) -> bool:
+        return has_step(self.recipe, step)
 
-    @property
-    def _origin(self) -> str:
-        for store in self.recipe.sources:
-            if isinstance(store, Mapped):
-                return (
-                    f"{store} has not returned it; check what the dataset does, or give the Feed workers, "
-                    f"machine=mf.Machine(workers=...)"
-                )
-        return super()._origin
-
-    def _is_over(self, virtual_stage: int | None) -> bool:
-        if not (self._next_step or self._loaded) or has_step(self.recipe, self._next_step):
-            return False
-        if self._entered_by_loop:
-            self.close()
-        if not self._loaded or virtual_stage in self._told_end:
-            raise StateError(
-                f"the stream has ended, all its {self._next_step} steps were handed out; for another pass "
-                f"give the recipe more epochs (epochs=), make a new Feed, or load_state_dict an earlier state"
-            )
-        self._told_end.add(virtual_stage)
-        return True  # a job that is done waits for nobody: others may be gone
-
-    def _about(self, step: int) -> RunStart:
-        recipe, decode_costs = self.recipe, self._stepping.rule.decode_costs
-        return RunStart.here(
-            step,
-            self.layout,
-            self.rank,
-            self.delivery,
-            recipe.fingerprint,
-            recipe.source_names,
-            decode_workers=None if decode_costs is None else decode_costs.workers,
-            edges=edges_of(recipe, step),
+    def _producer(self) -> SequenceProducer:
+        return SequenceProducer(
+            place=self._place,
+            stepping=self._stepping,
+            options=self._options,
+            left_out=frozenset() if self._loop.given is None else self._loop.given.left_out,
+            checks_tokens=self._checks_tokens,
+            host=self._host,
         )
 
-    def _drop_announced(self) -> None:
-        for store in self.recipe.sources:
-            store.forget_needs()
+    # -- where a run begins ---------------------------------------------------------------------------
 
-    # -- the producer's side --------------------------------------------------------------------------
-
-    @property
-    def _fields(self) -> Sequence[Field]:
-        return self._stepping.rule.fields
-
-    @property
-    def _agreed(self) -> Mapping[str, str]:
-        return {
-            **self.recipe.summary(),
-            "steps": str(self.recipe.steps),
-            "micro_batch_size": str(self.micro_batch_size),
-            "pad_rows": str(self._options.pad_rows),
-            "left out": str(sorted(self._left_out)),
-            "ledger": str(self._options.ledger),
-            "encoder": "balanced" if self._stepping.rule.sees_step else "with sample",
-        }
-
-    @property
-    def _depth(self) -> int:
-        pp, depth = self.layout.coord(self.rank).pp, self._options.transport.prefetch
-        meets_stages = any(self.layout.coord(peer).pp != pp for peer in self.role.peers)
-        return (
-            2
-            if depth is None
-            else depth or int(meets_stages or (self._options.verify and self.layout.pp > 1))
-        )
-
-    @property
-    def _decoded_is_larger(self) -> bool:
-        if not self._stepping.rule.takes_parts:
-            return False
-        with entered(self.recipe):  # the sizes are in their indices
-            return self._stepping.rule.decoded_is_larger(self.recipe)
-
-    def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
-        slots = self._depth + 2
-        return make_delivery(self.delivery, self.role, meeting, num_slots=slots, patience_s=patience_s)
-
-    def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
-        """The path of every sequence, from its position in the stream to the device."""
-        stepping = self._stepping  # of this run: an amendment changes the next one's
-        rule, recipe = stepping.rule, stepping.recipe
-        decode_costs = rule.decode_costs if self.role.reads else None
-        meter = Meter(recipe.sources, delivery.traffic, decode_costs=decode_costs)
-        ahead = Ahead(
-            stepping,
-            self.layout.coord(self.rank),
-            *self._served(),
-            start,
-            clock,
-            reads=self.role.reads,
-            budget_bytes=self._options.transport.read_ahead_bytes,
-            left_out=self._left_out,
-        )
-        is_sent, sources = not isinstance(delivery, Direct), None
-        for batch, portions in ahead:
-            yield StepStart(batch, self._recorder.new_costs(batch.stats))
-            if _is_over(delivery, portions):
-                return
-            digester = Digester(self._compared) if self._options.verify else None
-            if sources is None or sources.names != batch.sources:
-                sources = Sources.of(batch.sources, rule)
-            for portion in portions:
-                columns, hint = None, rule.num_bytes(recipe, portion) if is_sent else 0
-                if self.role.reads:
-                    waited_s = 0.0 if decode_costs is None else decode_costs.wait_s
-                    with clock.stage("read"):
-                        columns = self._load(stepping, batch.step, portion, delivery, hint)
-                    if decode_costs is not None:
-                        clock.split("decode", decode_costs.wait_s - waited_s)
-                with clock.stage("deliver"):
-                    columns = delivery.deliver(columns, hint)
-                with clock.stage("build"):
-                    built = self._built(stepping, portion, columns, placer, digester)
-                with clock.stage("copy"):
-                    made, ticket = microbatches_of(portion, built, placer, sources)
-                yield Made(made, ticket, meter.take())
-                if _is_over(delivery, portions):
-                    return
-                ahead.have_read()
-            digests = digester.digests() if digester else None
-            reread: Callable[[], Digests] = partial(self._reread, stepping, portions)
-            yield StepEnd(batch.step, digests, reread)
-            if _is_over(delivery, portions):
-                return
-
-    def _served(self) -> tuple[list[int], frozenset[str]]:
-        """The cp coordinates of all ranks that this rank's reader serves, and the fields that they need."""
-        peers = [rank for rank in self.role.peers if self.roles[rank].source is not None]
-        ranks = {self.rank, *peers}
-        fields = frozenset(name for rank in ranks for name in self.roles[rank].fields)
-        return sorted({self.layout.coord(rank).cp for rank in ranks}), fields
-
-    def _load(
-        self, stepping: Stepping, step: int, portion: Portion, delivery: Delivery, hint: int
-    ) -> Columns:
-        try:
-            columns = stepping.rule.load(stepping.recipe, portion, self._host.allocate)
-            if self._options.vocab_size is not None and self._checks_tokens:
-                sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
-                check_tokens(columns.get("tokens"), self._options.vocab_size, sources)
-            return columns
-        except Exception as error:
-            self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-            raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
-
-    def _built(
+    def run(
         self,
-        stepping: Stepping,
-        portion: Portion,
-        columns: Columns,
-        placer: Placer,
-        digester: Digester | None,
-    ) -> Built:
-        """A portion's fields; each microbatch's own where somebody compares digests."""
-        rule, recipe, names = stepping.rule, stepping.recipe, self.role.fields
-        if digester is None:
-            return built_by(placer, rule, recipe, portion, columns, names)
-        built = rule.build(recipe, portion, columns, names, placer.allocate)
-        digester.add(built)
-        return built
+        step: int | None = None,
+        *,
+        recipe: Recipe | None = None,
+        layout: Layout | DeviceMesh | None = None,
+        rank: int | None = None,
+        generation: int | None = None,
+        rendezvous: Rendezvous | None = None,
+        readers: Iterable[int] | None = None,
+        leave_out: Iterable[int] = (),
+        meet: bool = False,
+    ) -> FeedRun:
+        """End the present run and begin another, with all that is open: stores, caches, indices, decoders.
 
-    def _reread(self, stepping: Stepping, portions: Sequence[Portion]) -> Digests:
-        """The digests of a step, recomputed from storage."""
-        digester, host, rule, recipe = Digester(self._compared), OnHost(), stepping.rule, stepping.recipe
-        for portion in portions:
-            alone = replace(portion, held=portion.own)
-            columns = rule.load(recipe, alone, host.allocate)
-            digester.add(rule.build(recipe, alone, columns, self.role.fields, host.allocate))
-        return digester.digests()
+            with feed.run(1000, recipe=other) as run:
+                for step in run: ...
+
+        Every rank of the run calls it with equal arguments, but for its rank. They are compared when the run
+        begins, as those of a Feed are. Raises for arguments that cannot be; nothing has changed then.
+
+        Args:
+            step: the first step; None for the first one that was not fully handed out.
+            recipe: None for the same one. Without the ledger's amendments, as for a Feed.
+            layout: another arrangement of the ranks, after some were lost or have come; None for the same.
+            rank: this process's in that. With it, torch.distributed's default group is not asked for
+                anything.
+            generation: the number of that arrangement, equal on its ranks and higher each time. Needed where
+                they meet: for a delivery other than "direct", and with a rendezvous. A ledger needs that.
+            rendezvous: of that arrangement, as for a Feed; None for the Feed's.
+            readers: of that arrangement, as for a Feed.
+            leave_out: steps that this run neither reads nor gives, for a trainer that skips them. States
+                count them like all others.
+            meet: wait here for all ranks, and begin at the lowest step that one of them gives: after a
+                failure they may be one step apart. `step` is then the first that this rank's model has not
+                taken; None for the step that its loop was in. A Feed that has neither trained nor loaded a
+                state follows the others. The run's `step` has the result.
+        """
+        first, rank, generation = whole(step), whole(rank), whole(generation)
+        if step is not None and (type(first) is not int or first < 0):
+            raise OptionError(f"run({step!r}): give the number of a step, from 0, or None")
+        if layout is None and not (rank is rendezvous is readers is None):
+            raise OptionError("run: rank, rendezvous and readers are of another layout; give it")
+        skipped, terms, ledger = frozenset(map(whole, leave_out)), self._terms, self._kept(first)
+        if recipe is not None:
+            check_recipe(recipe, "run")
+            given = run_by(recipe, self._machine, self._options.encoder)[0]
+            terms = terms if given is terms.given else Terms.of(given, ledger)
+        terms = terms.under(ledger)
+        place = self._place.moved(given_layout(layout), rank, generation, rendezvous, readers)
+        moves = place is not self._place
+        if terms.recipe is not self.recipe or moves:
+            self._check(terms.recipe, place.given_layout or self.layout)
+        if first is not None:
+            check_end(terms.recipe, first, "the run begins at")
+        if moves or (meet and place.generation is not None):
+            place.check_after(self._place, generation, keeps_ledger=self._options.ledger is not None)
+        if recipe is not None:  # its fields give ranks other roles
+            place = replace(place, fields=rule_of(terms.recipe).fields)
+        opened = self._opened_for(terms.recipe)
+        with self._loop.changing:
+            if (run := self._loop.on) is not None:
+                why = f"rank {self.rank} has begun another run; call feed.run on all ranks at once"
+                run.end_before(run.next_begun, why, without_others=moves)
+            known = self._loop.known_step
+            self._loop.stop()
+            self._place = place
+            self._terms = terms
+            self._stepping = replace(self._stepping, recipe=terms.recipe, layout=self.layout, opened=opened)
+        if meet:
+            try:
+                first = self._met(known if first is None else first)
+            except MeshfeedError as error:
+                error.add_note(
+                    "run: nothing is agreed; this rank has ended its run and stays at the same step: call "
+                    "run again on all ranks, with a later generation"
+                )
+                raise
+        return self._loop.give(self._loop.begins_at if first is None else first, terms.recipe, place, skipped)
+
+    def at(self, step: int, layout: Layout | DeviceMesh, rank: int, *, generation: int | None = None) -> Step:
+        """One step, where it is known only when it begins who takes part in it, as with torchft's manager.
+
+        Every rank that takes part asks for it, with the layout of this step and its rank there; others do
+        not ask. A run goes on while neither changes and the steps follow one another; otherwise another one
+        begins, by `run(step, layout=layout, rank=rank, generation=generation)`. A step that was not committed
+        is asked for again. A step that an amendment leaves out has no microbatches, and has cost nothing.
+
+        Raises OptionError for other arguments, StateError past the end of the stream.
+        """
+        step, rank, place = whole(step), whole(rank), given_layout(layout)
+        if type(step) is not int or step < 0 or type(rank) is not int or place is None:
+            raise OptionError(
+                f"at({step!r}, rank={rank!r}): give the number of the step, the layout, and this process's "
+                f"rank in it; a process that takes no part in the step does not ask for it"
+            )
+        run, here = self._loop.given, self._place
+        if (here.given_layout, here.given_rank, here.generation) != (place, rank, whole(generation)):
+            run = self.run(step, layout=place, rank=rank, generation=generation)
+        elif run is None or not run.is_at(step):
+            self._become(self._terms.under(self._kept(step)))
+            run = self._loop.give(step, self.recipe, self._place)
+        if not has_step(self.recipe, step):
+            raise StateError(
+                f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
+            )
+        if self.recipe.skips(step) or step in run.left_out:
+            run.pass_over(step)
+            return empty_step(step, self.recipe.source_names_at(step), self.layout)
+        return next(run)
+
+    def _met(self, first: int | None) -> int:
+        """Where the ranks of this layout go on: at the lowest step. Waits for all of them."""
+        place, options = self._place, self._options
+        meeting = place.meeting(self._loop.begins_at)
+        if meeting is None:
+            if place.layout.world_size == 1:
+                return first or 0
+            raise DeliveryError(
+                f"rank {place.rank} needs a way to meet the other ranks of {place.layout}: pass "
+                f"rendezvous=<torch.distributed.Store>, or call torch.distributed.init_process_group first"
+            )
+        if first is not None and self._entered:
+            self._stepping.foresee(first)  # most often all ranks go on there
+        if self.ledger:  # the others may lack some, of which they read here when all have met
+            self.ledger.keep(options.ledger or "", timeout_s=options.transport.timeout_s)
+        meeting = replace(meeting, name=f"{meeting.name} meets", number=place.generation)
+        own = f"{'-' if first is None else first} {len(self.ledger)} {self.ledger.digest or '-'}"
+        told = meeting.told_by_all("run", own, place.layout.ranks().tolist())
+        said = {rank: line.split() for rank, line in told.items()}
+        _, longest = max((int(count), digest) for _, count, digest in said.values())
+        if longest not in ("-", self.ledger.digest):  # its rank has written it before it came
+            self._become(self._terms.under(self._kept(self._loop.begins_at)))
+        if other := [of for of, (*_, digest) in said.items() if digest not in ("-", *self.ledger.digests)]:
+            raise PeerError(
+                f"rank {place.rank} knows {len(self.ledger)} amendments of this job, rank {other[0]} others; "
+                f"amend on all ranks in the same step, and give all of them one ledger",
+                sorted({place.rank, *other}),
+            )
+        return min((int(step) for step, *_ in said.values() if step != "-"), default=0)
+
+    # -- the recipe -----------------------------------------------------------------------------------
+
+    def amend(self, change: Change, at: int | None = None) -> int:
+        """Change the recipe from the next step on: on all ranks, in the same step.
+
+        The change holds from the first step on that the loop was not given yet, or from `at` on. Returns that
+        step. The present run ends before that first step, and the loop goes on with the next one, whose ranks
+        compare their recipes: one that did not amend is named. The ledger has the amendment when this
+        returns: a job that resumes has it, under any layout.
+
+        change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
+        for a step that the loop was given, or rows that do not fill microbatches; RecipeError for a change
+        that the recipe cannot have, StoreError for a store that it cannot open: nothing has changed on this
+        rank then. StateError if the ledger cannot be written: the change holds all the same, and the ledger
+        is written with the next state, or by the same call again, which makes no other amendment.
+        """
+        at, place = whole(at), self._place
+        if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
+            raise OptionError(f"amend({change!r}, at={at!r}): such as amend(mf.BatchSize(512), at=1000)")
+        if self._options.ledger is None:
+            raise OptionError(
+                "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "
+                "mf.Feed(..., ledger=path)"
+            )
+        run = self._loop.on
+        has_begun = place.given_layout is not None or run is not None or self._loop.begins_at
+        behind = run is not None and run.is_left_behind
+        if behind or (place.options.transport.rendezvous is not None and not has_begun):
+            raise OptionError(
+                "amend: this process takes no part in the job, or not yet; nothing has changed, amend on the "
+                "ranks that do, in the same step"
+            )
+        with self._loop.changing:
+            first = self._loop.next_begun
+            step = first if at is None else at
+            if step < first:
+                raise OptionError(
+                    f"amend(at={at}): the steps before {first} were begun already; give a later one, or "
+                    f"leave at= out"
+                )
+            self._become(self._terms.amended(change, step, first))
+            if (run := self._loop.on) is not None:
+                run.end_before(
+                    first,
+                    f"rank {place.rank} has amended the recipe before step {first}; call feed.amend on all "
+                    f"ranks, in the same step",
+                )
+        _log.info("amended from step %d on: %s", step, json.dumps(self.ledger.lines[-1]))
+        try:
+            self._keep()
+        except StateError as bad:
+            raise StateError(
+                f"amend: the amendment is in force from step {step}; the ledger could not be written: {bad}. "
+                f"It is written with the next state, or by the same call again"
+            ) from bad
+        return step
+
+    def _kept(self, step: int | None) -> Ledger:
+        """The ledger for a run from a step on, None for from here on. Raises as `Terms.kept` does."""
+        trained = self.next_step if step is None else min(step, self.next_step)
+        return self._terms.kept(self._options.ledger, trained)
+
+    def _check(self, recipe: Recipe, layout: Layout) -> None:
+        """Raises unless a recipe can have its amounts, sizes and columns, and its rows fill microbatches."""
+        num_positions(recipe)
+        stepping = replace(self._stepping, layout=layout, recipe=recipe, opened=None)
+        if not self._options.pad_rows:
+            stepping.check_filled()
+
+    def _become(self, terms: Terms) -> None:
+        """Take over amendments, for the next run. Raises for what cannot be; nothing has changed then."""
+        if terms is not self._terms:
+            self._check(terms.recipe, self.layout)
+            opened = self._opened_for(terms.recipe)
+            self._stepping = replace(self._stepping, recipe=terms.recipe, layout=self.layout, opened=opened)
+            self._terms = terms
+
+    def _keep(self) -> None:
+        """On the first rank: write the ledger, unless its file has it. Raises StateError."""
+        path, place = self._options.ledger, self._place
+        if path is not None and self.ledger and place.is_known and place.is_first:
+            self.ledger.keep(path, timeout_s=self._options.transport.timeout_s)
 
 
-def _is_over(delivery: Delivery, portions: Sequence[Portion]) -> bool:
-    """Whether a stopped producer ends here. A step of no portions may have no next one that has some."""
-    return delivery.interrupted and (delivery.ends_at_once or not portions)
+def _decoded_is_larger(stepping: Stepping) -> bool:
+    """See `choose_delivery`."""
+    if not stepping.rule.takes_parts:
+        return False
+    with entered(stepping.recipe):  # the sizes are in their indices
+        return stepping.rule.decoded_is_larger(stepping.recipe)

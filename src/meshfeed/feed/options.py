@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from os import PathLike
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 
@@ -18,7 +18,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import StageMap
 from meshfeed.store import StreamStore
 from meshfeed.transport import Transport
-from meshfeed.whole import is_whole, settle
+from meshfeed.whole import of_kind, path_text, settle, whole_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +44,10 @@ class Options:
     def __post_init__(self) -> None:
         settle(self)
         _check_device(self.device)
-        transport: object = self.transport
-        if not isinstance(transport, Transport):
-            raise OptionError(
-                f"transport={transport!r}: give a mf.Transport, such as mf.Transport(delivery='share')"
-            )
-        check_flags(verify=self.verify)
-        if self.packing is not None and not isinstance(cast(object, self.packing), Packing):
-            raise OptionError(
-                f"packing={self.packing!r}: give a mf.Packing, such as mf.Packing(capacity=4096)"
-            )
+        of_kind(OptionError, Transport, transport=self.transport)
+        of_kind(OptionError, bool, verify=self.verify)  # the string "no" would count as True
+        if self.packing is not None:
+            of_kind(OptionError, Packing, packing=self.packing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +63,11 @@ class FeedOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(1, vocab_size=1 if self.vocab_size is None else self.vocab_size)
-        if not isinstance(cast(object, self.ledger or ""), (str, PathLike)):
-            raise OptionError(f"ledger={self.ledger!r}: give the path of a file, or None")
-        check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
-        check_flags(pad_rows=self.pad_rows)
+        counts = {"vocab_size": self.vocab_size, "micro_batch_size": self.micro_batch_size}
+        whole_numbers(OptionError, 1, optional=[*counts], **counts)
+        of_kind(OptionError, bool, pad_rows=self.pad_rows)
+        if self.ledger is not None:
+            path_text(OptionError, ledger=self.ledger)
         if self.packing is not None and (self.micro_batch_size is not None or self.pad_rows):
             given = {"micro_batch_size": self.micro_batch_size, "pad_rows": self.pad_rows or None}
             shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
@@ -81,20 +75,6 @@ class FeedOptions(Options):
                 f"{shown} with a packing, which makes the microbatches itself; leave it out "
                 f"(Packing(capacity=...) sets their size)"
             )
-
-
-def check_counts(least: int, **given: Any) -> None:
-    """Raises OptionError for anything but a whole number from `least` on."""
-    for name, value in given.items():
-        if not is_whole(value, least):
-            raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
-
-
-def check_flags(**given: Any) -> None:
-    """Raises OptionError for anything but True and False: the string "no" would count as True."""
-    for name, value in given.items():
-        if type(value) is not bool:
-            raise OptionError(f"{name}={value!r}: give True or False")
 
 
 def check_recipe(given: Any, who: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
 import os
@@ -21,16 +22,18 @@ from meshfeed.deliver import (
     Meeting,
     Verifier,
     Whereabouts,
+    tell_left_behind,
 )
 from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.extras import version_of
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
-from meshfeed.feed.device import Placer
+from meshfeed.feed.device import placer_of
+from meshfeed.feed.place import RankPlace
+from meshfeed.feed.prefetcher import Prefetcher
 from meshfeed.feed.stepping import GlobalBatch
-from meshfeed.metrics import Recorder, Span, StageClock, StepCosts
-from meshfeed.roles import Field, Role, StageMap
+from meshfeed.metrics import Recorder, RunStart, Span, StepCosts
 
-T = TypeVar("T")
-ErrorOfJob = Callable[[], BaseException | None]
+P = TypeVar("P", bound=RankPlace)
 
 _JOIN_S = 10.0  # how long a producer may take to end with its peers
 
@@ -72,6 +75,41 @@ class StepEnd:
 Item = StepStart | Made | StepEnd
 
 
+class Producer(abc.ABC, Generic[P]):
+    """Makes the items of a run of a Feed or an Exchange. It is made where the run begins.
+
+    Attributes:
+        place: this rank's.
+        depth: made items that wait for the loop, at most; 0 if they are made on the loop's own thread.
+        compared: names of what `verify` compares.
+        origin: why a batch of its own may be late, for an error message: what is late, and what to check.
+    """
+
+    place: P
+    depth: int
+    compared: Sequence[str]
+    origin: str
+
+    @abc.abstractmethod
+    def agreed(self) -> Mapping[str, str]:
+        """What every rank must agree on, besides the place: name -> value."""
+
+    @abc.abstractmethod
+    def about(self, step: int) -> RunStart:
+        """The description of a run, from a step on, for metrics sinks."""
+
+    @abc.abstractmethod
+    def new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
+        """The delivery; entering it meets the peers."""
+
+    @abc.abstractmethod
+    def items(self, run: Run) -> Iterator[Item]:
+        """All that it makes, on the device, from the run's start on."""
+
+    def forget(self) -> None:
+        """Forget what it has announced to stores, and will not read."""
+
+
 @dataclass(slots=True)
 class _View:
     """A consumer's position: fields it does not need, items queued for it, its next step.
@@ -88,24 +126,6 @@ class _View:
     joined: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """The other ranks of a run.
-
-    Attributes:
-        role: this rank's.
-        delivery, verifier: entered at the run's start, closed at its stop.
-        meeting: where a rank that fails notifies all others; None for one process.
-        compare: called before they are entered; raises if ranks must not begin together.
-    """
-
-    role: Role
-    delivery: Delivery
-    verifier: Verifier | None
-    meeting: Meeting | None
-    compare: Callable[[], None]
-
-
 class Run:
     """From the first item of a producer to the last, or to `stop`.
 
@@ -113,49 +133,46 @@ class Run:
     StateError. It never ends as if the stream had ended.
 
     Args:
+        producer: what makes its items.
+        meeting: where a rank that fails notifies all others; None for one process.
         start: the first step.
-        items: the producer, measured by the clock; it runs once the delivery has met its peers.
-        depth: heavy items made ahead; with 0, items are made on the loop's own thread.
-        timeout_s: how long the loop waits for an item.
-        peers: the other ranks.
-        placer: of the items' tensors.
+        num_views: its consumers, virtual stages if there are several. Each of them gets every step.
         recorder: records the costs of each step.
-        views: names of the fields that each consumer does not need. Every consumer gets every step.
-        by_stage: the map of the virtual stages that its consumers are; None for one consumer.
         ended: called when a consumer has taken the last step.
-        left_behind: (error, step) -> this rank's own error, where others have ended this run before a step
-            and this rank has not; called once, and tells them.
-        origin: why a reader's own batch may be late, for error messages.
+
+    Attributes:
+        producer: as given.
+        first: the first step.
+        delivery, clock, placer, recorder: that the producer uses.
     """
 
     def __init__(
         self,
+        producer: Producer[Any],
+        meeting: Meeting | None,
         start: int,
-        items: Iterator[Item],
-        clock: StageClock,
+        num_views: int,
         *,
-        depth: int,
-        timeout_s: float,
-        peers: Peers,
-        placer: Placer,
         recorder: Recorder,
-        views: Sequence[frozenset[str]],
-        by_stage: StageMap | None,
         ended: Callable[[], None],
-        left_behind: Callable[[LeftBehindError, int], PeerError],
-        origin: str,
     ) -> None:
-        self._peers, self._verifier, self._placer = peers, peers.verifier, placer
-        self._clock, self._origin, self._timeout_s = clock, origin, timeout_s
-        self._recorder, self._ended, self._num_ready = recorder, ended, 0
-        self._tell_left_behind, self._telling = left_behind, threading.Lock()
-        self._behind: PeerError | None = None
-        self.by_stage = by_stage
-        self._views = [_View(hidden, start, start, start) for hidden in views]
+        place, options = producer.place, producer.place.options
+        place.check_rank()
+        self._role = place.role
+        self._timeout_s = options.transport.timeout_s
+        self.placer, self.clock, self.recorder = placer_of(options.device), recorder.new_clock(), recorder
+        self.delivery = producer.new_delivery(meeting, None if producer.depth else self._timeout_s)
+        self._verifier: Verifier | None = None
+        if options.verify:
+            self._verifier = Verifier.among(place.layout, place.roles, place.rank, producer.compared, meeting)
+        self.producer, self._meeting, self._ended = producer, meeting, ended
+        self._telling, self._behind = threading.Lock(), None
+        self.first, self._num_ready = start, 0
+        self._views = [_View(hidden, start, start, start) for hidden in place.hidden_from(num_views)]
         self._prefetcher = Prefetcher(
-            self._reporting(items, start), clock, depth, lambda item: isinstance(item, Made)
+            self._reporting(start), self.clock, producer.depth, lambda item: isinstance(item, Made)
         )
-        self._failures = Failures(peers.meeting, peers.role.rank, self._wake, self._where)
+        self._failures = Failures(meeting, place.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that no view was given
         self._given = 0, 0, start  # the loop's place: so many of the microbatches of a step
@@ -202,11 +219,6 @@ class Run:
         return int(self._until)
 
     @property
-    def rank(self) -> int:
-        """This rank, in this run."""
-        return self._peers.role.rank
-
-    @property
     def is_left_behind(self) -> bool:
         """Whether other ranks have ended this run, to begin another one that this rank does not know of."""
         return self._failures.is_left_behind(self.next_begun)
@@ -225,7 +237,8 @@ class Run:
 
     def join(self, view: int, num_views: int) -> bool:
         """Join as a view; False if that is impossible and a new run must begin."""
-        if self._stopped or num_views != len(self._views) or self._views[view].joined:
+        is_over = self._stopped and not self._is_whole
+        if is_over or num_views != len(self._views) or self._views[view].joined:
             return False
         self._views[view].joined = True
         return True
@@ -244,7 +257,7 @@ class Run:
         """The steps of one view. Asking for the next step drops the rest of the current one."""
         consumer = self._views[view]
         while True:
-            if not self._stopped:  # after a failure, an unfinished step does not count as completed
+            if not self._stopped or self._is_whole:  # an unfinished step does not count after a failure
                 consumer.whole = consumer.left = consumer.step
             if consumer.step >= self._until:
                 self._complete()
@@ -277,16 +290,16 @@ class Run:
         with self._stopping:
             if not self._stopped:
                 self._stopped, self._stop_until = True, time.monotonic() + min(_JOIN_S, self._timeout_s)
-                self._recorder.over()
+                self.recorder.over()
             if self._started:
                 self._prefetcher.stop()
-                self._peers.delivery.interrupt()
+                self.delivery.interrupt()
                 if not self._prefetcher.join(max(0.0, self._stop_until - time.monotonic())):
                     # It waits for a peer that does not close: its group cannot be closed while in use. Or the
                     # loop's own thread is making an item; when it returns from that, it stops the run again.
                     return
-            elif self._peers.meeting is not None:
-                self._peers.meeting.cancelled.set()  # `start` may wait for peers
+            elif self._meeting is not None:
+                self._meeting.cancelled.set()  # `start` may wait for peers
             self._resources.close()
 
     def close_with(self, resources: contextlib.ExitStack) -> None:
@@ -322,7 +335,7 @@ class Run:
                     raise _of_finished_step()
                 if self._stopped and not self._is_whole:
                     raise self._why_stopped()
-                self._placer.receive(microbatch, made.ticket)  # now: the loop may use another stream for each
+                self.placer.receive(microbatch, made.ticket)  # now: the loop may use another stream for each
                 left -= 1
                 if not left:
                     view.whole = after
@@ -375,7 +388,7 @@ class Run:
     def _left_behind(self, error: LeftBehindError, step: int) -> PeerError:
         with self._telling:  # also called where notices arrive
             if self._behind is None:
-                self._behind = self._tell_left_behind(error, step)
+                self._behind = tell_left_behind(self._meeting, self._role.rank, error, step)
         return self._behind
 
     def _pull(self) -> None:
@@ -383,7 +396,7 @@ class Run:
         asked = self._since = time.monotonic()
         self._waits = "batch"
         try:
-            with self._recorder.around("wait"):
+            with self.recorder.around("wait"):
                 item, spans = self._prefetcher.get(self._timeout_s, self._job_error)
         except StopIteration:
             if self._stopped:
@@ -401,18 +414,18 @@ class Run:
         if isinstance(item, StepStart):
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._given = 0, self._left, batch.step
-            self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
+            self.recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
-                self._recorder.costs.waits.append((span.start, span.stop, [span]))
-        self._recorder.waited(asked, time.monotonic(), spans)
+                self.recorder.costs.waits.append((span.start, span.stop, [span]))
+        self.recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1
             if self._verifier is not None and item.digests is not None:
                 self._compare(self._verifier, item.step)
-            self._recorder.over()
+            self.recorder.over()
         elif isinstance(item, Made):
-            self._recorder.costs.counted(item.counted)
+            self.recorder.costs.counted(item.counted)
             for view in self._views:
                 view.items.append(item.without(view.hidden) if view.hidden else item)
             self._left -= len(item.microbatches)
@@ -426,7 +439,7 @@ class Run:
     def _compare(self, verifier: Verifier, step: int) -> None:
         self._waits = "comparison"
         try:
-            with self._recorder.stage("verify"):
+            with self.recorder.stage("verify"):
                 verifier.check(step, self._job_error)
         except TimeoutError:
             self._publish(self._late(f"to compare step {step} with ranks {verifier.others}"))
@@ -440,7 +453,7 @@ class Run:
         self._failures.fail(error, self._due)
 
     def _job_error(self) -> BaseException | None:
-        return None if self._peers.meeting is None else self._failures.error_at(self._due)
+        return None if self._meeting is None else self._failures.error_at(self._due)
 
     def _wake(self) -> None:
         """Another rank has published a notice: interrupt the loop's wait."""
@@ -450,14 +463,13 @@ class Run:
         if self._verifier is not None:
             self._verifier.wake()
 
-    def _reporting(self, items: Iterator[Item], start: int) -> Iterator[Item]:
+    def _reporting(self, step: int) -> Iterator[Item]:
         """The producer's items. Its error is published as soon as it is known.
 
         Except a lost peer: peers may leave while it runs ahead. The loop reports that if it needs more.
         """
-        step = start
         try:
-            for item in items:
+            for item in self.producer.items(self):
                 if not isinstance(item, Made):
                     step = item.batch.step if isinstance(item, StepStart) else item.step + 1
                 if isinstance(item, StepEnd) and item.digests is not None and self._verifier is not None:
@@ -475,23 +487,24 @@ class Run:
             view.items.append(item)
 
     def _start(self, follows: bool) -> None:
-        with self._clock.stage("start"), contextlib.ExitStack() as stack:
+        with self.clock.stage("start"), contextlib.ExitStack() as stack:
             stack.enter_context(self._failures)
             try:
-                self._peers.compare()
-                stack.enter_context(self._peers.delivery)
+                if self._meeting is not None:
+                    self._meeting.compare(agreed_by(self.producer))
+                stack.enter_context(self.delivery)
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
-                self._recorder.start(self._due, self._peers.meeting, follows=follows)
+                self.recorder.start(self._due, self._meeting, follows=follows)
             except Exception as error:
-                rank = self._peers.role.rank
+                rank = self._role.rank
                 closed = f"rank {rank} has closed its feed, or loaded a state, while it joined its peers"
                 self._failures.fail(PeerError(closed, [rank]) if self._stopped else error, self._due)
-            stack.callback(self._placer.synchronize)
+            stack.callback(self.placer.synchronize)
             self._resources = stack.pop_all()
-        self._starting = self._clock.take()
+        self._starting = self.clock.take()
         for span in self._starting:
-            self._recorder.tell_wait(span.start, span.stop, [span])
+            self.recorder.tell_wait(span.start, span.stop, [span])
         with self._stopping:
             if self._stopped:
                 raise self._why_stopped()
@@ -501,25 +514,24 @@ class Run:
                 raise self._why_stopped()
 
     def _source_closed(self, end: EndOfStream) -> PeerError:
-        ended = end.args or (self._peers.role.source,)
+        ended = end.args or (self._role.source,)
         closed = f"rank {ended[0]} has closed its feed"
         if len(ended) > 1:
             closed = f"ranks {', '.join(map(str, ended))} have closed their feeds"
         return PeerError(
-            f"{closed}, but rank {self._peers.role.rank} needs more; all ranks of a group take the same "
-            f"steps",
+            f"{closed}, but rank {self._role.rank} needs more; all ranks of a group take the same steps",
             [rank for rank in ended if rank is not None],
         )
 
     def _late(self, what: str) -> DeliveryError:
-        waited, at = f"rank {self._peers.role.rank} waited {self._timeout_s:g} s {what}", self._where()
+        waited, at = f"rank {self._role.rank} waited {self._timeout_s:g} s {what}", self._where()
         if awaited := at.loops or at.producers:
             return self._failures.late(waited, awaited)
-        return DeliveryError(f"{waited}, and {self._origin}")
+        return DeliveryError(f"{waited}, and {self.producer.origin}")
 
     def _where(self) -> Whereabouts:
         """Where this rank is, for a roll call."""
-        verifier, producers = self._verifier, self._peers.delivery.awaited()
+        verifier, producers = self._verifier, self.delivery.awaited()
         given, planned, step = self._given
         away = (
             f"is in its loop, not in its feed, since microbatch {given} of {planned} of step {step}, "
@@ -530,10 +542,16 @@ class Run:
             taken=self._taken,
             loop="has closed its feed" if self._stopped else "" if self._waits else away,
             loops=verifier.others if verifier is not None and self._waits == "comparison" else (),
-            producer=f"waits too: {self._origin if self._peers.role.reads else self._clock.now}",
+            producer=f"waits too: {self.producer.origin if self._role.reads else self.clock.now}",
             producers=producers,
             is_full=self._prefetcher.is_full or not (self._prefetcher.depth or self._waits),
         )
+
+
+def agreed_by(producer: Producer[Any]) -> dict[str, str]:
+    """All that the ranks of a run must agree on."""
+    known = {"version": str(version_of("meshfeed")), "kind": type(producer).__name__}
+    return {**known, **producer.agreed(), **producer.place.agreed()}
 
 
 def _of_finished_step() -> StateError:
@@ -543,14 +561,6 @@ def _of_finished_step() -> StateError:
 def stopped_elsewhere() -> StateError:
     """The error of a loop whose run was ended by somebody else."""
     return StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
-
-
-def views_of(fields: Sequence[Field], by_stage: StageMap | None, pp_rank: int) -> list[frozenset[str]]:
-    """The fields that each virtual stage of a pipeline rank does not need; one view of all without stages."""
-    if by_stage is None:
-        return [frozenset()]
-    every = frozenset(field.name for field in fields)
-    return [every - {f.name for f in by_stage.fields_of(fields, pp_rank, v)} for v in range(by_stage.vpp)]
 
 
 class VirtualStage:
@@ -570,165 +580,3 @@ class VirtualStage:
     def __iter__(self) -> Iterator[Step]:
         """The first of a rank's virtual stages begins the run, as `iter(feed)` does; the others join it."""
         return self._begin(self.index)
-
-
-class _Taking(threading.local):
-    """Whether the current thread is in `get`, as a signal handler that interrupted it is."""
-
-    yes = False
-
-
-class Prefetcher(Generic[T]):
-    """Runs an iterator on a thread, at most `depth` items ahead; with a depth of 0, where `get` is called.
-
-    Only `heavy` items count. Light items are queued along with them, so the thread need not run between two
-    heavy items: switching to it would cost a loop that takes both a millisecond.
-
-    `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
-    collective that its peer never joins.
-
-    Attributes:
-        depth: see above.
-        num_made: heavy items made.
-        num_ready: those of them that were not taken yet.
-        is_full: whether it waits until one is taken, or has made all.
-    """
-
-    def __init__(
-        self,
-        items: Iterator[T],
-        clock: StageClock,
-        depth: int,
-        heavy: Callable[[T], bool] = lambda item: True,
-    ) -> None:
-        self._items, self._clock, self.depth, self._heavy = items, clock, depth, heavy
-        self.num_ready, self.num_made, self.is_full = 0, 0, False
-        self._process = os.getpid()
-        self._queue: deque[tuple[T, list[Span]]] = deque()
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._finished = False
-        self._error: BaseException | None = None
-        self._taking = _Taking()
-        self._making = threading.Lock()  # while an item is made where `get` is called
-        self._thread = threading.Thread(target=self._run, name="meshfeed-prefetch", daemon=True)
-
-    def start(self) -> None:
-        """Start producing."""
-        if self.depth:
-            self._thread.start()
-
-    def get(self, timeout_s: float, error_of_job: ErrorOfJob = lambda: None) -> tuple[T, list[Span]]:
-        """The next item, and the producer's spans since the previous one.
-
-        error_of_job: an error to raise instead; asked again after each `wake`.
-        Raises StopIteration at the end and, at once, after `stop`; TimeoutError after `timeout_s`, the
-        producer's own error, or the job's. With a depth of 0 it makes the item, however long that takes.
-        """
-        if self.depth and os.getpid() != self._process:
-            raise DeliveryError(
-                "this Feed belongs to the parent of this forked process, and its reader thread does not run "
-                "here; make a new Feed in this process"
-            )
-        self._taking.yes = True
-        try:
-            return self._take(timeout_s, error_of_job) if self.depth else self._make(error_of_job)
-        finally:
-            self._taking.yes = False
-
-    def _make(self, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
-        if other := error_of_job():
-            raise other
-        with self._making:
-            if self._stopped:
-                raise StopIteration
-            item = next(self._items)
-            self.num_made += self._heavy(item)
-            return item, self._clock.take()
-
-    def _take(self, timeout_s: float, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
-        with self._changed:
-            is_ready = self._changed.wait_for(lambda: self._has_news() or error_of_job(), timeout_s)
-            if self._stopped:
-                raise StopIteration
-            if other := error_of_job():
-                raise other
-            if isinstance(self._error, PeerError) or (self._error and not self._queue):
-                raise self._error
-            if not is_ready:
-                raise TimeoutError
-            if not self._queue:
-                raise StopIteration
-            item, spans = self._queue.popleft()
-            self.num_ready -= self._heavy(item)
-            self._changed.notify_all()
-        return item, spans
-
-    def wake(self) -> None:
-        """Make a waiting consumer ask for the job's error again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Stop. The producer runs until its iterator ends; its items are dropped. An item that is being made
-        on another thread, or below a signal handler, is made."""
-        with self._changed:
-            self._stopped = True
-            self._queue.clear()
-            self._error = None  # its traceback would keep its frames' objects alive, such as memory maps
-            self._changed.notify_all()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the iterator to run to its end, as peers expect.
-
-        False after `timeout_s`, and at once on the producer's thread, as where a user's dataset closes its
-        feed, and in a signal handler that has interrupted `get`, which may hold what the thread waits for.
-        """
-        until = time.monotonic() + timeout_s
-        if self._thread is threading.current_thread() or self._taking.yes:
-            return False
-        if not self._making.acquire(timeout=timeout_s):
-            return False
-        self._making.release()
-        if self._thread.ident is None:
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter is exiting and starts no thread
-                return False
-        self._thread.join(max(0.0, until - time.monotonic()))
-        return not self._thread.is_alive()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether an item is being made where `get` was called, or a signal handler has interrupted `get`."""
-        return self._taking.yes or self._making.locked()
-
-    def _has_news(self) -> bool:
-        return self._stopped or bool(self._queue) or self._finished or isinstance(self._error, PeerError)
-
-    def _has_room(self, heavy: bool) -> bool:
-        # there are few light items, but the queue must be bounded
-        return self.num_ready < self.depth if heavy else len(self._queue) < 3 * self.depth
-
-    def _offer(self, item: T, heavy: bool) -> None:
-        with self._changed:
-            self.num_made += heavy
-            self.is_full = True
-            self._changed.wait_for(lambda: self._stopped or self._has_room(heavy))
-            self.is_full = False
-            if not self._stopped:
-                self._queue.append((item, self._clock.take()))
-                self.num_ready += heavy
-                self._changed.notify_all()
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                self._offer(item, self._heavy(item))
-        except BaseException as error:  # carried to the consumer, whatever it is
-            with self._changed:
-                self._error = None if self._stopped else error
-        finally:
-            with self._changed:
-                self._finished = self.is_full = True
-                self._changed.notify_all()

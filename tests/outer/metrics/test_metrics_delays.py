@@ -35,7 +35,7 @@ def slow_at_a_stage(rank: int, path: str, delivery: str, log: str) -> list[dict[
     """The stats of every step of a rank that is slow at one stage."""
     recipe = recipe_of(path)
     if SLOW[rank] == "copy":
-        import meshfeed.feed.feed as house
+        import meshfeed.feed.reading as house
 
         house.microbatches_of = delayed(house.microbatches_of, DELAYED)
     else:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
+from meshfeed.exchange.place import ExchangePlace
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator
 from meshfeed.integrations.megatron.config import (
     KEEPING,
@@ -205,6 +206,19 @@ class SequencePacking:
         return made
 
 
+class _ScheduledPlace(ExchangePlace):
+    @cached_property
+    def role(self) -> Role:
+        readers = sorted(self.readers or ())
+        if self.owns and self.rank not in readers:
+            raise RoleError(
+                f"rank {self.rank} has a data iterator, but is_reader() is True on ranks {readers} alone; "
+                f"build datasets where it is (is_dataset_built_on_rank=megatron.is_reader, with the readers= "
+                f"of this SequencePacking), and give None elsewhere"
+            )
+        return super().role
+
+
 class _Scheduled(Exchange):
     """The exchange of a SequencePacking; its readers are Megatron's.
 
@@ -212,6 +226,7 @@ class _Scheduled(Exchange):
     this rank is tp rank 0 of a stage whose data another rank reads, so that its iterator is not needed.
     """
 
+    _kind_of_place = _ScheduledPlace
     keeps = pulls = ignores = False
 
     @cached_property
@@ -255,17 +270,6 @@ class _Scheduled(Exchange):
             align=room.align,
             shape=shape_of(self._packing),
         )
-
-    @cached_property
-    def role(self) -> Role:
-        readers = sorted(self._readers or ())
-        if self._puller.owns and self.rank not in readers:
-            raise RoleError(
-                f"rank {self.rank} has a data iterator, but is_reader() is True on ranks {readers} alone; "
-                f"build datasets where it is (is_dataset_built_on_rank=megatron.is_reader, with the readers= "
-                f"of this SequencePacking), and give None elsewhere"
-            )
-        return super().role
 
 
 def _wrapped(stages: Sequence[StageIterator]) -> Wrapped:

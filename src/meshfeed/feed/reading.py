@@ -1,0 +1,184 @@
+"""The path of a sequence from the stream to the device: plan, read, deliver, build, place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from meshfeed.deliver import Delivery, Digester, Digests, Direct, Meeting, make_delivery, tell
+from meshfeed.feed.batch import Sources
+from meshfeed.feed.device import Built, OnHost, built_by, microbatches_of
+from meshfeed.feed.options import FeedOptions
+from meshfeed.feed.place import RankPlace
+from meshfeed.feed.run import Item, Made, Producer, Run, StepEnd, StepStart
+from meshfeed.feed.stepping import Ahead, Stepping
+from meshfeed.metrics import Meter, RunStart
+from meshfeed.order import edges_of
+from meshfeed.sequence import Columns, Portion
+from meshfeed.sequence.table import RUN_FIELDS
+from meshfeed.store import Mapped
+from meshfeed.store.vocabulary import check_tokens
+
+
+class SequenceProducer(Producer[RankPlace]):
+    """The producer of a Feed.
+
+    Args:
+        place: this rank's.
+        stepping: the steps of its recipe.
+        options: of the feed.
+        left_out: steps that are neither read nor given.
+        checks_tokens: compare each token with `options.vocab_size`.
+        host: memory for what is read.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace,
+        stepping: Stepping,
+        options: FeedOptions,
+        *,
+        left_out: frozenset[int],
+        checks_tokens: bool,
+        host: OnHost,
+    ) -> None:
+        self.place, self.stepping, self.options = place, stepping, options
+        self.left_out, self.checks_tokens, self.host = left_out, checks_tokens, host
+        self.compared = [*(each.name for each in place.fields), *RUN_FIELDS]
+        self.origin, depth = (
+            "its own storage has not returned it; check the storage",
+            options.transport.prefetch,
+        )
+        for store in stepping.recipe.sources:
+            if isinstance(store, Mapped):
+                self.origin = (
+                    f"{store} has not returned it; check what the dataset does, or give the Feed workers, "
+                    f"machine=mf.Machine(workers=...)"
+                )
+        depth = options.transport.prefetch
+        if depth == 0:
+            depth = int(place.meets_stages or (options.verify and place.layout.pp > 1))
+        self.depth = 2 if depth is None else depth
+
+    def agreed(self) -> Mapping[str, str]:
+        recipe, options = self.stepping.recipe, self.options
+        return {
+            **recipe.summary(),
+            "steps": str(recipe.steps),
+            "micro_batch_size": str(self.stepping.micro_batch_size),
+            "pad_rows": str(options.pad_rows),
+            "left out": str(sorted(self.left_out)),
+            "ledger": str(options.ledger),
+            "encoder": "balanced" if self.stepping.rule.sees_step else "with sample",
+        }
+
+    def about(self, step: int) -> RunStart:
+        place, recipe, costs = self.place, self.stepping.recipe, self.stepping.rule.decode_costs
+        return RunStart.here(
+            step,
+            place.layout,
+            place.rank,
+            place.delivery,
+            recipe.fingerprint,
+            recipe.source_names,
+            decode_workers=None if costs is None else costs.workers,
+            edges=edges_of(recipe, step),
+        )
+
+    def new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
+        slots = self.depth + 2
+        return make_delivery(
+            self.place.delivery, self.place.role, meeting, num_slots=slots, patience_s=patience_s
+        )
+
+    def forget(self) -> None:
+        for store in self.stepping.recipe.sources:
+            store.forget_needs()
+
+    def items(self, run: Run) -> Iterator[Item]:
+        stepping, role, delivery, clock = self.stepping, self.place.role, run.delivery, run.clock
+        rule, recipe = stepping.rule, stepping.recipe
+        decode_costs = rule.decode_costs if role.reads else None
+        meter = Meter(recipe.sources, delivery.traffic, decode_costs=decode_costs)
+        ahead = Ahead(
+            stepping,
+            self.place.coord,
+            *self.place.served(),
+            run.first,
+            clock,
+            reads=role.reads,
+            budget_bytes=self.options.transport.read_ahead_bytes,
+            left_out=self.left_out,
+        )
+        is_sent, sources = not isinstance(delivery, Direct), None
+        for batch, portions in ahead:
+            yield StepStart(batch, run.recorder.new_costs(batch.stats))
+            if _is_over(delivery, portions):
+                return
+            digester = Digester(self.compared) if self.options.verify else None
+            if sources is None or sources.names != batch.sources:
+                sources = Sources.of(batch.sources, rule)
+            for portion in portions:
+                columns, hint = None, rule.num_bytes(recipe, portion) if is_sent else 0
+                if role.reads:
+                    waited_s = 0.0 if decode_costs is None else decode_costs.wait_s
+                    with clock.stage("read"):
+                        columns = self._load(run, batch.step, portion, hint)
+                    if decode_costs is not None:
+                        clock.split("decode", decode_costs.wait_s - waited_s)
+                with clock.stage("deliver"):
+                    columns = delivery.deliver(columns, hint)
+                with clock.stage("build"):
+                    built = self._built(run, portion, columns, digester)
+                with clock.stage("copy"):
+                    made, ticket = microbatches_of(portion, built, run.placer, sources)
+                yield Made(made, ticket, meter.take())
+                if _is_over(delivery, portions):
+                    return
+                ahead.have_read()
+            digests = digester.digests() if digester else None
+            reread: Callable[[], Digests] = partial(self._reread, portions)
+            yield StepEnd(batch.step, digests, reread)
+            if _is_over(delivery, portions):
+                return
+
+    def _load(self, run: Run, step: int, portion: Portion, hint: int) -> Columns:
+        stepping, vocab_size = self.stepping, self.options.vocab_size
+        try:
+            columns = stepping.rule.load(stepping.recipe, portion, self.host.allocate)
+            if vocab_size is not None and self.checks_tokens:
+                sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
+                check_tokens(columns.get("tokens"), vocab_size, sources)
+            return columns
+        except Exception as error:
+            run.record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            raise tell(run.delivery, error, self.place.rank, step, hint) from error.__cause__ or error
+
+    def _built(self, run: Run, portion: Portion, columns: Columns, digester: Digester | None) -> Built:
+        """A portion's fields; each microbatch's own where somebody compares digests."""
+        rule, recipe, names = self.stepping.rule, self.stepping.recipe, self.place.role.fields
+        if digester is None:
+            return built_by(run.placer, rule, recipe, portion, columns, names)
+        built = rule.build(recipe, portion, columns, names, run.placer.allocate)
+        digester.add(built)
+        return built
+
+    def _reread(self, portions: Sequence[Portion]) -> Digests:
+        """The digests of a step, recomputed from storage."""
+        digester, host, rule, recipe = (
+            Digester(self.compared),
+            OnHost(),
+            self.stepping.rule,
+            self.stepping.recipe,
+        )
+        for portion in portions:
+            alone = replace(portion, held=portion.own)
+            columns = rule.load(recipe, alone, host.allocate)
+            digester.add(rule.build(recipe, alone, columns, self.place.role.fields, host.allocate))
+        return digester.digests()
+
+
+def _is_over(delivery: Delivery, portions: Sequence[Portion]) -> bool:
+    """Whether a stopped producer ends here. A step of no portions may have no next one that has some."""
+    return delivery.interrupted and (delivery.ends_at_once or not portions)
