@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -62,6 +63,10 @@ class _Tokens:
         "messages that bear loss: all of the assistant (default), or its last"
     )
     chat_date: datetime.date | None = option("date for templates that print today's date, such as 2025-06-01")
+    template_kwargs: str | None = option(
+        """variables of the template, as JSON, such as '{"enable_thinking": false}'""", metavar="JSON"
+    )
+    ignore_keys: str | None = option("keys of messages that may be lost", metavar="KEY,...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +238,11 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
     def _text(self) -> Text | Chats:
         eod = self.eod_token if self.eod_token is not None else self.eod
         if not self.chat:
-            if self.chat_template or self.chat_date or self.train_on:
-                raise PrepareError("--chat-template, --chat-date and --train-on need --chat")
+            chat = (self.chat_template, self.chat_date, self.train_on, self.template_kwargs, self.ignore_keys)
+            if any(chat):
+                raise PrepareError(
+                    "--chat-template, --chat-date, --train-on, --template-kwargs, --ignore-keys: need --chat"
+                )
             return Text(
                 tokenizer=None if self.tokenizer == "none" else self.tokenizer,
                 train_bpe=self.train_bpe,
@@ -253,6 +261,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             date=self.chat_date,
             column=self.column,
             dtype=self.dtype,
+            variables=_variables(self.template_kwargs),
+            ignore=[each for each in (self.ignore_keys or "").split(",") if each],
         )
 
     def _engine(self) -> Engine:
@@ -329,3 +339,13 @@ def _print(made: Prepared) -> None:
         left = counted(manifest["num_malformed"], "malformed document")
         files = counted(manifest.get("num_malformed_inputs", 0), "file")
         say(f"{left} in {files} skipped; see {made.path}/{ERRORS}")
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise PrepareError(f"--template-kwargs {text}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise PrepareError(f"--template-kwargs {text}: give an object of JSON")
+    return cast(dict[str, Any], found)

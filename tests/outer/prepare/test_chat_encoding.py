@@ -393,10 +393,13 @@ def test_templates_that_do_not_tell(theirs: PreTrainedTokenizerFast, tmp_path: P
         ("{% for %}", r"template 'default' of .*, line 1: not a template"),
         ("{% generation %}x", "not a template"),
         ("{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}", "today's date: give one as date="),
-        ("{{ messages[0].nobody.there }}", "'dict object' has no attribute 'nobody'"),
+        ("{{ messages[0].nobody.there }}", "has no attribute 'nobody'"),
         ("{{ messages.append(1) }}{% generation %}x{% endgeneration %}", "unsafe"),
         ("{{ messages.__class__.__mro__ }}{% generation %}x{% endgeneration %}", "unsafe"),
-        ("{% generation %}{% endgeneration %}x", "none of its 1 tokens bears loss"),
+        (
+            "{% generation %}{% endgeneration %}x",
+            "the template does not print its content, so it would be lost",
+        ),
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}",
             r"message 1 \(assistant\): the template prints 'assistant: ' .*, and nothing for add_generation_prompt",

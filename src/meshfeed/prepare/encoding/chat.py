@@ -23,6 +23,7 @@ from meshfeed.formats.tokenizers import fast_tokenizer
 from meshfeed.prepare.encoding.chat_process import Confined
 from meshfeed.prepare.encoding.chat_template import DEFAULT, ChatTemplate, Conversations, Rendered
 from meshfeed.prepare.encoding.text import absolute
+from meshfeed.prepare.inputs.conversation import BESIDE
 from meshfeed.prepare.inputs.records import Columns
 from meshfeed.prepare.inputs.samples import CHAT_KEYS
 from meshfeed.store.format import tokenizer_name
@@ -41,8 +42,11 @@ class Chats:
         template: a file to use instead of the tokenizer's own template.
         train_on: "assistant" for all its messages, "last" for the last one.
         date: for templates that print today's date; without it, they use a fixed date or are refused.
-        column: of JSON lines and tables; None for the first of CHAT_KEYS that exists. "tools" is read, too.
+        column: of JSON lines and tables; None for the first of CHAT_KEYS that exists. Columns beside it
+            that change the text are read, too: `BESIDE`.
         dtype: see Text.
+        variables: further variables of the template, such as {"enable_thinking": False}.
+        ignore: keys of messages that the template need not print, such as "reasoning_content".
     """
 
     tokenizer: str
@@ -51,6 +55,8 @@ class Chats:
     date: datetime.date | None = None
     column: str | None = None
     dtype: str = "auto"
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    ignore: Sequence[str] = ()
     train_bpe: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +66,7 @@ class Chats:
     def columns(self) -> Columns:
         """The columns to read."""
         names = CHAT_KEYS if self.column is None else (self.column,)
-        return Columns(names, beside=("tools",), called="messages")
+        return Columns(names, beside=BESIDE, called="messages")
 
     def request(self) -> dict[str, Any]:
         return {
@@ -71,6 +77,8 @@ class Chats:
             "train_on": self.train_on,
             "date": None if self.date is None else self.date.isoformat(),
             "dtype": self.dtype,
+            "variables": dict(self.variables),
+            "ignore": [*self.ignore],
             "digest": self.encoder().digest,
         }
 
@@ -78,7 +86,13 @@ class Chats:
         """The encoder of tokens and mask. Raises StoreError."""
         dtype = None if self.dtype == "auto" else self.dtype
         encoder = ChatEncoder(
-            self.tokenizer, self.template, train_on=self.train_on, dtype=dtype, date=self.date
+            self.tokenizer,
+            self.template,
+            train_on=self.train_on,
+            dtype=dtype,
+            variables=self.variables,
+            date=self.date,
+            ignore=self.ignore,
         )
         encoder.check()
         return encoder
@@ -111,6 +125,7 @@ class ChatEncoder:
         dtype: of the tokens; None for uint16 or int32, as Megatron chooses.
         variables: further variables of the template, such as {"enable_thinking": False}.
         date: that the template may ask for; see `ChatTemplate`.
+        ignore: keys of messages that the template need not print.
 
     Attributes:
         columns: name -> dtype of the output: tokens, and loss_mask uint8.
@@ -127,13 +142,14 @@ class ChatEncoder:
         dtype: npt.DTypeLike | None = None,
         variables: Mapping[str, Any] | None = None,
         date: datetime.date | None = None,
+        ignore: Sequence[str] = (),
     ) -> None:
         self._path, self._template = (
             Path(tokenizer_name(tokenizer)),
             None if template is None else Path(template),
         )
         self._train_on, self._dtype, self._date = train_on, dtype, date
-        self._variables = dict(variables or {})
+        self._variables, self._ignore = dict(variables or {}), tuple(ignore)
         if train_on not in ("assistant", "last"):
             raise StoreError(f"train_on={train_on!r}: 'assistant' for all its messages, or 'last'")
 
@@ -151,7 +167,15 @@ class ChatEncoder:
     def digest(self) -> str:
         """Hex digest of everything that decides the output."""
         file, config, templates = self._files
-        how = [config, templates, self._variables, self._train_on, str(self._date), self._token_dtype.str]
+        how = [
+            config,
+            templates,
+            self._variables,
+            self._train_on,
+            str(self._date),
+            self._token_dtype.str,
+            self._ignore,
+        ]
         text = json.dumps(how, sort_keys=True, default=repr)
         return hashlib.blake2b(file.content + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
@@ -234,7 +258,7 @@ class ChatEncoder:
             name: ChatTemplate(source, variables, f"template {name!r} of {path}", self._date)
             for name, source in sources.items()
         }
-        return Confined(Conversations(templates, self._train_on == "last", str(self._path)))
+        return Confined(Conversations(templates, self._train_on == "last", self._ignore, str(self._path)))
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -10,17 +10,17 @@ import datetime
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.prepare.inputs.sharegpt import with_role
+from meshfeed.prepare.inputs.conversation import Turn, conversation_of, texts_of
 
-Message = Mapping[str, Any]
-Tools = list[Any] | None
+Beside = Mapping[str, Any]
+"""What a conversation gives its template beside the messages: tools, and variables of its own."""
 Spans = list[tuple[int, int]]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -30,7 +30,6 @@ MOST_CHARACTERS = 16 << 20
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _NOW = "strftime_now"
 _OPEN_NAME, _CLOSE_NAME = "meshfeed_open", "meshfeed_close"
 
@@ -65,8 +64,8 @@ class ChatTemplate:
 
     def text(
         self,
-        messages: list[Message],
-        tools: Tools,
+        messages: list[Turn],
+        beside: Beside,
         *,
         prompt: bool = False,
         marks: tuple[str, str] = ("", ""),
@@ -76,7 +75,7 @@ class ChatTemplate:
         prompt: followed by what comes before the assistant's next message. marks: put around what is in
         {% generation %} blocks.
         """
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        given = {"messages": messages, "documents": None, "add_generation_prompt": prompt, **beside}
         named = dict(zip((_OPEN_NAME, _CLOSE_NAME), marks))
         compiled, _ = self._compiled
         try:
@@ -88,11 +87,11 @@ class ChatTemplate:
             hint = asks if _NOW in str(error) else ""
             raise StoreError(f"{self.where}: {error or type(error).__name__}{hint}") from error
 
-    def blocks(self, messages: list[Message], tools: Tools, text: str) -> Spans:
+    def blocks(self, messages: list[Turn], beside: Beside, text: str) -> Spans:
         """Begin and end, in characters of `text`, of each {% generation %} block in it that is not empty."""
         if _OPEN in text or _CLOSE in text:
             raise StoreError("the text has a character that Unicode keeps for programs (U+FDD0); remove it")
-        marked = self.text(messages, tools, marks=(_OPEN, _CLOSE))
+        marked = self.text(messages, beside, marks=(_OPEN, _CLOSE))
         spans: Spans = []
         at = begin = depth = 0
         for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
@@ -195,11 +194,13 @@ class Conversations:
     Attributes:
         templates: by name.
         last_only: whether only the assistant's last message counts as said.
+        ignore: keys of messages that may be lost.
         path: of the tokenizer, as messages show it.
     """
 
     templates: Mapping[str, ChatTemplate]
     last_only: bool
+    ignore: Sequence[str]
     path: str
 
     def check(self) -> None:
@@ -209,38 +210,51 @@ class Conversations:
 
     def render(self, value: Any) -> Rendered:
         """The text of a conversation. Raises StoreError."""
-        messages, tools = _conversation_of(value)
+        talk = conversation_of(value)
+        messages, beside = talk.messages, {"tools": talk.tools, **talk.variables}
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise StoreError("no message of the assistant, so nothing bears loss; leave it out")
-        if self.last_only:
-            turns = turns[-1:]
-        name = WITH_TOOLS if tools and WITH_TOOLS in self.templates else DEFAULT
+        said = [k for k in turns[-1 if self.last_only else 0 :] if talk.trained[k] is not False]
+        if not said:
+            raise StoreError("its messages say that nothing of it is trained; leave it out")
+        name = WITH_TOOLS if talk.tools and WITH_TOOLS in self.templates else DEFAULT
         if name not in self.templates:
             raise StoreError(f"{self.path}: no template {name!r} among {', '.join(self.templates)}")
         template = self.templates[name]
-        text = _whole(template, messages, tools)
+        text = _whole(template, messages, beside)
         _refuse_printed_parts(messages, text)
-        if not template.has_blocks:
-            return Rendered(text, [_added(template, messages, tools, k, text) for k in turns], trims=True)
-        blocks, earlier = template.blocks(messages, tools, text), 0
-        if self.last_only and turns[0]:
-            before = messages[: turns[0]]
-            earlier = len(template.blocks(before, tools, template.text(before, tools)))
-        return Rendered(text, blocks[earlier:], trims=False)
+        if template.has_blocks:
+            spans = template.blocks(messages, beside, text)
+            if said != turns:
+                spans = [each for k in said for each in _blocks_of(template, messages, beside, k, spans)]
+        else:
+            spans = [_added(template, messages, beside, k, text) for k in said]
+        talk.refuse_unread(self.ignore)
+        _refuse_lost(messages, text, self.ignore)
+        return Rendered(text, spans, trims=not template.has_blocks)
 
 
-def _whole(template: ChatTemplate, messages: list[Message], tools: Tools) -> str:
+def _blocks_of(template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, blocks: Spans) -> Spans:
+    """Those of a template's blocks that message k has."""
+    before, after = (
+        len(template.blocks(some, beside, template.text(some, beside))) if some else 0
+        for some in (messages[:k], messages[: k + 1])
+    )
+    return blocks[before:after]
+
+
+def _whole(template: ChatTemplate, messages: list[Turn], beside: Beside) -> str:
     """The text of all messages. Raises StoreError that names the first message from which on it has none."""
     try:
-        return template.text(messages, tools)
+        return template.text(messages, beside)
     except StoreError as error:
         sound = range(len(messages) - 1, 0, -1)
-        k = next((k for k in sound if _can(template, messages[:k], tools)), 0)
+        k = next((k for k in sound if _can(template, messages[:k], beside)), 0)
         raise StoreError(f"message {k} ({messages[k]['role']}): {error}") from error
 
 
-def _refuse_printed_parts(messages: list[Message], text: str) -> None:
+def _refuse_printed_parts(messages: list[Turn], text: str) -> None:
     """Refuse content in parts that a template, which knows of text alone, prints as Python would."""
     for k, message in enumerate(messages):
         parts = message.get("content")
@@ -251,21 +265,35 @@ def _refuse_printed_parts(messages: list[Message], text: str) -> None:
             )
 
 
-def _can(template: ChatTemplate, messages: list[Message], tools: Tools) -> bool:
+def _refuse_lost(messages: list[Turn], text: str, ignore: Sequence[str]) -> None:
+    """Refuse a message of which the template prints nothing: its text, thoughts or call would be lost."""
+    for k, message in enumerate(messages):
+        for what, said in texts_of(message):
+            shown = said.strip()
+            if shown not in text and json.dumps(shown, ensure_ascii=False)[1:-1] not in text:
+                if {"reasoning": "reasoning_content", "tool call": "tool_calls"}.get(what, what) in ignore:
+                    continue
+                raise StoreError(
+                    f"message {k} ({dict.get(message, 'role')}): the template does not print its {what}, so "
+                    f"it would be lost; use a template that does, or leave it out of the record"
+                )
+
+
+def _can(template: ChatTemplate, messages: list[Turn], beside: Beside) -> bool:
     try:
-        template.text(messages, tools)
+        template.text(messages, beside)
     except StoreError:
         return False
     return True
 
 
 def _added(
-    template: ChatTemplate, messages: list[Message], tools: Tools, k: int, text: str
+    template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, text: str
 ) -> tuple[int, int]:
     """What message k adds to the text before it, in characters."""
     try:
-        prompt = template.text(messages[:k], tools, prompt=True)
-        turn = template.text(messages[: k + 1], tools)
+        prompt = template.text(messages[:k], beside, prompt=True)
+        turn = template.text(messages[: k + 1], beside)
     except StoreError as error:
         raise StoreError(
             f"message {k} (assistant): cannot be rendered without what follows: {error}"
@@ -277,12 +305,12 @@ def _added(
             f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
             f"answer and train_on='last' (--train-on last)"
         )
-    _refuse_header(template, messages, tools, k, prompt, turn)
+    _refuse_header(template, messages, beside, k, prompt, turn)
     return len(prompt), len(turn)
 
 
 def _refuse_header(
-    template: ChatTemplate, messages: list[Message], tools: Tools, k: int, prompt: str, turn: str
+    template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, prompt: str, turn: str
 ) -> None:
     """Refuse a template that prints a header before an answer, but not as its generation prompt.
 
@@ -292,43 +320,9 @@ def _refuse_header(
     if not isinstance(content, str) or not content.strip():
         return
     header, found, _ = turn[len(prompt) :].partition(content.strip())
-    if found and header.strip() and template.text(messages[:k], tools) == prompt:
+    if found and header.strip() and template.text(messages[:k], beside) == prompt:
         raise StoreError(
             f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "
             f"nothing for add_generation_prompt, so that would bear loss; print it there, too: "
             f"{{% if add_generation_prompt %}}{header}{{% endif %}}, or put {{% generation %}} around answers"
         )
-
-
-def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
-    """Checked messages, as the template sees them, and tools."""
-    tools = None
-    if isinstance(value, dict):
-        given = dict(cast(dict[str, Any], value))
-        tools = given.pop("tools", None)
-        value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
-        raise StoreError(f"{found} where a list of messages belongs")
-    if not isinstance(tools, list | None):
-        raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
-    return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None
-
-
-def _message(k: int, given: Any) -> Message:
-    if not isinstance(given, dict):
-        raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
-    # As transformers has it: null is as if the key were not there, and thoughts go by several names.
-    named = with_role(k, cast(dict[str, Any], given))
-    message = {name: value for name, value in named.items() if value is not None}
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise StoreError(
-            f"message {k}: its role is {role!r}, found keys {', '.join(map(repr, given))}; it needs a role"
-        )
-    thoughts = next((message[name] for name in _REASONING if name in message), None)
-    if content is None and thoughts is None and not message.get("tool_calls"):
-        raise StoreError(f"message {k} ({role}): no content; found keys {', '.join(map(repr, given))}")
-    if not isinstance(content, str | list | None):
-        raise StoreError(f"message {k} ({role}): content is {type(content).__name__}; text belongs there")
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from meshfeed.errors import ChecksumError
 from meshfeed.files import ByteFile
@@ -49,4 +50,43 @@ def rows_of(batch: Any, names: Sequence[str], most: int) -> Iterator[dict[str, A
     some = batch.select(list(names))
     together = max(min(most * max(len(some), 1) // max(some.nbytes, 1), _ROWS_TOGETHER), 1)
     for first in range(0, len(some), together):
-        yield from some.slice(first, together).to_pylist()
+        yield from plain_rows(some.slice(first, together))
+
+
+def plain_rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch: JSON of `arrow.json` is what it says, and structs have no nulls.
+
+    A struct has every key of its column's type, so that a null says nothing; `datasets` writes both.
+    """
+    nested = {each.name: each.type for each in batch.schema if _is_nested(each.type)}
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    for row in rows if nested else ():
+        row.update({name: _plain(row[name], of) for name, of in nested.items()})
+    return rows
+
+
+def _is_nested(of: Any) -> bool:
+    """Whether values of a type hold structs or JSON."""
+    inner = [of.field(i).type for i in range(of.num_fields)]
+    return _fields(of) is not None or _is_json(of) or any(map(_is_nested, inner))
+
+
+def _is_json(of: Any) -> bool:
+    return getattr(of, "extension_name", "") == "arrow.json"
+
+
+def _fields(of: Any) -> list[Any] | None:
+    return [of.field(i) for i in range(of.num_fields)] if str(of).startswith("struct<") else None
+
+
+def _plain(value: Any, of: Any) -> Any:
+    if value is None:
+        return None
+    if _is_json(of):
+        return json.loads(value)
+    if (fields := _fields(of)) is not None:
+        found = {each.name: _plain(value[each.name], each.type) for each in fields}
+        return {name: each for name, each in found.items() if each is not None}
+    if isinstance(value, list) and of.num_fields == 1:
+        return [_plain(each, of.field(0).type) for each in cast(list[Any], value)]
+    return value

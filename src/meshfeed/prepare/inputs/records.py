@@ -19,7 +19,7 @@ from meshfeed.formats.documents import FileSpan, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.formats.tokens import PAIRS
-from meshfeed.prepare.inputs.arrow import batches_in, rows_of
+from meshfeed.prepare.inputs.arrow import batches_in, plain_rows, rows_of
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
@@ -347,7 +347,7 @@ def _of_group(
     some = min(max(how.most_bytes // max(mean, 1), 1), _ROWS_TOGETHER)
     with typed_arrow(f"{url}: row group {group}"):
         for batch in parquet.iter_batches(some, row_groups=[group], columns=list(wanted), use_threads=False):
-            for record in batch.to_pylist():
+            for record in plain_rows(batch):
                 yield record, batch.nbytes // batch.num_rows
 
 

@@ -26,7 +26,7 @@ from meshfeed.errors import StoreError
 from meshfeed.files import Folder
 from meshfeed.files.url import is_http, is_remote, without_secrets
 from meshfeed.formats.documents import read_bytes
-from meshfeed.prepare.inputs.sharegpt import with_role
+from meshfeed.prepare.inputs.conversation import with_role
 from meshfeed.prepare.inputs.within_folder import read_beneath
 
 Fetch = Callable[[str], bytes]

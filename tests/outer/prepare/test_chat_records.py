@@ -1,0 +1,271 @@
+"""What records say of a conversation beside its text: in the tokens and the mask, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+from meshfeed.cli.main import main
+from meshfeed.prepare.encoding.chat import ChatEncoder
+from soak import cases
+
+TEMPLATE = """
+{%- if style is defined %}{{- '(' + style + ')' }}{% endif %}
+{%- if tools %}{%- for tool in tools %}{{- '<|tool|>' + tool | tojson }}{% endfor %}{% endif %}
+{%- for m in messages %}
+{{- '<|' + m.role + '|>' }}
+{%- if m.reasoning_content is defined and keeps is not defined %}{{- '[' + m.reasoning_content + ']' }}{% endif %}
+{%- if m.content %}{{- m.content }}{% endif %}
+{%- if m.tool_calls %}{%- for call in m.tool_calls %}{{- call.function | tojson }}{% endfor %}{% endif %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
+"""
+SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>"]
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "GOOD"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes, with a template that knows of tools, thoughts and one variable."""
+    folder = tmp_path_factory.mktemp("chat")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in SPECIAL])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def shown(folder: Path, *values: Any, **options: Any) -> list[tuple[str, str]]:
+    """The text of each conversation, and what of it bears loss."""
+    decoder = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made = ChatEncoder(folder, **options).encode(values)
+    return [
+        tuple(
+            decoder.decode(tokens.tolist(), skip_special_tokens=False)
+            for tokens in (each["tokens"], each["tokens"][each["loss_mask"] == 1])
+        )
+        for each in made
+    ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(
+            {"weight": 0},
+            {"weight": 0.0},
+            {"loss": 0},
+            {"loss": False},
+            {"train": False},
+            {"trainable": False},
+        ),
+        *({"loss_mask": 0}, {"train_on_turn": False}, {"masked": True}, {"masked": 1, "weight": 0}),
+    ],
+    ids=str,
+)
+def test_a_turn_that_is_not_to_be_trained_is_not(folder: Path, key: dict[str, Any]) -> None:
+    bad = {"role": "assistant", "content": "BAD", **key}
+    ((text, said),) = shown(folder, [ASKED, bad, ASKED, SAID])
+    assert text == "<|user|>a<|end|><|assistant|>BAD<|end|><|user|>a<|end|><|assistant|>GOOD<|end|>"
+    assert said == "GOOD<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([ASKED, SAID | {"weight": 0.5}], "weight is 0.5; a message bears loss .1. or not"),
+        ([ASKED, SAID | {"weight": "0"}], "weight is '0'; a message bears loss .1. or not"),
+        ([ASKED, SAID | {"weight": 1, "masked": True}], "weight and masked contradict"),
+        ([ASKED | {"weight": 1}, SAID], "user.: weight says that it is trained"),
+        ([ASKED, SAID | {"weight": 0}], "nothing of it is trained"),
+        ([ASKED, SAID | {"mood": "good"}], "nothing reads its key 'mood'.*--ignore-keys mood"),
+        ("[{", "the messages are text that is no JSON"),
+        ({"messages": [ASKED, SAID], "tools": "x"}, "tools are text that is no JSON"),
+        ({"messages": [ASKED, SAID], "chat_template_kwargs": [1]}, "chat_template_kwargs are list"),
+        (
+            {"messages": [{"role": "system", "content": "s"}, ASKED, SAID], "system": "t"},
+            "more than one system prompt",
+        ),
+    ],
+)
+def test_what_contradicts_or_is_lost_is_named(folder: Path, messages: Any, told: str) -> None:
+    with pytest.raises(mf.errors.StoreError, match=told):
+        ChatEncoder(folder).encode([messages])
+
+
+def test_columns_beside_the_messages_are_in_the_text(folder: Path) -> None:
+    sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "GOOD"}]
+    function = {"name": "move", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    rest = "<|user|>a<|end|><|assistant|>GOOD<|end|>"
+    texts = [
+        text
+        for text, _ in shown(
+            folder,
+            {"messages": sharegpt, "system": "Be brief."},
+            {"messages": [ASKED, SAID], "system_prompt": "Be brief."},
+            {"messages": [ASKED, SAID], "functions": [function]},
+            {"messages": [ASKED, SAID], "tools": json.dumps(tools)},
+            {"messages": [ASKED, SAID], "tools": ""},
+            {"messages": [ASKED, SAID], "chat_template_kwargs": {"style": "loud"}},
+            json.dumps([ASKED, SAID]),
+        )
+    ]
+    assert texts[:2] == [f"<|system|>Be brief.<|end|>{rest}"] * 2
+    assert texts[2] == texts[3] == f"<|tool|>{json.dumps(tools[0])}{rest}"
+    assert texts[4:] == [rest, f"(loud){rest}", rest]
+
+
+def test_arguments_as_text_are_those_as_an_object(folder: Path) -> None:
+    def called(arguments: Any) -> Any:
+        call = {"id": "call1", "type": "function", "function": {"name": "move", "arguments": arguments}}
+        answer = {"role": "tool", "tool_call_id": "call1", "content": "done"}
+        return [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, answer, SAID]
+
+    told = {"from": "function_call", "value": json.dumps({"name": "move", "arguments": {"x": 0}})}
+    sharegpt = [{"from": "human", "value": "a"}, told, {"from": "observation", "value": "done"}]
+    first, second, third = shown(
+        folder, called({"x": 0}), called('{"x":0}'), [*sharegpt, {"from": "gpt", "value": "GOOD"}]
+    )
+    assert first == second == third and '"arguments": {"x": 0}}<|end|>' in first[1]
+
+
+def test_what_a_template_does_not_print_is_refused(folder: Path) -> None:
+    thoughts = [ASKED, SAID | {"reasoning_content": "because"}]
+    ((_, said),) = shown(folder, thoughts)
+    assert said == "[because]GOOD<|end|>"
+    silent = {"messages": thoughts, "chat_template_kwargs": {"keeps": False}}
+    with pytest.raises(
+        mf.errors.StoreError, match=r"message 1 \(assistant\): the template does not print its reasoning"
+    ):
+        ChatEncoder(folder).encode([silent])
+    ((_, said),) = shown(folder, silent, ignore=["reasoning_content"])
+    assert said == "GOOD<|end|>"
+
+
+def two_tools() -> list[dict[str, Any]]:
+    def talk(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {
+            "messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, SAID],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}],
+        }
+
+    return [talk("move", {"x": "0", "y": "1"}), talk("say", {"message": "hi"})]
+
+
+@pytest.mark.usefixtures("quick_workers")
+@pytest.mark.parametrize("kind", ["structs", "json"])
+def test_tables_say_what_lines_say(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Structs of a table have every key of their type; `datasets` 5 writes JSON instead, as a type of its own."""
+    rows = two_tools()
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = pa.Table.from_pylist(rows)
+    if kind == "json":
+        as_json = {
+            name: pa.array([list(map(json.dumps, row[name])) for row in rows], pa.list_(pa.string())).cast(
+                pa.list_(pa.json_())
+            )
+            for name in ("messages", "tools")
+        }
+        table = pa.table(as_json)
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "table.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    made = []
+    for name in ("lines.jsonl", "table.parquet", "table.arrow"):
+        out = tmp_path / f"of-{name}"
+        words = [str(tmp_path / name), "--out", str(out), "--tokenizer", str(folder), "--chat"]
+        assert main(["prepare", *words, "--workers", "1"]) == 0
+        made.append(documents_of(out))
+    assert made[0] == made[1] == made[2] and len(made[0]) == 2
+
+
+def documents_of(out: Path) -> list[list[int]]:
+    with mf.open(out) as store:
+        lengths = store.lengths(np.arange(store.num_documents)).tolist()
+        return [store.read(n, 0, length).tolist() for n, length in enumerate(lengths)]
+
+
+@pytest.mark.usefixtures("quick_workers")
+def test_variables_and_ignored_keys_by_the_command_line(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [ASKED, SAID | {"mood": "good"}]}) + "\n")
+    words = ["prepare", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    words += ["--tokenizer", str(folder), "--chat"]
+    assert main(words) == 2
+    told = capfd.readouterr().err
+    assert "--ignore-keys mood" in told and "Traceback" not in told, told
+    more = ["--ignore-keys", "mood", "--template-kwargs", '{"style": "loud"}', "--overwrite"]
+    assert main([*words, *more]) == 0
+    decoder = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (tokens,) = documents_of(tmp_path / "out")
+    text = decoder.decode(tokens, skip_special_tokens=False)
+    assert text == "(loud)<|user|>a<|end|><|assistant|>GOOD<|end|>"
+
+
+KEYS = st.dictionaries(
+    st.sampled_from(["weight", "loss", "masked", "mood", "reasoning_content", "id"]),
+    st.sampled_from([0, 1, False, True, "text", None, 0.5]),
+    max_size=2,
+)
+
+
+@settings(max_examples=cases(80, 1_000), deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.sampled_from(["user", "assistant"]), st.text("abc", min_size=1), KEYS),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_every_key_is_in_the_text_or_the_mask_or_refused_by_name(
+    folder: Path, turns: list[tuple[str, str, dict[str, Any]]]
+) -> None:
+    """Against a plain loop over the messages."""
+    messages = [{"role": role, "content": f"{k}{text}", **keys} for k, (role, text, keys) in enumerate(turns)]
+    wanted, refused = "", set[str]()
+    for (role, text, keys), k in zip(turns, range(len(turns))):
+        given = {name: value for name, value in keys.items() if value is not None}
+        for name, value in given.items():
+            if name in ("weight", "loss", "masked"):
+                bears = bool(value) != (name == "masked") if value in (0, 1) else None
+                refused |= {name} if bears is None or (bears and role == "user") else set()
+            elif name not in ("id", "reasoning_content") or (name == "reasoning_content" and value != "text"):
+                refused.add(name)
+        said = [
+            bool(value) != (name == "masked")
+            for name, value in given.items()
+            if name in ("weight", "loss", "masked")
+        ]
+        if role == "assistant" and all(said):
+            thoughts = f"[{given['reasoning_content']}]" if "reasoning_content" in given else ""
+            wanted += f"{thoughts}{k}{text}<|end|>"
+    try:
+        ((_, said_text),) = shown(folder, messages)
+    except mf.errors.StoreError as error:
+        text = str(error)
+        assert any(name in text for name in refused) or re.search(
+            "contradict|nothing of it|no message of the assistant", text
+        )
+        return
+    assert said_text == wanted and refused == set()
