@@ -17,7 +17,7 @@ import meshfeed as mf
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cache import once
-from meshfeed.store import IndexedStore, IndexedWriter, indexed, node_index
+from meshfeed.store import IndexedStore, IndexedWriter, node_index, pair
 from meshfeed.store.index import Index
 
 LAYOUT, NUM_RANKS = "pp4", 4
@@ -118,7 +118,7 @@ def test_what_the_maker_of_a_small_copy_has_checked_others_do_not(
 ) -> None:
     first = mf.open(small, cache=cache)
     monkeypatch.setattr(Index, "check", None)
-    monkeypatch.setattr(indexed, "read_header", None)
+    monkeypatch.setattr(pair, "read_header", None)
     store: Any = mf.open(small, cache=cache)
     assert isinstance(first, IndexedStore) and store.header == first.header
 

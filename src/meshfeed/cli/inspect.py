@@ -245,7 +245,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
                 f"{store.path}: only .bin/.idx pairs have such checksums; MDS has hashes, where its writer "
                 f"was told to"
             )
-        show_progress("summing", write_checksums(store), quiet=self.json)
+        show_progress("summing", write_checksums(store.pair), quiet=self.json)
         file = f"{store.path}{SUFFIX}"
         num_blocks = sum(-(-each.size_bytes // BLOCK_BYTES) for each in store.files)
         say(f"wrote {file}: checksums of {counted(num_blocks, 'block')} of {BLOCK_BYTES:,} bytes", sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,9 +28,7 @@ from meshfeed.files.sums import (
     wrong_block,
 )
 from meshfeed.store.index import ends_of_idx, sampled_of_bin
-
-if TYPE_CHECKING:
-    from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.pair import Pair
 
 _READ_BYTES = 1 << 26  # whole blocks, whatever their size
 _LOOKS = 3
@@ -65,21 +62,20 @@ def is_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
     return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
 
 
-def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
-    """Write `path`.sums for a store on this machine, or replace it, yielding the fraction done, in (0, 1].
+def write_checksums(pair: Pair, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
+    """Write `path`.sums for files on this machine, or replace it, yielding the fraction done, in (0, 1].
 
     Raises ChecksumError if there is a .sums already, of these files, that a block of them contradicts;
     StoreError. The .sums appears whole or not at all.
     """
-    refuse_block_bytes(store.path, block_bytes)
-    if store.wants_ahead:
-        raise StoreError(f"{store.path}: is remote; write its checksums where it was made, and copy them")
+    refuse_block_bytes(pair.path, block_bytes)
+    if pair.data.is_remote:
+        raise StoreError(f"{pair.path}: is remote; write its checksums where it was made, and copy them")
 
     def versions() -> list[Version]:
-        return [version_of(f"{store.path}{suffix}") for suffix in (".bin", ".idx")]
+        return [version_of(f"{pair.path}{suffix}") for suffix in (".bin", ".idx")]
 
-    files = (LocalFile(each.url) for each in reversed(store.files))
-    fresh = type(store)(store.path, *files)  # has read nothing yet, and verifies nothing
+    fresh = Pair(pair.path, LocalFile(pair.idx.url), LocalFile(pair.data.url))  # verifies nothing
     before, old = versions(), _usable_beside(fresh)
     summers, wrong = (Summer(block_bytes), Summer(block_bytes)), list[Block]()
     for number, begin, piece, done in _pieces(fresh):
@@ -89,61 +85,61 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
         yield done
     sums = Sums(fresh.fingerprint, (summers[0].sums(), summers[1].sums()))
     if versions() != before:
-        raise ChangedError(f"{store.path}: was written while its checksums were made; make them again")
+        raise ChangedError(f"{pair.path}: was written while its checksums were made; make them again")
     if old is not None and _are_damaged(fresh, old, wrong):
-        raise wrong_block(*wrong[0], _of_all(old, wrong), _RESTORE.format(store.path + SUFFIX))
-    with durable_file(Path(store.path + SUFFIX)) as stream:
+        raise wrong_block(*wrong[0], _of_all(old, wrong), _RESTORE.format(pair.path + SUFFIX))
+    with durable_file(Path(pair.path + SUFFIX)) as stream:
         stream.write(sums.encode())
 
 
-def compare(store: IndexedStore) -> Iterator[float]:
-    """Read and verify every block of a store that has checksums, yielding the fraction done, in (0, 1].
+def compare(pair: Pair) -> Iterator[float]:
+    """Read and verify every block of files that have checksums, yielding the fraction done, in (0, 1].
 
     Raises ChecksumError naming the first block that differs; StoreError for checksums of another store.
     """
-    if not store.is_summed:
+    if not pair.is_summed:
         return
-    sums = None if store.wants_ahead else checksums_beside(store.path)
+    sums = None if pair.data.is_remote else checksums_beside(pair.path)
     if sums is None:  # remote bytes were verified when they were fetched
-        yield from (done for *_, done in _pieces(store))
+        yield from (done for *_, done in _pieces(pair))
         return
-    if [each.size_bytes for each in sums.files] != [each.size_bytes for each in store.files]:
-        raise _others_sums(store.path, "files of other sizes")
+    if [each.size_bytes for each in sums.files] != [each.size_bytes for each in pair.files]:
+        raise _others_sums(pair.path, "files of other sizes")
     wrong = list[Block]()
-    for number, begin, piece, done in _pieces(store):
-        wrong += _wrong_in(store, sums, number, begin, piece)
+    for number, begin, piece, done in _pieces(pair):
+        wrong += _wrong_in(pair, sums, number, begin, piece)
         yield done
-    if _are_damaged(store, sums, wrong):
+    if _are_damaged(pair, sums, wrong):
         raise wrong_block(*wrong[0], _of_all(sums, wrong))
-    if sums.fingerprint != store.fingerprint:
-        raise _others_sums(store.path, "another store")
+    if sums.fingerprint != pair.fingerprint:
+        raise _others_sums(pair.path, "another store")
 
 
-def refuse_others(store: IndexedStore) -> IndexedStore:
-    """The store, once any checksums that guard its files are known to be its own. Raises StoreError.
+def refuse_others(pair: Pair) -> Pair:
+    """The pair, once any checksums that guard its files are known to be its own. Raises StoreError.
 
     Peeks for header and fingerprint are not guarded, so they may be wrong: they are read again before a
     mismatch is reported. If it persists, the blocks are read through the guard to find the cause.
     """
-    data, idx = store.files
+    data, idx = pair.files
     guard = data.guarded_by
     if guard is None:
-        return store
+        return pair
     found = ""
     for look in range(_LOOKS):
         if look:
             data.look_again()
             idx.look_again()
-            store = type(store)(store.path, idx, data)
+            pair = Pair(pair.path, idx, data)
         try:
-            found = store.fingerprint
-            if found == guard and (store.is_stream or look == _LOOKS - 1):
-                return store
+            found = pair.fingerprint
+            if found == guard and (pair.header.is_stream or look == _LOOKS - 1):
+                return pair
         except StoreError as error:
             if type(error) is not StoreError:
                 raise  # storage fails; reading again does not help
             found = f"none ({error})"
-    raise _refused_afar(store, f"fingerprint {guard}, the files have {found}")
+    raise _refused_afar(pair, f"fingerprint {guard}, the files have {found}")
 
 
 def refuse_block_bytes(path: str, block_bytes: int) -> None:
@@ -169,9 +165,9 @@ def _refused_here(prefix: str, sums: Sums) -> StoreError:
     return found if isinstance(found, ChecksumError) else others
 
 
-def _refused_afar(store: IndexedStore, what: str) -> StoreError:
+def _refused_afar(pair: Pair, what: str) -> StoreError:
     """The error for a remote pair that does not match its .sums."""
-    files = store.files
+    files = pair.files
 
     def read(number: int, begin: int, end: int) -> None:
         size = min(end, files[number].size_bytes) - begin
@@ -179,10 +175,10 @@ def _refused_afar(store: IndexedStore, what: str) -> StoreError:
 
     reason = _damage(files, read)
     if reason is False:
-        return _others_sums(store.path, what)
+        return _others_sums(pair.path, what)
     if reason is True:
         return ChecksumError(
-            f"{store.path}: short ranges of .bin or .idx come wrong {_LOOKS} times, whole blocks come right; "
+            f"{pair.path}: short ranges of .bin or .idx come wrong {_LOOKS} times, whole blocks come right; "
             f"the server, or a cache before it, answers ranges wrongly: read by another way"
         )
     return reason
@@ -225,14 +221,14 @@ def _damage(files: Sequence[ByteFile], read: Callable[[int, int, int], None]) ->
     return next((error for error in found if error is not None), True)
 
 
-def _usable_beside(store: IndexedStore) -> Sums | None:
+def _usable_beside(pair: Pair) -> Sums | None:
     """The .sums of a local store, if it can be read and was made for files of these sizes."""
-    encoded = _encoded_beside(store.path)
+    encoded = _encoded_beside(pair.path)
     try:
-        sums = None if encoded is None else parse(store.path + SUFFIX, encoded)
+        sums = None if encoded is None else parse(pair.path + SUFFIX, encoded)
     except StoreError:
         return None
-    sizes = [each.size_bytes for each in store.files]
+    sizes = [each.size_bytes for each in pair.files]
     return sums if sums is not None and [each.size_bytes for each in sums.files] == sizes else None
 
 
@@ -242,28 +238,28 @@ def _encoded_beside(prefix: str) -> bytes | None:
         return path.read_bytes() if path.exists() else None
 
 
-def _wrong_in(store: IndexedStore, sums: Sums, number: int, begin: int, piece: memoryview) -> list[Block]:
+def _wrong_in(pair: Pair, sums: Sums, number: int, begin: int, piece: memoryview) -> list[Block]:
     """The blocks of a piece, whole blocks of a file from byte `begin`, that differ from their checksums."""
-    url = store.files[number].url
+    url = pair.files[number].url
     return [(url, low, high) for low, high in sums.files[number].wrong(piece, begin)]
 
 
-def _are_damaged(store: IndexedStore, sums: Sums, wrong: Sequence[Block]) -> bool:
+def _are_damaged(pair: Pair, sums: Sums, wrong: Sequence[Block]) -> bool:
     """Whether wrong blocks mean damage, and not that the .sums was made for other files."""
-    num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
+    num_wrong = sum(url == pair.files[BIN].url for url, *_ in wrong)
     # if the one block of a file is wrong, either may be damaged: name the block
     is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)
-    return bool(wrong) and (is_same_pair or sums.fingerprint == store.fingerprint)
+    return bool(wrong) and (is_same_pair or sums.fingerprint == pair.fingerprint)
 
 
 def _of_all(sums: Sums, wrong: Sequence[Block]) -> str:
     return f", {len(wrong)} of {sum(each.sums.size for each in sums.files)} blocks in all"
 
 
-def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]:
+def _pieces(pair: Pair) -> Iterator[tuple[int, int, memoryview, float]]:
     """(which file, first byte, bytes, fraction done) of both files, from begin to end."""
-    total, done = sum(each.size_bytes for each in store.files), 0
-    for number, file in enumerate(store.files):
+    total, done = sum(each.size_bytes for each in pair.files), 0
+    for number, file in enumerate(pair.files):
         with file:
             for begin in range(0, file.size_bytes, _READ_BYTES):
                 out = np.empty(min(_READ_BYTES, file.size_bytes - begin), np.uint8)

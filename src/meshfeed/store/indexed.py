@@ -1,34 +1,29 @@
-"""Megatron's .bin/.idx as a token store. A local .bin is compared with its checksums at its first read."""
+"""Megatron's .bin/.idx as a token store."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
-from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder, LocalFile
-from meshfeed.files.byte_file import Bytes, Descriptor, fill
+from meshfeed.errors import AccessError, MissingError, StoreError
+from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.local.version import wait_for_tick
-from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, wrong_block
+from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
-from meshfeed.intervals import distinct, numbers_in, together
+from meshfeed.intervals import numbers_in
 from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
 from meshfeed.store.checksums import compare, refuse_others
 from meshfeed.store.format import Place, StoreFormat
-from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
-from meshfeed.store.node_index import NodeIndex
+from meshfeed.store.index import Header, Index, look_up
+from meshfeed.store.local_pair import LocalPair
+from meshfeed.store.pair import Pair
 
 _SUFFIXES = (".bin", ".idx")
-_LOOKS = 3  # at a .bin that somebody is writing
-_COMPARED_BYTES, _MOST_COMPARED = 1 << 20, 16  # bytes, blocks that are compared together
 
 
 class IndexedStore(StreamStore):
@@ -38,34 +33,25 @@ class IndexedStore(StreamStore):
     else needs `with store:`, which maps the index; the first read of tokens opens the .bin. Both are released
     when the last `with` ends. Threads may share an entered store. A pickled or copied store is not entered.
 
-    path: the files' common prefix. idx, data: the files; None for the local ones at the path. All methods
-    raise StoreError, naming file and byte.
+    path: the files' common prefix. pair: the files; None for the local ones at the path. All methods raise
+    StoreError, naming file and byte.
     """
 
     not_pickled = ("_index",)
     _index: Index | None = None
 
-    def __init__(
-        self, path: str | os.PathLike[str], idx: ByteFile | None = None, data: ByteFile | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], pair: Pair | None = None) -> None:
         super().__init__()
         self.path = os.fspath(path)
-        if idx is None or data is None:
-            idx = NodeIndex(self.path)
-            data = GuardedFile(idx)
-        self._idx, self._data = idx, data
+        self.pair = pair or LocalPair(self.path, self.path)
+        self._idx, self._data = self.pair.idx, self.pair.data
 
     # -- attributes ---------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def header(self) -> Header:
         """The header of the index and the sizes of both files, checked; see `Header`."""
-        idx, data = self._idx, self._data
-        known = idx.header(self.path) if isinstance(idx, NodeIndex) else None
-        if known is None:
-            return read_header(self.path, idx, data)
-        _ = idx.size_bytes, data.size_bytes  # from now on, also in a pickled copy, other sizes are refused
-        return known
+        return self.pair.header
 
     @property
     def stats(self) -> FileStats:
@@ -75,7 +61,7 @@ class IndexedStore(StreamStore):
     @property
     def files(self) -> tuple[ByteFile, ByteFile]:
         """The .bin and the .idx."""
-        return self._data, self._idx
+        return self.pair.files
 
     @property
     def wants_ahead(self) -> bool:
@@ -84,7 +70,7 @@ class IndexedStore(StreamStore):
 
     @property
     def kept_in(self) -> Cache | None:
-        return self._idx.cache if isinstance(self._idx, (NodeIndex, CachedFile)) else None
+        return self.pair.cache
 
     @property
     def fetching(self) -> Fetching | None:
@@ -129,20 +115,14 @@ class IndexedStore(StreamStore):
 
         O(1), and independent of the path. It distinguishes corpora, but may miss a single changed token.
         """
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        if isinstance(self._idx, NodeIndex):
-            return self._idx.fingerprint
-        return fingerprint_of(self.header, self._idx, self._data)
+        return self.pair.fingerprint
 
     def check(self) -> Self:
         """Check header, sizes and entries: all of up to 2**20 entries, both ends of longer indices.
 
         Other entries are checked when they are read; `verify` checks all.
         """
-        if not (isinstance(self._idx, NodeIndex) and self._idx.is_checked):
+        if not self.pair.is_checked:
             for _ in self.index().check(whole=False):
                 pass
         return self
@@ -152,26 +132,17 @@ class IndexedStore(StreamStore):
 
         Checks the files as they are now, not what the node has cached. Yields the fraction done, in (0, 1].
         """
-        idx, data = self._idx, self._data
-        if isinstance(idx, CachedFile) and isinstance(data, CachedFile):
-            with data.cache.anew() as cache:
-                store = type(self)(self.path, idx.within(cache), data.within(cache))
-                yield from refuse_others(store)._verified()
-        else:
-            yield from type(self)(self.path, LocalFile(idx.url), LocalFile(data.url))._verified()
+        with self.pair.anew() as given:
+            pair = refuse_others(given)
+            share = 0.5 if pair.is_summed else 1.0
+            for done in look_up(pair.header, pair.idx).check(whole=True):
+                yield done * share
+            for done in compare(pair):
+                yield share + done * (1 - share)
 
     @property
     def is_summed(self) -> bool:
-        if self.wants_ahead:
-            return self._data.guarded_by is not None
-        return Path(self.path + SUFFIX).is_file()
-
-    def _verified(self) -> Iterator[float]:
-        share = 0.5 if self.is_summed else 1.0
-        for done in self.index().check(whole=True):
-            yield done * share
-        for done in compare(self):
-            yield share + done * (1 - share)
+        return self.pair.is_summed
 
     def facts(self) -> dict[str, Any]:
         """Facts from the header, as JSON-able values."""
@@ -295,12 +266,12 @@ def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
     idx, data = f"{stem}.idx", f"{stem}.bin"
     sums = stem + SUFFIX
     if not folder.is_remote:
-        index = NodeIndex(join(folder.url, idx).removesuffix(".idx"), folder.cache)  # a stem may be "."
-        return IndexedStore(path, index, GuardedFile(index))
+        prefix = join(folder.url, idx).removesuffix(".idx")  # a stem may be "."
+        return IndexedStore(path, LocalPair(path, prefix, folder.cache))
     if not _holds(folder, sums):
-        return IndexedStore(path, folder.file(idx), folder.file(data))
+        return IndexedStore(path, Pair(path, folder.file(idx), folder.file(data)))
     guarded = folder.file(idx, sums=(sums, IDX)), folder.file(data, sums=(sums, BIN))
-    return refuse_others(IndexedStore(path, *guarded))
+    return IndexedStore(path, refuse_others(Pair(path, *guarded)))
 
 
 def _holds(folder: Folder, sums: str) -> bool:
@@ -316,141 +287,6 @@ def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
     stops = counts.cumsum()
     running = np.append(0, index.lengths_of(numbers_in(firsts, counts)).cumsum())
     return np.where(ends < firsts, -1, running[stops] - running[stops - counts])
-
-
-class GuardedFile(LocalFile):
-    """A LocalFile that raises ChecksumError instead of returning a block whose checksum differs.
-
-    A block is compared once per node and version of the files; see `NodeIndex`. If the file is written or
-    touched during a run, this process compares its blocks again. Without a .sums, nothing is compared.
-    """
-
-    def __init__(self, index: NodeIndex) -> None:
-        super().__init__(f"{index.prefix}.bin")
-        self._index = index
-        self._guard: tuple[FileSums, Bytes] | None = None
-        self._is_asked = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_index": self._index}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_index"])
-        self._size_bytes = state["_size_bytes"]
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        if not self._depth:
-            self._guard, self._is_asked = None, False
-
-    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
-        if not out.size:
-            return
-        for _ in range(_LOOKS):
-            unseen, guard = self._unseen(begins, begins + sizes), self._guard
-            if guard is not None and unseen.size:
-                self._compare(guard, unseen, begins, begins + sizes)
-            super().read_into(out, begins, sizes, places)
-            if guard is self._guard:
-                return
-        raise ChangedError(
-            f"{self.url}: somebody is writing to it; wait until it is whole, and resume the run"
-        )
-
-    def will_need(self, begins: I64, ends: I64) -> None:
-        """See LocalFile. Blocks that are still to be compared are announced whole."""
-        unseen = self._unseen(begins, ends)
-        if unseen.size and self._guard is not None:
-            self._waits = True  # whatever the last read found
-            more = _bytes_of(self._guard[0], unseen)
-            begins, ends = np.append(begins, more[0]), np.append(ends, more[1])
-        super().will_need(begins, ends)
-
-    def _open(self) -> Descriptor:
-        # Shared marks belong to the version that the index saw, even if the file was written since.
-        device, inode, _, modified_ns, _ = self._index.versions.data
-        self._version = self._version or (device, inode, modified_ns)
-        return super()._open()
-
-    def _look(self) -> int:
-        return self._index.versions.data[2]
-
-    def _allow_written(self, modified_ns: int) -> None:
-        if self._guard is None:
-            super()._allow_written(modified_ns)
-        else:
-            wait_for_tick(modified_ns)
-            sums, _ = self._guard
-            self._guard = sums, np.zeros(sums.sums.size, np.uint8)
-
-    def _unseen(self, begins: I64, ends: I64) -> I64:
-        """Blocks in and around some ranges that no process of this node has compared, ascending."""
-        if not self._is_asked:
-            self._refuse_not_entered()
-            guard = self._index.guard()
-            with self._lock:  # the first of several threads: a second answer would read as a change
-                if not self._is_asked:
-                    self._guard, self._is_asked = guard, True
-        none = np.zeros(0, np.int64)
-        if self._guard is None:
-            return none
-        sums, seen = self._guard
-        some = ends > begins
-        first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
-        if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
-            return none
-        asked = distinct(numbers_in(first, last - first + 1))
-        # those around them, too: few large reads cost less than many small ones, and an epoch needs all
-        group = min(max(_COMPARED_BYTES // sums.block_bytes, 1), _MOST_COMPARED)
-        groups = distinct(asked[seen[asked] == 0] // group)
-        around = (groups[:, None] * group + np.arange(group)).ravel()
-        around = around[around < seen.size]
-        return around[seen[around] == 0]
-
-    def _compare(self, guard: tuple[FileSums, Bytes], blocks: I64, begins: I64, ends: I64) -> None:
-        """Mark the blocks that are right. Raises StoreError for another one in the ranges."""
-        fd = self._opened().fd
-        if self._guard is not guard:  # the file was written: its marks are others now
-            return
-        sums, seen = guard
-        most = max(sums.block_bytes, _COMPARED_BYTES)
-        buffer = np.empty(most, np.uint8)
-        is_right = np.ones(blocks.size, np.bool_)
-        for low, high in zip(*(each.tolist() for each in _bytes_of(sums, blocks))):
-            for begin in range(low, high, most):
-                for first, end, error in self._faults(fd, sums, buffer[: min(high - begin, most)], begin):
-                    if ((begins < end) & (ends > first)).any():
-                        raise error
-                    is_right &= blocks != first // sums.block_bytes
-        seen[blocks[is_right]] = 1
-
-    def _faults(
-        self, fd: int, sums: FileSums, out: Bytes, begin: int
-    ) -> Iterator[tuple[int, int, StoreError]]:
-        """Read some blocks: (first byte, end, error) of each that is wrong or cannot be read.
-
-        out: for their bytes, from byte `begin` of the file on. Raises ChangedError.
-        """
-        try:
-            fill(fd, out, np.array([begin]), np.array([out.size]), None, self.url)
-        except ChangedError:
-            raise
-        except StoreError as error:  # such as a sector that the disk cannot read
-            size = sums.block_bytes
-            if out.size <= size:
-                yield begin, begin + out.size, error
-                return
-            for at in range(0, out.size, size):
-                yield from self._faults(fd, sums, out[at : at + size], begin + at)
-            return
-        for first, end in sums.wrong(out.data, begin):
-            yield first, end, wrong_block(self.url, first, end)
-
-
-def _bytes_of(sums: FileSums, blocks: I64) -> tuple[I64, I64]:
-    """Begin and end of each stretch of adjacent blocks; int64 [n] -> [m]."""
-    firsts = blocks * sums.block_bytes
-    return together(firsts, np.minimum(firsts + sums.block_bytes, sums.size_bytes))
 
 
 class IndexedFormat(StoreFormat):

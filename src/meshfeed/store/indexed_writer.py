@@ -21,7 +21,7 @@ from meshfeed.files.local.durable import sync
 from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
 from meshfeed.store.checksums import refuse_block_bytes
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
-from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.pair import Pair
 from meshfeed.whole import path_text, whole
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -261,7 +261,7 @@ class IndexedWriter:
         index = Summer(self.checksum_bytes)
         while piece := files.index.read(_PIECE_BYTES):
             index.update(piece)
-        written = IndexedStore(self.prefix, LocalFile(files.index_path), LocalFile(files.data_path))
+        written = Pair(self.prefix, LocalFile(files.index_path), LocalFile(files.data_path))
         return Sums(written.fingerprint, (files.summer.sums(), index.sums()))
 
     def _finish_index(self, files: _Files) -> None:

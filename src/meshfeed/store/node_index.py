@@ -32,14 +32,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshfeed.errors import CacheError, ChangedError, StoreError
-from meshfeed.files import Cache, LocalFile, Vector
+from meshfeed.files import ByteFile, Cache, LocalFile, Vector
 from meshfeed.files.byte_file import Bytes
 from meshfeed.files.cache.once import DAY_S, mark, once_per_node, sweep
 from meshfeed.files.local.mapping import mapped
 from meshfeed.files.local.version import Version, version_if_there, version_of, wait_for_tick
 from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums
 from meshfeed.store.checksums import checksums_of
-from meshfeed.store.index import Header, fingerprint_of, look_up, read_header
+from meshfeed.store.index import Header, look_up
+from meshfeed.store.pair import Pair
 
 _FACTS = struct.Struct("<I")
 _FOLDER = "index"  # of copies, in the cache
@@ -111,7 +112,7 @@ class NodeIndex(LocalFile):
     def fingerprint(self) -> str:
         """The store's fingerprint. Raises StoreError."""
         copy = self._copy()
-        return _fingerprint_of(self.prefix) if copy is None else copy.facts["fingerprint"]
+        return _read_in_place(self.prefix).fingerprint if copy is None else copy.facts["fingerprint"]
 
     def header(self, prefix: str) -> Header | None:
         """The header that the copy holds; None without a copy. prefix: for messages. Raises StoreError."""
@@ -199,9 +200,8 @@ def _versions_of(prefix: str) -> Versions:
 # -- making a copy ------------------------------------------------------------------------------------------
 
 
-def _fingerprint_of(prefix: str) -> str:
-    idx, data = LocalFile(f"{prefix}.idx"), LocalFile(f"{prefix}.bin")
-    return fingerprint_of(read_header(prefix, idx, data), idx, data)
+def _read_in_place(prefix: str) -> Pair:
+    return Pair(prefix, LocalFile(f"{prefix}.idx"), LocalFile(f"{prefix}.bin"))
 
 
 def _copy_of(prefix: str, versions: Versions, cache: Cache) -> _Copy | None:
@@ -250,9 +250,8 @@ def _private(path: str, flags: int) -> int:
 def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
     """The bytes of a copy, made from the files. Raises StoreError."""
     wait_for_tick(max(each[4] for each in versions if each is not None))
-    idx, data = LocalFile(f"{prefix}.idx"), LocalFile(f"{prefix}.bin")
-    header = read_header(prefix, idx, data)
-    fingerprint = fingerprint_of(header, idx, data)
+    pair = _read_in_place(prefix)
+    header, fingerprint, idx = pair.header, pair.fingerprint, pair.idx
     try:
         sums = checksums_of(prefix, fingerprint)
         guard = "none" if sums is None else "good"
@@ -285,7 +284,7 @@ def _pieces(prefix: str, versions: Versions) -> Iterator[bytes]:
         )
 
 
-def _is_valid(header: Header, idx: LocalFile) -> bool:
+def _is_valid(header: Header, idx: ByteFile) -> bool:
     with suppress(StoreError):
         for _ in look_up(header, idx).check(whole=False):
             pass

@@ -89,7 +89,7 @@ def test_writer_and_command_agree(tmp_path: Path, num_documents: int, modes: boo
             writer.add_document(np.arange(i * 40) % 60_000)
     written = contents(prefix)
     Path(f"{prefix}.sums").unlink()
-    list(checksums.write_checksums(IndexedStore(prefix), BLOCK))
+    list(checksums.write_checksums(IndexedStore(prefix).pair, BLOCK))
     assert contents(prefix) == written
     verify(prefix)
 
@@ -152,7 +152,7 @@ def test_killed_while_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_files_that_are_written_meanwhile_get_no_checksums(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", checksum_bytes=None)
-    making = checksums.write_checksums(mf.open(prefix), BLOCK)
+    making = checksums.write_checksums(mf.open(prefix).pair, BLOCK)
     next(making)
     flip(f"{prefix}.bin", 0)
     os.utime(f"{prefix}.bin", (1, 1))
@@ -444,7 +444,7 @@ def test_without_checksums_all_is_as_it_was(server: Nginx, tmp_path: Path) -> No
 def test_what_was_fetched_unchecked_is_not_taken_for_checked(server: Nginx, tmp_path: Path) -> None:
     prefix = write(tmp_path / "served" / "c", checksum_bytes=None)
     read(far(server, tmp_path))
-    list(checksums.write_checksums(mf.open(prefix), BLOCK))
+    list(checksums.write_checksums(mf.open(prefix).pair, BLOCK))
     guarded = far(server, tmp_path)
     assert guarded.files[0].guarded_by == guarded.fingerprint
     with guarded:
@@ -469,7 +469,7 @@ def test_a_caches_blocks_are_whole_checksums(server: Nginx, tmp_path: Path, bloc
 def test_far_checksums_are_made_where_the_files_are(server: Nginx, tmp_path: Path) -> None:
     write(tmp_path / "served" / "c")
     with pytest.raises(StoreError, match="is remote"):
-        list(checksums.write_checksums(far(server, tmp_path)))
+        list(checksums.write_checksums(far(server, tmp_path).pair))
 
 
 @pytest.mark.parametrize("times", ["kept", "new"])

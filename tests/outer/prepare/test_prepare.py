@@ -37,7 +37,7 @@ def test_json_lines_are_documents_in_order(tmp_path, name, part_bytes):
     prepare([tmp_path / name], tmp_path / "out", BYTES, engine=Here(), part_bytes=part_bytes)
     assert documents(tmp_path / "out") == expected(some)
     assert left_behind(tmp_path / "out") == []
-    list(compare(mf.open(tmp_path / "out" / "tokens")))
+    list(compare(mf.open(tmp_path / "out" / "tokens").pair))
 
 
 @pytest.mark.parametrize("group", [1, 7, 100])
