@@ -31,22 +31,19 @@ class LocalPair(Pair):
 
     @cached_property
     def header(self) -> Header:
-        known = self._index.header(self.path)
-        if known is None:
+        if (facts := self._index.facts) is None:
             return super().header
-        _ = (
-            self.idx.size_bytes,
-            self.data.size_bytes,
-        )  # from now on, also in a pickled copy, others are refused
-        return known
+        _ = self.idx.size_bytes, self.data.size_bytes  # from now on, also in a pickled copy, others fail
+        return Header(prefix=self.path, **facts["header"] | {"dtype": np.dtype(facts["header"]["dtype"])})
 
     @cached_property
     def fingerprint(self) -> str:
-        return self._index.fingerprint
+        facts = self._index.facts
+        return super().fingerprint if facts is None else facts["fingerprint"]
 
     @property
     def is_checked(self) -> bool:
-        return self._index.is_checked
+        return bool((self._index.facts or {}).get("is_checked"))
 
     @property
     def cache(self) -> Cache:

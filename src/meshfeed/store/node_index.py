@@ -96,45 +96,26 @@ class NodeIndex(LocalFile):
     def __init__(self, prefix: str, cache: Cache | None = None) -> None:
         super().__init__(f"{prefix}.idx")
         self.prefix = prefix
-        self._cache = cache or Cache()
+        self.cache = cache or Cache()
         self._versions: Versions | None = None
         self._held: _Copy | None = None
         self._has_asked = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"prefix": self.prefix, "_cache": self._cache}
+        return super().__getstate__() | {"prefix": self.prefix, "cache": self.cache}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["prefix"], state["_cache"])
+        self.__init__(state["prefix"], state["cache"])
         self._size_bytes = state["_size_bytes"]
 
     @property
-    def fingerprint(self) -> str:
-        """The store's fingerprint. Raises StoreError."""
+    def facts(self) -> Mapping[str, Any] | None:
+        """See `_Copy`; None without a copy. "is_checked" holds only for a copy that is as it was made: one of
+        more than a page is not summed. Raises StoreError."""
         copy = self._copy()
-        return _read_in_place(self.prefix).fingerprint if copy is None else copy.facts["fingerprint"]
-
-    def header(self, prefix: str) -> Header | None:
-        """The header that the copy holds; None without a copy. prefix: for messages. Raises StoreError."""
-        copy = self._copy()
-        if copy is None:
-            return None
-        named = copy.facts["header"]
-        return Header(prefix=prefix, **named | {"dtype": np.dtype(named["dtype"])})
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether `Index.check` found no fault when the copy was made, and the copy is as it was made.
-
-        A copy of more than a page is not summed. Raises StoreError.
-        """
-        copy = self._copy()
-        return copy is not None and copy.pages.size <= _PAGE_BYTES and copy.facts["is_checked"]
-
-    @property
-    def cache(self) -> Cache:
-        """The cache with the copy."""
-        return self._cache
+        if copy is None or copy.pages.size <= _PAGE_BYTES:
+            return None if copy is None else copy.facts
+        return {**copy.facts, "is_checked": False}
 
     @property
     def versions(self) -> Versions:
@@ -168,7 +149,8 @@ class NodeIndex(LocalFile):
         if copy is not None and copy.facts["guard"] != "refused":
             sums = copy.sums
             return None if sums is None else (sums, _seen(copy.entry, sums.sums.size))
-        sums = checksums_of(self.prefix, self.fingerprint)
+        fingerprint = _read_in_place(self.prefix).fingerprint if copy is None else copy.facts["fingerprint"]
+        sums = checksums_of(self.prefix, fingerprint)
         return None if sums is None else (sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8))
 
     def _look(self) -> int:
@@ -178,7 +160,7 @@ class NodeIndex(LocalFile):
         if not self._has_asked:
             self._refuse_other(self.versions.idx)
             if self.size_bytes <= _MOST_BYTES:
-                self._held = _copy_of(self.prefix, self.versions, self._cache)
+                self._held = _copy_of(self.prefix, self.versions, self.cache)
             self._has_asked = True
         return self._held
 
