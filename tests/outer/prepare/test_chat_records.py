@@ -223,6 +223,18 @@ def test_variables_and_ignored_keys_by_the_command_line(
     assert text == "(loud)<|user|>a<|end|><|assistant|>GOOD<|end|>"
 
 
+def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None:
+    """GLM's templates print nothing at the end of a turn: the header of the next one ends it."""
+    (tmp_path / "t.jinja").write_text(
+        "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
+    )
+    ((_, said),) = shown(folder, [ASKED, SAID, ASKED, SAID], template=tmp_path / "t.jinja")
+    assert said == "GOOD<|user|>GOOD"
+    with pytest.raises(mf.errors.StoreError, match=r"conversation 0: .*never learn to stop"):
+        ChatEncoder(folder, tmp_path / "t.jinja").encode([[ASKED, SAID]])
+
+
 KEYS = st.dictionaries(
     st.sampled_from(["weight", "loss", "masked", "mood", "reasoning_content", "id"]),
     st.sampled_from([0, 1, False, True, "text", None, 0.5]),

@@ -112,6 +112,8 @@ class ChatEncoder:
     - Otherwise, of each assistant's message k, what the template adds to messages[:k] and a generation prompt
       to make it messages[:k + 1], but for white space after the last special token: the text of the message
       and the token that ends it, such as <|im_end|>, and not the newline that the template prints after it.
+      Where the next turn ends it, as <|user|> does for GLM, that token is the end. A template with special
+      tokens of which none ends an answer is refused: the model would never learn to stop.
       The three texts and that of all messages must begin alike, or the template is refused (for example, one
       that drops earlier thoughts).
 
@@ -204,27 +206,38 @@ class ChatEncoder:
             except StoreError as error:
                 raise StoreError(f"{where(i)}: {error}") from error
         encodings = self._tokenizer.encode_batch([each.text for each in texts], add_special_tokens=False)
-        found: list[Mapping[str, Array]] = [
-            self._columns(encoding, rendered) for encoding, rendered in zip(encodings, texts)
-        ]
-        for i, columns in enumerate(found):
+        found: list[Mapping[str, Array]] = []
+        for i, (encoding, rendered) in enumerate(zip(encodings, texts)):
+            try:
+                found.append(columns := self._columns(encoding, rendered))
+            except StoreError as error:
+                raise StoreError(f"{where(i)}: {error}") from error
             if not columns["loss_mask"].any():
                 size = columns["tokens"].size
                 raise StoreError(f"{where(i)}: none of its {size} tokens bears loss; leave it out")
         return found
 
     def _columns(self, encoding: Any, rendered: Rendered) -> dict[str, Array]:
+        """Raises StoreError where a template with special tokens ends no answer by one."""
         tokens = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        mask = np.zeros(tokens.size, np.uint8)
+        special, mask, ended = np.isin(tokens, self._special), np.zeros(tokens.size, np.uint8), False
         for begin, end in rendered.spans:
             # Every token that has a character of the span.
             first, last = int(ends.searchsorted(begin, "right")), int(begins.searchsorted(end, "left"))
             if rendered.trims:
-                special = first + np.flatnonzero(np.isin(tokens[first:last], self._special))
-                if special.size and rendered.text[ends[special[-1]] : end].isspace():
-                    last = int(special[-1]) + 1
+                within = first + np.flatnonzero(special[first:last])
+                if not within.size and special[last : last + 1].any():  # of the next turn, such as <|user|>
+                    last += 1
+                elif within.size and rendered.text[ends[within[-1]] : end].isspace():
+                    last = int(within[-1]) + 1
+                ended |= bool(special[first:last].any())
             mask[first:last] = 1
+        if rendered.trims and special.any() and not ended:
+            raise StoreError(
+                "the template prints no special token that ends an answer, so the model would never learn to "
+                "stop; put {% generation %} around answers and what ends them"
+            )
         return {"tokens": tokens.astype(self._token_dtype), "loss_mask": mask}
 
     # -- content of the files ---------------------------------------------------------------------------
