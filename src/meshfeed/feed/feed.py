@@ -337,8 +337,8 @@ class Feed(StepSource[RankPlace]):
                 anything.
             generation: the number of that arrangement, equal on its ranks and higher each time. Needed where
                 they meet: for a delivery other than "direct", and with a rendezvous. A ledger needs that.
-            rendezvous: of that arrangement, as for a Feed; None for the Feed's.
-            readers: of that arrangement, as for a Feed.
+            rendezvous: of that arrangement, as in a `Transport`; None for the Feed's.
+            readers: of that arrangement, as in a `Transport`.
             leave_out: steps that this run neither reads nor gives, for a trainer that skips them. States
                 count them like all others.
             meet: wait here for all ranks, and begin at the lowest step that one of them gives: after a
