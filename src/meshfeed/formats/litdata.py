@@ -13,15 +13,107 @@ import numpy as np
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.files import ByteFile, Content
+from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
 from meshfeed.formats.litdata_index import INDEX, Chunk, LitdataIndex, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
+from meshfeed.formats.shards import ShardedDataset
 from meshfeed.store.base import I64
 from meshfeed.store.format import Place, StoreFormat
 
 _MOST_DIMS = 16
 _ZSTD_HEAD_BYTES = 18
+
+
+class LitdataDataset(ShardedDataset):
+    """See `LitdataStore`."""
+
+    kind, format = "litdata", "litdata"
+
+    @cached_property
+    def _index(self) -> LitdataIndex:
+        index = self.folder.file(INDEX)
+        return parse_index(index.url, index.peek([(0, index.size_bytes)])[0])
+
+    @property
+    def shards(self) -> Sequence[Chunk]:
+        """The chunks."""
+        return self._index.chunks
+
+    @property
+    def fields(self) -> Sequence[Column]:
+        """The columns of an item; TokensLoader keeps only the first."""
+        return self._index.columns[:1] if self._index.is_bare else self._index.columns
+
+    def laid_out(self) -> Items:
+        fields = self.fields
+        at = self._column_of_tokens([each.name for each in fields if _has_tokens(each.encoding)])
+        try:
+            kind = _tokens_in(fields[at].encoding)
+            if isinstance(kind, np.dtype):
+                return self._made_of(at, kind)
+            value = self._first_value(self._made_of(at, np.dtype(np.uint8)))
+            return self._made_of(at, kind.dtype_in(value) if value else np.dtype(np.uint16), kind)
+        except ValueError as error:
+            raise StoreError(f"{self.path}: column {fields[at].name!r} {error}") from error
+
+    def _made_of(self, at: int, dtype: np.dtype[Any], head: Head | None = None) -> Items:
+        sizes = tuple(field.size_bytes for field in self.fields)
+        stored = () if self._index.is_bare else tuple(range(len(sizes)))
+        return Items(noun="item", sizes=sizes, stored_sizes=stored, at=at, dtype=dtype, head=head)
+
+    def identity(self) -> bytes:
+        index = asdict(self._index)
+        index["columns"] = [{"name": each.name, "form": each.encoding} for each in self._index.columns]
+        return json.dumps([index, self.column], sort_keys=True).encode()
+
+    def content(self, number: int) -> Content | None:
+        chunk, codec = self._index.chunks[number], self._index.codec
+        if codec is None:
+            return None
+        if codec == "zstd":
+            head_bytes = chunk.head_bytes if self._leaves_out_heads else 0
+            return Content(codec=codec, raw_bytes=chunk.given_bytes + head_bytes)
+        file = self.folder.file(chunk.name)
+        last = 24 + 4 * chunk.num_documents
+        (end,) = file.peek([(last, last + 4)])  # of the last item, in the chunk's own table
+        if len(end) != 4:
+            raise StoreError(
+                f"{file.url}: byte {last}: no table of {chunk.num_documents} items; copy it again"
+            )
+        raw_bytes = chunk.head_bytes + int.from_bytes(end, "little")
+        return Content(codec=codec, raw_bytes=raw_bytes, stored_bytes=chunk.given_bytes)
+
+    @cached_property
+    def _leaves_out_heads(self) -> bool:
+        """Whether the sizes in the index exclude heads, by the zstd header of the first chunk."""
+        chunk = self._index.chunks[0]
+        file = self.folder.file(chunk.name)
+        (head,) = file.peek([(0, _ZSTD_HEAD_BYTES)])
+        try:
+            size = import_module("zstandard").get_frame_parameters(head).content_size
+        except ImportError as missing:
+            raise StoreError(f"{file.url}: zstd needs zstandard: {install('mds')}") from missing
+        except Exception as error:  # zstandard has its own
+            raise StoreError(f"{file.url}: byte 0: no zstd data: {error}; copy it again") from error
+        return size == chunk.given_bytes + chunk.head_bytes
+
+    def refuse_size(self, number: int, file: ByteFile) -> None:
+        chunk, codec = self._index.chunks[number], self._index.codec
+        given = chunk.given_bytes
+        if codec is None and file.size_bytes not in (given, given + chunk.head_bytes):
+            raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {given}; copy it again")
+
+    def places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+        begins, counts = super().places(number, file)
+        total = self._index.chunks[number].num_tokens
+        if total is not None and int(counts.sum()) != total:
+            raise StoreError(f"{file.url}: {counts.sum()} tokens, its index says {total}; copy it again")
+        return begins, counts
+
+    def verify(self, number: int) -> None:
+        super().verify(number)
+        self.places(number, self.checked_file(number))
 
 
 class LitdataStore(ShardedStore):
@@ -42,92 +134,8 @@ class LitdataStore(ShardedStore):
     Raises StoreError for data that are encrypted, compressed item by item, or not integers.
     """
 
-    kind, format = "litdata", "litdata"
-
-    @cached_property
-    def _index(self) -> LitdataIndex:
-        index = self._folder.file(INDEX)
-        return parse_index(index.url, index.peek([(0, index.size_bytes)])[0])
-
-    @property
-    def shards(self) -> Sequence[Chunk]:
-        """The chunks."""
-        return self._index.chunks
-
-    @property
-    def _fields(self) -> Sequence[Column]:
-        """The columns of an item; TokensLoader keeps only the first."""
-        return self._index.columns[:1] if self._index.is_bare else self._index.columns
-
-    def _laid_out(self) -> Items:
-        fields = self._fields
-        at = self._column_of_tokens([each.name for each in fields if _has_tokens(each.encoding)])
-        try:
-            kind = _tokens_in(fields[at].encoding)
-            if isinstance(kind, np.dtype):
-                return self._made_of(at, kind)
-            value = self._first_value(self._made_of(at, np.dtype(np.uint8)))
-            return self._made_of(at, kind.dtype_in(value) if value else np.dtype(np.uint16), kind)
-        except ValueError as error:
-            raise StoreError(f"{self.path}: column {fields[at].name!r} {error}") from error
-
-    def _made_of(self, at: int, dtype: np.dtype[Any], head: Head | None = None) -> Items:
-        sizes = tuple(field.size_bytes for field in self._fields)
-        stored = () if self._index.is_bare else tuple(range(len(sizes)))
-        return Items(noun="item", sizes=sizes, stored_sizes=stored, at=at, dtype=dtype, head=head)
-
-    def _identity(self) -> bytes:
-        index = asdict(self._index)
-        index["columns"] = [{"name": each.name, "form": each.encoding} for each in self._index.columns]
-        return json.dumps([index, self._column], sort_keys=True).encode()
-
-    def _content(self, number: int) -> Content | None:
-        chunk, codec = self._index.chunks[number], self._index.codec
-        if codec is None:
-            return None
-        if codec == "zstd":
-            head_bytes = chunk.head_bytes if self._leaves_out_heads else 0
-            return Content(codec=codec, raw_bytes=chunk.given_bytes + head_bytes)
-        file = self._folder.file(chunk.name)
-        last = 24 + 4 * chunk.num_documents
-        (end,) = file.peek([(last, last + 4)])  # of the last item, in the chunk's own table
-        if len(end) != 4:
-            raise StoreError(
-                f"{file.url}: byte {last}: no table of {chunk.num_documents} items; copy it again"
-            )
-        raw_bytes = chunk.head_bytes + int.from_bytes(end, "little")
-        return Content(codec=codec, raw_bytes=raw_bytes, stored_bytes=chunk.given_bytes)
-
-    @cached_property
-    def _leaves_out_heads(self) -> bool:
-        """Whether the sizes in the index exclude heads, by the zstd header of the first chunk."""
-        chunk = self._index.chunks[0]
-        file = self._folder.file(chunk.name)
-        (head,) = file.peek([(0, _ZSTD_HEAD_BYTES)])
-        try:
-            size = import_module("zstandard").get_frame_parameters(head).content_size
-        except ImportError as missing:
-            raise StoreError(f"{file.url}: zstd needs zstandard: {install('mds')}") from missing
-        except Exception as error:  # zstandard has its own
-            raise StoreError(f"{file.url}: byte 0: no zstd data: {error}; copy it again") from error
-        return size == chunk.given_bytes + chunk.head_bytes
-
-    def _refuse_size(self, number: int, file: ByteFile) -> None:
-        chunk, codec = self._index.chunks[number], self._index.codec
-        given = chunk.given_bytes
-        if codec is None and file.size_bytes not in (given, given + chunk.head_bytes):
-            raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {given}; copy it again")
-
-    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
-        begins, counts = super()._places(number, file)
-        total = self._index.chunks[number].num_tokens
-        if total is not None and int(counts.sum()) != total:
-            raise StoreError(f"{file.url}: {counts.sum()} tokens, its index says {total}; copy it again")
-        return begins, counts
-
-    def _verify(self, number: int) -> None:
-        super()._verify(number)
-        self._places(number, self._checked_file(number))
+    def __init__(self, folder: Folder, *, column: str | None = None) -> None:
+        super().__init__(LitdataDataset(folder, column=column))
 
 
 _SIZES = (8, 16, 32, 64)

@@ -18,30 +18,15 @@ from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
 from meshfeed.formats.mds_index import INDEX, MDSShard, least_bytes, parse_index
 from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, MDSSample, decode, ndarray_of, refused_pickle
-from meshfeed.formats.sharded import EvenDocuments, ShardedStore
+from meshfeed.formats.sharded import ShardedStore
+from meshfeed.formats.shards import EvenDocuments, ShardedDataset
 from meshfeed.order import EpochIndex
 from meshfeed.store.base import I64, StreamStore, checked_places
 from meshfeed.store.format import Place, StoreFormat
 
 
-class MDSStore(ShardedStore):
-    """An MDS dataset: a document is the token column of a sample, in the order of the index.
-
-    `verify` checks the hashes of local shards, which are read in place.
-
-    As a dataset for `mf.Mapped`, `store[EpochIndex]` is a sample with all its columns, decoded.
-
-    Args:
-        folder: holds index.json.
-        column: of the tokens; None takes "tokens", "input_ids", or the only ndarray.
-        dtype: of the tokens, if the column is plain bytes.
-
-    If every array has the same shape, the lengths of documents are in the index. If only one column varies in
-    size, they are in the head of every shard, 4 bytes a sample. (An ndarray column with a dtype is then
-    assumed to have one dimension, if sizes and some samples agree; `verify` checks all.) If several columns
-    vary, or arrays store their own dtype, every sample must be read: the first process of a node fetches the
-    whole dataset once, as it does if shards are compressed or have hashes.
-    """
+class MDSDataset(ShardedDataset):
+    """See `MDSStore`."""
 
     kind, format = "mds", "MDS, version 2"
 
@@ -51,11 +36,9 @@ class MDSStore(ShardedStore):
         super().__init__(folder, column=column)
         self._given_dtype = dtype
 
-    # -- for ShardedStore ----------------------------------------------------------------------------------
-
     @cached_property
     def _parsed(self) -> tuple[bytes, list[Column], list[MDSShard]]:
-        index = self._folder.file(INDEX)
+        index = self.folder.file(INDEX)
         text = index.peek([(0, index.size_bytes)])[0]
         return text, *parse_index(index.url, text)
 
@@ -65,11 +48,11 @@ class MDSStore(ShardedStore):
         return self._parsed[2]
 
     @property
-    def _fields(self) -> list[Column]:
+    def fields(self) -> list[Column]:
         return self._parsed[1]
 
-    def _laid_out(self) -> Items:
-        fields, given = self._fields, self._given_dtype
+    def laid_out(self) -> Items:
+        fields, given = self.fields, self._given_dtype
         at = self._column_of_tokens([each.name for each in fields if each.encoding.startswith("ndarray")])
         where, encoding = f"{self.path}: column {fields[at].name!r}", fields[at].encoding
         if encoding == PICKLE:
@@ -104,7 +87,7 @@ class MDSStore(ShardedStore):
     def _made_of(
         self, at: int, dtype: np.dtype[Any], head: Head | None = None, num_tokens: int | None = None
     ) -> Items:
-        sizes = tuple(field.size_bytes for field in self._fields)
+        sizes = tuple(field.size_bytes for field in self.fields)
         return Items(
             noun="sample",
             sizes=sizes,
@@ -116,44 +99,67 @@ class MDSStore(ShardedStore):
             has_gap=True,
         )
 
-    def _identity(self) -> bytes:
-        return self._parsed[0] + f"{self._column} {self._given_dtype}".encode()
+    def identity(self) -> bytes:
+        return self._parsed[0] + f"{self.column} {self._given_dtype}".encode()
 
-    def _within(self, folder: Folder) -> Self:
-        return type(self)(folder, column=self._column, dtype=self._given_dtype)
+    def within(self, folder: Folder) -> Self:
+        return type(self)(folder, column=self.column, dtype=self._given_dtype)
 
-    def _content(self, number: int) -> Content | None:
+    def content(self, number: int) -> Content | None:
         return self.shards[number].content
 
-    def _refuse_size(self, number: int, file: ByteFile) -> None:
+    def refuse_size(self, number: int, file: ByteFile) -> None:
         expected = self.shards[number].raw_bytes
         if file.size_bytes != expected:
             raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {expected}; copy it again")
 
     @cached_property
-    def _even(self) -> EvenDocuments | None:
+    def even(self) -> EvenDocuments | None:
         """If no value varies in size, samples fill a shard up to its end."""
-        items = self._items
+        items = self.items
         if items.num_tokens is None or None in items.sizes:
             return None
         counts, sizes = (
             np.array([(s.num_documents, s.raw_bytes) for s in self.shards], np.int64).reshape(-1, 2).T
         )
         stride = items.least_bytes
-        return EvenDocuments(sizes - counts * stride + least_bytes(self._fields[: items.at]), stride)
+        return EvenDocuments(sizes - counts * stride + least_bytes(self.fields[: items.at]), stride)
 
-    def _verify(self, number: int) -> None:
+    def verify(self, number: int) -> None:
         try:
-            _ = self._items
+            _ = self.items
         except StoreError:  # samples need no tokens
             items, count = self._made_of(0, np.dtype(np.uint8)), self.shards[number].num_documents
-            with ItemsFile(self._checked_file(number, whole=True), count, items) as file:
-                if self._fields:
+            with ItemsFile(self.checked_file(number, whole=True), count, items) as file:
+                if self.fields:
                     file.spans(np.arange(count), 0)
         else:
-            super()._verify(number)
+            super().verify(number)
 
-    # -- samples ------------------------------------------------------------------------------------------
+
+class MDSStore(ShardedStore):
+    """An MDS dataset: a document is the token column of a sample, in the order of the index.
+
+    `verify` checks the hashes of local shards, which are read in place.
+
+    As a dataset for `mf.Mapped`, `store[EpochIndex]` is a sample with all its columns, decoded.
+
+    Args:
+        folder: holds index.json.
+        column: of the tokens; None takes "tokens", "input_ids", or the only ndarray.
+        dtype: of the tokens, if the column is plain bytes.
+
+    If every array has the same shape, the lengths of documents are in the index. If only one column varies in
+    size, they are in the head of every shard, 4 bytes a sample. (An ndarray column with a dtype is then
+    assumed to have one dimension, if sizes and some samples agree; `verify` checks all.) If several columns
+    vary, or arrays store their own dtype, every sample must be read: the first process of a node fetches the
+    whole dataset once, as it does if shards are compressed or have hashes.
+    """
+
+    def __init__(
+        self, folder: Folder, *, column: str | None = None, dtype: npt.DTypeLike | None = None
+    ) -> None:
+        super().__init__(MDSDataset(folder, column=column, dtype=dtype))
 
     @overload
     def __getitem__(self, documents: slice) -> StreamStore: ...
@@ -175,8 +181,8 @@ class MDSStore(ShardedStore):
         """
         (place,) = checked_places(self.path, np.array([index]), len(self), "sample").tolist()
         number = int(self.shard_ends.searchsorted(place, side="right"))
-        first = int(self._firsts[number])
-        fields = self._fields
+        first = int(self.dataset.firsts[number])
+        fields = self.dataset.fields
         with self:
             file = self._files.file(number)
             where = f"{file.url}: sample {place - first}"

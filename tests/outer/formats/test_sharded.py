@@ -21,7 +21,7 @@ import mosaic
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.formats import sharded
-from meshfeed.formats.mds import MDSStore
+from meshfeed.formats.mds import MDSDataset, MDSStore
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.testing import assert_store
 from services.faults import NOTHING, Fault, Faults
@@ -321,13 +321,13 @@ def test_lengths_of_many_local_shards_are_kept_until_one_changes(
 ) -> None:
     monkeypatch.setattr(sharded, "_SHARDS_OF_PART", 2)
     looked: list[int] = []
-    places: Callable[..., Any] = MDSStore._places
+    places: Callable[..., Any] = MDSDataset.places
 
     def noted(self: MDSStore, number: int, file: Any) -> Any:
         looked.append(number)
         return places(self, number, file)
 
-    monkeypatch.setattr(MDSStore, "_places", noted)
+    monkeypatch.setattr(MDSDataset, "places", noted)
     made = documents()
     folder = write(tmp_path / "data", made)
     for expected in (True, False):

@@ -18,7 +18,7 @@ from meshfeed.files.revision import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat
 from meshfeed.formats.documents import read_bytes
-from meshfeed.formats.mds import MDSStore
+from meshfeed.formats.mds import MDSDataset, MDSStore
 from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
@@ -158,7 +158,7 @@ def _pieces(
         yield from _elements(each, part_bytes)
     elif each.kind == "mds":
         first = 0
-        for shard in mds_of(each.url).shards:
+        for shard in MDSDataset(Folder(parent(each.url)[0])).shards:
             yield first, first + shard.num_documents, shard.raw_bytes
             first += shard.num_documents
     elif each.kind == "jsonl" and each.codec is None:
