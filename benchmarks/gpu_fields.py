@@ -46,8 +46,8 @@ class Portion:
         if batch is None:
             raise RuntimeError("an empty stream")
         portion = stepping.portions(batch, mf.Layout().coord(0), [0])[0]
-        columns = stepping.rule.load(recipe, portion, np.empty)
-        return cls(recipe, stepping.rule, portion, columns)
+        columns = stepping.contents.load(recipe, portion, np.empty)
+        return cls(recipe, stepping.contents, portion, columns)
 
     def built(self, allocate: Any = np.empty) -> Any:
         """Finished fields of each microbatch."""

@@ -33,7 +33,7 @@ from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import LIMIT_S, locked
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture, Unit
-from meshfeed.order import cut_off
+from meshfeed.order import LeavesOut, cut_off
 from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
@@ -286,9 +286,9 @@ class Exclude(_Told):
             if not numbers.size:
                 continue
             source = names.index(name)
-            count = recipe.sequence.num_documents(recipe.sources[source])
-            if count is None:
+            if not isinstance(recipe.sequence, LeavesOut):
                 raise RecipeError(f"Exclude: {recipe.sequence.summary()} cannot leave documents out")
+            count = recipe.sequence.num_documents(recipe.sources[source])
             if numbers[-1] >= count:
                 raise RecipeError(
                     f"Exclude: document {numbers[-1]} of source {name!r}, which has {count}, counted from 0"

@@ -59,8 +59,8 @@ class Rule(ABC):
         return None
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether steps can be cut by the `lengths` of its sequences."""
+    def packed(self) -> bool:
+        """Whether its sequences differ in length and need a `Packing`; their tokens can be counted then."""
         return False
 
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
@@ -72,10 +72,6 @@ class Rule(ABC):
             f"{self.summary()} does not say how many tokens its sequences have; count in sequences: "
             f"Mixture(by='proportion')"
         )
-
-    def num_documents(self, store: Store) -> int | None:
-        """Documents of a store that `Exclude` may name; None if the rule cannot leave any out."""
-        return None
 
     def summary(self) -> str:
         """The rule and all its options in one line; part of the fingerprint."""
@@ -288,7 +284,7 @@ class Recipe:
 
     def why_uncounted(self) -> str:
         """Why nobody can count the tokens of its steps from the index; "" if one can."""
-        if not self.sequence.counts_tokens:
+        if not self.sequence.packed:
             return f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
         return ""
 

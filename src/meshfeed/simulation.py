@@ -74,7 +74,7 @@ def simulate(
         vpp=stages.vpp,
         cp_split=cp_split,
     )
-    rule, host = stepping.rule, OnHost()
+    contents, host = stepping.contents, OnHost()
     chosen = layout.ranks().tolist() if ranks is None else list(ranks)
     coords = [Coord(*row) for row in layout.coords(chosen).tolist()]
     with entered(recipe, machine):
@@ -85,13 +85,13 @@ def simulate(
             batch = stepping.global_batch(step)
             if batch is None:
                 return
-            sources = Sources.of(batch.sources, rule)
+            sources = Sources.of(batch.sources, stepping.rule)
             for rank, coord in zip(chosen, coords):
-                fields = stages.fields_of_rank(rule.fields, coord.pp)
+                fields = stages.fields_of_rank(contents.fields, coord.pp)
                 names, reads = [field.name for field in fields], any(field.stored for field in fields)
                 made: list[Microbatch] = []
                 for portion in stepping.portions(batch, coord, [coord.cp]):
-                    columns = rule.load(recipe, portion, host.allocate) if reads else None
-                    built = built_by(host, rule, recipe, portion, columns, names)
+                    columns = contents.load(recipe, portion, host.allocate) if reads else None
+                    built = built_by(host, contents, recipe, portion, columns, names)
                     made += microbatches_of(portion, built, host, sources)[0]
                 yield SimulatedStep(rank=rank, coord=coord, batch=batch, microbatches=tuple(made))

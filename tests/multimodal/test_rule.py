@@ -170,9 +170,9 @@ def test_the_columns_have_the_bytes_that_the_index_tells(folder: Path) -> None:
             batch = stepping.global_batch(0)
             for needs in (None, frozenset({"labels"}), frozenset({"image_grid"})):
                 for portion in stepping.portions(batch, mf.Layout(pp=2).coord(0), [0], needs):
-                    columns = stepping.rule.load(recipe, portion, np.empty)
+                    columns = stepping.contents.load(recipe, portion, np.empty)
                     arrays = [a for c in columns.values() for a in ([c] if isinstance(c, np.ndarray) else c)]
-                    assert sum(a.nbytes for a in arrays) == stepping.rule.num_bytes(recipe, portion)
+                    assert sum(a.nbytes for a in arrays) == stepping.contents.num_bytes(recipe, portion)
                     assert ("pixel_values" in columns) == (needs is None)
 
 

@@ -59,7 +59,7 @@ def portions(stepping: Stepping, step: int, *, is_shared: bool) -> list[Portion]
 
 def check(stepping: Stepping, portion: Portion, stages: list[str]) -> None:
     """Bit by bit, for all fields and for those that one kind of pipeline stage needs."""
-    rule, recipe = stepping.rule, stepping.recipe
+    rule, recipe = stepping.contents, stepping.recipe
     for kind in stages:
         fields = [field for field in rule.fields if kind == "every" or {kind, "all"} & set(field.stages)]
         names = [field.name for field in fields]

@@ -16,7 +16,7 @@ from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.rule import SequenceRule, TokenRule, finder
 
 Longs = npt.NDArray[np.int64]
 
@@ -113,7 +113,7 @@ def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Lo
     store = recipe.sources[source]
     if not 0 <= document < store.num_documents:
         raise RecipeError(f"document {document}: {store!r} has {store.num_documents}, counted from 0")
-    rule = cast(SequenceRule, recipe.sequence)
+    rule = finder(recipe)
     held = rule.sequences_with(recipe, source, epoch, np.array([document]))
     if isinstance(rule, Rows):  # the last label does not count
         return np.unique(held.sequence[held.begin < rule.length])

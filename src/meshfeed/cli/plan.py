@@ -25,6 +25,7 @@ from meshfeed.recipe import entered
 from meshfeed.report.loads import Load, loads_of
 from meshfeed.report.plan import page
 from meshfeed.report.words import counted
+from meshfeed.sequence import TakesParts
 from meshfeed.sequence.fetched import warning_of
 
 
@@ -128,7 +129,12 @@ class Plan(Command, JobOptions, RecipeOptions):
                 if batch is None:
                     return
                 account = account_of(batch.plan, packed, pp=stepping.layout.pp, vpp=self.vpp)
-                encoders = stepping.rule.encoder_plans(recipe, batch.draws, batch.plan)
+                rule = recipe.sequence
+                encoders = (
+                    rule.encoder_plans(recipe, batch.draws, batch.plan)
+                    if isinstance(rule, TakesParts)
+                    else {}
+                )
                 loads = loads_of(batch.plan, packed, account, encoders) if encoders else {}
                 yield _Planned(
                     step=step,

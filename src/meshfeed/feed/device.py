@@ -19,7 +19,7 @@ from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Sources, Value
 from meshfeed.feed.nested import changed, leaves_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import FieldTable, Portion, RunField, SequenceRule, widened
+from meshfeed.sequence import FieldTable, Portion, RuleContents, RunField, widened
 
 _MOST_KEPT = 128
 _LARGE_BITS = 22  # above 4 MiB
@@ -221,16 +221,16 @@ def _exchange_of_mode() -> Callable[..., int] | None:
 
 def built_by(
     placer: Placer,
-    rule: SequenceRule,
+    contents: RuleContents,
     recipe: Recipe,
     portion: Portion,
     columns: Columns | None,
     names: Sequence[str],
 ) -> Built:
     """The named fields of a portion, as the placer takes them: its rule's table, or what it builds itself."""
-    if rule.has_table:
-        return placer.fill(rule.table(recipe, portion, columns, names, placer.allocate))
-    return rule.build(recipe, portion, columns, names, placer.allocate)
+    if contents.has_table:
+        return placer.fill(contents.table(recipe, portion, columns, names, placer.allocate))
+    return contents.build(recipe, portion, columns, names, placer.allocate)
 
 
 def on_device(value: Any, device: str | torch.device) -> Any:

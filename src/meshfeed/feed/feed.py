@@ -38,7 +38,7 @@ from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Change, Recipe, entered
 from meshfeed.roles import StageMap
-from meshfeed.sequence import SequenceRule, rule_of, run_by
+from meshfeed.sequence import SequenceRule, TakesParts, contents_of, opened, run_by
 from meshfeed.sequence.fetched import cut_by_shards, warning_of
 from meshfeed.state import State, check_end, check_step
 from meshfeed.store import StreamStore
@@ -134,7 +134,7 @@ class Feed(StepSource[RankPlace]):
             given_layout=given_layout(layout),
             given_rank=rank,
             options=options,
-            fields=self._stepping.rule.fields,
+            fields=self._stepping.contents.fields,
             name=options.transport.name,
             decoded_is_larger=lambda: _decoded_is_larger(self._stepping),
         )
@@ -197,9 +197,9 @@ class Feed(StepSource[RankPlace]):
 
     def _open(self) -> None:
         cut_by_shards(self.recipe)
-        place, rule = self._place, self._stepping.rule
+        place = self._place
         with contextlib.ExitStack() as stack:
-            self._open_stores(stack, self.recipe.sources, rule)
+            self._open_stores(stack, self.recipe, self.recipe.sources)
             # otherwise `at` gives the rank later, or the loop is refused
             if place.is_known and place.is_first:
                 if self._options.ledger is not None:
@@ -212,22 +212,22 @@ class Feed(StepSource[RankPlace]):
                         "give more of them, or fewer steps",
                         self.recipe.steps,
                     )
-            self._stepping = replace(self._stepping, opened=stack.enter_context(rule.opened(self.recipe)))
+            self._stepping = replace(self._stepping, opened=stack.enter_context(opened(self.recipe)))
             if place.is_known and not self._options.pad_rows:
                 replace(self._stepping, layout=place.layout).check_filled()
             self._resources = stack.pop_all()
 
     def _open_stores(
-        self, stack: contextlib.ExitStack, stores: Sequence[StreamStore], rule: SequenceRule
+        self, stack: contextlib.ExitStack, recipe: Recipe, stores: Sequence[StreamStore]
     ) -> None:
         for store in stores:
             stack.enter_context(store.opened(self._machine))
         if self._options.vocab_size is None or not stores:
             return
-        if "tokens" not in {each.name for each in rule.fields if each.stored}:
+        if "tokens" not in {each.name for each in contents_of(recipe).fields if each.stored}:
             raise OptionError(
-                f"vocab_size={self._options.vocab_size}: {rule.summary()} has no field 'tokens' to check; "
-                f"leave it out"
+                f"vocab_size={self._options.vocab_size}: {recipe.sequence.summary()} has no field 'tokens' "
+                f"to check; leave it out"
             )
         self._checks_tokens |= check_stores(stores, self._options.vocab_size)
 
@@ -238,14 +238,13 @@ class Feed(StepSource[RankPlace]):
         if not self._entered:
             return None
         cut_by_shards(recipe)
-        known, opened = {id(store) for store in self.recipe.sources}, self._stepping.opened
-        rule = rule_of(recipe)
+        known, rule = {id(store) for store in self.recipe.sources}, self._stepping.opened
         with contextlib.ExitStack() as stack:
-            self._open_stores(stack, [each for each in recipe.sources if id(each) not in known], rule)
+            self._open_stores(stack, recipe, [each for each in recipe.sources if id(each) not in known])
             if recipe.sequence is not self.recipe.sequence:
-                opened = stack.enter_context(rule.opened(recipe))
+                rule = stack.enter_context(opened(recipe))
             self._resources.push(stack.pop_all())
-        return opened
+        return rule
 
     def _close(self, during: BaseException | None) -> None:
         with self._loop.changing:
@@ -366,7 +365,7 @@ class Feed(StepSource[RankPlace]):
         if moves or (meet and place.generation is not None):
             place.check_after(self._place, generation, keeps_ledger=self._options.ledger is not None)
         if recipe is not None:  # its fields give ranks other roles
-            place = replace(place, fields=rule_of(terms.recipe).fields)
+            place = replace(place, fields=contents_of(terms.recipe).fields)
         opened = self._opened_for(terms.recipe)
         with self._loop.changing:
             if (run := self._loop.on) is not None:
@@ -535,7 +534,8 @@ class Feed(StepSource[RankPlace]):
 
 def _decoded_is_larger(stepping: Stepping) -> bool:
     """See `choose_delivery`."""
-    if not stepping.rule.takes_parts:
+    rule = stepping.rule
+    if not isinstance(rule, TakesParts):
         return False
     with entered(stepping.recipe):  # the sizes are in their indices
-        return stepping.rule.decoded_is_larger(stepping.recipe)
+        return rule.decoded_is_larger(stepping.recipe)

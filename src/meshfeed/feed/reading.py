@@ -15,7 +15,7 @@ from meshfeed.feed.run import Item, Made, Producer, Run, StepEnd, StepStart
 from meshfeed.feed.stepping import Ahead, Stepping
 from meshfeed.metrics import Meter, RunStart
 from meshfeed.order import edges_of
-from meshfeed.sequence import Columns, Portion
+from meshfeed.sequence import Columns, Portion, decode_costs, sees_step
 from meshfeed.sequence.table import RUN_FIELDS
 from meshfeed.store import Mapped
 from meshfeed.store.vocabulary import check_tokens
@@ -70,11 +70,11 @@ class SequenceProducer(Producer[RankPlace]):
             "pad_rows": str(options.pad_rows),
             "left out": str(sorted(self.left_out)),
             "ledger": str(options.ledger),
-            "encoder": "balanced" if self.stepping.rule.sees_step else "with sample",
+            "encoder": "balanced" if sees_step(self.stepping.rule) else "with sample",
         }
 
     def about(self, step: int) -> RunStart:
-        place, recipe, costs = self.place, self.stepping.recipe, self.stepping.rule.decode_costs
+        place, recipe, costs = self.place, self.stepping.recipe, decode_costs(self.stepping.rule)
         return RunStart.here(
             step,
             place.layout,
@@ -98,9 +98,9 @@ class SequenceProducer(Producer[RankPlace]):
 
     def items(self, run: Run) -> Iterator[Item]:
         stepping, role, delivery, clock = self.stepping, self.place.role, run.delivery, run.clock
-        rule, recipe = stepping.rule, stepping.recipe
-        decode_costs = rule.decode_costs if role.reads else None
-        meter = Meter(recipe.sources, delivery.traffic, decode_costs=decode_costs)
+        contents, recipe = stepping.contents, stepping.recipe
+        costs = decode_costs(stepping.rule) if role.reads else None
+        meter = Meter(recipe.sources, delivery.traffic, decode_costs=costs)
         ahead = Ahead(
             stepping,
             self.place.coord,
@@ -118,15 +118,15 @@ class SequenceProducer(Producer[RankPlace]):
                 return
             digester = Digester(self.compared) if self.options.verify else None
             if sources is None or sources.names != batch.sources:
-                sources = Sources.of(batch.sources, rule)
+                sources = Sources.of(batch.sources, stepping.rule)
             for portion in portions:
-                columns, hint = None, rule.num_bytes(recipe, portion) if is_sent else 0
+                columns, hint = None, contents.num_bytes(recipe, portion) if is_sent else 0
                 if role.reads:
-                    waited_s = 0.0 if decode_costs is None else decode_costs.wait_s
+                    waited_s = 0.0 if costs is None else costs.wait_s
                     with clock.stage("read"):
                         columns = self._load(run, batch.step, portion, hint)
-                    if decode_costs is not None:
-                        clock.split("decode", decode_costs.wait_s - waited_s)
+                    if costs is not None:
+                        clock.split("decode", costs.wait_s - waited_s)
                 with clock.stage("deliver"):
                     columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):
@@ -146,7 +146,7 @@ class SequenceProducer(Producer[RankPlace]):
     def _load(self, run: Run, step: int, portion: Portion, hint: int) -> Columns:
         stepping, vocab_size = self.stepping, self.options.vocab_size
         try:
-            columns = stepping.rule.load(stepping.recipe, portion, self.host.allocate)
+            columns = stepping.contents.load(stepping.recipe, portion, self.host.allocate)
             if vocab_size is not None and self.checks_tokens:
                 sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
                 check_tokens(columns.get("tokens"), vocab_size, sources)
@@ -157,25 +157,21 @@ class SequenceProducer(Producer[RankPlace]):
 
     def _built(self, run: Run, portion: Portion, columns: Columns, digester: Digester | None) -> Built:
         """A portion's fields; each microbatch's own where somebody compares digests."""
-        rule, recipe, names = self.stepping.rule, self.stepping.recipe, self.place.role.fields
+        contents, recipe, names = self.stepping.contents, self.stepping.recipe, self.place.role.fields
         if digester is None:
-            return built_by(run.placer, rule, recipe, portion, columns, names)
-        built = rule.build(recipe, portion, columns, names, run.placer.allocate)
+            return built_by(run.placer, contents, recipe, portion, columns, names)
+        built = contents.build(recipe, portion, columns, names, run.placer.allocate)
         digester.add(built)
         return built
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:
         """The digests of a step, recomputed from storage."""
-        digester, host, rule, recipe = (
-            Digester(self.compared),
-            OnHost(),
-            self.stepping.rule,
-            self.stepping.recipe,
-        )
+        digester, host = Digester(self.compared), OnHost()
+        contents, recipe = self.stepping.contents, self.stepping.recipe
         for portion in portions:
             alone = replace(portion, held=portion.own)
-            columns = rule.load(recipe, alone, host.allocate)
-            digester.add(rule.build(recipe, alone, columns, self.place.role.fields, host.allocate))
+            columns = contents.load(recipe, alone, host.allocate)
+            digester.add(contents.build(recipe, alone, columns, self.place.role.fields, host.allocate))
         return digester.digests()
 
 

@@ -25,6 +25,7 @@ from meshfeed.layout import Coord, Layout
 from meshfeed.metrics import StageClock, StepStats
 from meshfeed.order import (
     Draws,
+    LeavesOut,
     asked_until,
     drawn_until,
     draws_of_step,
@@ -45,7 +46,16 @@ from meshfeed.plan import (
 from meshfeed.plan.packing import sizes_of
 from meshfeed.plan.types import cuts_packs
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence import Portion, SequenceRule, WholeStep, portions_of, rule_of
+from meshfeed.sequence import (
+    Portion,
+    RuleContents,
+    SequenceRule,
+    TakesParts,
+    WholeStep,
+    contents_of,
+    portions_of,
+    sees_step,
+)
 from meshfeed.sequence.runs import places_among
 
 _TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: above that, the fixed cost of a read is negligible
@@ -109,7 +119,7 @@ class Stepping:
         packing: how sequences of different lengths become microbatches; None for rows of one length.
         vpp: virtual stages per pipeline rank.
         cp_split: how context parallelism splits a sequence.
-        opened: the recipe's rule as `SequenceRule.opened` gives it; None before that.
+        opened: the recipe's rule as `sequence.opened` gives it; None before that.
 
     Raises RecipeError or OptionError for a rule that does not go with the stores, the packing or the split.
     """
@@ -123,12 +133,13 @@ class Stepping:
     opened: SequenceRule | None = None
 
     def __post_init__(self) -> None:
-        rule, packing = self.rule, self.packing
+        rule, packing, _ = self.rule, self.packing, self.contents
         if rule.packed and packing is None:
             raise RecipeError(f"{rule.summary()} needs packing=mf.Packing(capacity=...)")
         if packing is not None and not rule.packed:
             raise RecipeError(f"{rule.summary()} has sequences of one length; leave packing out")
-        if packing is not None and packing.oversize == "split" and not rule.may_split:
+        cannot_split = isinstance(rule, TakesParts) and not rule.may_split
+        if packing is not None and packing.oversize == "split" and cannot_split:
             raise RecipeError(f"{rule.summary()} cannot be split; choose another oversize= of Packing")
         if cuts_packs(self.cp_split) and not rule.packed:
             rows = self.cp_split.removeprefix("pack_")
@@ -136,8 +147,13 @@ class Stepping:
 
     @cached_property
     def rule(self) -> SequenceRule:
-        """The recipe's sequence rule, bound to the columns of its stores."""
-        return rule_of(self.recipe) if self.opened is None else self.opened
+        """The recipe's sequence rule, opened if it is."""
+        return cast(SequenceRule, self.recipe.sequence) if self.opened is None else self.opened
+
+    @cached_property
+    def contents(self) -> RuleContents:
+        """What it reads and makes, with the columns of the stores."""
+        return contents_of(self.recipe, self.rule)
 
     @cached_property
     def _row_align(self) -> Align:
@@ -146,7 +162,7 @@ class Stepping:
 
     @cached_property
     def _row_tokens(self) -> int | None:
-        return None if self.rule.reads_singly else self.rule.row_tokens
+        return self.rule.row_tokens if self.rule.has_dummy_rows else None
 
     def foresee(self, step: int) -> None:
         """Begin to plan a step that will probably be asked for, on a thread of its own."""
@@ -168,7 +184,7 @@ class Stepping:
         draws = self.rule.look_up(self.recipe, drawn)
         amendments = self.recipe.amendments
         excluded = amendments.excluded_at(step) if amendments.excluded else {}
-        if excluded:
+        if excluded and isinstance(self.rule, LeavesOut):
             draws = self.rule.without(self.recipe, draws, excluded)
         whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)
@@ -177,7 +193,7 @@ class Stepping:
             microbatch[places_among(draws, excluded)] = -1  # their rows are left out
             plan = replace(plan, microbatch=microbatch)
         kept = draws.take(plan.sequence[plan.kept])
-        valid = self.rule.valid_tokens(self.recipe, kept, plan.start[plan.kept], plan.lengths[plan.kept])
+        valid = self.contents.valid_tokens(self.recipe, kept, plan.start[plan.kept], plan.lengths[plan.kept])
         return GlobalBatch(
             step=step,
             draws=draws,
@@ -261,6 +277,8 @@ class Stepping:
                 vpp=self.vpp,
                 cp_split=self.cp_split,
             )
+            if not isinstance(self.rule, TakesParts):
+                return plan
             return self.rule.evened(self.recipe, draws, plan, self.packing, self.layout, self.cp_split)
         except PlanError as error:
             longest = int(lengths.argmax())
@@ -292,7 +310,7 @@ class Stepping:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
-        if self.rule.sees_step:
+        if sees_step(self.rule):
             order = tuple(np.argsort(np.argsort(beside)).tolist())
             step = WholeStep(draws=batch.draws, plan=batch.plan, rank=rank, served=group, order=order)
         return portions_of(
@@ -383,12 +401,12 @@ class Ahead:
         if batch is None:
             self._next = None
             return
-        rule, recipe = self._stepping.rule, self._stepping.recipe
+        contents, recipe = self._stepping.contents, self._stepping.recipe
         if self._reads:
             # Announcing is only advice: `load` meets the same error again and sends it to the peers.
             with self._clock.stage("read"), contextlib.suppress(StoreError):
-                rule.announce(recipe, portions)
-        sizes = [rule.num_bytes(recipe, each) if self._is_remote else 0 for each in portions]
+                contents.announce(recipe, portions)
+        sizes = [contents.num_bytes(recipe, each) if self._is_remote else 0 for each in portions]
         self._unread.extend(sizes)
         self._unread_bytes += sum(sizes)
         self._next += 1

@@ -38,8 +38,7 @@ from meshfeed.machine import Machine
 from meshfeed.plan import Align, Packing
 from meshfeed.plan.packing import Oversize
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.columns import rule_of
-from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence import contents_of
 from meshfeed.sequence.table import PLAN_FIELDS
 from meshfeed.transport import Transport
 
@@ -196,8 +195,8 @@ class _FeedConfig(_loader.DataloaderConfig):
         """The loader of this rank. All ranks call it together."""
         given = self.dataset_config
         recipe = recipe_at(given.recipe)
-        rule = rule_of(recipe)
-        _check_fields(rule)
+        rule = recipe.sequence
+        _check_fields(recipe)
         accumulated = self.scheduler.global_batch_size // (self.local_batch_size * dp_world_size)
         together, collate = 1, _rows
         if rule.packed:
@@ -350,9 +349,10 @@ def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int
         yield collate(group)
 
 
-def _check_fields(rule: SequenceRule) -> None:
+def _check_fields(recipe: Recipe) -> None:
     """Raises RecipeError for fields that Automodel's loop lacks, or has no place for."""
-    name, names = type(rule).__name__, {field.name for field in rule.fields}
+    rule, names = recipe.sequence, {field.name for field in contents_of(recipe).fields}
+    name = type(rule).__name__
     tokens = {"tokens"} if rule.packed or "tokens" in names else {"input_ids"}
     if lacking := (tokens | {"labels"}) - names:
         raise RecipeError(f"{name}() has no field {', '.join(sorted(lacking))}, which Automodel's loop needs")

@@ -26,7 +26,6 @@ from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.columns import rule_of
 from meshfeed.state import State
 
 
@@ -195,7 +194,7 @@ class DatasetConfig(_Provider, _Callback):
 
     def _stream(self, recipe: Recipe, groups: Any, rows: int, of_step: int | None = None) -> _Stream:
         """rows, of_step: sequences of a microbatch, and of a step; None if Bridge counts microbatches."""
-        packed = rule_of(recipe).packed
+        packed = recipe.sequence.packed
         apart = not packed and getattr(recipe.sequence, "reset_attention_mask", False)
         if apart and rows > 1 and getattr(self._model_config, "num_moe_experts", None):
             raise RecipeError(
@@ -227,7 +226,7 @@ class DatasetConfig(_Provider, _Callback):
         files = [_file_in(folder, step), Path(folder, _FILE)] if step and folder else []
         if saved := next((file for file in files if file.is_file()), None):
             State.from_json(json.loads(saved.read_text())).check(self.recipe)
-        elif step and not rule_of(self.recipe).packed and samples != start_of_step(self.recipe, step):
+        elif step and not self.recipe.sequence.packed and samples != start_of_step(self.recipe, step):
             # of another loader, or killed before the file was written: compare the counts instead
             raise StateError(
                 f"the checkpoint is at step {step} after {samples} samples, where the recipe has "

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.columns import rule_of
+from meshfeed.sequence import SequenceRule, sees_step
 from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
@@ -107,7 +107,7 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
 
 def check_encoder(recipe: Recipe) -> None:
     """Raises RecipeError if other ranks encode: models of trainers do not exchange encoder outputs."""
-    if rule_of(recipe).sees_step:
+    if sees_step(recipe.sequence):
         raise RecipeError(
             "encoder='balanced' needs mf.exchange_encoded between encoder and language model, "
             "which this trainer's model does not call; choose encoder='with sample'"
@@ -116,7 +116,7 @@ def check_encoder(recipe: Recipe) -> None:
 
 def pads_rows(recipe: Recipe, dp: int) -> bool:
     """`pad_rows` for an evaluation: False if ranks would then get batches of different sizes."""
-    return dp == 1 or rule_of(recipe).has_dummy_rows
+    return dp == 1 or cast(SequenceRule, recipe.sequence).has_dummy_rows
 
 
 class Settings(NamedTuple):

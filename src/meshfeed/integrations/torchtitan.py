@@ -42,7 +42,6 @@ from meshfeed.machine import Machine
 from meshfeed.order import draws_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.columns import rule_of
 from meshfeed.transport import Transport
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -109,7 +108,7 @@ def rows(recipe: Recipe, seq_len: int, local_batch_size: int) -> Shape:
 
     Raises RecipeError for packed sequences, and for sequences of another length.
     """
-    if rule_of(recipe).packed:
+    if recipe.sequence.packed:
         raise RecipeError(
             f"{type(recipe.sequence).__name__}() needs packs, and this trainer takes rows of "
             f"{seq_len} tokens; use mf.Windows({seq_len}), or torchtitan's main branch"
@@ -132,7 +131,7 @@ def line(
     Raises RecipeError for packs or windows that do not fill a batch exactly, for longer windows than
     max_context_length, and for a packing of windows.
     """
-    packed = rule_of(recipe).packed
+    packed = recipe.sequence.packed
 
     def batch_of_line(microbatch: Microbatch) -> Batch:
         fields, labels = batch_of(microbatch)
@@ -170,7 +169,7 @@ def line(
 
 def refuse_packing(recipe: Recipe, packing: Packing | None) -> None:
     """Raises RecipeError for a packing of sequences of one length, which would have no effect."""
-    if packing is not None and not rule_of(recipe).packed:
+    if packing is not None and not recipe.sequence.packed:
         raise RecipeError(
             f"{type(recipe.sequence).__name__}() has sequences of one length, which are not packed; leave "
             f"DataLoader.Config(packing=) out"

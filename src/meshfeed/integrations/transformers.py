@@ -40,7 +40,7 @@ from meshfeed.layout import Layout
 from meshfeed.multimodal import MROPE, Multimodal
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.columns import rule_of
+from meshfeed.sequence import contents_of
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 
@@ -399,7 +399,7 @@ class FeedTrainer(_Base):
     def _check_packing(self, recipes: Sequence[Recipe]) -> None:
         """Raises RecipeError now for sets that a feed would refuse in the midst of training."""
         given = self._feed_options.get("packing") is not None
-        packed = [recipe for recipe in recipes if rule_of(recipe).packed]
+        packed = [recipe for recipe in recipes if recipe.sequence.packed]
         if given and not packed:
             raise RecipeError(
                 "feed_options has a packing, but all sets have sequences of one length; leave it out"
@@ -448,7 +448,7 @@ class FeedTrainer(_Base):
         layout = layout or Layout(dp=self.args.world_size)
         given = for_evaluation(self._feed_options) if evaluates else self._feed_options
         options: dict[str, Any] = {"device": self.args.device, **given}
-        if not rule_of(recipe).packed:
+        if not recipe.sequence.packed:
             options.pop("packing", None)
         if isinstance(packing := options.get("packing"), Packing):
             check_packing(packing, mesh)
@@ -494,7 +494,7 @@ def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -
 
 
 def _has_tokens(recipe: Recipe) -> bool:
-    return "tokens" in {field.name for field in rule_of(recipe).fields}
+    return "tokens" in {field.name for field in contents_of(recipe).fields}
 
 
 def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:

@@ -51,7 +51,7 @@ from meshfeed.plan.types import CpSplit, Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
-from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
+from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TakesParts, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
@@ -62,7 +62,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
-class Multimodal(DocumentRule, TokenRule):
+class Multimodal(DocumentRule, TokenRule, TakesParts):
     """A sequence is a document, each placeholder repeated as often as its part has tokens; packed.
 
     Needs a `Packing`. Lengths, labels and loss are those of `Documents` over the repeated text, except that
@@ -190,10 +190,6 @@ class Multimodal(DocumentRule, TokenRule):
         told = [f"{kind}={_summary(each)}" for kind, each in self.processors.items()]
         told += [f"on_bad={self.on_bad!r}", f"positions={self.positions!r}"]
         return f"Multimodal({', '.join(told)})"
-
-    @property
-    def takes_parts(self) -> bool:
-        return True
 
     @property
     def may_split(self) -> bool:

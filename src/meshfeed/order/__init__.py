@@ -13,6 +13,7 @@ from meshfeed.order.positions import places_in_epoch, position_of, positions_of
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
+    LeavesOut,
     OwnOrder,
     Places,
     asked_until,
@@ -38,6 +39,7 @@ __all__ = [
     "Draws",
     "EpochIndex",
     "Interleaving",
+    "LeavesOut",
     "OwnOrder",
     "Places",
     "asked_until",

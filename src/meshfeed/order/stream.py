@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
-from meshfeed.mixture import Mixture
+from meshfeed.mixture import Mixture, Store
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, Turns, parts_of, sizes_of, turns_of
@@ -114,6 +114,26 @@ class OwnOrder(ABC):
     @abstractmethod
     def draws_between(self, recipe: Recipe, start: int, stop: int) -> Draws:
         """Positions [start, stop) of the stream."""
+
+
+class LeavesOut(ABC):
+    """A sequence rule that can leave documents out, as `Exclude` asks for."""
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether excluded documents keep their tokens in rows, and bear no loss; else they have none."""
+        return False
+
+    @abstractmethod
+    def num_documents(self, store: Store) -> int:
+        """Documents of a store that may be named."""
+
+    @abstractmethod
+    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
+        """The draws, looked up, with nothing of excluded documents in them that bears loss.
+
+        excluded: source -> numbers of documents; int64, ascending.
+        """
 
 
 class Short(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import together
-from meshfeed.order import drawn_until, draws_between, draws_of_source, start_of_step
+from meshfeed.order import LeavesOut, drawn_until, draws_between, draws_of_source, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.report.exposure import exposures
 from meshfeed.sequence.rule import SequenceRule
@@ -33,7 +33,7 @@ def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
     for first, stop in _trained(recipe, until):
         sums += _drawn(recipe, first, stop)
     gone = recipe.amendments.excluded_at(until)
-    if gone and not cast(SequenceRule, recipe.sequence).spans_documents:
+    if gone and not (isinstance(recipe.sequence, LeavesOut) and recipe.sequence.keeps_tokens):
         sources = np.repeat([*gone], [documents.size for documents in gone.values()])
         found = exposures(recipe, sources, np.concatenate([*gone.values()]), until, with_excluded=True)
         empty = found.excluded

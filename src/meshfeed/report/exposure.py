@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import among
-from meshfeed.order import Draws, drawn_until, positions_of, start_of_step, steps_of
+from meshfeed.order import Draws, LeavesOut, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.rule import finder
 from meshfeed.sequence.runs import Longs
 
 
@@ -60,7 +59,7 @@ def exposures(
     Raises RecipeError for a rule with its own order, and a rule whose rows cannot be
     found by document; StoreError for a document that is not there.
     """
-    rule, drawn = cast(SequenceRule, recipe.sequence), drawn_until(recipe, until)
+    rule, drawn = recipe.sequence, drawn_until(recipe, until)
     if drawn is None:
         raise RecipeError(f"{rule.summary()} has an order of its own; look for a document by step")
     none = np.zeros(0, np.int64)
@@ -68,7 +67,7 @@ def exposures(
     for source in np.unique(sources).tolist():
         mine = np.flatnonzero(sources == source)
         for epoch in range(math.ceil(drawn[1][source])):
-            held = rule.sequences_with(recipe, source, epoch, documents[mine])
+            held = finder(recipe).sequences_with(recipe, source, epoch, documents[mine])
             some = np.flatnonzero(held.begin < held.end)
             of_source, of_epoch = np.full_like(some, source), np.full_like(some, epoch)
             where = held.sequence[some], held.begin[some], held.end[some]
@@ -85,7 +84,7 @@ def exposures(
     for first, source, gone in recipe.amendments.excluded:
         mine = np.flatnonzero((step >= first) & (draws.source[order] == source))
         excluded[mine[among(gone, documents[document[order[mine]]])]] = True
-    if not (rule.spans_documents or with_excluded):
+    if not (with_excluded or (isinstance(rule, LeavesOut) and rule.keeps_tokens)):
         seen &= ~excluded
     order, step, place, excluded = order[seen], step[seen], place[seen], excluded[seen]
     return Exposures(document[order], step, place, draws.take(order), begin[order], end[order], excluded)

@@ -2,10 +2,20 @@
 
 from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.chat import Chat
-from meshfeed.sequence.columns import rule_of
+from meshfeed.sequence.columns import contents_of
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
 from meshfeed.sequence.masked import Masked
-from meshfeed.sequence.rule import SequenceRule, run_by
+from meshfeed.sequence.rule import (
+    FindsDocuments,
+    JoinsShards,
+    RuleContents,
+    SequenceRule,
+    TakesParts,
+    decode_costs,
+    opened,
+    run_by,
+    sees_step,
+)
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, fields_of_plan, table_of_pack, widened
@@ -19,19 +29,26 @@ __all__ = [
     "DocumentRule",
     "Documents",
     "FieldTable",
+    "FindsDocuments",
+    "JoinsShards",
     "Masked",
     "Portion",
+    "RuleContents",
     "RunField",
     "Runs",
     "Samples",
     "SequenceRule",
+    "TakesParts",
     "WholeStep",
     "Windows",
+    "contents_of",
+    "decode_costs",
     "document_lengths",
     "fields_of_plan",
+    "opened",
     "portions_of",
-    "rule_of",
     "run_by",
+    "sees_step",
     "table_of_pack",
     "widened",
 ]

@@ -6,23 +6,19 @@ each column to a field.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import RecipeError
-from meshfeed.layout import Layout
-from meshfeed.mixture import Store
 from meshfeed.order import Draws
-from meshfeed.plan import CpSplit, Packing, StepPlan
-from meshfeed.recipe import EpochTokens, Recipe
+from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TokenField, TokenRule
+from meshfeed.sequence.rule import RuleContents, SequenceRule, TakesParts, TokenField, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WithHoles
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
@@ -30,15 +26,16 @@ from meshfeed.store import StreamStore
 _REPLACED = ("labels", "loss_mask")
 
 
-def rule_of(recipe: Recipe) -> SequenceRule:
-    """The recipe's sequence rule, extended to the additional columns of its stores.
+def contents_of(recipe: Recipe, rule: SequenceRule | None = None) -> RuleContents:
+    """What the recipe's sequence rule reads and makes, extended to the additional columns of its stores.
 
+    rule: the same, opened.
     Raises RecipeError if the columns of the stores differ or the rule does not support them, or if a store
     has parts and the rule takes none.
     """
-    rule, stores = cast(SequenceRule, recipe.sequence), recipe.sources
+    rule, stores = rule or cast(SequenceRule, recipe.sequence), recipe.sources
     for store in stores:
-        if isinstance(store, StreamStore) and store.num_parts and not rule.takes_parts:
+        if isinstance(store, StreamStore) and store.num_parts and not isinstance(rule, TakesParts):
             raise RecipeError(
                 f"{rule.summary()} would train on the placeholders of {store!r}, which has images, audio or "
                 f"video: use mf.Multimodal"
@@ -82,7 +79,7 @@ def _labels_are_shifted(recipe: Recipe) -> bool:
 
 
 @dataclass(frozen=True)
-class WithColumns(SequenceRule):
+class WithColumns(RuleContents):
     """A rule bound to the additional columns of one recipe.
 
     Attributes:
@@ -127,61 +124,6 @@ class WithColumns(SequenceRule):
             *(Field(name=name, dtype=_dtype_of(each), split=True) for name, each in others.items()),
         )
 
-    # -- forwarded to the rule --------------------------------------------------------------------------
-
-    @property
-    def packed(self) -> bool:
-        return self.rule.packed
-
-    @property
-    def may_split(self) -> bool:
-        return self.rule.may_split
-
-    @property
-    def sees_step(self) -> bool:
-        return self.rule.sees_step
-
-    @property
-    def row_tokens(self) -> int:
-        return self.rule.row_tokens
-
-    def summary(self) -> str:
-        """The rule's; the stores' fingerprints identify the columns."""
-        return self.rule.summary()
-
-    def num_sequences(self, store: Store) -> int:
-        return self.rule.num_sequences(store)
-
-    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
-        return self.rule.epoch_tokens(recipe, source)
-
-    def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
-        return self.rule.look_up(recipe, draws)
-
-    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
-        return self.rule.without(recipe, draws, excluded)
-
-    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        return self.rule.lengths(recipe, draws)
-
-    @property
-    def decode_costs(self) -> DecodeCosts | None:
-        return self.rule.decode_costs
-
-    def evened(
-        self,
-        recipe: Recipe,
-        draws: Draws,
-        plan: StepPlan,
-        packing: Packing,
-        layout: Layout,
-        cp_split: CpSplit,
-    ) -> StepPlan:
-        return self.rule.evened(recipe, draws, plan, packing, layout, cp_split)
-
-    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, Any]:
-        return self.rule.encoder_plans(recipe, draws, plan)
-
     @property
     def _masks(self) -> bool:
         """Whether columns determine which tokens bear loss."""
@@ -214,12 +156,6 @@ class WithColumns(SequenceRule):
         if "labels" in sizes and "loss_mask" not in sizes:
             sizes["loss_mask"] = sizes["labels"] // np.dtype(_dtype_of(self.recipes["labels"])).itemsize
         return self.rule.num_bytes(recipe, portion) + sum(sizes.values())
-
-    @contextmanager
-    def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
-        """The rule's."""
-        with self.rule.opened(recipe) as rule:
-            yield replace(self, rule=cast(TokenRule, rule))
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the same ranges of the tokens and of each column."""

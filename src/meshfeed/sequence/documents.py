@@ -16,11 +16,11 @@ from meshfeed.columns import Allocate, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Store
-from meshfeed.order import Draws
+from meshfeed.order import Draws, LeavesOut
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.rule import FindsDocuments, JoinsShards, TokenRule
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of, places_among
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import StreamStore
@@ -51,7 +51,7 @@ def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
     return located(recipe, draws).stored
 
 
-class DocumentRule(SequenceRule):
+class DocumentRule(FindsDocuments, JoinsShards, LeavesOut):
     """A rule whose sequences are documents. It reads what `held` says; a rule adds lengths and fields."""
 
     def num_sequences(self, store: Store) -> int:
@@ -60,8 +60,8 @@ class DocumentRule(SequenceRule):
             raise RecipeError(f"{type(self).__name__} reads a token store; {store!r} is not one")
         return store.num_documents
 
-    def num_documents(self, store: Store) -> int | None:
-        """All of a store: see `without`."""
+    def num_documents(self, store: Store) -> int:
+        """All of a store."""
         return self.num_sequences(store)
 
     def shard_ends(self, store: Store) -> Longs | None:
@@ -69,7 +69,7 @@ class DocumentRule(SequenceRule):
         return store.shard_ends
 
     def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
-        """See `SequenceRule`. No document belongs to two shards."""
+        """See `JoinsShards`. No document belongs to two shards."""
         begins = recipe.sources[source].offsets(firsts)
         return begins, begins
 

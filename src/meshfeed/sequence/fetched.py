@@ -20,7 +20,7 @@ import numpy as np
 from meshfeed.files import Fetching
 from meshfeed.files.cache.cut import LEAST
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.rule import JoinsShards, SequenceRule
 from meshfeed.store import StreamStore
 
 MUCH = 1.2
@@ -74,8 +74,8 @@ def cut_by_shards(recipe: Recipe) -> None:
     Before stores are entered. A larger cache has blocks of one size, which jobs with other shuffles share.
     Raises StoreError.
     """
-    shuffle, rule = recipe.shuffle, cast(SequenceRule, recipe.sequence)
-    if not isinstance(shuffle, Blocks):
+    shuffle, rule = recipe.shuffle, recipe.sequence
+    if not (isinstance(shuffle, Blocks) and isinstance(rule, JoinsShards)):
         return
     found = list(_fetched(recipe))
     total = sum(of.num_bytes for _, _, of in found)
@@ -84,8 +84,7 @@ def cut_by_shards(recipe: Recipe) -> None:
             with store:
                 firsts = np.arange(shuffle.sequences, rule.num_sequences(store), shuffle.sequences)
                 joints = rule.joints(recipe, source, firsts)
-            if joints is not None:
-                store.cut(*joints)
+            store.cut(*joints)
 
 
 def fetched_per_byte(recipe: Recipe) -> float:

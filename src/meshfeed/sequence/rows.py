@@ -20,11 +20,11 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import common, numbers_in, together
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, concatenated
+from meshfeed.order import Draws, LeavesOut, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import Held, SequenceRule
+from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import (
     Edges,
     Longs,
@@ -61,7 +61,7 @@ _DOCUMENT_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Rows(SequenceRule):
+class Rows(SequenceRule, LeavesOut):
     """Options and fields of rows of one length. A rule defines a row by `ranges` and `_document_starts`.
 
     Attributes:
@@ -92,8 +92,8 @@ class Rows(SequenceRule):
         return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
 
     @property
-    def spans_documents(self) -> bool:
-        """True."""
+    def keeps_tokens(self) -> bool:
+        """Its rows span documents."""
         return True
 
     @property
@@ -101,8 +101,8 @@ class Rows(SequenceRule):
         """Tokens of each row."""
         return self.length
 
-    def num_documents(self, store: Store) -> int | None:
-        """All of a store: see `without`."""
+    def num_documents(self, store: Store) -> int:
+        """All of a store."""
         return cast(StreamStore, store).num_documents
 
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
@@ -127,10 +127,6 @@ class Rows(SequenceRule):
         begins, ends = self._bearing(recipe, draws, documents)
         before = np.append(0, np.cumsum(ends - begins))
         return np.diff(before[np.searchsorted(begins, np.arange(len(draws) + 1) * (self.length + 1))])
-
-    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
-        """Raises RecipeError: only the rule knows which rows a document is in."""
-        raise RecipeError(f"{self.summary()} cannot find the sequences of a document; look for it by step")
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""

@@ -1,4 +1,4 @@
-"""The interface of a sequence rule: two halves, with the delivery between them.
+"""The interface of a sequence rule: which sequences there are, and two halves with the delivery between them.
 
 `load` reads *columns*, the compact stored bytes. Only they are sent. `table`, or `build`, turns columns and
 the plan into the fields of a microbatch. It runs on every rank and is pure, so that all deliveries give the
@@ -7,7 +7,7 @@ same bytes, and fields computed from lengths alone are never sent.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -81,11 +81,8 @@ class DecodeCosts:
     wait_s: float = 0.0
 
 
-class SequenceRule(Rule):
-    """How draws become sequences. Implementations are frozen and keep no state.
-
-    `meshfeed.testing.assert_rule` checks what the methods promise.
-    """
+class RuleContents(ABC):
+    """What is read for draws, and which fields are made of it: of a rule alone, or with columns beside it."""
 
     @cached_property
     def has_table(self) -> bool:
@@ -93,84 +90,9 @@ class SequenceRule(Rule):
         return replaces_together(type(self), "table", "build")
 
     @property
-    def packed(self) -> bool:
-        """Whether its sequences differ in length and need a `Packing`."""
-        return False
-
-    @property
-    def spans_documents(self) -> bool:
-        """Whether its sequences are rows that begin and end inside documents."""
-        return False
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Sequences of different lengths are counted, unless they are padded to rows."""
-        return self.packed
-
-    @property
-    def row_tokens(self) -> int:
-        """The length that the shorter sequences of a rule of rows are padded to; 1 for no such length."""
-        return 1
-
-    @property
-    def has_dummy_rows(self) -> bool:
-        """Whether rows without loss fill a microbatch; if not, it has only the rows of its sequences."""
-        return True
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether it reads the images, audio and video of a store, too."""
-        return False
-
-    @property
-    def may_split(self) -> bool:
-        """Whether a packing may split its sequences."""
-        return True
-
-    @property
-    def reads_singly(self) -> bool:
-        """Whether to read one microbatch at a time, since lengths do not determine its bytes."""
-        return False
-
-    @property
-    def sees_step(self) -> bool:
-        """Whether its portions need the whole step: encoders run on other ranks than those that hold a
-        sequence."""
-        return False
-
-    @property
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
         """Every field that it can make."""
-
-    def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
-        """The draws of a step, with what the rule will need of the index: see `Located`.
-
-        Looked up once. The other methods get these draws, or some of them.
-        """
-        return draws
-
-    def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Draws:
-        """The draws, looked up, with nothing of excluded documents in them that bears loss.
-
-        excluded: source -> numbers of documents; int64, ascending. Called for rules with `num_documents`.
-        """
-        raise RecipeError(f"{self.summary()} cannot leave documents out")
-
-    @abstractmethod
-    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens of each sequence, from the index alone; int64 [n]."""
-
-    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
-        """The sum of `lengths` over an epoch, and the largest: one pass over the index, on each node.
-
-        Raises RecipeError if the lengths of sequences differ from epoch to epoch.
-        """
-        kept = _epoch_tokens.setdefault(recipe.sources[source], {})
-        by = type(self), self.summary()
-        if by not in kept:
-            kept[by] = EpochTokens(*_counted_once(self, recipe, source).tolist())
-        return kept[by]
 
     @abstractmethod
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
@@ -178,62 +100,6 @@ class SequenceRule(Rule):
 
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
-
-    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
-        """The sequences of an epoch of a source that hold some documents, from the index alone.
-
-        documents: of a source that has them; int64 [n]. By default, each document is a sequence. Raises
-        RecipeError if the rule does not support this.
-        """
-        none = np.zeros_like(documents)
-        draws = Draws(none.astype(np.int32) + source, none + epoch, documents)
-        return Held(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
-
-    def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs] | None:
-        """The tokens that two shards of a shuffle by blocks may both read, in any epoch; None if unknown.
-
-        firsts: the first sequence of each shard that follows another; int64 [m], ascending. Returns where
-        each shared range begins and ends in the stream of the source, int64 [k] twice, ascending; an empty
-        range where shards meet and share nothing. The store is entered.
-        """
-        return None
-
-    def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
-        """The rule of a feed with these settings. No sequence depends on them, and the fingerprint does not.
-
-        Raises OptionError for encoders on other ranks, if it has none.
-        """
-        if encoder != "with sample":
-            raise OptionError(f"encoder={encoder!r}: {self.summary()} has no encoder; leave it out")
-        return self
-
-    def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
-        """The rule with what `load` needs in addition to stores, such as worker processes, for a `with`."""
-        return nullcontext(self)
-
-    @property
-    def decode_costs(self) -> DecodeCosts | None:
-        """What an opened rule has decoded in `load` so far; None for one that decodes nothing."""
-        return None
-
-    def evened(
-        self,
-        recipe: Recipe,
-        draws: Draws,
-        plan: StepPlan,
-        packing: Packing,
-        layout: Layout,
-        cp_split: CpSplit,
-    ) -> StepPlan:
-        """The plan of some draws, its packs evened out for what runs beside the language model."""
-        return plan
-
-    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, Any]:
-        """Which rank encodes which part of a step: kind of part -> plan, from the index alone.
-
-        plan: of the draws. Empty where no encoder runs.
-        """
-        return {}
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""
@@ -246,13 +112,6 @@ class SequenceRule(Rule):
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Bytes of the columns as far as the plan determines them; a hint for the buffer size."""
         return 0
-
-    def decoded_is_larger(self, recipe: Recipe) -> bool:
-        """Whether its columns are larger than what it reads for them, so that each node had better read.
-
-        The same on every rank: from the index alone.
-        """
-        return False
 
     def table(
         self,
@@ -283,6 +142,161 @@ class SequenceRule(Rule):
         kept.
         """
         return self.table(recipe, portion, columns, names, allocate).built(allocate)
+
+
+class SequenceRule(Rule, RuleContents):
+    """How draws become sequences: which there are, by the index alone, and their contents.
+
+    Implementations are frozen and keep no state. What only some rules can do is a class of its own, which
+    they inherit from: `FindsDocuments`, `JoinsShards`, `TakesParts`, and of `meshfeed.order` `LeavesOut`
+    and `OwnOrder`. `meshfeed.testing.assert_rule` checks what the methods promise.
+    """
+
+    @property
+    def row_tokens(self) -> int:
+        """The length that the shorter sequences of a rule of rows are padded to; 1 for no such length."""
+        return 1
+
+    @property
+    def has_dummy_rows(self) -> bool:
+        """Whether rows without loss fill a microbatch; if not, it has only the rows of its sequences.
+
+        Then the bytes of a row are not known either, and each microbatch is read alone.
+        """
+        return True
+
+    def look_up(self, recipe: Recipe, draws: Draws) -> Draws:
+        """The draws of a step, with what the rule will need of the index: see `Located`.
+
+        Looked up once. The other methods get these draws, or some of them.
+        """
+        return draws
+
+    @abstractmethod
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each sequence, from the index alone; int64 [n]."""
+
+    def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
+        """The sum of `lengths` over an epoch, and the largest: one pass over the index, on each node.
+
+        Raises RecipeError if the lengths of sequences differ from epoch to epoch.
+        """
+        kept = _epoch_tokens.setdefault(recipe.sources[source], {})
+        by = type(self), self.summary()
+        if by not in kept:
+            kept[by] = EpochTokens(*_counted_once(self, recipe, source).tolist())
+        return kept[by]
+
+
+# -- abilities that some rules have -------------------------------------------------------------
+
+
+class FindsDocuments(SequenceRule):
+    """A rule that says which sequences hold a document; by default, each document is a sequence."""
+
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+        """The sequences of an epoch of a source that hold some documents, from the index alone.
+
+        documents: of a source that has them; int64 [n].
+        """
+        none = np.zeros_like(documents)
+        draws = Draws(none.astype(np.int32) + source, none + epoch, documents)
+        return Held(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
+
+
+def finder(recipe: Recipe) -> FindsDocuments:
+    """The recipe's rule. Raises RecipeError if it cannot find the sequences of a document."""
+    if not isinstance(recipe.sequence, FindsDocuments):
+        raise RecipeError(
+            f"{recipe.sequence.summary()} cannot find the sequences of a document; look for it by step"
+        )
+    return recipe.sequence
+
+
+class JoinsShards(ABC):
+    """A rule that knows which tokens two shards of a shuffle by blocks share."""
+
+    @abstractmethod
+    def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
+        """The tokens that two shards may both read, in any epoch.
+
+        firsts: the first sequence of each shard that follows another; int64 [m], ascending. Returns where
+        each shared range begins and ends in the stream of the source, int64 [k] twice, ascending; an empty
+        range where shards meet and share nothing. The store is entered.
+        """
+
+
+class TakesParts(ABC):
+    """A rule that reads the images, audio and video of a store, too, for encoders beside the model."""
+
+    @property
+    @abstractmethod
+    def may_split(self) -> bool:
+        """Whether a packing may split its sequences."""
+
+    @property
+    @abstractmethod
+    def sees_step(self) -> bool:
+        """Whether its portions need the whole step: encoders run on other ranks than those that hold a
+        sequence."""
+
+    @abstractmethod
+    def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
+        """The rule of a feed with these settings. No sequence depends on them, and the fingerprint does not.
+
+        Raises OptionError.
+        """
+
+    @abstractmethod
+    def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
+        """The rule with what `load` needs in addition to stores, such as worker processes, for a `with`."""
+
+    @property
+    @abstractmethod
+    def decode_costs(self) -> DecodeCosts | None:
+        """What it has decoded in `load` so far; None if it is not opened."""
+
+    @abstractmethod
+    def decoded_is_larger(self, recipe: Recipe) -> bool:
+        """Whether its columns are larger than what it reads for them, so that each node had better read.
+
+        The same on every rank: from the index alone.
+        """
+
+    @abstractmethod
+    def evened(
+        self,
+        recipe: Recipe,
+        draws: Draws,
+        plan: StepPlan,
+        packing: Packing,
+        layout: Layout,
+        cp_split: CpSplit,
+    ) -> StepPlan:
+        """The plan of some draws, its packs evened out for what runs beside the language model."""
+
+    @abstractmethod
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, Any]:
+        """Which rank encodes which part of a step: kind of part -> plan, from the index alone.
+
+        plan: of the draws.
+        """
+
+
+def sees_step(rule: Rule) -> bool:
+    """See `TakesParts`."""
+    return isinstance(rule, TakesParts) and rule.sees_step
+
+
+def decode_costs(rule: Rule) -> DecodeCosts | None:
+    """See `TakesParts`; None for a rule that decodes nothing."""
+    return rule.decode_costs if isinstance(rule, TakesParts) else None
+
+
+def opened(recipe: Recipe) -> AbstractContextManager[SequenceRule]:
+    """The recipe's rule, opened for a `with`; see `TakesParts`."""
+    rule = cast(SequenceRule, recipe.sequence)
+    return rule.opened(recipe) if isinstance(rule, TakesParts) else nullcontext(rule)
 
 
 def epoch_in_order(rule: SequenceRule, recipe: Recipe, source: int, epoch: int = 0) -> Iterator[Draws]:
@@ -324,13 +338,17 @@ def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
 def run_by(recipe: Recipe, machine: Machine, encoder: Encoder) -> tuple[Recipe, Machine]:
     """The recipe, its rule set as a feed runs it; and the machine. Both are checked here, for every caller.
 
-    Raises OptionError; see `SequenceRule.run_by` too.
+    Raises OptionError; see `TakesParts` too.
     """
     if encoder not in get_args(Encoder):
         raise OptionError(f"encoder={encoder!r}: choose one of {', '.join(get_args(Encoder))}")
     if not isinstance(cast(object, machine), Machine):
         raise OptionError(f"machine={machine!r}: give a mf.Machine, such as mf.Machine(workers=8)")
     given = cast(SequenceRule, recipe.sequence)
+    if not isinstance(given, TakesParts):
+        if encoder != "with sample":
+            raise OptionError(f"encoder={encoder!r}: {given.summary()} has no encoder; leave it out")
+        return recipe, machine
     rule = given.run_by(machine, encoder)
     return (recipe if rule is given else replace(recipe, sequence=rule)), machine
 

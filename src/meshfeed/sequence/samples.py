@@ -17,10 +17,10 @@ import numpy as np
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError, StoreError
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, EpochIndex
+from meshfeed.order import Draws, EpochIndex, LeavesOut
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.rule import FindsDocuments
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, places_among
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import NUMBERS, Item, Mapped, Refused
@@ -32,7 +32,7 @@ ANY = "any"
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class Samples(SequenceRule):
+class Samples(FindsDocuments, LeavesOut):
     """A sequence is an item of a `Mapped`.
 
     Each argument is a name, a `Field`, or a dict of name -> dtype for several fields. What is no `Field` goes
@@ -87,13 +87,8 @@ class Samples(SequenceRule):
 
     @property
     def has_dummy_rows(self) -> bool:
-        """False: a dataset does not say what a field without loss is."""
+        """False: a dataset does not say what a field without loss is, nor how large items are."""
         return False
-
-    @property
-    def reads_singly(self) -> bool:
-        """Read one microbatch at a time: the size of items is unknown."""
-        return True
 
     def num_sequences(self, store: Store) -> int:
         """Items in the store. Raises RecipeError unless it is a `Mapped`, with lengths if packed."""
@@ -103,8 +98,8 @@ class Samples(SequenceRule):
             raise RecipeError(f"Samples(packed=True) plans with lengths: give {store!r} its lengths=")
         return store.num_documents
 
-    def num_documents(self, store: Store) -> int | None:
-        """All of a store: see `without`."""
+    def num_documents(self, store: Store) -> int:
+        """All of a store."""
         return self.num_sequences(store)
 
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Located:

@@ -19,14 +19,14 @@ from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
-from meshfeed.sequence.rule import Held, TokenRule
+from meshfeed.sequence.rule import FindsDocuments, Held, JoinsShards, TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 
 
 @dataclass(frozen=True)
-class Windows(Rows, TokenRule):
+class Windows(Rows, TokenRule, FindsDocuments, JoinsShards):
     """Windows of the unshuffled token stream, next token as label.
 
     The options are those of Megatron's GPTDataset, with document ends taken from the index.
@@ -69,12 +69,12 @@ class Windows(Rows, TokenRule):
         return first
 
     def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:
-        """See `SequenceRule`. Epochs begin less than a window apart; the last shard continues at token 0."""
+        """See `JoinsShards`. Epochs begin less than a window apart; the last shard continues at token 0."""
         begins = np.append(0, firsts) * self.length
         return begins, begins + self.length
 
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
-        """See `SequenceRule`. A window whose last label alone is a document's holds it, too."""
+        """See `FindsDocuments`. A window whose last label alone is a document's holds it, too."""
         store, length = recipe.sources[source], self.length
         total, count = store.num_tokens, self.num_sequences(store)
         begins, sizes = extents_of(store, documents)

@@ -17,7 +17,7 @@ from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, StageMap, assign_roles
-from meshfeed.sequence import Windows, rule_of
+from meshfeed.sequence import Windows, contents_of
 from meshfeed.simulation import SimulatedStep, simulate
 from meshfeed.testing.difference import difference
 
@@ -78,8 +78,8 @@ def _sequences(
     recipe: Recipe, made: Sequence[SimulatedStep], cp_split: CpSplit
 ) -> dict[Draw, dict[str, Any]]:
     """Every sequence's fields, whole, from the ranks of one tensor-parallel and pipeline place."""
-    rule = rule_of(recipe)
-    fields = {field.name: field for field in rule.fields if field.name not in _BY_PACK}
+    contents = contents_of(recipe)
+    fields = {field.name: field for field in contents.fields if field.name not in _BY_PACK}
     pieces: dict[Draw, dict[str, dict[int, Any]]] = {}
     lengths: dict[Draw, int] = {}
     for step in made:

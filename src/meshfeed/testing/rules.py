@@ -15,7 +15,7 @@ from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe, entered
-from meshfeed.sequence import Portion, SequenceRule
+from meshfeed.sequence import Portion, RuleContents, SequenceRule
 from meshfeed.testing.difference import difference, require
 
 
@@ -73,7 +73,7 @@ def _check_step(stepping: Stepping, layout: Layout, batch: GlobalBatch) -> None:
 
 
 def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: str) -> list[Arrays]:
-    rule, recipe = stepping.rule, stepping.recipe
+    rule, recipe = stepping.contents, stepping.recipe
     names = [field.name for field in rule.fields]
     rule.announce(recipe, [shared])
     own, held = (rule.load(recipe, each, np.empty) for each in (alone, shared))
@@ -98,7 +98,7 @@ def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: s
     return made
 
 
-def _check_types(rule: SequenceRule, arrays: Arrays, where: str) -> None:
+def _check_types(rule: RuleContents, arrays: Arrays, where: str) -> None:
     shapes: set[tuple[int, ...]] = set()
     for field in rule.fields:
         value = arrays[field.name]

@@ -21,7 +21,6 @@ import meshfeed as mf
 from meshfeed.errors import LayoutError, OptionError, RecipeError
 from meshfeed.integrations import megatron
 from meshfeed.integrations.megatron import batches, config
-from meshfeed.sequence.columns import rule_of
 
 CAPACITY = 64
 
@@ -488,7 +487,7 @@ def test_padding_that_cannot_be_is_refused(options: dict[str, Any], match: str) 
 @pytest.mark.parametrize("options", [options for options, name, _ in PADDED if name == "balanced"])
 def test_a_feed_and_a_scheduler_read_the_config_alike(tmp_path: Path, options: dict[str, Any]) -> None:
     """A Packing that is given gets what the config says, and one that is not given is the scheduler's."""
-    rule, layout = rule_of(packs(write_documents(tmp_path / "corpus"))), mf.Layout(tp=4, dp=2)
+    rule, layout = packs(write_documents(tmp_path / "corpus")).sequence, mf.Layout(tp=4, dp=2)
     told = config_of("balanced", **options, cp_partition_mode="contiguous")
     wanted = megatron.packing_of(told, layout)
     if not wanted.fixed_shapes and "cuda_graph_impl" in options:
@@ -528,7 +527,7 @@ def test_how_cp_splits_is_the_configs() -> None:
 def test_contradictions_are_refused(
     tmp_path: Path, error: Any, options: dict[str, Any], given: dict[str, Any], match: str
 ) -> None:
-    rule = rule_of(packs(write_documents(tmp_path / "corpus")))
+    rule = packs(write_documents(tmp_path / "corpus")).sequence
     told = {"packing": mf.Packing(capacity=CAPACITY), "cp_split": None} | given
     with pytest.raises(error, match=match):
         config.options_of(

@@ -13,7 +13,7 @@ from meshfeed.errors import LayoutError, OptionError, RecipeError
 from meshfeed.integrations.megatron.stages import scheduler_of, stage_map
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, CpSplit, Packing
-from meshfeed.sequence import SequenceRule
+from meshfeed.recipe import Rule
 
 CONFIG_FIELDS: dict[str, str] = {
     "tensor_model_parallel_size": "honoured: read from the process groups, as are the sizes of cp, ep and dp",
@@ -133,7 +133,7 @@ def cp_split_of(config: Any, *, packed: bool, apart: bool = False) -> CpSplit:
 
 
 def options_of(
-    config: Any, rule: SequenceRule, layout: Layout, packing: Packing | None, cp_split: CpSplit | None
+    config: Any, rule: Rule, layout: Layout, packing: Packing | None, cp_split: CpSplit | None
 ) -> tuple[Packing | None, CpSplit]:
     """The packing and the split of a Feed: as given, completed by the config.
 
@@ -237,7 +237,7 @@ def _check_shapes(packing: Packing, config: Any, layout: Layout) -> None:
         )
 
 
-def _check_rows(rule: SequenceRule, config: Any, layout: Layout) -> None:
+def _check_rows(rule: Rule, config: Any, layout: Layout) -> None:
     length = getattr(rule, "length", None)
     multiple = layout.tp * layout.cp
     if length is not None and getattr(config, "sequence_parallel", False) and length % multiple:

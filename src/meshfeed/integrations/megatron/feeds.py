@@ -16,7 +16,6 @@ from meshfeed.integrations.megatron.config import options_of
 from meshfeed.integrations.megatron.stages import Readers, delivery_of, device_of, layout_of, stages_of
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.columns import rule_of
 from meshfeed.transport import Transport
 
 
@@ -46,7 +45,7 @@ def feed(
     """
     layout = layout_of(groups)
     if config is not None:
-        packing, cp_split = options_of(config, rule_of(recipe), layout, packing, cp_split)
+        packing, cp_split = options_of(config, recipe.sequence, layout, packing, cp_split)
     if not isinstance(readers, str):
         transport = replace(transport, readers=readers)
     elif transport.delivery == "auto" and transport.readers is None:

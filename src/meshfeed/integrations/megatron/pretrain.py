@@ -16,7 +16,6 @@ from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of
 from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence.columns import rule_of
 from meshfeed.transport import Transport
 
 CONFIG_FIELDS: dict[str, str] = {
@@ -199,7 +198,7 @@ class DatasetsProvider:
         rows, of_step = args.micro_batch_size, _batch_size(name, args)
         if name != "train":
             rows = getattr(args, "eval_micro_batch_size", None) or rows
-        packed = rule_of(recipe).packed
+        packed = recipe.sequence.packed
         options = self._options if name == "train" else self._options | {"ledger": None}
         made = feed(
             recipe,
@@ -230,7 +229,7 @@ def _constant(count: int) -> Callable[[], int]:
 
 def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
     """Refuse Megatron's options of a row that its rule does not have."""
-    rule = rule_of(recipe)
+    rule = recipe.sequence
     dealt = not (rule.packed or isinstance(recipe.shuffle, Blocks))
     if name == "train" and not dealt and (folder := getattr(args, "logits_load_dir", None)):
         raise RecipeError(
@@ -291,7 +290,7 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
     """The step that Megatron takes first. Raises StateError if its counts are not those of the recipe."""
     if name == "test" or (name == "valid" and args.skip_train):
         return 0
-    packed = rule_of(recipe).packed  # then Megatron's samples are not its sequences
+    packed = recipe.sequence.packed  # then Megatron's samples are not its sequences
     if name == "train":
         step, consumed = args.iteration, args.consumed_train_samples
         if packed:
