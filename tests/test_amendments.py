@@ -816,7 +816,7 @@ def test_a_change_is_not_changed_by_its_maker(folder: Path, tmp_path: Path) -> N
             feed.amend(mf.amendments.Reweigh(amounts))
             if step.index == 8:
                 break
-    made = [change.told["amounts"]["web"] for _, change in mf.amendments.Ledger.read(path)]
+    made = [change.as_json["amounts"]["web"] for _, change in mf.amendments.Ledger.read(path)]
     assert made == [2.0**k for k in range(1, 10)]
 
 
@@ -826,7 +826,7 @@ def test_an_agreed_amendment_outlives_a_clean_stop(folder: Path, tmp_path: Path)
         next(iter(feed))
         at = feed.amend(mf.amendments.Exclude({"web": [1]}))
     ((step, change),) = mf.amendments.Ledger.read(path)
-    assert (step, change.told) == (at, {"documents": {"web": [1]}})
+    assert (step, change.as_json) == (at, {"documents": {"web": [1]}})
 
 
 def test_steps_that_come_again_can_be_skipped(folder: Path, tmp_path: Path) -> None:

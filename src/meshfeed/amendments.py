@@ -51,28 +51,28 @@ _MOST_LISTED = 1000  # documents that a line of a ledger lists as numbers, for r
 
 
 @dataclass(frozen=True)
-class _Told(Change):
+class _Kept(Change):
     """A change whose attributes are its JSON."""
 
     @property
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The attributes as plain JSON, but for those that are None."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in told.items() if value is not None}
 
     @classmethod
-    def of_told(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
         """The change that `told` describes. Raises RecipeError for anything else."""
         return cls(**told)
 
     @property
     def digest(self) -> str:
         """Of its kind and attributes."""
-        return digest_of({"kind": type(self).__name__, **self.told})
+        return digest_of({"kind": type(self).__name__, **self.as_json})
 
 
 @dataclass(frozen=True)
-class Reweigh(_Told):
+class Reweigh(_Kept):
     """Other amounts for the sources of a mixture, as `Mixture.then` takes them.
 
     A source that has grown shares its amount with the sources that it has grown by, as `Grow` says.
@@ -122,7 +122,7 @@ class Reweigh(_Told):
 
 
 @dataclass(frozen=True)
-class BatchSize(_Told):
+class BatchSize(_Kept):
     """Another number of sequences in each step, or of tokens, as `Batch.then` takes it.
 
     Raises RecipeError for anything but one whole number from 1.
@@ -159,7 +159,7 @@ class BatchSize(_Told):
 
 
 @dataclass(frozen=True)
-class SkipSteps(_Told):
+class SkipSteps(_Kept):
     """Leave out the steps from `first` to before `stop`, and their data, as after a loss spike.
 
     The next step after them keeps its number and its data. Steps that were planned already are not left out.
@@ -186,7 +186,7 @@ class SkipSteps(_Told):
 
 
 @dataclass(frozen=True, eq=False)
-class Exclude(_Told):
+class Exclude(_Kept):
     """Leave out documents: where they would be drawn there is an empty sequence, so nothing else moves.
 
     `Windows` and `MegatronGPT`, whose rows span documents, keep their tokens in place, without loss; with
@@ -229,7 +229,7 @@ class Exclude(_Told):
         return cast("dict[str, Longs]", self.documents)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Few documents as numbers, many packed; files with their digests."""
         if not self._line:
             listed = {name: _packed(numbers) for name, numbers in self._listed.items()}
@@ -239,7 +239,7 @@ class Exclude(_Told):
         return self._line
 
     @classmethod
-    def of_told(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
         """The change that `told` describes. Raises RecipeError for anything else."""
         listed = {name: _unpacked(packed) for name, packed in told.get("documents", {}).items()}
         files = {name: (path, digest) for name, (path, digest) in told.get("files", {}).items()}
@@ -304,7 +304,7 @@ class Exclude(_Told):
 
 
 @dataclass(frozen=True)
-class Grow(_Told):
+class Grow(_Kept):
     """More documents for a source of a mixture, in a store of their own.
 
     They are a source beside it, called source+F, F the first digits of the store's fingerprint. The amount of
@@ -336,12 +336,11 @@ class Grow(_Told):
             object.__setattr__(self, "fingerprint", self.store.fingerprint)
 
     @classmethod
-    def of_told(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
         """The change that `told` describes. Raises RecipeError for anything else."""
         made = cls(**{"fingerprint": "none", **told})
-        texts = {
-            name: value for name, value in made.told.items() if name != "eod" or not isinstance(value, bool)
-        }
+        given = made.as_json.items()
+        texts = {name: value for name, value in given if name != "eod" or not isinstance(value, bool)}
         if not _are_texts(texts.values()) or made.fingerprint == "none":
             raise RecipeError(f"Grow: source, path and fingerprint are texts: {told}")
         return made
@@ -399,7 +398,7 @@ def _sizes(recipe: Recipe, names: Sequence[str], unit: str) -> list[int]:
     return [rule.num_sequences(recipe.sources[source]) for source in sources]
 
 
-KINDS: Mapping[str, type[_Told]] = {
+KINDS: Mapping[str, type[_Kept]] = {
     each.__name__: each for each in (Reweigh, BatchSize, SkipSteps, Exclude, Grow)
 }
 """Kinds of changes by name."""
@@ -419,7 +418,7 @@ class Ledger:
         """Each as plain JSON, with a digest of it and all before it."""
         lines, before = list[dict[str, Any]](), ""
         for each in self.amendments:
-            line = {**_when(each), type(each.change).__name__: cast(_Told, each.change).told}
+            line = {**_when(each), type(each.change).__name__: cast(_Kept, each.change).as_json}
             before = digest_of({**line, "before": before})
             lines.append({**line, "digest": before})
         return lines
@@ -552,7 +551,7 @@ def amendment_of(line: Mapping[str, Any], where: str) -> Amendment:
     """The amendment that a line of a ledger describes. Raises StateError for anything else."""
     try:
         ((kind, told),) = ((name, value) for name, value in line.items() if name not in _OF_LINE)
-        made = Amendment(line["step"], KINDS[kind].of_told(told), line.get("agreed"))
+        made = Amendment(line["step"], KINDS[kind].from_json(told), line.get("agreed"))
         for step in _when(made).values():
             if type(step) is not int or not 0 <= step < _MOST_STEP:
                 raise ValueError(f"step {step!r}")

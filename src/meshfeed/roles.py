@@ -327,10 +327,10 @@ def _group_readers(
         unfed = np.flatnonzero(needs & (first[group] == 2 * count))
         if not unfed.size:
             return group, first[group] % count
-    hungry = int(ranks[unfed[0]])
+    unserved = int(ranks[unfed[0]])
     where = {"direct": "itself", "share": "its node and replica"}.get(delivery, "its replica")
     raise RoleError(
-        f"rank {hungry} ({layout.coord(hungry)}) needs stored fields, but no rank of {where} may read "
+        f"rank {unserved} ({layout.coord(unserved)}) needs stored fields, but no rank of {where} may read "
         f"under {delivery!r}; add one to `readers` or choose another delivery"
     )
 

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import meshfeed as mf
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
+from meshfeed.cli.holders import Holders, Line, cell, with_origins
 from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions, until_of
-from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.recipe import entered
 from meshfeed.report.drawn import drawn_of_sources
@@ -110,11 +110,11 @@ class Exposure(Command, JobOptions, RecipeOptions):
         self.refuse_ignored(rule)
 
     def _ranks(self, recipe: mf.Recipe, found: Exposures) -> list[list[int]]:
-        sights, ranks = Sights(self.stepping_of(recipe, self.micro_batch_size or 1)), list[list[int]]()
+        holders, ranks = Holders(self.stepping_of(recipe, self.micro_batch_size or 1)), list[list[int]]()
         steps, firsts = np.unique(found.step, return_index=True)
         for step, first, stop in zip(steps.tolist(), firsts, [*firsts[1:], len(found)]):
             these = (each[first:stop] for each in (found.place, found.begin, found.end))
-            ranks += sights.holding(step, *these)
+            ranks += holders.holding(step, *these)
         return ranks
 
     def _facts(self, found: Exposures, num_documents: int, until: int) -> dict[str, Any]:

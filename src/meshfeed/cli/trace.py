@@ -12,10 +12,10 @@ import meshfeed as mf
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
 from meshfeed.cli.document_trace import sequences_with
+from meshfeed.cli.holders import Holders, Line, cell, with_origins
 from meshfeed.cli.options import Command, argument, given, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import NUM_POSITIONS, RecipeOptions
-from meshfeed.cli.sights import Line, Sights, cell, with_origins
 from meshfeed.errors import MeshfeedError
 from meshfeed.multimodal import Multimodal
 from meshfeed.order import position_of, steps_of
@@ -92,19 +92,19 @@ class Trace(Command, JobOptions, RecipeOptions):
             why = "needs --capacity N, and --policy, as the job has: they decide the ranks"
             refuse_given(self, ("rank",), why)
 
-    def _sights(self, recipe: mf.Recipe) -> Sights:
-        return Sights(self.stepping_of(recipe, self.micro_batch_size or 1))
+    def _holders(self, recipe: mf.Recipe) -> Holders:
+        return Holders(self.stepping_of(recipe, self.micro_batch_size or 1))
 
     def _of_step(self, recipe: mf.Recipe, step: int) -> list[Line]:
         if recipe.skips(step):
             raise MeshfeedError(f"step {step}: an amendment skips it, to step {recipe.first_given(step)}")
-        sights = self._sights(recipe)
-        found = sights.of_step(step)
+        holders = self._holders(recipe)
+        found = holders.of_step(step)
         if not found:
             raise MeshfeedError(f"step {step}: the stream ends before")
         if self.rank is None:
             return [line for line in found if line["ranks"]]
-        return sights.held_by(step, sights.stepping.layout.coord(self.rank))
+        return holders.held_by(step, holders.stepping.layout.coord(self.rank))
 
     def _of_documents(self, recipe: mf.Recipe, documents: Iterable[str]) -> list[Line]:
         lines: list[Line] = []
@@ -122,11 +122,11 @@ class Trace(Command, JobOptions, RecipeOptions):
         nowhere: Line = {"tokens": None, **parts, "microbatch": None, "ranks": []}
         if self.capacity is None and cast(Any, recipe.sequence).packed:
             return [line | nowhere | {"ranks": None} for line in lines]
-        sights = self._sights(recipe)
+        holders = self._holders(recipe)
         if self.rank is not None:
-            sights.stepping.layout.coord(self.rank)  # or it is refused now
+            holders.stepping.layout.coord(self.rank)  # or it is refused now
         steps = {line["step"] for line in lines} - {None}
-        seen = {step: sights.of_step(step) for step in sorted(steps)}
+        seen = {step: holders.of_step(step) for step in sorted(steps)}
         told: list[Line] = []
         for line in lines:
             here = [

@@ -25,7 +25,7 @@ from meshfeed.mixture import Mixture, Store
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import key_of, permute, unpermute
 from meshfeed.order.schedule import Segment, Turns, parts_of, sizes_of, turns_of
-from meshfeed.order.tokens import Reached, Tokens, cut_at
+from meshfeed.order.tokens import KnownPosition, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.whole import whole
 
@@ -440,7 +440,7 @@ class Stream:
         """Tokens of all sequences before a position. segments: those that begin before it."""
         return self._tokens.before(_at(segments, position).counts(position))
 
-    def cut(self, target: int, segments: Sequence[Segment], near: Reached) -> tuple[int, Reached]:
+    def cut(self, target: int, segments: Sequence[Segment], near: KnownPosition) -> tuple[int, KnownPosition]:
         """See `cut_at`. segments: those that begin before token `target`."""
         source, weights = segments[-1].sources, segments[-1].turns.weights
         means = np.array([total for total, _ in self._tokens.of_epochs])[source] / self.sizes[source]
@@ -510,12 +510,12 @@ class TokenStream(Stream):
                         f"{longest}, or cut long sequences, as by Documents(max_len={least})"
                     )
         self._cut = lru_cache(1024)(self._make_cut)
-        self._near = Reached(0, 0)
+        self._near = KnownPosition(0, 0)
         self._settle()
 
     def _shorten(self, short: Short) -> None:
         super()._shorten(short)
-        self._near = Reached(0, 0)  # it lies behind the short step, as if the amounts had gone on
+        self._near = KnownPosition(0, 0)  # it lies behind the short step, as if the amounts had gone on
 
     def _amount(self, position: int, segment: int) -> int:
         """Tokens."""
@@ -557,7 +557,7 @@ class TokenStream(Stream):
         target, near = self._batch.position(step) - self._missing(step), self._near
         if not target:
             return 0
-        near = near if near.tokens < target else Reached(0, 0)
+        near = near if near.tokens < target else KnownPosition(0, 0)
         position, self._near = self.cut(target, self.segments_before(step), near)
         return position
 
@@ -609,7 +609,7 @@ def step_at(recipe: Recipe, tokens: float) -> int:
     if why := recipe.why_uncounted():
         raise RecipeError(f"step_at: {why}; give the step")
     stream.check_tokens()
-    _, reached = stream.cut(count, stream.segments, Reached(0, 0))
+    _, reached = stream.cut(count, stream.segments, KnownPosition(0, 0))
     return stream.step_at(reached.position) + 1
 
 

@@ -33,7 +33,7 @@ _KEPT_TOGETHER = 256  # sums: some 0.1 s of a processor, and 954 entries of 10**
 _STEADY = 8  # turns of a search after which it halves what is left
 
 
-class Reached(NamedTuple):
+class KnownPosition(NamedTuple):
     """A position of the stream, and the tokens before it."""
 
     position: int
@@ -137,13 +137,13 @@ class Tokens:
 
 def cut_at(
     target: int,
-    near: Reached,
+    near: KnownPosition,
     tokens_before: Callable[[int], int],
     lengths: Callable[[int, int], Longs],
     *,
     mean: float,
     first: int,
-) -> tuple[int, Reached]:
+) -> tuple[int, KnownPosition]:
     """The first position whose sequence has its middle at token `target` or after it, and what was reached.
 
     target: from 1. near: a position with fewer tokens before it. tokens_before: of any position. lengths: of
@@ -156,16 +156,16 @@ def cut_at(
         ends = low.tokens + np.cumsum(sizes)
         if ends[-1] >= target:
             break
-        low = Reached(low.position + BLOCK, int(ends[-1]))
+        low = KnownPosition(low.position + BLOCK, int(ends[-1]))
     across = int(np.searchsorted(ends, target))  # the sequence that holds token `target`
     end, size = int(ends[across]), int(sizes[across])
-    reached = Reached(low.position + across, end - size)
+    reached = KnownPosition(low.position + across, end - size)
     return reached.position + (2 * target > 2 * end - size), reached
 
 
 def _approached(
-    target: int, low: Reached, tokens_before: Callable[[int], int], mean: float, first: int
-) -> Reached:
+    target: int, low: KnownPosition, tokens_before: Callable[[int], int], mean: float, first: int
+) -> KnownPosition:
     """A position with fewer tokens before it than `target`, about two blocks of sequences from it."""
     last, high, turn = low, None, 0
     while target - low.tokens > 2 * BLOCK * mean and (high is None or high - low.position > BLOCK):
@@ -176,7 +176,7 @@ def _approached(
             guess = (low.position + high) // 2
         aligned = guess - (guess - first) % BLOCK
         guess = aligned if aligned > low.position else guess
-        last, turn = Reached(guess, tokens_before(guess)), turn + 1
+        last, turn = KnownPosition(guess, tokens_before(guess)), turn + 1
         if last.tokens < target:
             low = last
         else:

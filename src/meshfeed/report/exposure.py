@@ -24,7 +24,7 @@ class Exposures:
         document: index into the documents that were asked for.
         step, place: the step, and which of its sequences.
         draws: the sequences.
-        begin, end: the tokens of the sequence that are the document's; see `Held`.
+        begin, end: the tokens of the sequence that are the document's; see `Occurrences`.
         excluded: bool [n], whether an amendment had excluded the document by then: its tokens bear no loss.
     """
 

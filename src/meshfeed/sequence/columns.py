@@ -19,7 +19,7 @@ from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import RuleContents, SequenceRule, TakesParts, TokenField, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, WithHoles
+from meshfeed.sequence.runs import Longs, Portion, WithExcluded
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 
@@ -220,7 +220,7 @@ class WithColumns(RuleContents):
         for field, like in zip(mine, likes):
             read[field.name] = self.rule.column_like(recipe, portion, columns, field.name, like)
             of_field = runs[like]
-            if field.name == "loss_mask" and (self._ahead or isinstance(portion.draws, WithHoles)):
+            if field.name == "loss_mask" and (self._ahead or isinstance(portion.draws, WithExcluded)):
                 of_field = of_field.at_places_of(runs["loss_mask"])
             fields.append(RunField(field, of_field, 1, field.name))
         return replace(base, columns=read, fields=fields)

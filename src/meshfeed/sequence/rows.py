@@ -30,7 +30,7 @@ from meshfeed.sequence.runs import (
     Longs,
     Portion,
     Runs,
-    WithHoles,
+    WithExcluded,
     dtype_of,
     runs_of,
 )
@@ -109,7 +109,7 @@ class Rows(SequenceRule, LeavesOut):
         """The tokens of excluded documents stay, and bear no loss; nor does a token that predicts one."""
         sources = [source for source, _, _ in draws.by_source() if source in excluded]
         holes = {source: _extents(recipe.sources[source], excluded[source]) for source in sources}
-        return WithHoles(draws.source, draws.epoch, draws.index, holes)
+        return WithExcluded(draws.source, draws.epoch, draws.index, holes)
 
     def epoch_tokens(self, recipe: Recipe, source: int) -> EpochTokens:
         """Every row counts as `length` tokens."""
@@ -121,7 +121,7 @@ class Rows(SequenceRule, LeavesOut):
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Loss-bearing tokens of each row, always whole; int64 [n]."""
-        if not (self.eod_mask_loss or isinstance(draws, WithHoles)):
+        if not (self.eod_mask_loss or isinstance(draws, WithExcluded)):
             return self._predicting(recipe, draws)
         documents = self._document_starts(recipe, draws) if self.eod_mask_loss else NO_STARTS
         begins, ends = self._bearing(recipe, draws, documents)
@@ -195,11 +195,11 @@ class Rows(SequenceRule, LeavesOut):
         """Tokens of each row that have a label; int64 [n], all of them here."""
         return np.full(len(draws), self.length)
 
-    def _holes(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
+    def _excluded_ranges(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
         """Ranges of tokens without loss, since their document or the next is excluded; ascending, apart."""
         begins, ends = ([np.zeros(0, np.int64)] for _ in range(2))
         for s, at, of_source in draws.by_source():
-            if not isinstance(draws, WithHoles) or s not in draws.holes:
+            if not isinstance(draws, WithExcluded) or s not in draws.holes:
                 continue
             hole_begins, hole_ends = draws.holes[s]
             start, stop = self.ranges(recipe, s, of_source, _slices((0, self.length)))
@@ -228,7 +228,7 @@ class Rows(SequenceRule, LeavesOut):
 
     def _masks(self, recipe: Recipe, draws: Draws) -> bool:
         """Whether some token of a row bears no loss."""
-        if self.eod_mask_loss or isinstance(draws, WithHoles):
+        if self.eod_mask_loss or isinstance(draws, WithExcluded):
             return True
         return bool((self._predicting(recipe, draws) < self.length).any())
 
@@ -241,7 +241,7 @@ class Rows(SequenceRule, LeavesOut):
             begins = np.sort(np.concatenate((rows, _numbers(starts, self.length))))
             before = np.append(begins[1:], rows.size * (self.length + 1)) - 1
             ends = np.maximum(np.minimum(before, ends[begins // (self.length + 1)]), begins)
-        hole_begins, hole_ends = self._holes(recipe, draws)
+        hole_begins, hole_ends = self._excluded_ranges(recipe, draws)
         if hole_begins.size:
             between = np.append(0, hole_ends), np.append(hole_begins, rows.size * (self.length + 1))
             begins, ends, _, _ = common(begins, ends, *between)

@@ -42,7 +42,7 @@ _epoch_tokens: WeakKeyDictionary[Store, dict[tuple[type, str], EpochTokens]] = W
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Occurrences:
     """Which sequences hold tokens of some documents, one array per property; int64 [n].
 
     Attributes:
@@ -194,14 +194,14 @@ class SequenceRule(Rule, RuleContents):
 class FindsDocuments(SequenceRule):
     """A rule that says which sequences hold a document; by default, each document is a sequence."""
 
-    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Occurrences:
         """The sequences of an epoch of a source that hold some documents, from the index alone.
 
         documents: of a source that has them; int64 [n].
         """
         none = np.zeros_like(documents)
         draws = Draws(none.astype(np.int32) + source, none + epoch, documents)
-        return Held(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
+        return Occurrences(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
 
 
 def finder(recipe: Recipe) -> FindsDocuments:

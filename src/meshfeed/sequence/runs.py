@@ -67,7 +67,7 @@ class Located(Draws):
 
 
 @dataclass(frozen=True, slots=True)
-class WithHoles(Draws):
+class WithExcluded(Draws):
     """Draws of pieces of a stream, with the parts of the stream that bear no loss.
 
     Attributes:
@@ -76,10 +76,10 @@ class WithHoles(Draws):
 
     holes: Mapping[int, tuple[Longs, Longs]]
 
-    def take(self, places: Places) -> WithHoles:
+    def take(self, places: Places) -> WithExcluded:
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
-        return WithHoles(*drawn, self.holes)
+        return WithExcluded(*drawn, self.holes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Draws, (self.source, self.epoch, self.index)  # holes may be many; a microbatch needs none

@@ -19,7 +19,7 @@ from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
-from meshfeed.sequence.rule import FindsDocuments, Held, JoinsShards, TokenRule
+from meshfeed.sequence.rule import FindsDocuments, JoinsShards, Occurrences, TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
@@ -73,7 +73,7 @@ class Windows(Rows, TokenRule, FindsDocuments, JoinsShards):
         begins = np.append(0, firsts) * self.length
         return begins, begins + self.length
 
-    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Held:
+    def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Occurrences:
         """See `FindsDocuments`. A window whose last label alone is a document's holds it, too."""
         store, length = recipe.sources[source], self.length
         total, count = store.num_tokens, self.num_sequences(store)
@@ -92,7 +92,7 @@ class Windows(Rows, TokenRule, FindsDocuments, JoinsShards):
         begin = (begin[of] - window * length).clip(0)
         end = (end[of] - window * length).clip(None, length + 1)
         order = np.lexsort((window, document[of]))
-        return Held(document[of][order], window[order], begin[order], end[order])
+        return Occurrences(document[of][order], window[order], begin[order], end[order])
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each window, one more token each, split at the stream's end."""

@@ -141,7 +141,7 @@ def evened(
     pack, loads = packs.planned, packs.loads(packs.planned)
     before = packs.unevenness(loads)
     if before.max() > FAR:
-        again = packs.filled_again(lengths, room.max_sequences)
+        again = packs.refilled(lengths, room.max_sequences)
         loads_again = loads if again is None else packs.loads(again)
         if again is not None and packs.unevenness(loads_again).max() < before.max():
             pack, loads = again, loads_again
@@ -268,7 +268,7 @@ class _Packs:
             share -= means.item(m)
         return targets
 
-    def filled_again(self, lengths: LongArray, max_sequences: int) -> LongArray | None:
+    def refilled(self, lengths: LongArray, max_sequences: int) -> LongArray | None:
         """The pack of each sequence if all packs are filled again, int64 [n]; None if one finds no room.
 
         For each cost in turn, the language model's last, the sequences for which it is the largest cost go to

@@ -22,7 +22,7 @@ Line = dict[str, Any]
 _TOGETHER = 4096  # lines whose origins are looked up together
 
 
-class Sights:
+class Holders:
     """What the ranks of a layout hold of each step's documents, planned as a feed does. The stores must be
     entered."""
 
