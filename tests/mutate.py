@@ -2,7 +2,7 @@
 
     make mutate                                  # 60 mutants of each package, under a fixed seed
     python tests/mutate.py plan --count 300 --seed 7
-    python tests/mutate.py plan --like even_out.py:2     # only those of its lines 2, 20 to 29, 200 to 299
+    python tests/mutate.py multimodal --like balance.py:2     # only those of its lines 2, 20 to 29, 200 to 299
 
 Mutants are cosmic-ray's: other operators, numbers, comparisons, conditions, decorators. First the package's tests run once
 under coverage, which says what test reaches what line and how long it takes. Then each mutant runs in a fork of this
@@ -71,19 +71,23 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ["tests/order", "tests/test_goldens.py", "tests/test_native.py", "tests/test_jobs.py"],
     ),
     "plan": (
-        ["plan/*.py", "multimodal/encoders/*.py"],
+        ["plan/*.py"],
         ["tests/plan", "tests/test_native.py", "tests/feed/test_arguments.py"],
     ),
     "sequence": (
-        ["sequence/*.py", "parts/*.py"],
+        ["sequence/*.py"],
         [
-            *("tests/sequence", "tests/parts", "tests/outer/cli/test_trace.py", "tests/test_jobs.py"),
+            *("tests/sequence", "tests/outer/cli/test_trace.py", "tests/test_jobs.py"),
             *(
                 "tests/feed/test_packed.py",
                 "tests/feed/test_device.py",
                 "tests/exchange/test_reused_memory.py",
             ),
         ],
+    ),
+    "multimodal": (
+        ["multimodal/*.py", "multimodal/encoders/*.py", "parts/*.py"],
+        ["tests/multimodal", "tests/parts", "tests/test_native.py"],
     ),
     "feed": (
         ["feed/*.py"],
