@@ -406,7 +406,7 @@ class Feed(StepSource[RankPlace]):
         run, here = self._loop.given, self._place
         if (here.given_layout, here.given_rank, here.generation) != (place, rank, whole(generation)):
             run = self.run(step, layout=place, rank=rank, generation=generation)
-        elif run is None or not run.is_at(step):
+        elif run is None or run.next_step != step:
             self._become(self._terms.under(self._kept(step)))
             run = self._loop.give(step, self.recipe, self._place)
         if not has_step(self.recipe, step):
@@ -414,7 +414,7 @@ class Feed(StepSource[RankPlace]):
                 f"at({step}): the stream has ended before; feed.num_steps has its number of steps"
             )
         if self.recipe.skips(step) or step in run.left_out:
-            run.pass_over(step)
+            self._loop.pass_over(step)
             return empty_step(step, self.recipe.source_names_at(step), self.layout)
         return next(run)
 

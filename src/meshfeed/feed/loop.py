@@ -25,13 +25,14 @@ class FeedRun(Iterator[Step]):
         step: where it begins.
         recipe, layout, rank: of it.
         left_out: steps that it neither reads nor gives.
+        next_step: that it gives next, or the first one after it that is not left out.
     """
 
     def __init__(
         self, loop: Loop, step: int, recipe: Recipe, place: RankPlace, left_out: frozenset[int]
     ) -> None:
         self.step, self.recipe, self.layout, self.rank = step, recipe, place.layout, place.rank
-        self.left_out, self._loop, self._next = left_out, loop, step
+        self.left_out, self.next_step, self._loop = left_out, step, loop
         self._steps: Iterator[Step] | None = None
 
     def __next__(self) -> Step:
@@ -45,7 +46,7 @@ class FeedRun(Iterator[Step]):
         except Exception:
             self._steps = None  # it is not at its end: asked again, it goes on, or says why not
             raise
-        self._next = step.index + 1
+        self.next_step = step.index + 1
         return step
 
     def __enter__(self) -> Self:
@@ -55,15 +56,6 @@ class FeedRun(Iterator[Step]):
         if self._loop.given is self:
             self._loop.tell(error)
             self._loop.stop()
-
-    def is_at(self, step: int) -> bool:
-        """Whether it gives this step next, or those after it that are not left out."""
-        return self._next == step
-
-    def pass_over(self, step: int) -> None:
-        """A step that it leaves out is over."""
-        self._next = step + 1
-        self._loop.pass_over(step)
 
 
 class Loop:
@@ -168,6 +160,8 @@ class Loop:
     def pass_over(self, step: int) -> None:
         """Count a step that is left out, the next one, as handed out."""
         with self.changing:
+            if self.given is not None:
+                self.given.next_step = step + 1
             if self.on is None:
                 self.begins_at = step + 1
             else:
