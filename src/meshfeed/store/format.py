@@ -1,8 +1,8 @@
 """The base class of formats that `mf.open` recognises, and the path that they get.
 
 Formats are entry points of the group `meshfeed.stores`. They are imported and tried in the order of their
-names, until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, 70-arrow,
-80-raw, 85-text, then names that begin with a letter.
+names, until one opens the path: 10-indexed, 20-dataset, 25-multimodal, 30-litdata, 40-mds, 50-jsonl,
+60-parquet, 70-arrow, 80-raw, 85-text, then names that begin with a letter.
 """
 
 from __future__ import annotations
