@@ -177,8 +177,8 @@ def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path, capsys):
     template = tmp_path / "template.jinja"
     template.write_text(
         "{{ strftime_now('%d %b %Y') }}{% if tools %}{{ tools | length }}{% endif %}"
-        "{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|endoftext|>assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     turns = [{"role": "user", "content": "a bee"}, {"role": "assistant", "content": "cedar"}]
     rows = [{"conv": turns}, {"conv": turns, "tools": [{"name": "x"}]}, {"conv": turns * 2}]
