@@ -112,10 +112,16 @@ class LeavesOut(mf.Windows):
         return made
 
 
+class KeepsExcluded(mf.Documents):
+    def without(self, recipe: Any, draws: Any, excluded: Any) -> Any:
+        return self.look_up(recipe, draws)
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
         (LongerElsewhere(), "pickled copy"),
+        (KeepsExcluded(), "tokens that bear loss, all documents left out"),
         (Miscounting(32), "valid_tokens, and nonzero loss_mask"),
         (OtherTypes(32), "dtype of tokens: .*int64.*float64"),
         (KeepsMemory(), "columns were overwritten"),

@@ -13,6 +13,7 @@ from meshfeed.feed.device import OnHost, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
+from meshfeed.order import LeavesOut
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe, entered
 from meshfeed.sequence import Portion, RuleContents, SequenceRule
@@ -28,7 +29,8 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     Raises AssertionError if a pickled copy of the rule differs; if a field has not its declared dtype, or cp
     splits fields differently; if what one reader holds for several ranks makes other fields than what each
     reads itself; if a device makes other fields from the table; if a field shares memory with the columns; if
-    a field that is not stored needs columns; or if loss_mask and valid_tokens disagree.
+    a field that is not stored needs columns; if loss_mask and valid_tokens disagree; or if a rule that leaves
+    documents out has loss where all of them are.
     """
     copied: SequenceRule = pickle.loads(pickle.dumps(rule))
     _equal(rule.summary(), copied.summary(), "summary() of a pickled copy")
@@ -47,6 +49,7 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
                     again = copied.lengths(recipe, batch.draws)
                     _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
                     _check_step(stepping, layout, batch)
+                    _check_left_out(stepping, batch)
 
 
 def _stepping(recipe: Recipe, layout: Layout) -> Stepping:
@@ -70,6 +73,17 @@ def _check_step(stepping: Stepping, layout: Layout, batch: GlobalBatch) -> None:
                     loss += float(np.count_nonzero(made["loss_mask"]))
     if has_loss:
         _equal(batch.valid_tokens, int(loss), f"step {batch.step}: valid_tokens, and nonzero loss_mask")
+
+
+def _check_left_out(stepping: Stepping, batch: GlobalBatch) -> None:
+    rule, recipe = stepping.rule, stepping.recipe
+    if isinstance(rule, LeavesOut):
+        gone = {source: np.arange(rule.num_documents(store)) for source, store in enumerate(recipe.sources)}
+        left = rule.without(recipe, batch.draws, gone)
+        lengths = rule.lengths(recipe, left)
+        (kept,) = np.nonzero(lengths)
+        valid = stepping.contents.valid_tokens(recipe, left.take(kept), np.zeros_like(kept), lengths[kept])
+        _equal(0, int(valid.sum()), f"step {batch.step}: tokens that bear loss, all documents left out")
 
 
 def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: str) -> list[Arrays]:
