@@ -106,6 +106,6 @@ def test_what_has_no_such_positions_is_refused_by_name(tmp_path: Path, options: 
     assert WhisperAudio().grid(mf.parts.Parts.none(0)) is None
 
 
-def test_a_recipe_without_them_keeps_its_fingerprint() -> None:
-    assert "positions" not in mf.Multimodal(image=PATCHES).summary()
+def test_they_are_in_the_fingerprint() -> None:
+    assert "positions='tokens'" in mf.Multimodal(image=PATCHES).summary()
     assert "positions='mrope'" in RULE.summary()
