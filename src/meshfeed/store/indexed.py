@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Self, cast
 
 import numpy as np
@@ -48,7 +49,7 @@ class IndexedStore(StreamStore):
 
     # -- attributes ---------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def header(self) -> Header:
         """The header of the index and the sizes of both files, checked; see `Header`."""
         return self.pair.header
