@@ -353,3 +353,20 @@ def test_a_state_before_all_steps_is_of_either_side_of_what_is_amended_there(
         assert feed.next_step == 0
     with pytest.raises(mf.errors.StateError, match="under another recipe"):
         feed.load_state_dict(mf.Feed(replace(recipe, seed=6)).state_dict())
+
+
+def test_a_refused_state_has_moved_nothing(tmp_path: Path) -> None:
+    """Rows of an amended batch that do not fill this feed's microbatches."""
+    data = mf.Lengths(np.full(400, 9))
+    recipe, path = mf.Recipe(data, mf.Windows(8), mf.Batch(4, last="drop"), epochs=3), tmp_path / "ledger"
+    other = mf.Feed(recipe, ledger=path, micro_batch_size=2)
+    other.amend(mf.amendments.BatchSize(6), at=3)
+    state = mf.State.at(other.recipe, 8, knows_all=True).to_json()
+    path.rename(tmp_path / "later")
+    with mf.Feed(recipe, ledger=path, micro_batch_size=4) as feed:
+        next(iter(feed))
+        before = feed.next_step
+        (tmp_path / "later").rename(path)
+        with pytest.raises(mf.errors.OptionError):
+            feed.load_state_dict(state)
+        assert feed.next_step == before and not feed.ledger

@@ -85,8 +85,8 @@ class Lister:
     def body(self, page: Page) -> bytes:
         """A page as XML."""
         found = "".join(
-            f"<RuleContents><Key>{escape(key)}</Key><Size>{len(self.objects.get(key, b'x'))}</Size>"
-            f"<LastModified>2026-11-01T00:00:00Z</LastModified></RuleContents>"
+            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.objects.get(key, b'x'))}</Size>"
+            f"<LastModified>2026-11-01T00:00:00Z</LastModified></Contents>"
             for key in page.keys
         )
         token = page.token and f"<NextContinuationToken>{escape(page.token)}</NextContinuationToken>"

@@ -44,7 +44,7 @@ from meshfeed.state import State, check_end, check_step
 from meshfeed.store import StreamStore
 from meshfeed.store.vocabulary import check_stores
 from meshfeed.transport import Transport
-from meshfeed.whole import whole, whole_numbers
+from meshfeed.whole import is_whole, whole, whole_numbers
 
 _log = logging.getLogger("meshfeed")
 
@@ -286,8 +286,8 @@ class Feed(StepSource[RankPlace]):
         # before all steps, it may have what is amended there, or not
         is_before = state.step == 0 and state.recipe == given.summary(until=0)
         state.check(given if is_before else terms.recipe)
-        self._loop.go_to(state.step)
         self._become(terms)
+        self._loop.go_to(state.step)
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._place.given_layout}, at step {self.next_step})"
@@ -350,7 +350,10 @@ class Feed(StepSource[RankPlace]):
             raise OptionError(f"run({step!r}): give the number of a step, from 0, or None")
         if layout is None and not (rank is rendezvous is readers is None):
             raise OptionError("run: rank, rendezvous and readers are of another layout; give it")
-        skipped, terms, ledger = frozenset(map(whole, leave_out)), self._terms, self._kept(first)
+        skipped = frozenset(map(whole, leave_out))
+        if wrong := [each for each in skipped if not is_whole(each, 0)]:
+            raise OptionError(f"run(leave_out={wrong!r}): give numbers of steps, from 0")
+        terms, ledger = self._terms, self._kept(first)
         if recipe is not None:
             check_recipe(recipe, "run")
             given = run_by(recipe, self._machine, self._options.encoder)[0]
@@ -406,7 +409,7 @@ class Feed(StepSource[RankPlace]):
         run, here = self._loop.given, self._place
         if (here.given_layout, here.given_rank, here.generation) != (place, rank, whole(generation)):
             run = self.run(step, layout=place, rank=rank, generation=generation)
-        elif run is None or run.next_step != step:
+        elif run is None or run.next_step != step or not run.can_go_on_at(step):
             self._become(self._terms.under(self._kept(step)))
             run = self._loop.give(step, self.recipe, self._place)
         if not has_step(self.recipe, step):
@@ -462,11 +465,13 @@ class Feed(StepSource[RankPlace]):
         for a step that the loop was given, or rows that do not fill microbatches; RecipeError for a change
         that the recipe cannot have, StoreError for a store that it cannot open: nothing has changed on this
         rank then. StateError if the ledger cannot be written: the change holds all the same, and the ledger
-        is written with the next state, or by the same call again, which makes no other amendment.
+        is written with the next state, or by the same call again before the next step is taken.
         """
         at, place = whole(at), self._place
         if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
-            raise OptionError(f"amend({change!r}, at={at!r}): such as amend(mf.BatchSize(512), at=1000)")
+            raise OptionError(
+                f"amend({change!r}, at={at!r}): such as amend(mf.amendments.BatchSize(512), at=1000)"
+            )
         if self._options.ledger is None:
             raise OptionError(
                 "amend: this Feed keeps no ledger; give every rank the same path beside the checkpoints, "

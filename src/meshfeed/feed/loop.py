@@ -49,6 +49,10 @@ class FeedRun(Iterator[Step]):
         self.next_step = step.index + 1
         return step
 
+    def can_go_on_at(self, step: int) -> bool:
+        """Whether `next` gives a step that was to be the next one: not after the run was ended."""
+        return self._loop.on is not None or (self._steps is None and self._loop.begins_at == step)
+
     def __enter__(self) -> Self:
         return self
 

@@ -8,6 +8,7 @@ package may ask one of them for more than its modules; then it becomes the real 
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ class _Package(ModuleType):
         if importlib.util.find_spec(f"{self.__name__}.{name}"):
             return importlib.import_module(f"{self.__name__}.{name}")
         self._is_whole = True
-        exec(compile(Path(self.__path__[0], "__init__.py").read_text(), self.__name__, "exec"), vars(self))
+        SourceFileLoader(self.__name__, str(Path(self.__path__[0], "__init__.py"))).exec_module(self)
         return getattr(self, name)
 
 

@@ -18,7 +18,7 @@ from meshfeed.parts.types import in_pixels
 from meshfeed.report.thumbnails import thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.store import StreamStore
-from meshfeed.store.loss_columns import LABELS, LOSS_MASK, HasColumns
+from meshfeed.store.loss_columns import LABELS, LOSS_MASK
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24
 
@@ -100,7 +100,7 @@ def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool
     The first token never is. Without labels and loss mask, all others are.
     """
     bears = np.ones(stop, np.bool_)
-    found: Mapping[str, Any] = store.columns if isinstance(store, HasColumns) else {}
+    found: Mapping[str, Any] = store.columns
     for name in (LABELS, LOSS_MASK):
         if name in found:
             with found[name] as column:

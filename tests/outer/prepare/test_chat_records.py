@@ -100,6 +100,11 @@ def test_a_turn_that_is_not_to_be_trained_is_not(folder: Path, key: dict[str, An
         ({"messages": [ASKED, SAID], "tools": "x"}, "tools are text that is no JSON"),
         ({"messages": [ASKED, SAID], "chat_template_kwargs": [1]}, "chat_template_kwargs are list"),
         (
+            {"messages": [ASKED, SAID], "chat_template_kwargs": {"add_generation_prompt": True}},
+            "add_generation_prompt: every template has it already",
+        ),
+        ([ASKED, SAID | {"content": [{"type": "text", "text": "x", "weight": 0}]}], "weight of a part"),
+        (
             {"messages": [{"role": "system", "content": "s"}, ASKED, SAID], "system": "t"},
             "more than one system prompt",
         ),
@@ -235,6 +240,25 @@ def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None
         ChatEncoder(folder, tmp_path / "t.jinja").encode([[ASKED, SAID]])
 
 
+def test_blocks_of_a_template_that_prints_the_newest_thoughts_alone(folder: Path, tmp_path: Path) -> None:
+    """A turn's own blocks are found, or the conversation is refused: another's never bear loss in their place."""
+    (tmp_path / "t.jinja").write_text(
+        "{% set asked = namespace(last=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+        "{% if m.reasoning_content and loop.index0 > asked.last %}[{{ m.reasoning_content }}]{% endif %}"
+        "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    )
+    how: dict[str, Any] = {"template": tmp_path / "t.jinja", "ignore": ["reasoning_content"]}
+    bad, thought = SAID | {"content": "BAD", "weight": 0}, SAID | {"reasoning_content": "because"}
+    ((_, said),) = shown(folder, [ASKED, bad, ASKED, thought], **how)
+    assert said == "[because]GOOD<|end|>"
+    with pytest.raises(
+        mf.errors.StoreError, match=r"message 1 .assistant.: the template prints earlier answers"
+    ):
+        ChatEncoder(folder, **how).encode([[ASKED, thought, ASKED, bad]])
+
+
 KEYS = st.dictionaries(
     st.sampled_from(["weight", "loss", "masked", "mood", "reasoning_content", "id"]),
     st.sampled_from([0, 1, False, True, "text", None, 0.5]),
@@ -261,7 +285,8 @@ def test_every_key_is_in_the_text_or_the_mask_or_refused_by_name(
         for name, value in given.items():
             if name in ("weight", "loss", "masked"):
                 bears = bool(value) != (name == "masked") if value in (0, 1) else None
-                refused |= {name} if bears is None or (bears and role == "user") else set()
+                loses = bears and role == "user" and name != "masked"  # it says that it is not hidden
+                refused |= {name} if bears is None or loses else set()
             elif name not in ("id", "reasoning_content") or (name == "reasoning_content" and value != "text"):
                 refused.add(name)
         said = [

@@ -227,7 +227,9 @@ class Conversations:
         if template.has_blocks:
             spans = template.blocks(messages, beside, text)
             if said != turns:
-                spans = [each for k in said for each in _blocks_of(template, messages, beside, k, spans)]
+                spans = [
+                    each for k in said for each in _blocks_of(template, messages, beside, k, text, spans)
+                ]
         else:
             spans = [_added(template, messages, beside, k, text) for k in said]
         talk.refuse_unread(self.ignore)
@@ -235,13 +237,23 @@ class Conversations:
         return Rendered(text, spans, trims=not template.has_blocks)
 
 
-def _blocks_of(template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, blocks: Spans) -> Spans:
-    """Those of a template's blocks that message k has."""
-    before, after = (
-        len(template.blocks(some, beside, template.text(some, beside))) if some else 0
-        for some in (messages[:k], messages[: k + 1])
-    )
-    return blocks[before:after]
+def _blocks_of(
+    template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, text: str, blocks: Spans
+) -> Spans:
+    """Those of a template's blocks that message k has. Raises StoreError if its prefixes do not tell."""
+    edges: list[int] = []
+    for some in (messages[:k], messages[: k + 1]):
+        now = template.text(some, beside) if some else ""
+        found = template.blocks(some, beside, now) if some else []
+        end = found[-1][1] if found else 0
+        if found != blocks[: len(found)] or now[:end] != text[:end]:
+            raise StoreError(
+                f"message {k} (assistant): the template prints earlier answers otherwise once messages "
+                f"follow, so nothing tells which of its {{% generation %}} blocks are this one's; make a "
+                f"conversation for each answer, and train_on='last' (--train-on last)"
+            )
+        edges.append(len(found))
+    return blocks[edges[0] : edges[1]]
 
 
 def _whole(template: ChatTemplate, messages: list[Turn], beside: Beside) -> str:

@@ -68,7 +68,9 @@ def plain_rows(batch: Any) -> list[dict[str, Any]]:
 def _is_nested(of: Any) -> bool:
     """Whether values of a type hold structs or JSON."""
     inner = [of.field(i).type for i in range(of.num_fields)]
-    return _fields(of) is not None or _is_json(of) or any(map(_is_nested, inner))
+    return (
+        _fields(of) is not None or _is_json(of) or str(of).startswith("map<") or any(map(_is_nested, inner))
+    )
 
 
 def _is_json(of: Any) -> bool:
@@ -87,6 +89,8 @@ def _plain(value: Any, of: Any) -> Any:
     if (fields := _fields(of)) is not None:
         found = {each.name: _plain(value[each.name], each.type) for each in fields}
         return {name: each for name, each in found.items() if each is not None}
+    if str(of).startswith("map<"):
+        return dict(cast(list[tuple[Any, Any]], value))
     if isinstance(value, list) and of.num_fields == 1:
         return [_plain(each, of.field(0).type) for each in cast(list[Any], value)]
     return value

@@ -26,6 +26,8 @@ _TRAINED = ("weight", "loss", "train", "trainable", "loss_mask", "train_on_turn"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PLUMBING = ("role", "content", "tool_call_id", "id")
 """Keys that need not be in the text."""
+_OWN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""What every template is given; a conversation has no other ones."""
 BESIDE = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs")
 """Columns beside the messages that change the text."""
 
@@ -108,6 +110,10 @@ def conversation_of(value: Any) -> Conversation:
     variables = _parsed(variables, "chat_template_kwargs") if isinstance(variables, str) else variables
     if not isinstance(variables, dict):
         raise StoreError(f"chat_template_kwargs are {type(variables).__name__}; an object belongs there")
+    if own := sorted(_OWN & variables.keys()):
+        raise StoreError(
+            f"chat_template_kwargs: {', '.join(own)}: every template has it already; leave it out"
+        )
     messages, trained = [message for message, _ in read], [bears for _, bears in read]
     return Conversation(messages, trained, _tools(given), cast(dict[str, Any], variables))
 
@@ -189,6 +195,9 @@ def _message(k: int, given: Any) -> tuple[Turn, bool | None]:
     if not isinstance(thoughts, str | None):
         names = " or ".join(_REASONING)
         raise StoreError(f"message {k} ({role}): {names} is {type(thoughts).__name__}; text belongs there")
+    for part in cast(list[Any], content) if isinstance(content, list) else ():
+        if isinstance(part, dict) and (keys := sorted({*_TRAINED} & cast(dict[str, Any], part).keys())):
+            raise StoreError(f"message {k} ({role}): {keys[0]} of a part; a message bears loss as a whole")
     trained = _trained(k, role, message)
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_call(k, each) for each in cast(list[Any], calls)]
@@ -207,7 +216,8 @@ def _trained(k: int, role: str, message: dict[str, Any]) -> bool | None:
                 raise StoreError(
                     f"message {k} ({role}): {name} is {value!r}; a message bears loss (1) or not (0)"
                 )
-            said[name] = bool(value) != (name == "masked")
+            if name != "masked" or role == "assistant" or value:
+                said[name] = bool(value) != (name == "masked")
     if len({*said.values()}) > 1:
         raise StoreError(
             f"message {k} ({role}): {' and '.join(said)} contradict each other; keep one of them"
