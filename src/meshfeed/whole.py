@@ -51,14 +51,10 @@ def whole_numbers(
     return made
 
 
-def is_number(given: Any, least: float = 0.0) -> bool:
-    """Whether it is a finite number of any library from `least` on, and no truth value."""
+def is_number(given: Any) -> bool:
+    """Whether it is a finite number of any library from 0 on, and no truth value."""
     try:
-        return (
-            not isinstance(given, (bool, str, bytes))
-            and math.isfinite(number := float(given))
-            and number >= least
-        )
+        return not isinstance(given, (bool, str, bytes)) and 0 <= float(given) < math.inf
     except (TypeError, ValueError, OverflowError):
         return False
 

@@ -207,10 +207,8 @@ class RankPlace:
         """What all ranks of a run must agree on, as far as it follows from the place."""
         grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table
         per_node, world_size = "any", self.layout.world_size
-        if self.delivery in (
-            "share",
-            "tree",
-        ):  # it determines the readers; launchers may start unequal numbers
+        if self.delivery in ("share", "tree"):
+            # it determines the readers, and launchers may start unequal numbers
             per_node = str(min(self.layout.ranks_per_node or world_size, world_size))
         return {
             "layout": f"{self.layout} with ranks {grid:08x}",

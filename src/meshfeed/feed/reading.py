@@ -46,10 +46,7 @@ class SequenceProducer(Producer[RankPlace]):
         self.place, self.stepping, self.options = place, stepping, options
         self.left_out, self.checks_tokens, self.host = left_out, checks_tokens, host
         self.compared = [*(each.name for each in place.fields), *RUN_FIELDS]
-        self.origin, depth = (
-            "its own storage has not returned it; check the storage",
-            options.transport.prefetch,
-        )
+        self.origin = "its own storage has not returned it; check the storage"
         for store in stepping.recipe.sources:
             if isinstance(store, Mapped):
                 self.origin = (

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,7 @@ from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
-S = TypeVar("S")
-T = TypeVar("T")
-
 _SHARDS_OF_PART = 64
-_AT_ONCE = 16
-_SAMPLED_BYTES = 1 << 12
-_NUM_SAMPLED = 8
 
 
 class ShardedStore(ForeignColumns):

@@ -95,8 +95,7 @@ def conversation_of(value: Any) -> Conversation:
     if isinstance(value, dict):
         given = dict(cast(dict[str, Any], value))
         value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
-    if isinstance(value, str):
-        value = _parsed(value, "the messages")
+    value = _parsed(value, "the messages")
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise StoreError(f"{found} where a list of messages belongs")
@@ -106,8 +105,7 @@ def conversation_of(value: Any) -> Conversation:
         if len(system) > 1 or not isinstance(system[0], str) or dict.get(read[0][0], "role") == "system":
             raise StoreError("more than one system prompt, or one that is no text; keep one of them")
         read.insert(0, (Turn({"role": "system", "content": system[0]}), None))
-    variables = given.get("chat_template_kwargs") or {}
-    variables = _parsed(variables, "chat_template_kwargs") if isinstance(variables, str) else variables
+    variables = _parsed(given.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, dict):
         raise StoreError(f"chat_template_kwargs are {type(variables).__name__}; an object belongs there")
     if own := sorted(_OWN & variables.keys()):
@@ -119,7 +117,7 @@ def conversation_of(value: Any) -> Conversation:
 
 
 def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn k with role and content instead of ShareGPT's from and value.
+    """Message k with role and content instead of ShareGPT's from and value.
 
     Raises StoreError for an unknown speaker: with a wrong role, its text would wrongly bear loss, or not.
     """
@@ -160,13 +158,11 @@ def texts_of(message: Turn) -> Iterator[tuple[str, str]]:
 
 def _tools(given: Mapping[str, Any]) -> list[Any] | None:
     tools = given.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(tools, "tools") if tools.strip() else None
+    tools = None if isinstance(tools, str) and not tools.strip() else _parsed(tools, "tools")
     if not isinstance(tools, list | None):
         raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
-    functions = given.get("functions")
-    if functions:
-        functions = _parsed(functions, "functions") if isinstance(functions, str) else functions
+    if given.get("functions"):
+        functions = _parsed(given["functions"], "functions")
         if tools or not isinstance(functions, list):
             raise StoreError(
                 "functions beside tools, or that are no list; give a list of JSON schemas as tools"
@@ -244,8 +240,9 @@ def _call(k: int, given: Any) -> Any:
     return call
 
 
-def _parsed(text: str, what: str) -> Any:
+def _parsed(given: Any, what: str) -> Any:
+    """What text says as JSON; anything else as it is."""
     try:
-        return json.loads(text)
+        return json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
         raise StoreError(f"{what} are text that is no JSON: {error}") from error
