@@ -27,8 +27,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_bench import Bench, LeftOut, Shown, first_line
-from gpu_fields import rules, sharing, staging, widening
+from gpu_fields import rules, staging, widening
 from gpu_models import calibration, cp_split, graphs, pretrain
+from gpu_ranks import encoding, exchanging, sharing
 from measure import Row
 
 from meshfeed.extras import version_of
@@ -40,6 +41,8 @@ PIECES: dict[str, Callable[[Bench], Shown]] = {
     "rules": rules,
     "staging": staging,
     "sharing": sharing,
+    "exchanging": exchanging,
+    "encoding": encoding,
     "cp_split": cp_split,
     "graphs": graphs,
     "calibration": calibration,

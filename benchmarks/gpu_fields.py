@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import measure
 import numpy as np
 import torch
-import torch.distributed as dist
 from gpu_bench import VOCABULARY, Bench, LeftOut, Shown, first_line
 from measure import Row, in_turn
 
@@ -22,7 +20,6 @@ from meshfeed.feed.device import OnCuda, placer_of
 from meshfeed.feed.nested import changed
 from meshfeed.feed.stepping import Stepping
 from meshfeed.sequence import widened
-from meshfeed.store import IndexedStore
 from meshfeed.testing import difference
 
 
@@ -221,49 +218,6 @@ def staging(bench: Bench) -> Shown:
             unit="%",
             aim=1.0 if is_ours else None,
         )
-
-
-def sharing(bench: Bench) -> Shown:
-    """Several processes on one GPU: one of them reads, all get their slices, on the device."""
-    layout = mf.Layout(tp=2, cp=1 if bench.short else 2)
-    steps, size = 2 if bench.short else 20, layout.world_size
-    recipe = shared_recipe(bench.store("uint16", 400_000).path)
-    shared = recipe.sources[0].path, str(bench.device), layout, steps
-    results = measure.from_ranks(share, size, size, *shared, by="spawn")
-    reading, differing = 0, 0
-    for rank, num_read, fields in results:
-        reading += num_read > 0
-        alone = mf.simulate(recipe, layout, steps, ranks=[rank])
-        simulated = [dict(microbatch) for got in alone for microbatch in got.microbatches]
-        differing += difference(simulated, fields) is not None
-    yield Row(name=f"ranks that read storage, of {size}", value=reading, unit="", aim=1)
-    yield Row(
-        name="ranks whose tensors differ from those of a single process", value=differing, unit="", aim=0
-    )
-
-
-def shared_recipe(path: str) -> mf.Recipe:
-    """What all ranks train on."""
-    rule = mf.Windows(1_024, reset_position_ids=True, eod_mask_loss=True)
-    return mf.Recipe(data=IndexedStore(path), sequence=rule, batch=mf.Batch(sequences=4), seed=1)
-
-
-def share(rank: int, port: int, results: Any, path: str, device: str, layout: mf.Layout, steps: int) -> None:
-    """One rank: its tensors, moved back to the host, and the bytes that it read."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=layout.world_size
-    )
-    fields: list[Any] = []
-    num_read = 0
-    with mf.Feed(
-        shared_recipe(path), layout, device=device, transport=mf.Transport(delivery="share")
-    ) as feed:
-        for step, _ in zip(feed, range(steps)):
-            fields += [{name: value.cpu().numpy() for name, value in m.items()} for m in step.microbatches]
-            num_read += step.stats.bytes_read or 0
-        dist.barrier()
-    results.put((rank, num_read, fields))
-    dist.destroy_process_group()
 
 
 def rules(bench: Bench) -> Shown:
