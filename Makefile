@@ -81,7 +81,7 @@ bench: $(VENV)/.tested
 gpu:
 	@if $(PYTHON) -c "import meshfeed" 2>/dev/null; then python=$(PYTHON); \
 	else $(MAKE) $(VENV)/.tested && python=$(BIN)/python; fi; \
-	PYTHONPATH=$(CURDIR)/src $$python benchmarks/gpu.py $(if $(MEGATRON),--megatron $(abspath $(MEGATRON)))
+	PYTHONPATH=$(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH)) $$python benchmarks/gpu.py $(if $(MEGATRON),--megatron $(abspath $(MEGATRON)))
 
 # the wheel and the sdist, into dist/; CC=aarch64-linux-gnu-gcc for a wheel of that machine
 dist: $(VENV)/.tested

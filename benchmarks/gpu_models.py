@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_bench import VOCABULARY, Bench, LeftOut, Shown, first_line
-from layer_cost import LAYER, layer_times, median_error
+from layer_cost import LAYER, encoder_share, layer_times, median_error
 from measure import Row
 from torch.nn import functional as F
 
@@ -231,6 +231,10 @@ def calibration(bench: Bench) -> Shown:
     yield Row(name="the same by the FLOPs of the layer's shape", value=by_flops, unit="pairs")
     yield Row(name="overhead: cost of a pack by itself", value=cost.microbatch_overhead, unit="pairs")
     yield Row(name="median error of the fit", value=median_error(cost, *times) * 100, unit="%", aim=5)
+    measured, counted = encoder_share(bench.device, rounds)
+    name = "a patch in an encoder of 32 layers, 1,280 wide"
+    yield Row(name=name, against="a token in 28 layers, 3,584 wide", value=measured)
+    yield Row(name=f"the same by FLOPs, {name}", against="a token", value=counted)
 
 
 SMALL = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64}

@@ -16,6 +16,10 @@ from meshfeed.plan import CostModel, ModelShape
 Floats = npt.NDArray[np.float64]
 
 LAYER = ModelShape(num_layers=1, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14_336)
+LANGUAGE = ModelShape(num_layers=28, hidden_size=3584, num_heads=28, num_kv_heads=4, ffn_size=18_944)
+"""Of Qwen2.5-VL-7B."""
+VISION = ModelShape(num_layers=32, hidden_size=1280, num_heads=16, ffn_size=3_420)
+"""Its encoder's, of patches."""
 PIECES = (4, 16, 64)  # into how many equal sequences a pack is cut
 
 
@@ -28,6 +32,22 @@ def layer_times(device: torch.device, tokens: tuple[int, ...], rounds: int) -> t
         measured.append((sum(lengths), sum(length * length for length in lengths), ms))
     columns = np.array(measured, np.float64).T
     return columns[0], columns[1], columns[2]
+
+
+def encoder_share(
+    device: torch.device, rounds: int, length: int = 1_024, count: int = 16
+) -> tuple[float, float]:
+    """Time of a patch in all layers of VISION over that of a token in all of LANGUAGE, and the same by FLOPs.
+
+    Forward and backward, in sequences of `length`, attended causally by both.
+    """
+    ms, flops = list[float](), list[float]()
+    for shape in (VISION, LANGUAGE):
+        layer = Layer(shape, device, torch.bfloat16)
+        took = median_ms(lambda these=layer: these.step([length] * count), device, rounds)
+        ms.append(took * shape.num_layers)
+        flops.append(shape.num_layers * (shape.layer_matmul_params + shape.attention_width * length))
+    return ms[0] / ms[1], flops[0] / flops[1]
 
 
 def median_error(cost: CostModel, tokens: Floats, squares: Floats, times: Floats) -> float:
