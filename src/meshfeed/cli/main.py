@@ -8,6 +8,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -33,6 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 Most of the modules import torch: only that of the command that runs is imported."""
 
+_OF_PYTHON = re.compile(r"""\w+=(?:\[[^\]]*\]|"[^"]*"|[\w.]*(?:\(\w*\))?) \((--[^()]+)\)""")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and the keys of --json"""
@@ -119,9 +121,9 @@ def _meant(name: str) -> str:
 
 
 def _tell(what: str, error: BaseException) -> None:
-    """Print an error and its notes to stderr, a line each."""
+    """Print an error and its notes to stderr, a line each; of `name=value (--option)`, the option alone."""
     for line in (what, *getattr(error, "__notes__", ())):
-        say(f"meshfeed: {line}", sys.stderr)
+        say("meshfeed: " + _OF_PYTHON.sub(r"\1", line), sys.stderr)
 
 
 def _mend_streams() -> None:

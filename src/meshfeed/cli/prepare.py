@@ -59,14 +59,14 @@ class _Tokens:
     chat_template: str | None = option(
         "a chat template to use instead of the tokenizer's own", metavar="FILE"
     )
-    train_on: Literal["assistant", "last"] | None = option(
-        "messages that bear loss: all of the assistant (default), or its last"
+    train_on: Literal["all", "last", "each"] | None = option(
+        "answers that bear loss: all (default), the last, or each in a conversation that ends with it"
     )
     chat_date: datetime.date | None = option("date for templates that print today's date, such as 2025-06-01")
     template_kwargs: str | None = option(
         """variables of the template, as JSON, such as '{"enable_thinking": false}'""", metavar="JSON"
     )
-    ignore_keys: str | None = option("keys of messages that may be lost", metavar="KEY,...")
+    ignore_keys: str | None = option("columns, and keys of messages, that may be lost", metavar="KEY,...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         return Chats(
             tokenizer=self.tokenizer,
             template=self.chat_template,
-            train_on=self.train_on or "assistant",
+            train_on=self.train_on or "all",
             date=self.chat_date,
             column=self.column,
             dtype=self.dtype,

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("inspect s3://", "s3://: .*; check the URL and the storage options"),
         (
             "inspect text.jsonl --tokenizer bytes --cache /proc/x",
-            r"give cache=mf\.Cache\(folder\) \(--cache\)",
+            r"give --cache a folder",
         ),
         (
             "prepare text.jsonl --out web --tokenizer bytes",

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
+from chats import ASKED, SAID, shown, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,49 +21,11 @@ from meshfeed.cli.main import main
 from meshfeed.prepare.encoding.chat import ChatEncoder
 from soak import cases
 
-TEMPLATE = """
-{%- if style is defined %}{{- '(' + style + ')' }}{% endif %}
-{%- if tools %}{%- for tool in tools %}{{- '<|tool|>' + tool | tojson }}{% endfor %}{% endif %}
-{%- for m in messages %}
-{{- '<|' + m.role + '|>' }}
-{%- if m.reasoning_content is defined and keeps is not defined %}{{- '[' + m.reasoning_content + ']' }}{% endif %}
-{%- if m.content %}{{- m.content }}{% endif %}
-{%- if m.tool_calls %}{%- for call in m.tool_calls %}{{- call.function | tojson }}{% endfor %}{% endif %}
-{{- '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
-"""
-SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>"]
-ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "GOOD"}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of bytes, with a template that knows of tools, thoughts and one variable."""
-    folder = tmp_path_factory.mktemp("chat")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in SPECIAL])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def shown(folder: Path, *values: Any, **options: Any) -> list[tuple[str, str]]:
-    """The text of each conversation, and what of it bears loss."""
-    decoder = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    made = ChatEncoder(folder, **options).encode(values)
-    return [
-        tuple(
-            decoder.decode(tokens.tolist(), skip_special_tokens=False)
-            for tokens in (each["tokens"], each["tokens"][each["loss_mask"] == 1])
-        )
-        for each in made
-    ]
+    """Its template knows of tools, thoughts and one variable."""
+    return tokenizer_in(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +58,10 @@ def test_a_turn_that_is_not_to_be_trained_is_not(folder: Path, key: dict[str, An
         ([ASKED, SAID | {"weight": 1, "masked": True}], "weight and masked contradict"),
         ([ASKED | {"weight": 1}, SAID], "user.: weight says that it is trained"),
         ([ASKED, SAID | {"weight": 0}], "nothing of it is trained"),
-        ([ASKED, SAID | {"mood": "good"}], "nothing reads its key 'mood'.*--ignore-keys mood"),
+        (
+            [ASKED, SAID | {"mood": "good"}],
+            r"message 1 \(assistant\) has 'mood': nothing reads that.*--ignore-keys mood\)",
+        ),
         ("[{", "the messages are text that is no JSON"),
         ({"messages": [ASKED, SAID], "tools": "x"}, "tools are text that is no JSON"),
         ({"messages": [ASKED, SAID], "chat_template_kwargs": [1]}, "chat_template_kwargs are list"),

@@ -312,7 +312,7 @@ def test_a_chat_loses_no_text_to_the_images_beside_it():
         record = {"messages": [{"role": "user", "content": given}], "images": [b"abc"]}
         sample = SampleColumns(chat=True).sample(record, lambda name: b"")
         assert [part.data for part in sample.parts] == [b"abc"]
-        return sample.text["messages"][0]["content"]
+        return sample.text.messages[0]["content"]
 
     def text(said):
         return {"type": "text", "text": said}

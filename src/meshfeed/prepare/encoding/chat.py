@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,12 @@ from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.formats.tokenizers import fast_tokenizer
 from meshfeed.prepare.encoding.chat_process import Confined
-from meshfeed.prepare.encoding.chat_template import DEFAULT, ChatTemplate, Conversations, Rendered
+from meshfeed.prepare.encoding.chat_template import DEFAULT, ChatTemplate, Conversations, Rendered, TrainOn
 from meshfeed.prepare.encoding.text import absolute
-from meshfeed.prepare.inputs.conversation import BESIDE
-from meshfeed.prepare.inputs.records import Columns
-from meshfeed.prepare.inputs.samples import CHAT_KEYS
+from meshfeed.prepare.inputs.chat_columns import ChatColumns, conversation_of
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.tokenizer import TokenizerFile, tokenizer_file
-
-TrainOn = Literal["assistant", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +36,19 @@ class Chats:
     Attributes:
         tokenizer: a transformers directory, or a tokenizers JSON file with a template.
         template: a file to use instead of the tokenizer's own template.
-        train_on: "assistant" for all its messages, "last" for the last one.
+        train_on: "all" for all messages of the assistant, "last" for the last one; "each" makes of a
+            conversation one for each of its answers, with what is before it, for templates that print earlier
+            answers otherwise.
         date: for templates that print today's date; without it, they use a fixed date or are refused.
-        column: of JSON lines and tables; None for the first of CHAT_KEYS that exists. Columns beside it
-            that change the text are read, too: `BESIDE`.
+        column: of the messages in JSON lines and tables; None for the usual shapes, see `ChatColumns`.
         dtype: see Text.
         variables: further variables of the template, such as {"enable_thinking": False}.
-        ignore: keys of messages that the template need not print, such as "reasoning_content".
+        ignore: columns, and keys of messages, that the template need not print, such as "reasoning_content".
     """
 
     tokenizer: str
     template: str | None = None
-    train_on: TrainOn = "assistant"
+    train_on: TrainOn = "all"
     date: datetime.date | None = None
     column: str | None = None
     dtype: str = "auto"
@@ -63,10 +60,9 @@ class Chats:
         object.__setattr__(self, "tokenizer", tokenizer_name(self.tokenizer))
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ChatColumns:
         """The columns to read."""
-        names = CHAT_KEYS if self.column is None else (self.column,)
-        return Columns(names, beside=BESIDE, called="messages")
+        return ChatColumns(self.column, tuple(self.ignore))
 
     def request(self) -> dict[str, Any]:
         return {
@@ -102,9 +98,10 @@ class ChatEncoder:
     """Turns conversations into tokens and a loss mask, as transformers' `apply_chat_template` does.
 
     A conversation is a list of messages, {"role": ..., "content": ...} with any other keys of the template,
-    or ShareGPT's {"from": ..., "value": ...}; or an object with that list as "messages", or alone, and
-    "tools" if it has any. Its tokens are those of the text that the template makes of all messages; text that
-    spells a special token becomes it, as in transformers.
+    or ShareGPT's {"from": ..., "value": ...}; or an object with that list as "messages" and "tools" beside it
+    if it has any, or with "prompt" and "completion", or "instruction", "input" and "output". Its tokens are
+    those of the text that the template makes of all messages; text that spells a special token becomes it,
+    as in transformers.
 
     The mask is 1 at tokens that the assistant generates:
 
@@ -123,11 +120,11 @@ class ChatEncoder:
         tokenizer: a transformers directory with tokenizer.json, or a `tokenizers` JSON file.
         template: a file to take instead of the directory's chat_template.jinja, or of what its
             tokenizer_config.json has. Of several, "tool_use" is for conversations with tools, else "default".
-        train_on: "assistant" for all messages of the assistant, "last" for the last one alone.
+        train_on: see `Chats`; of "each", `encode` returns a document for each answer.
         dtype: of the tokens; None for uint16 or int32, as Megatron chooses.
         variables: further variables of the template, such as {"enable_thinking": False}.
         date: that the template may ask for; see `ChatTemplate`.
-        ignore: keys of messages that the template need not print.
+        ignore: columns, and keys of messages, that the template need not print.
 
     Attributes:
         columns: name -> dtype of the output: tokens, and loss_mask uint8.
@@ -140,7 +137,7 @@ class ChatEncoder:
         tokenizer: str | os.PathLike[str],
         template: str | os.PathLike[str] | None = None,
         *,
-        train_on: TrainOn = "assistant",
+        train_on: TrainOn = "all",
         dtype: npt.DTypeLike | None = None,
         variables: Mapping[str, Any] | None = None,
         date: datetime.date | None = None,
@@ -150,10 +147,11 @@ class ChatEncoder:
             Path(tokenizer_name(tokenizer)),
             None if template is None else Path(template),
         )
-        self._train_on, self._dtype, self._date = train_on, dtype, date
+        self._train_on: TrainOn = train_on
+        self._dtype, self._date = dtype, date
         self._variables, self._ignore = dict(variables or {}), tuple(ignore)
-        if train_on not in ("assistant", "last"):
-            raise StoreError(f"train_on={train_on!r}: 'assistant' for all its messages, or 'last'")
+        if train_on not in get_args(TrainOn):
+            raise StoreError(f"train_on={train_on!r}: one of {', '.join(map(repr, get_args(TrainOn)))}")
 
     beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
     """Further columns of a document; none."""
@@ -164,6 +162,11 @@ class ChatEncoder:
     def columns(self) -> Mapping[str, np.dtype[Any]]:
         """See the class. Raises StoreError for a dtype that cannot hold the vocabulary."""
         return {"tokens": self._token_dtype, "loss_mask": np.dtype(np.uint8)}
+
+    @property
+    def expands(self) -> bool:
+        """Whether each answer becomes a document."""
+        return self._train_on == "each"
 
     @cached_property
     def digest(self) -> str:
@@ -196,18 +199,21 @@ class ChatEncoder:
         where: names each in messages. Raises StoreError for the first value that is no conversation, that its
         template refuses, or in which nothing bears loss.
         """
-        texts: list[Rendered] = []
+        texts, of = list[Rendered](), list[int]()
         for i, value in enumerate(values):
             try:
-                texts.append(self._conversations.render(value))
-                texts[-1].text.encode()
+                whole = conversation_of(value)
+                for talk in whole.each_answer() if self.expands else [whole]:
+                    texts.append(self._conversations.render(talk))
+                    texts[-1].text.encode()
+                    of.append(i)
             except UnicodeEncodeError as error:
                 raise StoreError(f"{where(i)}: text is not Unicode: {error}; fix or drop it") from error
             except StoreError as error:
                 raise StoreError(f"{where(i)}: {error}") from error
         encodings = self._tokenizer.encode_batch([each.text for each in texts], add_special_tokens=False)
         found: list[Mapping[str, Array]] = []
-        for i, (encoding, rendered) in enumerate(zip(encodings, texts)):
+        for i, encoding, rendered in zip(of, encodings, texts):
             try:
                 found.append(columns := self._columns(encoding, rendered))
             except StoreError as error:
@@ -265,13 +271,14 @@ class ChatEncoder:
             raise StoreError(
                 f"{self._path}: has no chat template; give the file of one as template= (--chat-template)"
             )
-        variables = config | self._variables
+        named = config | self._variables
         path = self._template or self._path
         templates = {
-            name: ChatTemplate(source, variables, f"template {name!r} of {path}", self._date)
+            name: ChatTemplate(source, named, f"template {name!r} of {path}", self._date)
             for name, source in sources.items()
         }
-        return Confined(Conversations(templates, self._train_on == "last", self._ignore, str(self._path)))
+        variables = sorted(self._variables)
+        return Confined(Conversations(templates, self._train_on, self._ignore, variables, str(self._path)))
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -24,6 +24,7 @@ from typing import IO, Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.prepare.encoding.chat_template import Conversations, Rendered
+from meshfeed.prepare.inputs.conversation import Conversation
 from meshfeed.prepare.without_torch import command
 
 MEMORY_BYTES = 1 << 30
@@ -53,9 +54,9 @@ class Confined:
         with self._lock:
             self._started()
 
-    def render(self, value: Any) -> Rendered:
+    def render(self, talk: Conversation) -> Rendered:
         try:
-            request = pickle.dumps(value)
+            request = pickle.dumps(talk)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"not plain values: {error}; give lists, objects, text and numbers") from error
         with self._lock:

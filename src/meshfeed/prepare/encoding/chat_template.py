@@ -13,14 +13,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.prepare.inputs.conversation import Turn, conversation_of, texts_of
+from meshfeed.prepare.inputs.conversation import REASONING, Conversation, texts_of
 
 Beside = Mapping[str, Any]
-"""What a conversation gives its template beside the messages: tools, and variables of its own."""
+"""What a conversation gives its template beside the messages; see `Conversation.given`."""
+TrainOn = Literal["all", "last", "each"]
 Spans = list[tuple[int, int]]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -30,8 +31,37 @@ MOST_CHARACTERS = 16 << 20
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
+_PLUMBING = {"role", "content", "tool_call_id", "id"}
+"""Keys of messages that need not be in the text."""
 _NOW = "strftime_now"
+_EACH = 'make a conversation for each answer by train_on="each" (--train-on each)'
 _OPEN_NAME, _CLOSE_NAME = "meshfeed_open", "meshfeed_close"
+
+
+class Turn(dict[str, Any]):
+    """A message that knows which of its keys a template has read."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.read = set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def _whole(self) -> Turn:
+        self.read |= {*super().keys()}
+        return self
+
+    def items(self) -> Any:
+        return super(Turn, self._whole()).items()
+
+    def values(self) -> Any:
+        return super(Turn, self._whole()).values()
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,11 @@ class ChatTemplate:
         """Whether the template has {% generation %} blocks."""
         return self._compiled[1]
 
+    @property
+    def reads(self) -> set[str]:
+        """The variables that its source names."""
+        return self._compiled[2]
+
     def text(
         self,
         messages: list[Turn],
@@ -75,9 +110,9 @@ class ChatTemplate:
         prompt: followed by what comes before the assistant's next message. marks: put around what is in
         {% generation %} blocks.
         """
-        given = {"messages": messages, "documents": None, "add_generation_prompt": prompt, **beside}
+        given = {"messages": messages, "add_generation_prompt": prompt, **beside}
         named = dict(zip((_OPEN_NAME, _CLOSE_NAME), marks))
-        compiled, _ = self._compiled
+        compiled = self._compiled[0]
         try:
             return _bounded(compiled.generate(**{**self.variables, **given, **named}))
         except MemoryError:
@@ -87,10 +122,9 @@ class ChatTemplate:
             hint = asks if _NOW in str(error) else ""
             raise StoreError(f"{self.where}: {error or type(error).__name__}{hint}") from error
 
-    def blocks(self, messages: list[Turn], beside: Beside, text: str) -> Spans:
-        """Begin and end, in characters of `text`, of each {% generation %} block in it that is not empty."""
-        if _OPEN in text or _CLOSE in text:
-            raise StoreError("the text has a character that Unicode keeps for programs (U+FDD0); remove it")
+    def blocks(self, messages: list[Turn], beside: Beside) -> tuple[str, Spans]:
+        """All messages as one text, and begin and end, in characters, of each {% generation %} block in it
+        that is not empty."""
         marked = self.text(messages, beside, marks=(_OPEN, _CLOSE))
         spans: Spans = []
         at = begin = depth = 0
@@ -103,19 +137,14 @@ class ChatTemplate:
                     spans.append((begin, at))
             else:
                 at += len(part)
-        whole = marked.replace(_OPEN, "").replace(_CLOSE, "")
-        if whole != text or depth:
-            raise StoreError(
-                f"{self.where}: what it does to the text of a generation block changes with where the block "
-                f"ends; put {{% generation %}} next to what is printed"
-            )
-        return spans
+        return marked.replace(_OPEN, "").replace(_CLOSE, ""), spans
 
     @cached_property
-    def _compiled(self) -> tuple[Any, bool]:
+    def _compiled(self) -> tuple[Any, bool, set[str]]:
         environment = _environment(self.where, self.date)
         try:
-            return environment.from_string(self.source), environment.has_blocks
+            names = environment.jinja.meta.find_undeclared_variables(environment.parse(self.source))
+            return environment.from_string(self.source), environment.has_blocks, names
         except environment.jinja.TemplateError as error:
             line = getattr(error, "lineno", None)
             raise StoreError(
@@ -162,6 +191,7 @@ def _environment(where: str, date: datetime.date | None) -> Any:
     made = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extension.loopcontrols]
     )
+    importlib.import_module("jinja2.meta")
     made.extend(has_blocks=False, jinja=jinja)
     made.filters["tojson"] = as_json
     made.globals["raise_exception"] = refuse
@@ -193,67 +223,101 @@ class Conversations:
 
     Attributes:
         templates: by name.
-        last_only: whether only the assistant's last message counts as said.
+        train_on: see `Chats`; of "each", a conversation has one answer.
         ignore: keys of messages that may be lost.
+        variables: names that the user has given all templates.
         path: of the tokenizer, as messages show it.
     """
 
     templates: Mapping[str, ChatTemplate]
-    last_only: bool
+    train_on: TrainOn
     ignore: Sequence[str]
+    variables: Sequence[str]
     path: str
 
     def check(self) -> None:
-        """Compile the templates. Raises StoreError."""
+        """Compile the templates. Raises StoreError, also for a variable that none of them reads."""
         for template in self.templates.values():
             template.check()
+        read = set[str]().union(*(template.reads for template in self.templates.values()))
+        if unread := sorted({*self.variables} - read):
+            raise StoreError(
+                f"{self.path}: no chat template of it reads {', '.join(unread)}; leave it out of variables= "
+                f"(--template-kwargs)"
+            )
 
-    def render(self, value: Any) -> Rendered:
+    def render(self, talk: Conversation) -> Rendered:
         """The text of a conversation. Raises StoreError."""
-        talk = conversation_of(value)
-        messages, beside = talk.messages, {"tools": talk.tools, **talk.variables}
+        messages, beside = [Turn(each) for each in talk.messages], {"documents": None, **talk.given}
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise StoreError("no message of the assistant, so nothing bears loss; leave it out")
-        said = [k for k in turns[-1 if self.last_only else 0 :] if talk.trained[k] is not False]
+        said = [k for k in turns[-1 if self.train_on == "last" else 0 :] if talk.trained[k] is not False]
         if not said:
             raise StoreError("its messages say that nothing of it is trained; leave it out")
-        name = WITH_TOOLS if talk.tools and WITH_TOOLS in self.templates else DEFAULT
+        name = WITH_TOOLS if talk.given["tools"] and WITH_TOOLS in self.templates else DEFAULT
         if name not in self.templates:
             raise StoreError(f"{self.path}: no template {name!r} among {', '.join(self.templates)}")
         template = self.templates[name]
         text = _whole(template, messages, beside)
         _refuse_printed_parts(messages, text)
         if template.has_blocks:
-            spans = template.blocks(messages, beside, text)
-            if said != turns:
-                spans = [
-                    each for k in said for each in _blocks_of(template, messages, beside, k, text, spans)
-                ]
+            spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
         else:
             spans = [_added(template, messages, beside, k, text) for k in said]
-        talk.refuse_unread(self.ignore)
-        _refuse_lost(messages, text, self.ignore)
+        self._refuse_unread(talk, messages, template.reads)
+        _refuse_lost(messages, said, text, self.ignore)
         return Rendered(text, spans, trims=not template.has_blocks)
+
+    def _refuse_unread(self, talk: Conversation, messages: list[Turn], names: set[str]) -> None:
+        """Raises StoreError for what neither the template nor prepare has read."""
+        read = _PLUMBING.union(self.ignore, *(message.read for message in messages))
+        read |= {*REASONING} if read & {*REASONING} else set()
+        unread = {
+            name: f"message {k} ({dict.get(message, 'role')}) has {name!r}"
+            for k, message in reversed([*enumerate(messages)])
+            for name in message.keys() - read
+        }
+        unread |= {name: f"the record has {name!r}" for name in talk.unread if name not in self.ignore}
+        unread |= {
+            name: f"the record has {name!r}"
+            for name, value in talk.given.items()
+            if value is not None and name not in names and name not in self.ignore
+        }
+        if unread:
+            keys = sorted({*self.ignore, *unread})
+            raise StoreError(
+                f"{', '.join(unread[name] for name in sorted(unread))}: nothing reads that, so it would be "
+                f"lost; if that is right, give ignore={keys} (--ignore-keys {','.join(keys)})"
+            )
 
 
 def _blocks_of(
-    template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, text: str, blocks: Spans
+    template: ChatTemplate, messages: list[Turn], beside: Beside, text: str, said: Sequence[int] | None
 ) -> Spans:
-    """Those of a template's blocks that message k has. Raises StoreError if its prefixes do not tell."""
-    edges: list[int] = []
-    for some in (messages[:k], messages[: k + 1]):
-        now = template.text(some, beside) if some else ""
-        found = template.blocks(some, beside, now) if some else []
+    """A template's blocks, or those of messages `said`. Raises StoreError if prefixes do not tell them."""
+    if _OPEN in text or _CLOSE in text:
+        raise StoreError("the text has a character that Unicode keeps for programs (U+FDD0); remove it")
+    whole, blocks = template.blocks(messages, beside)
+    if whole != text:
+        raise StoreError(
+            f"{template.where}: what it does to the text of a generation block changes with where the block "
+            f"ends; put {{% generation %}} next to what is printed"
+        )
+    if said is None:
+        return blocks
+    num_blocks = {0: 0, len(messages): len(blocks)}
+    for k in sorted({edge for at in said for edge in (at, at + 1)} - num_blocks.keys()):
+        now, found = template.blocks(messages[:k], beside)
         end = found[-1][1] if found else 0
         if found != blocks[: len(found)] or now[:end] != text[:end]:
             raise StoreError(
-                f"message {k} (assistant): the template prints earlier answers otherwise once messages "
-                f"follow, so nothing tells which of its {{% generation %}} blocks are this one's; make a "
-                f"conversation for each answer, and train_on='last' (--train-on last)"
+                f"message {k - 1} ({messages[k - 1]['role']}): the template prints earlier answers otherwise "
+                f"once messages follow, so nothing tells which of its {{% generation %}} blocks are whose; "
+                f"{_EACH}"
             )
-        edges.append(len(found))
-    return blocks[edges[0] : edges[1]]
+        num_blocks[k] = len(found)
+    return [block for k in said for block in blocks[num_blocks[k] : num_blocks[k + 1]]]
 
 
 def _whole(template: ChatTemplate, messages: list[Turn], beside: Beside) -> str:
@@ -277,16 +341,19 @@ def _refuse_printed_parts(messages: list[Turn], text: str) -> None:
             )
 
 
-def _refuse_lost(messages: list[Turn], text: str, ignore: Sequence[str]) -> None:
-    """Refuse a message of which the template prints nothing: its text, thoughts or call would be lost."""
+def _refuse_lost(messages: list[Turn], trained: Sequence[int], text: str, ignore: Sequence[str]) -> None:
+    """Refuse a message of which the template prints nothing: its text, thoughts or call would be lost.
+
+    Thoughts matter in what bears loss alone: templates that know of them drop earlier ones.
+    """
     for k, message in enumerate(messages):
-        for what, said in texts_of(message):
+        for key, said in texts_of({**message}):
             shown = said.strip()
+            if key in ignore or (key == REASONING[0] and k not in trained):
+                continue
             if shown not in text and json.dumps(shown, ensure_ascii=False)[1:-1] not in text:
-                if {"reasoning": "reasoning_content", "tool call": "tool_calls"}.get(what, what) in ignore:
-                    continue
                 raise StoreError(
-                    f"message {k} ({dict.get(message, 'role')}): the template does not print its {what}, so "
+                    f"message {k} ({dict.get(message, 'role')}): the template does not print its {key}, so "
                     f"it would be lost; use a template that does, or leave it out of the record"
                 )
 
@@ -314,8 +381,7 @@ def _added(
         apart = "the text before it" if not turn.startswith(prompt) else "its text, once messages follow,"
         raise StoreError(
             f"message {k} (assistant): {apart} is another, so the template does not show what the "
-            f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
-            f"answer and train_on='last' (--train-on last)"
+            f"assistant says; {_EACH}, or give a template with {{% generation %}} blocks"
         )
     _refuse_header(template, messages, beside, k, prompt, turn)
     return len(prompt), len(turn)

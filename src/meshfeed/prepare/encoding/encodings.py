@@ -13,6 +13,7 @@ from meshfeed.errors import PrepareError
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
 from meshfeed.prepare.encoding.multimodal import Multimodal, MultimodalEncoder
 from meshfeed.prepare.encoding.text import TRAINED, Text, TextEncoder
+from meshfeed.prepare.inputs.conversation import Conversation
 from meshfeed.prepare.inputs.samples import Sample
 
 Encoding = Text | Chats | Multimodal
@@ -50,9 +51,15 @@ def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
     return encoder
 
 
+def expanded(encoder: Encoder, value: Any) -> list[Any]:
+    """The documents' values of a record's value: several where each answer of a chat becomes one."""
+    inner = encoder.inner if isinstance(encoder, MultimodalEncoder) else encoder
+    return value.each_answer() if isinstance(inner, ChatEncoder) and inner.expands else [value]
+
+
 def hash_of(value: Any) -> bytes:
     """128 bits that identify a document by its text and its parts."""
-    if isinstance(value, Sample):
+    if isinstance(value, Sample | Conversation):
         value = value.key()
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -62,7 +62,8 @@ class Multimodal:
     @property
     def columns(self) -> SampleColumns:
         """How records are read."""
-        return SampleColumns(chat=isinstance(self.text, Chats), column=self.text.column, folder=self.folder)
+        ignore = tuple(self.text.ignore) if isinstance(self.text, Chats) else ()
+        return SampleColumns(isinstance(self.text, Chats), self.text.column, ignore, self.folder)
 
     def request(self) -> dict[str, Any]:
         """Everything that decides the output, as JSON values. Raises StoreError, PrepareError."""

@@ -1,6 +1,6 @@
 """What a record says of a conversation -> messages, tools and variables as a chat template takes them. Pure.
 
-Records differ: role and content, or ShareGPT's from and value; tools as objects or as JSON text; a system
+Messages differ: role and content, or ShareGPT's from and value; tools as objects or as JSON text; a system
 prompt among the messages or beside them; a turn that is not to be trained, under one of many names. All
 become one form here, and what is not understood is refused by name.
 """
@@ -8,8 +8,8 @@ become one form here, and what is not understood is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from meshfeed.errors import StoreError
@@ -21,41 +21,13 @@ _ROLE_OF_SPEAKER = {
     "system": "system",
 }
 """ShareGPT's name of a speaker -> role."""
-_TRAINED = ("weight", "loss", "train", "trainable", "loss_mask", "train_on_turn", "masked")
+TRAINED = ("weight", "loss", "train", "trainable", "loss_mask", "train_on_turn", "masked")
 """Keys of a message that say whether it bears loss: 1 or 0, of `masked` the other way round."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-_PLUMBING = ("role", "content", "tool_call_id", "id")
-"""Keys that need not be in the text."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_BESIDE = ("tools", "functions", "documents", "system", "system_prompt", "chat_template_kwargs")
+"""Columns beside the messages that change the text."""
 _OWN = {"messages", "tools", "documents", "add_generation_prompt"}
 """What every template is given; a conversation has no other ones."""
-BESIDE = ("tools", "functions", "system", "system_prompt", "chat_template_kwargs")
-"""Columns beside the messages that change the text."""
-
-
-class Turn(dict[str, Any]):
-    """A message that knows which of its keys a template has read."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.read = set[str]()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
-
-    def _whole(self) -> Turn:
-        self.read |= {*super().keys()}
-        return self
-
-    def items(self) -> Any:
-        return super(Turn, self._whole()).items()
-
-    def values(self) -> Any:
-        return super(Turn, self._whole()).values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +37,45 @@ class Conversation:
     Attributes:
         messages: each with a role and what belongs to it.
         trained: whether each message bears loss; None where it does not say so.
-        tools: JSON schemas; None without any.
-        variables: further names for the template, of this conversation alone.
+        given: what the template is given beside the messages: tools, documents and variables of its own.
+        unread: columns of the record that have a value and are none of these.
     """
 
-    messages: list[Turn]
+    messages: list[dict[str, Any]]
     trained: list[bool | None]
-    tools: list[Any] | None
-    variables: Mapping[str, Any]
+    given: Mapping[str, Any]
+    unread: Sequence[str] = ()
 
-    def refuse_unread(self, ignore: Iterable[str]) -> None:
-        """Raises StoreError for a key of a message that neither the template nor this module has read."""
-        read = set[str]().union(*(message.read for message in self.messages), _PLUMBING, ignore)
-        read |= {*_REASONING} if read & {*_REASONING} else set()
-        for k, message in enumerate(self.messages):
-            for name in message.keys() - read:
-                raise StoreError(
-                    f"message {k} ({dict.get(message, 'role')}): nothing reads its key {name!r}, so it would "
-                    f"be lost; leave it out, or say that it may be: ignore=[{name!r}] (--ignore-keys {name})"
-                )
+    def each_answer(self) -> list[Conversation]:
+        """One for each message of the assistant that bears loss, which is its last; itself without any."""
+        found: list[Conversation] = [
+            replace(self, messages=self.messages[: k + 1], trained=[False] * k + [self.trained[k]])
+            for k, message in enumerate(self.messages)
+            if message["role"] == "assistant" and self.trained[k] is not False
+        ]
+        return found or [self]
+
+    def key(self) -> str:
+        """Identifies what is trained on: without columns that nothing reads, such as a number of the row."""
+        return json.dumps([self.messages, self.trained, self.given], sort_keys=True, default=repr)
 
 
-def conversation_of(value: Any) -> Conversation:
-    """The conversation of a record: a list of messages, or an object with it and with columns of BESIDE.
+def conversation(value: Any, beside: Mapping[str, Any]) -> Conversation:
+    """The conversation of a list of messages, or of its JSON text. beside: a record's other columns.
 
     Raises StoreError.
     """
-    given: dict[str, Any] = {}
-    if isinstance(value, dict):
-        given = dict(cast(dict[str, Any], value))
-        value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
-    value = _parsed(value, "the messages")
+    value = parsed(value, "the messages")
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise StoreError(f"{found} where a list of messages belongs")
     read = [_message(k, each) for k, each in enumerate(cast(list[Any], value))]
-    system = [given[name] for name in ("system", "system_prompt") if given.get(name)]
+    system = [beside[name] for name in ("system", "system_prompt") if beside.get(name)]
     if system:
-        if len(system) > 1 or not isinstance(system[0], str) or dict.get(read[0][0], "role") == "system":
+        if len(system) > 1 or not isinstance(system[0], str) or read[0][0]["role"] == "system":
             raise StoreError("more than one system prompt, or one that is no text; keep one of them")
-        read.insert(0, (Turn({"role": "system", "content": system[0]}), None))
-    variables = _parsed(given.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+        read.insert(0, ({"role": "system", "content": system[0]}, None))
+    variables = parsed(beside.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, dict):
         raise StoreError(f"chat_template_kwargs are {type(variables).__name__}; an object belongs there")
     if own := sorted(_OWN & variables.keys()):
@@ -113,7 +83,10 @@ def conversation_of(value: Any) -> Conversation:
             f"chat_template_kwargs: {', '.join(own)}: every template has it already; leave it out"
         )
     messages, trained = [message for message, _ in read], [bears for _, bears in read]
-    return Conversation(messages, trained, _tools(given), cast(dict[str, Any], variables))
+    given = {"tools": _tools(beside), "documents": _listed(beside, "documents"), **variables}
+    repeated = ["", [], {}, *(message.get("content") for message in messages)]
+    unread = [name for name, each in beside.items() if name not in _BESIDE and each not in repeated]
+    return Conversation(messages, trained, given, sorted(set(unread) - {"id"}))
 
 
 def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +99,7 @@ def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
         return found
     speaker = found.pop("from")
     if speaker == "function_call":
-        call = _parsed(str(found.pop("value", "")), f"message {k}: the function_call")
+        call = parsed(str(found.pop("value", "")), f"message {k}: the function_call")
         return found | {
             "role": "assistant",
             "content": None,
@@ -140,38 +113,41 @@ def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"role": _ROLE_OF_SPEAKER[speaker], "content": found.pop("value", None)}
 
 
-def texts_of(message: Turn) -> Iterator[tuple[str, str]]:
-    """What of a message must be in its conversation's text: each with what errors call it."""
-    content = dict.get(message, "content")
+def texts_of(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What of a message must be in its conversation's text: each with the message's key."""
+    content = message.get("content")
     for part in cast(list[Any], content) if isinstance(content, list) else [content]:
         text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else part
         if isinstance(text, str) and text.strip():
             yield "content", text.rpartition("</think>")[2]  # a template may print thoughts elsewhere
-    thoughts = next((text for name in _REASONING if (text := dict.get(message, name))), None)
+    thoughts = next((text for name in REASONING if (text := message.get(name))), None)
     if isinstance(thoughts, str):
-        yield "reasoning", thoughts
-    for call in cast(list[Any], dict.get(message, "tool_calls") or []):
+        yield "reasoning_content", thoughts
+    for call in cast(list[Any], message.get("tool_calls") or []):
         function = cast(dict[str, Any], call).get("function", call) if isinstance(call, dict) else {}
         if isinstance(name := cast(dict[str, Any], function).get("name"), str):
-            yield "tool call", name
+            yield "tool_calls", name
 
 
-def _tools(given: Mapping[str, Any]) -> list[Any] | None:
-    tools = given.get("tools")
-    tools = None if isinstance(tools, str) and not tools.strip() else _parsed(tools, "tools")
-    if not isinstance(tools, list | None):
-        raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
-    if given.get("functions"):
-        functions = _parsed(given["functions"], "functions")
-        if tools or not isinstance(functions, list):
-            raise StoreError(
-                "functions beside tools, or that are no list; give a list of JSON schemas as tools"
-            )
-        tools = [{"type": "function", "function": each} for each in cast(list[Any], functions)]
-    return cast(list[Any], tools) or None
+def _tools(beside: Mapping[str, Any]) -> list[Any] | None:
+    tools = _listed(beside, "tools")
+    if functions := _listed(beside, "functions"):
+        if tools:
+            raise StoreError("functions beside tools; give one list of JSON schemas, as tools")
+        return [{"type": "function", "function": each} for each in functions]
+    return tools
 
 
-def _message(k: int, given: Any) -> tuple[Turn, bool | None]:
+def _listed(beside: Mapping[str, Any], name: str) -> list[Any] | None:
+    """A column of objects, as such or as JSON text; None without any."""
+    found = beside.get(name)
+    found = None if isinstance(found, str) and not found.strip() else parsed(found, name)
+    if not isinstance(found, list | None):
+        raise StoreError(f"{name} are {type(found).__name__}; a list of objects belongs there")
+    return cast(list[Any], found) or None
+
+
+def _message(k: int, given: Any) -> tuple[dict[str, Any], bool | None]:
     """A checked message, and whether it bears loss."""
     if not isinstance(given, dict):
         raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
@@ -183,29 +159,29 @@ def _message(k: int, given: Any) -> tuple[Turn, bool | None]:
         raise StoreError(
             f"message {k}: its role is {role!r}, found keys {', '.join(map(repr, given))}; it needs a role"
         )
-    thoughts = next((message[name] for name in _REASONING if name in message), None)
+    thoughts = next((message[name] for name in REASONING if name in message), None)
     if content is None and thoughts is None and not message.get("tool_calls"):
         raise StoreError(f"message {k} ({role}): no content; found keys {', '.join(map(repr, given))}")
     if not isinstance(content, str | list | None):
         raise StoreError(f"message {k} ({role}): content is {type(content).__name__}; text belongs there")
     if not isinstance(thoughts, str | None):
-        names = " or ".join(_REASONING)
+        names = " or ".join(REASONING)
         raise StoreError(f"message {k} ({role}): {names} is {type(thoughts).__name__}; text belongs there")
     for part in cast(list[Any], content) if isinstance(content, list) else ():
-        if isinstance(part, dict) and (keys := sorted({*_TRAINED} & cast(dict[str, Any], part).keys())):
+        if isinstance(part, dict) and (keys := sorted({*TRAINED} & cast(dict[str, Any], part).keys())):
             raise StoreError(f"message {k} ({role}): {keys[0]} of a part; a message bears loss as a whole")
     trained = _trained(k, role, message)
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_call(k, each) for each in cast(list[Any], calls)]
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    return Turn(message), trained
+    return message, trained
 
 
 def _trained(k: int, role: str, message: dict[str, Any]) -> bool | None:
     """Whether a message says that it bears loss, by keys that are taken out of it."""
     said = dict[str, bool]()
-    for name in _TRAINED:
+    for name in TRAINED:
         if name in message:
             value = message.pop(name)
             if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -236,11 +212,11 @@ def _call(k: int, given: Any) -> Any:
     if isinstance(function, dict):
         return call | {"function": _call(k, function)}
     if isinstance(text := call.get("arguments"), str) and text.strip():
-        return call | {"arguments": _parsed(text, f"message {k}: the arguments of a tool call")}
+        return call | {"arguments": parsed(text, f"message {k}: the arguments of a tool call")}
     return call
 
 
-def _parsed(given: Any, what: str) -> Any:
+def parsed(given: Any, what: str) -> Any:
     """What text says as JSON; anything else as it is."""
     try:
         return json.loads(given) if isinstance(given, str) else given

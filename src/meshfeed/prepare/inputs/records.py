@@ -20,6 +20,7 @@ from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, v
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.formats.tokens import PAIRS
 from meshfeed.prepare.inputs.arrow import batches_in, plain_rows, rows_of
+from meshfeed.prepare.inputs.chat_columns import ChatColumns
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
@@ -63,15 +64,11 @@ class Columns:
 
     Attributes:
         names: to look for; the first that exists counts.
-        beside: further columns; if a record has one, its value is an object of all of them.
-        called: the key of the first in that object.
         refused: further columns that say how to train, and would be lost.
         masks: further columns that would be lost, harmless if they are 1 everywhere.
     """
 
     names: Sequence[str]
-    beside: Sequence[str] = ()
-    called: str = "value"
     refused: Sequence[str] = ()
     masks: Sequence[str] = ()
 
@@ -81,9 +78,13 @@ class Columns:
         for name in self.masks:
             if record.get(name) is not None:
                 _refuse_padding(name, record[name])
-        value = value_in(record, self.names, lambda: HERE)
-        more = {name: record[name] for name in self.beside if record.get(name) is not None}
-        return {self.called: value} | more if more else value
+        return value_in(record, self.names, lambda: HERE)
+
+    def wanted(self, there: Sequence[str]) -> list[str]:
+        """Those of a table's columns that are read. Raises StoreError for columns that would be lost."""
+        self.refuse_lost(there)
+        first = next((name for name in self.names if name in there), None)
+        return [name for name in there if name == first or name in self.masks]
 
     def refuse_lost(self, there: Sequence[str]) -> None:
         """Raises StoreError for columns that would be lost. there: the names of all columns."""
@@ -117,13 +118,13 @@ class Reading:
         most_bytes: of a record, uncompressed; of a sample, with its parts.
     """
 
-    columns: Columns | SampleColumns
+    columns: Columns | ChatColumns | SampleColumns
     encodings: Sequence[str]
     most_bytes: int
 
     def value(self, record: Mapping[str, Any], url: str) -> Any:
         """The value of a record of a file. Raises StoreError."""
-        if isinstance(self.columns, Columns):
+        if not isinstance(self.columns, SampleColumns):
             return self.columns.value(record)
         own = parent(url)[0]
         folder = own if self.columns.folder is None else self.columns.folder
@@ -213,8 +214,8 @@ def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Re
 
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
-    names = {*columns.names, *columns.beside}
     with mds_of(url) as store:
+        names = columns.wanted([field.name for field in store.dataset.fields])
         for number, i in enumerate(samples):
             record, value, reason = store.sample(i, names, images=False), None, None
             try:
@@ -309,17 +310,12 @@ def _arrow_rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[
 
 def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
     """The columns of a table that are read. Raises StoreError if there are none."""
-    columns = how.columns
-    if isinstance(columns, Columns):
-        try:
-            columns.refuse_lost(schema.names)
-        except StoreError as error:
-            raise StoreError(f"{url}: {reason_of(error)}") from None
-    first = name_in(schema, columns.names, url)
-    named = columns.names if isinstance(columns, SampleColumns) else (first,)
-    masks = columns.masks if isinstance(columns, Columns) else ()
-    wanted = dict.fromkeys((*named, *columns.beside, *masks))
-    return [each for each in wanted if each in schema.names]
+    try:
+        wanted = how.columns.wanted(schema.names)
+    except StoreError as error:
+        raise StoreError(f"{url}: {reason_of(error)}") from None
+    name_in(schema, how.columns.names, url)
+    return wanted
 
 
 def _of_row(

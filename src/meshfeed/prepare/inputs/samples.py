@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -26,7 +26,8 @@ from meshfeed.errors import StoreError
 from meshfeed.files import Folder
 from meshfeed.files.url import is_http, is_remote, without_secrets
 from meshfeed.formats.documents import read_bytes
-from meshfeed.prepare.inputs.conversation import with_role
+from meshfeed.prepare.inputs.chat_columns import CHAT_KEYS, ChatColumns
+from meshfeed.prepare.inputs.conversation import Conversation, conversation, parsed, with_role
 from meshfeed.prepare.inputs.within_folder import read_beneath
 
 Fetch = Callable[[str], bytes]
@@ -42,7 +43,6 @@ PART_KEYS = {
 }
 """Key of a record -> kind of the parts under it."""
 TEXT_KEYS = ("text", "caption")
-CHAT_KEYS = ("messages", "conversations", "conversation")
 
 _MARK = re.compile("<(image|audio|video)>")
 
@@ -60,8 +60,7 @@ class Sample:
     """Text with parts.
 
     Attributes:
-        text: pieces of text, None for each part; of a chat, {"messages": ...} and perhaps "tools",
-            where {"type": "image"} stands for a part.
+        text: pieces of text, None for each part; or a Conversation, with {"type": "image"} for a part.
         parts: in order.
         name: for messages; "" if its line or row is enough.
     """
@@ -78,7 +77,15 @@ class Sample:
     def key(self) -> str:
         """Identifies it among all samples."""
         digests = [hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in self.parts]
-        return json.dumps([self.text, digests], sort_keys=True)
+        text = self.text.key() if isinstance(self.text, Conversation) else self.text
+        return json.dumps([text, digests], sort_keys=True)
+
+    def each_answer(self) -> list[Sample]:
+        """Of a chat: one for each answer, with the parts until then; see `Conversation.each_answer`."""
+        return [
+            replace(self, text=talk, parts=self.parts[: sum(map(_num_parts, talk.messages))])
+            for talk in cast(Conversation, self.text).each_answer()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +95,31 @@ class SampleColumns:
     Attributes:
         chat: whether they are conversations.
         column: of the text or the messages; None for the usual names.
+        ignore: columns of chats that are not read.
         folder: base of the paths of parts, or its URL; None for the folder of the file that names them.
     """
 
     chat: bool
     column: str | None = None
+    ignore: Sequence[str] = ()
     folder: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Columns of the text; the first that exists counts."""
-        if self.column is not None:
-            return (self.column,)
-        return CHAT_KEYS if self.chat else (*TEXT_KEYS, "texts")
+        if self.chat:
+            return self._chats.names
+        return (*TEXT_KEYS, "texts") if self.column is None else (self.column,)
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """Further columns that are read."""
-        return (*PART_KEYS, "tools")
+    def _chats(self) -> ChatColumns:
+        return ChatColumns(self.column, self.ignore)
+
+    def wanted(self, there: Sequence[str]) -> list[str]:
+        """Those of a table's columns that are read."""
+        if self.chat:
+            return self._chats.wanted(there)
+        return [name for name in there if name in self.names or name in PART_KEYS]
 
     def holds_text(self, record: Mapping[str, Any]) -> bool:
         """Whether a record has text."""
@@ -121,7 +135,7 @@ class SampleColumns:
                 f"{'' if self.chat else ', or give --chat for conversations'}"
             )
         value = record[name]
-        if not self.chat and isinstance(value, list):
+        if isinstance(value, list) and not self.chat:
             images = _list(record.get("images")) or _list(record.get("image"))
             return _of_places(cast(list[Any], value), images, fetch)
         given = [
@@ -130,7 +144,10 @@ class SampleColumns:
             for k, each in enumerate(_list(record.get(key)))
         ]
         if self.chat:
-            return _of_chat(value, given, record.get("tools"), fetch)
+            messages, beside = self._chats.parted(
+                {name: each for name, each in record.items() if name not in PART_KEYS}
+            )
+            return _of_chat(messages, given, beside, fetch)
         if not isinstance(value, str):
             raise StoreError(f"{name!r} is {type(value).__name__} where text belongs")
         return _of_text(value, given)
@@ -281,7 +298,8 @@ def _matched(kinds: Sequence[str], given: Sequence[SamplePart]) -> tuple[SampleP
 # -- chats ------------------------------------------------------------------------------------------------
 
 
-def _of_chat(value: Any, given: Sequence[SamplePart], tools: Any, fetch: Fetch) -> Sample:
+def _of_chat(value: Any, given: Sequence[SamplePart], beside: Mapping[str, Any], fetch: Fetch) -> Sample:
+    value = parsed(value, "the messages")
     if not isinstance(value, list):
         raise StoreError(f"{type(value).__name__} where a list of messages belongs")
     kinds: list[str] = []
@@ -303,9 +321,13 @@ def _of_chat(value: Any, given: Sequence[SamplePart], tools: Any, fetch: Fetch) 
         text = [{"type": "text", "text": content}] if isinstance(content, str) else cast(list[Any], content)
         messages[first]["content"] = [*({"type": each.kind} for each in given), *text]
         kinds = [each.kind for each in given]
-    parts = _matched(kinds, inside or given)
-    chat: dict[str, Any] = {"messages": messages}
-    return Sample(chat if tools is None else chat | {"tools": tools}, parts)
+    return Sample(conversation(messages, beside), _matched(kinds, inside or given))
+
+
+def _num_parts(message: Mapping[str, Any]) -> int:
+    """Parts of a message whose marks are objects."""
+    items = [each for each in _list(message.get("content")) if isinstance(each, Mapping)]
+    return sum(item.get("type") in PART_KEYS.values() for item in items)
 
 
 def _message(

@@ -14,7 +14,7 @@ from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.jsonl import place_of
-from meshfeed.prepare.encoding.encodings import Encoder, hash_of
+from meshfeed.prepare.encoding.encodings import Encoder, expanded, hash_of
 from meshfeed.prepare.inputs.records import HERE, Record, reason_of, records
 from meshfeed.prepare.job.job import Job, load_job
 from meshfeed.prepare.job.part_file import (
@@ -102,17 +102,24 @@ def _together(found: Iterator[tuple[int, Record]]) -> Iterator[list[tuple[int, R
 
 
 def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary: PartSummary) -> Block:
+    values = [expanded(encoder, record.value) for _, record in some]
     try:
-        found = encoder.encode([record.value for _, record in some], lambda i: HERE)
+        found = encoder.encode([value for each in values for value in each], lambda i: HERE)
     except StoreError:  # one of them is at fault; encode each alone to find it
-        given, some, found = some, [], []
-        for span, record in given:
+        given, some, found, values = zip(some, values), [], [], []
+        for (span, record), each in given:
             try:
-                found += encoder.encode([record.value], lambda i: HERE)
+                found += encoder.encode(each, lambda i: HERE)
                 some.append((span, record))
+                values.append(each)
             except StoreError as error:
                 _refuse(job, summary, span, record, reason_of(error))
+    counts = np.array([len(each) for each in values], np.int64)
     hashed = [hash_of(record.value) for _, record in some] if job.request.wants_hashes else []
+    hashes = np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2)
+    if hashed:  # what is made of one record is of one side, by the first half, and no repetition
+        hashes = hashes.repeat(counts, axis=0)
+        hashes[:, 1] += np.concatenate([np.arange(count, dtype="<u8") for count in counts])
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(each[name] for each in found)], dtype=dtype)
         for name, dtype in {**encoder.columns, **encoder.beside}.items()
@@ -123,8 +130,10 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
     summary.num_blocks += 1
     return Block(
         lengths=lengths,
-        records=np.array([(span, record.number) for span, record in some], np.int64).reshape(-1, 2),
-        hashes=np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2),
+        records=np.array([(span, record.number) for span, record in some], np.int64)
+        .reshape(-1, 2)
+        .repeat(counts, axis=0),
+        hashes=hashes,
         columns=columns,
     )
 
