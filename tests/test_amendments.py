@@ -94,6 +94,7 @@ class Job:
                 packing=PACKING,
                 transport=mf.Transport(delivery="direct", rendezvous=store, prefetch=dice.choice([0, 2])),
                 ledger=ledger,
+                no_loss="allow",
             )
             for rank in range(shape.world_size)
         ]
@@ -381,7 +382,7 @@ def test_windows_keep_excluded_tokens_without_loss(lengths: list[int], data: st.
         )
         amended, total = recipe.amended([(1, mf.amendments.Exclude(sorted(gone)))]), len(document_of)
         valid: Counter[int] = Counter()
-        for simulated in mf.simulate(amended, layout, 4):
+        for simulated in mf.simulate(amended, layout, 4, no_loss="allow"):
             step = simulated.batch.step
             for microbatch in simulated.microbatches:
                 tokens, mask = microbatch["tokens"].numpy(), microbatch["loss_mask"].numpy()
@@ -639,7 +640,8 @@ def test_a_feed_whose_documents_are_all_excluded_closes_at_once(folder: Path, pr
     everything = {name: range(size) for name, size in SIZES.items()}
     recipe = recipe_of(folder).amended([(3, mf.amendments.Exclude(everything))])
     before = {*threading.enumerate()}  # another test's feed may be waiting for the garbage collector
-    with mf.Feed(recipe, packing=PACKING, transport=mf.Transport(prefetch=prefetch)) as feed:
+    options: dict[str, Any] = {"packing": PACKING, "transport": mf.Transport(prefetch=prefetch)}
+    with mf.Feed(recipe, no_loss="allow", **options) as feed:
         for step in feed:
             assert (step.index < 3) == (step.valid_tokens > 0)
             if step.index == 5:

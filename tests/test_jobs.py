@@ -66,11 +66,12 @@ def lives(rank: int, folder: str, number: int) -> list[str]:
         )
         transport = mf.Transport(delivery=delivery, timeout_s=300, prefetch=data.draw(st.integers(0, 2)))
         layout = layout_of(runs[0][1])
-        feed = mf.Feed(job.recipe, layout, packing=packing, pad_rows=packing is None, transport=transport)
+        free: dict[str, Any] = {"packing": packing, "no_loss": "allow"}
+        feed = mf.Feed(job.recipe, layout, pad_rows=packing is None, transport=transport, **free)
         with feed:
             for at, (step, text) in enumerate(runs):
                 further = range(step, step + 6)  # two of them are skipped, at the most
-                expected = simulated(job.recipe, layout_of(text), further, rank, packing=packing)[:2]
+                expected = simulated(job.recipe, layout_of(text), further, rank, **free)[:2]
                 if at and (text != runs[at - 1][1] or data.draw(st.booleans())):
                     with feed.run(step, layout=layout_of(text), generation=at) as run:
                         found = take(run, 2)
@@ -186,7 +187,7 @@ def test_what_is_excluded_moves_nothing_else(numbered: Path, data: st.DataObject
 def losses_of(recipe: mf.Recipe, step: int, packing: mf.Packing | None) -> Counter[tuple[str, int, int]]:
     """(source, token, label) of all that bears loss in a step."""
     found = Counter[tuple[str, int, int]]()
-    (made,) = mf.simulate(recipe, mf.Layout(), [step], packing=packing)
+    (made,) = mf.simulate(recipe, mf.Layout(), [step], packing=packing, no_loss="allow")
     for microbatch in made.microbatches:
         names = [recipe.source_names[source] for source in microbatch.draws.source.tolist()]
         tokens, labels, mask = (microbatch[name] for name in ("tokens", "labels", "loss_mask"))
@@ -214,7 +215,8 @@ def test_plans_are_total_and_capped(folder: Path, data: st.DataObject) -> None:
     if packing is None or packing.oversize != "error":
         reject()
     layout = mf.Layout.parse(data.draw(st.sampled_from(FOUR)))
-    made = next(iter(mf.simulate(job.recipe, layout, [step], ranks=[0], packing=packing)), None)
+    options: dict[str, Any] = {"packing": packing, "no_loss": "allow"}
+    made = next(iter(mf.simulate(job.recipe, layout, [step], ranks=[0], **options)), None)
     if made is None:  # it is skipped
         reject()
     lengths = job.recipe.sequence.lengths(job.recipe, made.batch.draws)

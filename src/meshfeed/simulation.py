@@ -11,12 +11,12 @@ from meshfeed.errors import OptionError, PlanError
 from meshfeed.feed.batch import Microbatch, Sources
 from meshfeed.feed.device import OnHost, built_by, microbatches_of
 from meshfeed.feed.launch import given_layout
-from meshfeed.feed.options import check_recipe
+from meshfeed.feed.options import check_no_loss, check_recipe
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
 from meshfeed.machine import Machine
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.types import Encoder
+from meshfeed.plan.types import Encoder, NoLoss
 from meshfeed.recipe import Recipe, entered
 from meshfeed.roles import StageMap
 from meshfeed.sequence import run_by
@@ -49,6 +49,7 @@ def simulate(
     micro_batch_size: int = 1,
     packing: Packing | None = None,
     cp_split: CpSplit = "zigzag",
+    no_loss: NoLoss = "error",
     encoder: Encoder = "with sample",
     machine: Machine = Machine(),
 ) -> Iterator[SimulatedStep]:
@@ -56,9 +57,10 @@ def simulate(
 
     steps: a number of steps from 0, or the steps; those that an amendment skips are left out. ranks: only
     these; None for all. The other arguments are those of `Feed`. Ends with the stream. Raises OptionError for
-    anything but a recipe, and LayoutError for anything but a layout.
+    anything but a recipe, LayoutError for anything but a layout, and PlanError as a Feed does.
     """
     check_recipe(recipe, "simulate")
+    check_no_loss(no_loss)
     (micro_batch_size,) = whole_numbers(PlanError, 1, micro_batch_size=micro_batch_size)
     if isinstance(steps, str) or not isinstance(steps := whole(steps), Iterable):
         steps = range(*whole_numbers(OptionError, 0, steps=steps))
@@ -73,6 +75,7 @@ def simulate(
         packing=packing,
         vpp=stages.vpp,
         cp_split=cp_split,
+        no_loss=no_loss,
     )
     contents, host = stepping.contents, OnHost()
     chosen = layout.ranks().tolist() if ranks is None else list(ranks)

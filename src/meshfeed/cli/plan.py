@@ -51,6 +51,7 @@ class Plan(Command, JobOptions, RecipeOptions):
         "objective, lower_bound, objective_over_bound": "time of the step, and the least of any plan",
         "largest_load, largest_rank_tokens": "largest of one rank in one microbatch",
         "oversize, empty": "indices of sequences that are too long; number of sequences without a token",
+        "valid_tokens, cut_loss": "of a recipe: tokens with loss; sequences that truncation left none",
         "empty_microbatches": "number of microbatches without a sequence on any rank",
         "planning_s": "seconds that planning took",
         "sources": "name -> sequences and epochs that a mixture has given when the step is done",
@@ -142,6 +143,7 @@ class Plan(Command, JobOptions, RecipeOptions):
                     account=account,
                     planning_s=seconds,
                     sources=_drawn(recipe, batch),
+                    batch=batch,
                     encoders=encoders,
                     loads=loads,
                     note=warning_of(recipe) or "",
@@ -150,7 +152,8 @@ class Plan(Command, JobOptions, RecipeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A step's plan, and what there is to tell of it. encoders, loads: empty for text. note: of storage."""
+    """A step's plan, and what there is to tell of it. batch: of a recipe. encoders, loads: empty for text.
+    note: of storage."""
 
     step: int
     plan: StepPlan
@@ -160,6 +163,7 @@ class _Planned:
     encoders: Mapping[str, EncoderPlan] = field(default_factory=dict)
     loads: Mapping[str, Load] = field(default_factory=dict)
     note: str = ""
+    batch: GlobalBatch | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -186,6 +190,8 @@ class _Planned:
             "planning_s": self.planning_s,
             "sources": self.sources,
         }
+        if self.batch is not None:
+            facts |= {"valid_tokens": self.batch.valid_tokens, "cut_loss": self.batch.cut_loss.tolist()}
         if self.loads:
             facts["loads"] = {
                 name: {"max_over_mean": load.max_over_mean, "lower_bound": load.bound}
@@ -235,6 +241,10 @@ def _print(steps: list[dict[str, Any]]) -> None:
         if facts["oversize"] or facts["empty"]:
             step, too_long = facts["step"], len(facts["oversize"])
             console.print(f"step {step}: {too_long} too long, {facts['empty']} without a token")
+        if cut := facts.get("cut_loss"):
+            console.print(f"step {facts['step']}: {len(cut)} lose all their loss where they are truncated")
+        if facts.get("valid_tokens") == 0:
+            console.print(f"step {facts['step']}: no token bears loss, and a feed refuses it")
         if facts["empty_microbatches"]:
             of_all = f"{facts['empty_microbatches']:,} of {facts['microbatches']:,}"
             console.print(f"step {facts['step']}: {of_all} microbatches hold no sequence")

@@ -23,6 +23,7 @@ from meshfeed.feed.source import StepSource
 from meshfeed.layout import Layout
 from meshfeed.metrics import Sink
 from meshfeed.plan import CpSplit, Packing, StepPlan
+from meshfeed.plan.types import NoLoss
 from meshfeed.roles import StageMap
 from meshfeed.state import check_step
 from meshfeed.transport import Transport
@@ -80,6 +81,7 @@ class Exchange(StepSource[ExchangePlace]):
         device: str | torch.device = "cpu",
         stage_map: StageMap | None = None,
         cp_split: CpSplit = "zigzag",
+        no_loss: NoLoss = "error",
         transport: Transport = Transport(),
         verify: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,

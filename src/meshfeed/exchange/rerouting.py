@@ -201,7 +201,7 @@ class ItemProducer(Producer[ExchangePlace]):
     def _plan(self, gathered: GatheredLengths, step: int, made: StepPlan | None) -> GlobalBatch:
         if len(gathered):
             self.keys.check_present(gathered.dtypes.keys(), self.place.wanted, step)
-        return plan(
+        batch = plan(
             gathered,
             self.packing,
             self.place.membership,
@@ -212,6 +212,9 @@ class ItemProducer(Producer[ExchangePlace]):
             made=made,
             split=self.place.options.cp_split,
         )
+        if self.place.options.no_loss == "error" and batch.plan.num_microbatches:  # or it has no item
+            batch.check_loss(self.packing)
+        return batch
 
     def _is_end(self, gathered: GatheredLengths) -> bool:
         """Whether this is the end and not a step. Raises RecipeError if uneven="error" forbids this end."""

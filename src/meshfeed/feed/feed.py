@@ -35,7 +35,7 @@ from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
 from meshfeed.order import has_step, is_over_early, num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.types import Encoder
+from meshfeed.plan.types import Encoder, NoLoss
 from meshfeed.recipe import Change, Recipe, entered
 from meshfeed.roles import StageMap
 from meshfeed.sequence import SequenceRule, TakesParts, contents_of, opened, run_by
@@ -73,6 +73,8 @@ class Feed(StepSource[RankPlace]):
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous", or a pack as a whole,
             "pack_contiguous".
+        no_loss: a step in which no token bears loss is refused before it is read ("error"), since its mean
+            loss is 0/0; or it is given as any other, with `step.valid_tokens == 0` ("allow").
         encoder: whether the ranks that hold a pack encode its images, audio and video ("with sample"), or all
             dp and cp ranks share those of a microbatch ("balanced"): see `exchange_encoded`.
         machine: how this rank's machine makes items, decodes parts and keeps indices; see `Machine`. Ranks
@@ -106,6 +108,7 @@ class Feed(StepSource[RankPlace]):
         pad_rows: bool = False,
         packing: Packing | None = None,
         cp_split: CpSplit = "zigzag",
+        no_loss: NoLoss = "error",
         encoder: Encoder = "with sample",
         machine: Machine = Machine(),
         transport: Transport = Transport(),
@@ -129,6 +132,7 @@ class Feed(StepSource[RankPlace]):
             packing=packing,
             vpp=1 if stage_map is None else stage_map.vpp,
             cp_split=cp_split,
+            no_loss=no_loss,
         )
         self._place = RankPlace(
             given_layout=given_layout(layout),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from meshfeed.errors import OptionError
 from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.types import Encoder
+from meshfeed.plan.types import Encoder, NoLoss
 from meshfeed.recipe import Recipe
 from meshfeed.roles import StageMap
 from meshfeed.store import StreamStore
@@ -32,6 +32,7 @@ class Options:
     stage_map: StageMap | None
     packing: Packing | None
     cp_split: CpSplit
+    no_loss: NoLoss
     transport: Transport
     verify: bool
     metrics: Sink | Sequence[Sink] | None
@@ -46,6 +47,7 @@ class Options:
         _check_device(self.device)
         of_kind(OptionError, Transport, transport=self.transport)
         of_kind(OptionError, bool, verify=self.verify)  # the string "no" would count as True
+        check_no_loss(self.no_loss)
         if self.packing is not None:
             of_kind(OptionError, Packing, packing=self.packing)
 
@@ -95,6 +97,12 @@ def check_recipe(given: Any, who: str) -> None:
             "mf.Mapped(mf.SameEveryEpoch(dataset)) if its items are indexed by integers"
         )
     raise OptionError(f"{who} takes a mf.Recipe, not a {kind}{hint}")
+
+
+def check_no_loss(given: Any) -> None:
+    """Raises OptionError for anything but a NoLoss."""
+    if given not in get_args(NoLoss):
+        raise OptionError(f"no_loss={given!r}: choose one of {', '.join(get_args(NoLoss))}")
 
 
 def _check_device(device: Any) -> None:

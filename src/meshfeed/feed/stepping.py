@@ -9,11 +9,12 @@ planned; after that every portion read may allow one more.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import cast
 
@@ -44,7 +45,7 @@ from meshfeed.plan import (
     plan_step,
 )
 from meshfeed.plan.packing import sizes_of
-from meshfeed.plan.types import cuts_packs
+from meshfeed.plan.types import NoLoss, cuts_packs
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import (
     Portion,
@@ -57,6 +58,8 @@ from meshfeed.sequence import (
     sees_step,
 )
 from meshfeed.sequence.runs import places_among
+
+_log = logging.getLogger("meshfeed")
 
 _TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: above that, the fixed cost of a read is negligible
 
@@ -74,6 +77,7 @@ class GlobalBatch:
         lengths: tokens of each, before the plan splits or truncates it; int64 [n].
         plan: the rank of each sequence.
         tokens, valid_tokens, sum_sq, sources: of the whole batch; see `batch.Step`.
+        cut_loss: draws that truncation left without any of their loss; int64 [k].
         stats: the costs that are known before the step is made, computed on demand.
     """
 
@@ -85,18 +89,52 @@ class GlobalBatch:
     valid_tokens: int
     sum_sq: int
     sources: tuple[str, ...] = ()
+    cut_loss: npt.NDArray[np.int64] = field(default_factory=partial(np.zeros, 0, np.int64))
     stats: Callable[[], StepStats] = StepStats
+
+    def check_loss(self, packing: Packing | None) -> None:
+        """Raises PlanError if no token bears loss: a mean over those that do is 0/0."""
+        if self.valid_tokens:
+            return
+        cures = "give it items that bear loss"  # of an Exchange, which nobody amends
+        if self.sources:
+            cures = f"leave the step out by the amendment SkipSteps({self.step}, {self.step + 1})"
+        what, long = f"{len(self.draws)} sequences", self.plan.oversize
+        counts = np.bincount(self.draws.source, minlength=len(self.sources)).tolist()
+        if len(self.sources) > 1:
+            of = (f"{count} of {name!r}" for name, count in zip(self.sources, counts) if count)
+            what += f", {', '.join(of)}"
+        if long.size and packing is not None and packing.oversize != "split":
+            first = "source {}, epoch {}, index {}".format(*_names(self.draws, long[:1])[0])
+            became = "left out" if packing.oversize == "drop" else "cut"
+            what += f"; {long.size} too long and {became}, such as {first}"
+            cures = f"raise capacity or cp, or set oversize='split' (--oversize), or {cures}"
+        raise PlanError(
+            f"step {self.step}: none of its {self.tokens} tokens bears loss, so their mean loss is 0/0 "
+            f"({what}); {cures}, or set no_loss='allow' and divide by max(step.valid_tokens, 1)"
+        )
+
+
+def _names(draws: Draws, places: npt.NDArray[np.integer]) -> list[tuple[int, int, int]]:
+    some = draws.take(places)
+    return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
 
 
 def stats_of_packs(
-    plan: StepPlan, draws: Draws, packing: Packing, *, pp: int, vpp: int, known: StepStats | None = None
+    plan: StepPlan,
+    draws: Draws,
+    packing: Packing,
+    *,
+    pp: int,
+    vpp: int,
+    cut_loss: Sequence[int] | npt.NDArray[np.int64] = (),
+    known: StepStats | None = None,
 ) -> StepStats:
-    """The known stats, with those of a plan: balance, padding, every sequence that was cut or left out."""
-    account = account_of(plan, packing, pp=pp, vpp=vpp)
+    """The known stats, with those of a plan: balance, padding, every sequence that was cut or left out.
 
-    def names(sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
-        some = draws.take(sequences)
-        return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
+    cut_loss: see `GlobalBatch`.
+    """
+    account = account_of(plan, packing, pp=pp, vpp=vpp)
 
     return replace(
         known or StepStats(),
@@ -104,8 +142,9 @@ def stats_of_packs(
         objective_over_bound=account.over_bound,
         max_over_mean=account.max_over_mean,
         padding=account.padding,
-        oversize=names(plan.oversize),
-        empty=names(plan.sequence[plan.empty]),
+        oversize=_names(draws, plan.oversize),
+        empty=_names(draws, plan.sequence[plan.empty]),
+        cut_loss=_names(draws, np.asarray(cut_loss, np.int64)),
     )
 
 
@@ -119,6 +158,7 @@ class Stepping:
         packing: how sequences of different lengths become microbatches; None for rows of one length.
         vpp: virtual stages per pipeline rank.
         cp_split: how context parallelism splits a sequence.
+        no_loss: whether a step without loss is refused.
         opened: the recipe's rule as `sequence.opened` gives it; None before that.
 
     Raises RecipeError or OptionError for a rule that does not go with the stores, the packing or the split.
@@ -130,6 +170,7 @@ class Stepping:
     cp_split: CpSplit
     packing: Packing | None = None
     vpp: int = 1
+    no_loss: NoLoss = "allow"
     opened: SequenceRule | None = None
 
     def __post_init__(self) -> None:
@@ -175,7 +216,7 @@ class Stepping:
         return {}
 
     def global_batch(self, step: int) -> GlobalBatch | None:
-        """One step; None past the end of the stream."""
+        """One step; None past the end of the stream. Raises PlanError, for a step without loss too."""
         if step in self._foreseen and (foreseen := self._foreseen.pop(step)).exception() is None:
             return foreseen.result()
         drawn = draws_of_step(self.recipe, step)
@@ -194,7 +235,8 @@ class Stepping:
             plan = replace(plan, microbatch=microbatch)
         kept = draws.take(plan.sequence[plan.kept])
         valid = self.contents.valid_tokens(self.recipe, kept, plan.start[plan.kept], plan.lengths[plan.kept])
-        return GlobalBatch(
+        cut_loss = self._cut_loss(draws, whole, plan, valid)
+        batch = GlobalBatch(
             step=step,
             draws=draws,
             lengths=whole,
@@ -203,10 +245,35 @@ class Stepping:
             valid_tokens=int(valid.sum()),
             sum_sq=plan.sum_sq,
             sources=self.recipe.source_names_at(step) if amendments.grown else self.recipe.source_names,
-            stats=partial(self._stats, step, draws, plan),
+            cut_loss=cut_loss,
+            stats=partial(self._stats, step, draws, plan, cut_loss),
         )
+        if self.no_loss == "error":
+            batch.check_loss(self.packing)
+        return batch
 
-    def _stats(self, step: int, draws: Draws, plan: StepPlan) -> StepStats:
+    def _cut_loss(
+        self,
+        draws: Draws,
+        lengths: npt.NDArray[np.int64],
+        plan: StepPlan,
+        valid: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """See `GlobalBatch`. valid: loss-bearing tokens of each kept row of the plan; int64 [m]."""
+        none = np.zeros(0, np.int64)
+        if self.packing is None or self.packing.oversize != "truncate" or not plan.oversize.size:
+            return none
+        bears = np.zeros(len(draws), np.bool_)
+        bears[plan.sequence[plan.kept]] = valid > 0
+        suspect = plan.oversize[~bears[plan.oversize]].astype(np.int64)
+        if not suspect.size:
+            return none
+        of = draws.take(suspect)
+        return suspect[
+            self.contents.valid_tokens(self.recipe, of, np.zeros_like(suspect), lengths[suspect]) > 0
+        ]
+
+    def _stats(self, step: int, draws: Draws, plan: StepPlan, cut_loss: npt.NDArray[np.int64]) -> StepStats:
         stats, names = StepStats(), self.recipe.source_names_at(step)
         if (known := len(names)) > 1:  # a rank may know further ones, which amendments add later
             drawn, epochs = drawn_until(self.recipe, step + 1) or (None, None)
@@ -219,7 +286,9 @@ class Stepping:
             )
         if self.packing is None:
             return stats
-        return stats_of_packs(plan, draws, self.packing, pp=self.layout.pp, vpp=self.vpp, known=stats)
+        return stats_of_packs(
+            plan, draws, self.packing, pp=self.layout.pp, vpp=self.vpp, cut_loss=cut_loss, known=stats
+        )
 
     def check_filled(self) -> None:
         """Raises OptionError if the sequences of some step do not fill its microbatches.
@@ -366,6 +435,7 @@ class Ahead:
         self._unread: deque[int] = deque()  # bytes of each portion
         self._unread_bytes = 0
         self._error: Exception | None = None
+        self._num_cut = self._num_told = 0  # sequences whose loss truncation cut off
 
     def __iter__(self) -> Iterator[tuple[GlobalBatch, list[Portion]]]:
         self._plan()
@@ -395,6 +465,7 @@ class Ahead:
                 self._next = self._first_given(self._next)
                 batch = self._stepping.global_batch(self._next)
                 if batch is not None:
+                    self._tell_cut_loss(batch)
                     portions = self._stepping.portions(batch, self._coord, self._served, self._needs)
         except Exception as error:  # raised after the earlier steps, which can be trained
             batch, self._error = None, error
@@ -411,6 +482,25 @@ class Ahead:
         self._unread_bytes += sum(sizes)
         self._next += 1
         self._planned.append((batch, portions))
+
+    def _tell_cut_loss(self, batch: GlobalBatch) -> None:
+        """Log, on rank 0, which sequences lost their loss: the first ones, then whenever there are twice as
+        many."""
+        self._num_cut += batch.cut_loss.size
+        if self._num_cut < max(2 * self._num_told, 1) or self._coord != Coord(0, 0, 0, 0):
+            return
+        self._num_told = self._num_cut
+        names = _names(batch.draws, batch.cut_loss[:8])
+        _log.warning(
+            "step %d: %d of %d sequences lost all their loss where they were truncated, by (source, epoch, "
+            "index): %s%s; %d so far. Raise capacity or cp; step.stats['cut_loss'] names all",
+            batch.step,
+            batch.cut_loss.size,
+            len(batch.draws),
+            ", ".join(map(str, names)),
+            ", ..." * (batch.cut_loss.size > len(names)),
+            self._num_cut,
+        )
 
     def _first_given(self, step: int) -> int:
         """The first step from this one on that is not left out."""

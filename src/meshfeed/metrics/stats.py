@@ -58,8 +58,9 @@ class StepStats(Mapping[str, Any]):
         decode_busy_s, decode_cpu_s: seconds and CPU seconds of decoding them, summed over workers; most of it
             ahead of the step.
         efficiency, objective_over_bound, max_over_mean, padding: of the global batch's packs; see `Account`.
-            None without packing, as are the next two.
+            None without packing, as are the next three.
         oversize, empty: the sequences that were too long, and those without tokens.
+        cut_loss: of those too long, the ones that truncation left without any of their loss.
         source_drawn, source_epochs: sequences of each source up to this step, and the same in epochs; arrays.
             None for a single source, as is the next.
         source_asked: sequences of each source up to this step by the recipe's shares, with fractions; an
@@ -89,6 +90,7 @@ class StepStats(Mapping[str, Any]):
     padding: float | None = None
     oversize: Sequence[SequenceName] | None = None
     empty: Sequence[SequenceName] | None = None
+    cut_loss: Sequence[SequenceName] | None = None
     source_drawn: npt.NDArray[np.int64] | None = None
     source_epochs: npt.NDArray[np.float64] | None = None
     source_asked: npt.NDArray[np.float64] | None = None

@@ -266,6 +266,8 @@ def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
 
 Encoder = Literal["with sample", "balanced"]
 """Where encoders of images, audio and video run: on the ranks that hold the sequence, or shared by all."""
+NoLoss = Literal["error", "allow"]
+"""What becomes of a step in which no token bears loss: it is refused before it is read, or given as it is."""
 CpSplit = Literal["zigzag", "contiguous", "pack_contiguous"]
 """zigzag: chunks r and 2*cp-1-r of each sequence, so that causal attention costs every rank the same.
 contiguous: the r-th of cp equal chunks of each sequence. pack_contiguous: the r-th of cp equal runs of the
