@@ -1,26 +1,26 @@
-"""Arrow as a token store, as Hugging Face `datasets` saves it: a document per row, read in place."""
+"""Arrow as a token store, as Hugging Face `datasets` saves it: a document per row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Self, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import OptionError, StoreError
+from meshfeed.errors import ChecksumError, OptionError, StoreError
 from meshfeed.files import ByteFile, Folder
 from meshfeed.files.url import is_http
-from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan
-from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
-from meshfeed.formats.tokens import refuse_unfit
-from meshfeed.store.base import I64, Pieces, grouped
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags
+from meshfeed.formats.parquet import RawStream, Rows, arrow_for, lists_in, name_in, spans_of, typed_arrow
+from meshfeed.store.base import I64
 from meshfeed.store.format import Place
 from meshfeed.store.loss_columns import LOSS_COLUMNS
-from meshfeed.store.node_arrays import joined
+
+_FILE_MAGIC = b"ARROW1"
+_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 STATE = "state.json"
 """File in a folder of `save_to_disk` that names its data files."""
@@ -31,118 +31,44 @@ SPLITS = "dataset_dict.json"
 class ArrowStore(DocumentFiles):
     """Arrow streams or files; each row is a document, its tokens in one column of lists.
 
-    Lengths come from their offsets alone. Only requested tokens are read, in place. Their dtype is
-    the smallest of uint16, int32 and int64 that holds all numbers of the column's type. A shard is a file.
     Needs pyarrow. See `DocumentFiles`.
     """
 
     format = "arrow"
 
-    @property
-    def shard_ends(self) -> I64:
-        """Where files end, in documents; int64 [num_files]."""
-        return self._index["file_ends"]
-
-    @property
-    def largest_token(self) -> int | None:
-        """None: tokens are not read for the index."""
-        return None
-
-    def check(self) -> ArrowStore:
+    def check(self) -> Self:
         """Load pyarrow, and check that the files exist."""
         _ = arrow_for(self.path, "Arrow")
-        super().check()
-        return self
-
-    # -- the index --------------------------------------------------------------------------------------
+        return super().check()
 
     def _spans(self) -> list[FileSpan]:
-        """Whole files, since little of each is read."""
-        return [FileSpan(i, 0, file.size_bytes) for i, file in enumerate(self._files)]
+        """Record batches of local files; a remote file is one span, since it is read from its beginning."""
+        spans: list[FileSpan] = []
+        for f, file in enumerate(self._files):
+            if file.is_remote:
+                spans.append(FileSpan(f, 0, file.size_bytes))
+                continue
+            with file:
+                columns = (batch.column(self._name(file, batch)) for batch in batches_in(file))
+                # nothing is checked yet, so no offset may be followed
+                spans += spans_of(f, [column.get_total_buffer_size() for column in columns])
+        return spans
 
-    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
-        file = self._files[span.file]
-        with typed_arrow(file.url):
-            arrow = arrow_for(file.url, "Arrow")
-            beside = np.isin(LOSS_COLUMNS, schema_of(arrow, file).names)
-            column = self._found(file)
-            batches = list(batches_of(arrow, file, column))
-        width = column.dtype.itemsize
-        at, sizes = ([getattr(batch, name) for batch in batches] for name in ("at", "sizes"))
-        found: dict[str, Array] = {"at": _end_to_end(at), "sizes": _end_to_end(sizes)}
-        found |= {"beside": beside, "dtype": np.array([column.dtype.str])}
-        most = 0 if self._column.of_loss else int(np.iinfo(column.dtype).max)
-        return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}
+    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+        file, first = self._files[span.file], 0
+        for number, batch in enumerate(islice(batches_in(file), span.end)):
+            if number >= span.begin:
+                name = self._name(file, batch)
+                beside[:] = np.isin(LOSS_COLUMNS, batch.schema.names)
+                with typed_arrow(file.url):
+                    values = batch.column(name)
+                    values.validate(full=True)  # its offsets, which are trusted below
+                    found = lists_in(values, Rows(file.url, name, first), self._column)
+                yield found
+            first += len(batch)
 
-    def _joined(
-        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
-    ) -> Mapping[str, Array]:
-        both = {name: joined(arrays, name) for name in ("at", "sizes")}
-        return both | {"dtype": joined(arrays, "dtype", "U3")}
-
-    def _found(self, file: ByteFile) -> ArrowColumn:
-        """The column of an entered file."""
-        arrow = arrow_for(file.url, "Arrow")
-        schema = schema_of(arrow, file)
-        name = name_in(schema, self._column.names, file.url)
-        return column_of(arrow, schema, name, file.url, self._column)
-
-    # -- reading ----------------------------------------------------------------------------------------
-
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        pieces = self.documents.pieces(starts, stops)
-        places = pieces.lengths.cumsum() - pieces.lengths
-        for f, mine in grouped(self._file_of(pieces.documents)):
-            begins, sizes = self._bytes(f, pieces, mine)
-            some = self._numbers(f, pieces.documents[mine], begins, sizes)
-            at = 0
-            for place, size in zip(places[mine].tolist(), pieces.lengths[mine].tolist()):
-                out[place : place + size] = some[at : at + size]
-                at += size
-
-    def _tokens(self, documents: I64) -> list[Array]:
-        found: list[Array] = [np.zeros(0, np.int64)] * documents.size
-        for f, mine in grouped(self._file_of(documents)):
-            which = documents[mine]
-            begins, sizes = self._index["at"][which], self._index["sizes"][which]
-            numbers = self._numbers(f, which, begins, sizes)
-            tokens = np.split(numbers, (sizes // self._dtype_of(f).itemsize).cumsum()[:-1])
-            for i, some in zip(mine.tolist(), tokens):
-                found[i] = some
-        return found
-
-    def _announce(self, pieces: Pieces) -> None:
-        for f, mine in grouped(self._file_of(pieces.documents)):
-            begins, sizes = self._bytes(f, pieces, mine)
-            self._files[f].will_need(begins, begins + sizes)
-
-    def _file_of(self, documents: I64) -> I64:
-        return self._index["file_ends"].searchsorted(documents, side="right")
-
-    def _dtype_of(self, f: int) -> np.dtype[Any]:
-        return np.dtype(str(self._index["dtype"][f]))
-
-    def _bytes(self, f: int, pieces: Pieces, mine: I64) -> tuple[I64, I64]:
-        """Bytes (begin, size) of some pieces of lists, all of one file."""
-        width = self._dtype_of(f).itemsize
-        begins = self._index["at"][pieces.documents[mine]] + pieces.begin[mine] * width
-        return begins, pieces.lengths[mine] * width
-
-    def _numbers(self, f: int, documents: I64, begins: I64, sizes: I64) -> Array:
-        """The tokens in some bytes of some documents, back to back. Raises StoreError for a negative one."""
-        out = np.empty(int(sizes.sum()), np.uint8)
-        self._files[f].read_into(out, begins, sizes)
-        numbers = out.view(self._dtype_of(f))
-
-        def where(i: int) -> str:
-            first = self._index["file_ends"][f - 1] if f else 0
-            return f"{self._files[f].url}: row {documents[i] - first}"
-
-        ends = sizes.cumsum() // numbers.itemsize
-        if self._column.of_loss:
-            return self._column.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
-        refuse_unfit(numbers, ends, where)
-        return numbers
+    def _name(self, file: ByteFile, batch: Any) -> str:
+        return name_in(batch.schema, self._column.names, file.url)
 
 
 class ArrowFormat(DocumentFilesFormat):
@@ -196,5 +122,31 @@ def _splits(place: Place) -> list[str]:
         raise StoreError(f"{file.url}: does not say its splits: {error!r}; save it again") from error
 
 
-def _end_to_end(arrays: Sequence[I64]) -> I64:
-    return np.concatenate([*arrays, np.zeros(0, np.int64)])
+def batches_in(file: ByteFile) -> Iterator[Any]:
+    """The record batches of an entered file, in order. Raises StoreError.
+
+    A local file is mapped, so unused columns cost nothing.
+    """
+    arrow = arrow_for(file.url, "Arrow")
+    with typed_arrow(file.url), _source(arrow, file) as source:
+        is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        source.seek(0)
+        if is_file:
+            opened = arrow.ipc.open_file(source)
+            yield from (opened.get_batch(i) for i in range(opened.num_record_batches))
+        else:
+            yield from _of_stream(arrow.ipc.open_stream(source), source, file.url)
+
+
+def _source(arrow: Any, file: ByteFile) -> Any:
+    return arrow.PythonFile(RawStream(file), mode="r") if file.is_remote else arrow.memory_map(file.url)
+
+
+def _of_stream(opened: Any, source: Any, url: str) -> Iterator[Any]:
+    at = source.tell()
+    for batch in opened:
+        at = source.tell()
+        yield batch
+    source.seek(at)
+    if source.read(len(_END)) != _END:  # pyarrow does not notice a missing end
+        raise ChecksumError(f"{url}: byte {at}: no end mark; it was cut short: write it or copy it again")

@@ -1,8 +1,11 @@
-"""Files that do not record document lengths, as a token store. JSON lines, Parquet and Arrow build on it."""
+"""Files of token lists as a token store. JSON lines, Parquet and Arrow build on it.
+
+The first process of a node to ask reads the files once, part by part, and keeps the tokens in the node's
+cache; all processes map them. Nothing is decoded after that: a read costs what it costs for a .bin.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from abc import abstractmethod
@@ -19,30 +22,33 @@ from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats, Folder
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.local.version import digest_of_versions
 from meshfeed.files.url import is_hub
 from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
-from meshfeed.store.base import I64, LengthsIndex, Pieces
+from meshfeed.store.base import I64, LengthsIndex
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS
-from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
+from meshfeed.store.node_arrays import Arrays, built_in_parts, joined, key_of_parts
 from meshfeed.store.open import stores_inside
 
 VERSION = 1
 """Part of the fingerprint."""
-_INDEX_VERSION = 3
-"""Part of the index's key: after a change here, an old index is never used."""
+_KEPT_VERSION = 1
+"""Part of the key of what is kept: after a change here, nothing older is used."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
+Flags = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """A part of a file that is indexed as one. The unit of begin and end depends on the format."""
+    """A part of a file that is read as one. The unit of begin and end depends on the format."""
 
     file: int
     begin: int
@@ -52,72 +58,53 @@ class FileSpan:
 class DocumentFiles(ForeignColumns):
     """Records in files, each a document, as one stream of tokens.
 
-    The constructor only stores its arguments. To count documents or tokens, one process per node reads the
-    files once and keeps the result in the cache. Use everything else inside `with store:`. Threads may share
-    an entered store. A pickled or copied store is not entered.
+    The constructor only stores its arguments. The first process of a node to count documents or read tokens
+    reads all files, and keeps their tokens in the cache; where a local file was written since, all are read
+    again. Use everything but the attributes inside `with store:`. Threads may share an entered store. A
+    pickled or copied store is not entered.
 
     Args:
         path: its name in messages.
         files: of the records, in order.
         column: the column of tokens, and how it holds them.
-        cache: where the lengths index is kept.
+        cache: where the tokens are kept.
 
     All methods raise StoreError, naming file and record.
     """
 
     format = "documents"
+    not_pickled = ("_kept",)
 
     def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__()
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
+        self._read = FileStats()
 
     # -- what a format defines --------------------------------------------------------------------------
 
     @abstractmethod
     def _spans(self) -> list[FileSpan]:
-        """The parts to index, each in some seconds; a function of the files alone."""
+        """The parts to read, each in some seconds; a function of the files alone."""
 
     @abstractmethod
-    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
-        """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (largest token), `beside` bool
-        [len(LOSS_COLUMNS)], whether each of LOSS_COLUMNS exists, and arrays of the format itself."""
+    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+        """Lengths and tokens of the documents of a part, some at a time: int64 [n], and [sum] back to back.
 
-    @abstractmethod
-    def _joined(
-        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
-    ) -> Mapping[str, Array]:
-        """Arrays of the format itself, of all parts."""
-
-    @abstractmethod
-    def _tokens(self, documents: I64) -> list[Array]:
-        """All tokens of each document; a document may be given several times."""
-
-    @abstractmethod
-    def _announce(self, pieces: Pieces) -> None:
-        """Announce to the files the bytes that `_tokens` will read."""
-
-    @property
-    @abstractmethod
-    def shard_ends(self) -> I64:
-        """Where shards end, in documents; int64 [num_shards], the last one num_documents."""
+        beside: bool [len(LOSS_COLUMNS)], set for each of LOSS_COLUMNS that exists. The file is entered.
+        """
 
     # -- attributes -------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> FileStats:
-        """The cost of reading so far, including the index."""
-        return sum((file.stats for file in self._files), FileStats())
-
-    @property
-    def wants_ahead(self) -> bool:
-        """Whether a file is remote, so that ranges should be announced many steps ahead."""
-        return any(file.is_remote for file in self._files)
+        """The cost of reading so far, including that of the files."""
+        return sum((file.stats for file in self._files), self._read)
 
     @property
     def fingerprint(self) -> str:
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, and the column.
 
-        It covers the LOSS_COLUMNS in use, so the files are indexed to find them.
+        It covers the LOSS_COLUMNS in use, so the files are read to find them.
 
         On the Hub, its hashes replace the blocks; elsewhere, the digest does not depend on the path. It
         distinguishes corpora, but may miss a single changed token.
@@ -133,23 +120,41 @@ class DocumentFiles(ForeignColumns):
         return sampled_digest(f"{self.format} {VERSION} {self._column.digest}", self._files)
 
     @cached_property
-    def _index(self) -> dict[str, Array]:
-        key = key_of_parts(kind=self.format, version=_INDEX_VERSION, content=self._content)
-        return built_in_parts(self._cache.kept(), key, self._spans, self._scanned, self._whole)
+    def _kept(self) -> dict[str, Array]:
+        """starts: see LengthsIndex. tokens: of all documents. most: [1], the largest. beside: see `_scan`."""
+        before = self._versions()
+        key = key_of_parts(kind=self.format, version=_KEPT_VERSION, content=self._content, files=before)
 
-    def _scanned(self, span: FileSpan) -> Mapping[str, Array]:
+        def whole(_: Sequence[FileSpan], parts: Sequence[Mapping[str, Array]]) -> Arrays:
+            if self._versions() != before:
+                raise ChangedError(
+                    f"{self.path}: was written while it was read; open it again once it is whole"
+                )
+            flags = joined(parts, "beside", np.bool_).reshape(-1, len(LOSS_COLUMNS))
+            return {
+                "starts": np.concatenate(([0], joined(parts, "lengths").cumsum())),
+                "tokens": [np.zeros(0, self._column.dtype(0)), *(part["tokens"] for part in parts)],
+                "most": joined(parts, "most").max(initial=0, keepdims=True),
+                "beside": np.logical_or.reduce(flags, axis=0),
+            }
+
+        return built_in_parts(self._cache.kept(), key, self._spans, self._part, whole)
+
+    def _part(self, span: FileSpan) -> Mapping[str, Array]:
+        beside, most, lengths = np.zeros(len(LOSS_COLUMNS), np.bool_), 0, [np.zeros(0, np.int64)]
+        tokens: list[Array] = [np.zeros(0, self._column.dtype(0))]
         with self._files[span.file]:
-            return self._scan(span)
+            for of_some, some in self._scan(span, beside):
+                largest = int(some.max(initial=0))
+                lengths.append(of_some)
+                tokens.append(some.astype(self._column.dtype(largest)))
+                most = max(most, largest)
+        whole = {"lengths": np.concatenate(lengths), "tokens": np.concatenate(tokens)}
+        return whole | {"most": np.array([most]), "beside": beside}
 
-    def _whole(self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
-        own = dict(self._joined(spans, arrays))
-        counts = np.zeros(len(self._files), np.int64)
-        np.add.at(counts, [span.file for span in spans], [part["lengths"].size for part in arrays])
-        starts = np.concatenate(([0], joined(arrays, "lengths").cumsum()))
-        most = joined(arrays, "most").max(initial=0, keepdims=True)
-        flags = joined(arrays, "beside", np.bool_).reshape(-1, len(LOSS_COLUMNS))
-        beside: Array = np.logical_or.reduce(flags, axis=0)
-        return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most, "beside": beside}
+    def _versions(self) -> str:
+        """Of local files; versions of remote ones differ in the fingerprint."""
+        return digest_of_versions(file.url for file in self._files if not file.is_remote)
 
     @property
     def kept_in(self) -> Cache:
@@ -158,7 +163,7 @@ class DocumentFiles(ForeignColumns):
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
         if self._column.of_loss:
             return {}
-        there = zip(LOSS_COLUMNS, self._index["beside"].tolist())
+        there = zip(LOSS_COLUMNS, self._kept["beside"].tolist())
         return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
 
     def _column_beside(self, name: str) -> DocumentFiles:
@@ -169,17 +174,16 @@ class DocumentFiles(ForeignColumns):
 
     @property
     def documents(self) -> LengthsIndex:
-        """Where documents begin, from the index."""
-        return LengthsIndex(self._index["starts"])
+        return LengthsIndex(self._kept["starts"])
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest of uint16, int32 and int64 that holds all tokens."""
-        return self._column.dtype(int(self._index["most"][0]))
+        return self._kept["tokens"].dtype
 
     @property
     def largest_token(self) -> int | None:
-        return int(self._index["most"][0])
+        return int(self._kept["most"][0])
 
     def check(self) -> Self:
         """Check that the files exist."""
@@ -188,79 +192,38 @@ class DocumentFiles(ForeignColumns):
         return self
 
     def verify(self) -> Iterator[float]:
-        """Read every token, from the files as they are now, yielding the fraction done, in (0, 1]."""
-        if not self.wants_ahead:
-            yield from self._verified()
-            return
+        """Compare the files, as they are now, with what is kept, yielding the fraction done, in (0, 1]."""
+        kept, first, begin = self._kept, 0, 0
+        lengths, tokens = np.diff(kept["starts"]), kept["tokens"]
         with self._cache.anew() as cache:
             files = [each.within(cache) if isinstance(each, CachedFile) else each for each in self._files]
-            yield from type(self)(self.path, files, self._column, cache)._verified()
-
-    def _verified(self) -> Iterator[float]:
-        count, step = self.num_documents, 256
-        with self:
-            for first in range(0, count, step):
-                documents = np.arange(first, min(first + step, count))
-                self._checked(documents)
-                yield min(first + step, count) / count
+            now = type(self)(self.path, files, self._column, cache)
+            spans = now._spans()
+            for done, span in enumerate(spans, start=1):
+                found = now._part(span)
+                stop, end = first + found["lengths"].size, begin + found["tokens"].size
+                same = np.array_equal(found["lengths"], lengths[first:stop])
+                if not same or not np.array_equal(found["tokens"], tokens[begin:end]):
+                    raise ChangedError(
+                        f"{files[span.file].url}: has other tokens than when this node read it; put the old "
+                        f"file back, or remove {self._cache.kept_path} to read it anew"
+                    )
+                first, begin = stop, end
+                yield done / len(spans)
 
     def facts(self) -> dict[str, Any]:
         return {
             "format": f"{self.format}, {len(self._files)} file{'s' * (len(self._files) != 1)}",
             "column": " or ".join(self._column.names),
-            "num_shards": self.shard_ends.size,
             "size_bytes": sum(file.size_bytes for file in self._files),
         }
 
-    # -- entering and leaving ---------------------------------------------------------------------------
-
-    def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Open the files."""
-        for file in self._files:
-            stack.enter_context(file)
-        super().acquire(stack)
-
-    def __getstate__(self) -> dict[str, Any]:
-        known = ("path", "_files", "_column", "_cache", "_content", "_fingerprint")
-        known += ("labels_are", "_used", "_ignored", "_loss_columns")
-        return {name: self.__dict__[name] for name in known if name in self.__dict__}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"], state["_files"], state["_column"], state["_cache"])
-        vars(self).update(state)
-
-    # -- documents, and the stream ----------------------------------------------------------------------
-
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        pieces, at = self.documents.pieces(starts, stops), 0
-        tokens = self._checked(pieces.documents)
-        for some, begin, end in zip(tokens, pieces.begin.tolist(), pieces.end.tolist()):
-            out[at : at + end - begin] = some[begin:end]
-            at += end - begin
-
-    def will_need(self, starts: I64, stops: I64) -> None:
-        """Announce the bytes of documents in ranges that will be read; returns at once."""
-        self._announce(self.documents.pieces(*self._ranges(starts, stops)))
-
-    def forget_needs(self) -> None:
-        for file in self._files:
-            file.forget_needs()
-
-    # -- below ------------------------------------------------------------------------------------------
-
-    def _checked(self, documents: I64) -> list[Array]:
-        """All tokens of each document: as many as the index says."""
-        tokens = self._tokens(documents)
-        most = int(self._index["most"][0])
-        for document, found, expected in zip(documents.tolist(), tokens, self.lengths(documents).tolist()):
-            if found.size != expected or (found.max(initial=0) > most and not self._column.of_loss):
-                raise ChangedError(
-                    f"{self.path}: document {document} has {found.size} tokens up to "
-                    f"{found.max(initial=0)}; when it was indexed it had {expected}, none above {most}; the "
-                    f"file was changed: put the old one back, or remove {self._cache.kept_path} to "
-                    f"index it anew"
-                )
-        return tokens
+        tokens = self._kept["tokens"]
+        pieces = (tokens[start:stop] for start, stop in zip(starts.tolist(), stops.tolist()))
+        np.concatenate([tokens[:0], *pieces], out=out)
+        self._read.reads += starts.size
+        self._read.bytes_read += out.nbytes
 
 
 def sampled_digest(head: str, files: Sequence[ByteFile]) -> str:

@@ -1,4 +1,4 @@
-"""JSON lines as a token store: a document per line, read from the byte at which its line begins."""
+"""JSON lines as a token store: a document per line."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from itertools import islice
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, read_bytes
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags, read_bytes
 from meshfeed.formats.tokens import hint_for
-from meshfeed.store.base import I64, Pieces, grouped
+from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LOSS_COLUMNS
-from meshfeed.store.node_arrays import joined
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23
@@ -30,15 +28,10 @@ _MOST_LINE_BYTES = 1 << 28
 class JsonlStore(DocumentFiles):
     """Files of JSON objects, one per line; each is a document, its tokens in one column.
 
-    Lines of white space are skipped. A shard is a file. See `DocumentFiles`.
+    Lines of white space are skipped. See `DocumentFiles`.
     """
 
     format = "jsonl"
-
-    @property
-    def shard_ends(self) -> I64:
-        """Where files end, in documents; int64 [num_files]."""
-        return self._index["file_ends"]
 
     def _spans(self) -> list[FileSpan]:
         """Bytes of files; a line belongs to the span in which it begins."""
@@ -48,74 +41,23 @@ class JsonlStore(DocumentFiles):
             for begin in range(0, file.size_bytes, _SPAN_BYTES)
         ]
 
-    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
+    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
         file = self._files[span.file]
-        at: list[int] = []
-        sizes: list[int] = []
-        lengths: list[int] = []
-        most, beside = 0, np.zeros(len(LOSS_COLUMNS), np.bool_)
         lines = ((begin, line) for begin, line in _bounded_lines(file, span) if line.strip())
         while some := list(islice(lines, _LINES_TOGETHER)):
             begins = [begin for begin, _ in some]
-            tokens = self._parsed(file, begins, [line for _, line in some], beside)
-            at += begins
-            sizes += [len(line) for _, line in some]
-            lengths += [found.size for found in tokens]
-            most = max(most, *(int(found.max(initial=0)) for found in tokens))
-        whole = {"at": at, "sizes": sizes, "lengths": lengths, "most": [most]}
-        return {name: np.array(values, np.int64) for name, values in whole.items()} | {"beside": beside}
 
-    def _joined(
-        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
-    ) -> Mapping[str, Array]:
-        return {name: joined(arrays, name) for name in ("at", "sizes")}
+            def where(i: int, begins: list[int] = begins) -> str:
+                return place_of(file, begins[i])
 
-    def _tokens(self, documents: I64) -> list[Array]:
-        found: list[Array] = [np.zeros(0, np.int64)] * documents.size
-        for f, mine in grouped(self._file_of(documents)):
-            begins, sizes = self._lines(documents[mine])
-            out, ends = np.empty(int(sizes.sum()), np.uint8), sizes.cumsum().tolist()
-            file = self._files[f]
-            file.read_into(out, begins, sizes)
-            raw, places = out.tobytes(), zip(begins.tolist(), ends, sizes.tolist())
-            # A line is read as often as it was announced, and parsed once.
-            lines = {begin: raw[end - size : end] for begin, end, size in places}
-            tokens = dict(zip(lines, self._parsed(file, list(lines), list(lines.values()))))
-            for i, begin in zip(mine.tolist(), begins.tolist()):
-                found[i] = tokens[begin]
-        return found
-
-    def _announce(self, pieces: Pieces) -> None:
-        for f, mine in grouped(self._file_of(pieces.documents)):
-            begins, sizes = self._lines(pieces.documents[mine])
-            self._files[f].will_need(begins, begins + sizes)
-
-    def _file_of(self, documents: I64) -> I64:
-        return self._index["file_ends"].searchsorted(documents, side="right")
-
-    def _lines(self, documents: I64) -> tuple[I64, I64]:
-        return self._index["at"][documents], self._index["sizes"][documents]
-
-    def _parsed(
-        self,
-        file: ByteFile,
-        begins: Sequence[int],
-        lines: Sequence[bytes],
-        beside: npt.NDArray[np.bool_] | None = None,
-    ) -> list[Array]:
-        """The tokens of each line. beside: set where a line has a column of LOSS_COLUMNS."""
-
-        def where(i: int) -> str:
-            return place_of(file, begins[i])
-
-        def value(i: int, line: bytes) -> Any:
-            record = record_of(line, partial(where, i))
-            if beside is not None:
+            values: list[Any] = []
+            for i, (begin, line) in enumerate(some):
+                record = record_of(line, partial(where, i))
                 beside[:] |= [name in record for name in LOSS_COLUMNS]
-            wrong = StoreError if begins[i] else OptionError  # the first line shows which columns exist
-            return value_in(record, self._column.names, partial(where, i), wrong)
-
-        return self._column.encoded([value(i, line) for i, line in enumerate(lines)], where)
+                wrong = StoreError if begin else OptionError  # the first line shows which columns exist
+                values.append(value_in(record, self._column.names, partial(where, i), wrong))
+            tokens = self._column.encoded(values, where)
+            yield np.array([each.size for each in tokens], np.int64), np.concatenate(tokens)
 
 
 class JsonlFormat(DocumentFilesFormat):

@@ -1,14 +1,12 @@
-"""Parquet as a token store: a document per row, decoded a row group at a time."""
+"""Parquet as a token store: a document per row."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import io
-from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -16,171 +14,57 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
-from meshfeed.files import ByteFile, Cache
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan
+from meshfeed.files import ByteFile
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags
 from meshfeed.formats.tokens import (
     TokenColumn,
-    Where,
     hint_for,
     refuse_null_row,
     refuse_null_token,
     refuse_unfit,
 )
-from meshfeed.store.base import I64, Pieces, grouped
+from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LOSS_COLUMNS
-from meshfeed.store.node_arrays import joined
 
 _SPAN_BYTES = 1 << 26
-_ROWS_TOGETHER = 1024
-MOST_HELD_BYTES = 1 << 30
-"""The most bytes of decoded row groups that a store keeps, unless a single one is larger."""
 
 
 class ParquetStore(DocumentFiles):
     """Parquet files; each row is a document, its tokens in one column of lists.
 
-    A row group is a shard, and is decoded as a whole: up to 1 GiB of them stay in memory. Shuffle with
-    `mf.Blocks()`, which goes through a bounded number of them at a time (`window` times `lanes`: choose few
-    lanes); a global shuffle over large row groups decodes one for almost every document, which is slow. Needs
-    pyarrow. See `DocumentFiles`.
+    Row groups are decoded as a whole. Needs pyarrow. See `DocumentFiles`.
     """
 
     format = "parquet"
-
-    def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
-        super().__init__(path, files, column, cache)
-        self._open: dict[int, Any] = {}
-        self._held: OrderedDict[int, _RowGroup] = OrderedDict()
-        self._announced: set[int] = set()
 
     def check(self) -> Self:
         """Load pyarrow, and check that the files exist."""
         _ = arrow_for(self.path)
         return super().check()
 
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        with self._lock:
-            if not self._depth:
-                self._held.clear()
-                self._open.clear()
-
-    @property
-    def shard_ends(self) -> I64:
-        """Where row groups end, in documents; int64 [row groups]."""
-        return self._group_ends
-
-    @cached_property
-    def _group_ends(self) -> I64:
-        return self._index["rows"].cumsum()
-
-    # -- the index --------------------------------------------------------------------------------------
-
     def _spans(self) -> list[FileSpan]:
         """Row groups of files."""
         spans: list[FileSpan] = []
         for f, file in enumerate(self._files):
             with file, typed_arrow(file.url):
-                parquet = self._parquet(f)
-                extents = [extent_of(parquet, g, self._name(f)) for g in range(parquet.num_row_groups)]
-            first = size = 0
-            for group, (begin, end) in enumerate(extents):
-                size += end - begin
-                if size >= _SPAN_BYTES or group == len(extents) - 1:
-                    spans.append(FileSpan(f, first, group + 1))
-                    first, size = group + 1, 0
+                parquet = parquet_of(file)
+                name = name_in(parquet.schema_arrow, self._column.names, file.url)
+                extents = [extent_of(parquet, group, name) for group in range(parquet.num_row_groups)]
+            spans += spans_of(f, [end - begin for begin, end in extents])
         return spans
 
-    def _scan(self, span: FileSpan) -> Mapping[str, Array]:
-        rows: list[int] = []
-        lengths: list[I64] = []
-        most = 0
+    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+        file = self._files[span.file]
+        parquet = parquet_of(file)
+        name = name_in(parquet.schema_arrow, self._column.names, file.url)
+        beside[:] = np.isin(LOSS_COLUMNS, parquet.schema_arrow.names)
         for group in range(span.begin, span.end):
-            held = self._decoded(span.file, group)
-            rows.append(held.count)
-            for first in range(0, held.count, _ROWS_TOGETHER):
-                some = held.tokens(range(first, min(first + _ROWS_TOGETHER, held.count)))
-                lengths.append(np.array([found.size for found in some], np.int64))
-                most = max(most, *(int(found.max(initial=0)) for found in some))
-        return {
-            "lengths": np.concatenate(lengths or [np.zeros(0, np.int64)]),
-            "rows": np.array(rows, np.int64),
-            "most": np.array([most]),
-            "beside": np.isin(LOSS_COLUMNS, self._parquet(span.file).schema_arrow.names),
-        }
-
-    def _joined(
-        self, spans: Sequence[FileSpan], arrays: Sequence[Mapping[str, Array]]
-    ) -> Mapping[str, Array]:
-        pairs = [(span.file, group) for span in spans for group in range(span.begin, span.end)]
-        return {"rows": joined(arrays, "rows"), "groups": np.array(pairs, np.int64).reshape(-1, 2)}
-
-    # -- reading ----------------------------------------------------------------------------------------
-
-    def _tokens(self, documents: I64) -> list[Array]:
-        found: list[Array] = [np.zeros(0, np.int64)] * documents.size
-        group_of = self._group_ends.searchsorted(documents, side="right")
-        for group, mine in grouped(group_of):
-            rows, inverse = np.unique(documents[mine], return_inverse=True)
-            held = self._group(group)
-            tokens = held.tokens((rows - self._group_ends[group] + held.count).tolist())
-            for i, place in zip(mine.tolist(), inverse.tolist()):
-                found[i] = tokens[place]
-        return found
-
-    def _announce(self, pieces: Pieces) -> None:
-        groups = np.unique(self._group_ends.searchsorted(pieces.documents, side="right")).tolist()
-        with self._lock:
-            for group in groups:
-                # Announce a group once for all its documents.
-                if group not in self._held and group not in self._announced:
-                    self._announced.add(group)
-                    f, g = self._index["groups"][group].tolist()
-                    file = self._files[f]
-                    with typed_arrow(file.url):
-                        begin, end = extent_of(self._parquet(f), g, self._name(f))
-                        file.will_need(np.array([begin]), np.array([end]))
-
-    def forget_needs(self) -> None:
-        super().forget_needs()
-        with self._lock:
-            self._announced.clear()
-
-    def _group(self, group: int) -> _RowGroup:
-        with self._lock:
-            self._announced.discard(group)
-            held = self._held.get(group)
-            if held is None:
-                f, g = self._index["groups"][group].tolist()
-                held = self._held[group] = self._decoded(f, g)
-                while (
-                    len(self._held) > 1
-                    and sum(rows.num_bytes for rows in self._held.values()) > MOST_HELD_BYTES
-                ):
-                    self._held.popitem(last=False)
-            self._held.move_to_end(group)
-            return held
-
-    def _decoded(self, f: int, group: int) -> _RowGroup:
-        file = self._files[f]
-        with typed_arrow(f"{file.url}: row group {group}"):
-            parquet, name = self._parquet(f), self._name(f)
-            table = parquet.read_row_group(group, columns=[name], use_threads=False)
             first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
-
-            def where(row: int) -> str:
-                return f"{file.url}: row {first + row} (row group {group}, column {name!r})"
-
-            return _rows_of(table.column(name), where, f"{file.url}: column {name!r}", self._column)
-
-    def _parquet(self, f: int) -> Any:
-        """The opened file, its footer read; the file must be entered."""
-        if f not in self._open:
-            self._open[f] = parquet_of(self._files[f])
-        return self._open[f]
-
-    def _name(self, f: int) -> str:
-        return name_in(self._parquet(f).schema_arrow, self._column.names, self._files[f].url)
+            with typed_arrow(f"{file.url}: row group {group}"):
+                table = parquet.read_row_group(group, columns=[name], use_threads=False)
+                for chunk in table.column(name).chunks:
+                    yield lists_in(chunk, Rows(file.url, name, first, f"row group {group}, "), self._column)
+                    first += len(chunk)
 
 
 class ParquetFormat(DocumentFilesFormat):
@@ -191,50 +75,61 @@ class ParquetFormat(DocumentFilesFormat):
     suffix, store = ".parquet", ParquetStore
 
 
-@dataclass(frozen=True, slots=True)
-class _RowGroup:
-    """One decoded row group: lists of tokens, flat.
-
-    Attributes:
-        count: rows.
-        num_bytes: its size in memory.
-        ends: where each row's tokens end; int64 [count].
-        values: all tokens.
-    """
-
-    count: int
-    num_bytes: int
-    ends: I64
-    values: Array
-
-    def tokens(self, rows: Sequence[int]) -> list[Array]:
-        """All tokens of some rows."""
-        ends = self.ends
-        return [self.values[int(ends[row - 1]) if row else 0 : int(ends[row])] for row in rows]
-
-
 def _is_text(kind: Any) -> bool:
     plain = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
     return str(plain) in ("string", "large_string", "string_view")
 
 
-def _rows_of(column: Any, where: Where, name: str, how: TokenColumn) -> _RowGroup:
-    arrow = arrow_for(name)
-    element = getattr(column.type, "value_type", None)  # of any kind of list
-    if arrow.types.is_dictionary(column.type) or element is None or not how.holds(arrow, element):
-        raise OptionError(f"{name} is {column.type}, where {how.belongs}")
-    wide = column.cast(arrow.large_list(element))
-    array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
-    refuse_null_row(array, where)
-    offsets = array.offsets.to_numpy()
-    ends, values = offsets[1:] - offsets[0], array.flatten()
-    refuse_null_token(values, ends, where)
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a column of a file, for messages.
+
+    Attributes:
+        url, column: the file, and the column.
+        first: the number of the first row.
+        within: what else says where they are; ends in a comma.
+    """
+
+    url: str
+    column: str
+    first: int
+    within: str = ""
+
+    def __call__(self, row: int) -> str:
+        return f"{self.url}: row {self.first + row} ({self.within}column {self.column!r})"
+
+
+def lists_in(array: Any, rows: Rows, how: TokenColumn) -> tuple[I64, Array]:
+    """Lengths of the lists of an Arrow array, and their numbers back to back; int64 [n], and [sum].
+
+    Raises OptionError for any type but lists of fitting numbers; StoreError naming the row of a null, or of a
+    number that does not fit.
+    """
+    arrow = arrow_for(rows.url)
+    declared, array = array.type, getattr(array, "storage", array)  # `datasets` registers types of its own
+    element = getattr(array.type, "value_type", None)  # of any kind of list
+    if arrow.types.is_dictionary(array.type) or element is None or not how.holds(arrow, element):
+        raise OptionError(f"{rows.url}: column {rows.column!r} is {declared}, where {how.belongs}")
+    refuse_null_row(array, rows)
+    lengths = importlib.import_module("pyarrow.compute").list_value_length(array).to_numpy().astype(np.int64)
+    ends, values = lengths.cumsum(), array.flatten()
+    refuse_null_token(values, ends, rows)
     numbers = values.to_numpy(zero_copy_only=False)
     if how.of_loss:
-        numbers = how.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
-    else:
-        refuse_unfit(numbers, ends, where)
-    return _RowGroup(len(array), array.nbytes, ends, numbers)
+        return lengths, how.of_dtype(numbers, lambda at: rows(int(ends.searchsorted(at, side="right"))))
+    refuse_unfit(numbers, ends, rows)
+    return lengths, numbers
+
+
+def spans_of(file: int, sizes: Sequence[int]) -> list[FileSpan]:
+    """Spans of successive row groups or batches of a file, about _SPAN_BYTES each. sizes: their bytes."""
+    spans, first, size = list[FileSpan](), 0, 0
+    for at, more in enumerate(sizes):
+        size += more
+        if size >= _SPAN_BYTES or at == len(sizes) - 1:
+            spans.append(FileSpan(file, first, at + 1))
+            first, size = at + 1, 0
+    return spans
 
 
 def parquet_of(file: ByteFile) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.files import ByteFile, Cache, FileStats, typed_errors
+from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.local.version import digest_of_versions
 from meshfeed.files.url import join
 from meshfeed.formats.foreign_columns import ForeignColumns
 from meshfeed.formats.items import ItemsFile
@@ -192,19 +190,10 @@ class ShardedStore(ForeignColumns):
         return built_in_parts(self._folder.kept, key, lambda: parts, self._part, _whole)
 
     def _versions(self) -> str | None:
-        """Digest of sizes and times of local shards.
-
-        Versions of remote ones differ only in the fingerprint.
-        """
+        """Of local shards; versions of remote ones differ only in the fingerprint."""
         if self._folder.is_remote:
             return None
-        digest = hashlib.blake2b(digest_size=16)
-        for shard in self.dataset.shards:
-            path = join(self.path, shard.name)
-            with typed_errors(path):
-                found = os.stat(path)  # noqa: PTH116  (a Path for each of 100,000 shards takes longer)
-            digest.update(struct.pack("<qq", found.st_size, found.st_mtime_ns))
-        return digest.hexdigest()
+        return digest_of_versions(join(self.path, shard.name) for shard in self.dataset.shards)
 
     def _part(self, numbers: Sequence[int]) -> Mapping[str, Array]:
         """begins and lengths of all documents of some shards."""

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -28,10 +28,13 @@ from meshfeed.errors import CacheError, MeshfeedError
 from meshfeed.files.cache.once import mark, once_per_node
 
 Part = TypeVar("Part")
+Arrays = Mapping[str, Array | list[Array]]
+"""Arrays by name, to be kept; of a list, its one-dimensional arrays are written back to back, as one."""
 
 _MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 16
 _NUM_BLOCKS = 64
+_WRITTEN_TOGETHER = 1 << 22  # entries
 _LOG_EVERY_S = 10.0
 _log = logging.getLogger("meshfeed")
 
@@ -42,9 +45,7 @@ def key_of_parts(**parts: int | float | str | bool | None) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def cached_arrays(
-    folder: str | os.PathLike[str], key: str, build: Callable[[], Mapping[str, Array]]
-) -> dict[str, Array]:
+def cached_arrays(folder: str | os.PathLike[str], key: str, build: Callable[[], Arrays]) -> dict[str, Array]:
     """The arrays of `key`, mapped read-only; built by the first process to ask while the others wait.
 
     folder: on a disk of the node or a shared one, created if missing. key: letters and digits, as from
@@ -83,7 +84,7 @@ def built_in_parts(
     key: str,
     parts: Callable[[], Sequence[Part]],
     build: Callable[[Part], Mapping[str, Array]],
-    join: Callable[[Sequence[Part], Sequence[Mapping[str, Array]]], Mapping[str, Array]],
+    join: Callable[[Sequence[Part], Sequence[Mapping[str, Array]]], Arrays],
 ) -> dict[str, Array]:
     """`cached_arrays`, made part by part and joined: after a killed builder, the next one resumes.
 
@@ -92,7 +93,7 @@ def built_in_parts(
     """
     of_parts = folder / f"{key}.parts"
 
-    def whole() -> Mapping[str, Array]:
+    def whole() -> Arrays:
         cut, arrays, logged = parts(), list[Mapping[str, Array]](), time.monotonic()
         for i, part in enumerate(cut):
             arrays.append(cached_arrays(of_parts, str(i), lambda part=part: build(part)))
@@ -115,16 +116,29 @@ def joined(arrays: Sequence[Mapping[str, Array]], name: str, dtype: Any = np.int
 # -- writing --------------------------------------------------------------------------------------------
 
 
-def _write(part: Path, arrays: Mapping[str, Array]) -> None:
+def _write(part: Path, arrays: Arrays) -> None:
     part.mkdir()
     manifest: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         path = part / f"{name}.npy"
         with path.open("wb") as stream:
-            np.save(stream, array, allow_pickle=False)
+            if isinstance(array, list):
+                _write_joined(stream, array)
+            else:
+                np.save(stream, array, allow_pickle=False)
         manifest[name] = _signature(path)
     with (part / _MANIFEST).open("w") as stream:
         json.dump(manifest, stream)
+
+
+def _write_joined(stream: BinaryIO, pieces: list[Array]) -> None:
+    """Write arrays as one, which may be larger than memory."""
+    dtype, size = np.result_type(*pieces), sum(piece.size for piece in pieces)
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(stream, header)
+    for piece in pieces:
+        for first in range(0, piece.size, _WRITTEN_TOGETHER):
+            stream.write(piece[first : first + _WRITTEN_TOGETHER].astype(dtype).data)
 
 
 # -- reading --------------------------------------------------------------------------------------------

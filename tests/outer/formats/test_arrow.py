@@ -44,14 +44,14 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     store = mf.open(folder / "train")
     assert store.dtype == np.int32
     assert_store(store, [np.array(each, np.int32) for each in TOKENS])
-    assert_store(mf.open(folder / "test"), [np.array(TOKENS[at], np.int32) for at in (6, 1)])
+    assert_store(mf.open(folder / "test"), [TOKENS[at] for at in (6, 1)])
     texts = [np.frombuffer(text.encode(), np.uint8) for text in TEXTS]
     assert_store(mf.open(folder / "train", tokenizer="bytes"), texts)
     pairs = mf.open(folder / "train", column="pairs")
     assert pairs.dtype == np.uint16 and read_all(pairs)[-2:] == [7, 8]
     assert len({each.fingerprint for each in (store, pairs, mf.open(folder / "test"))}) == 3
-    with pytest.raises(StoreError, match=r"row 0: token -100; tokens are whole numbers from 0"):
-        list(mf.open(folder / "train", column="labels").verify())
+    with pytest.raises(StoreError, match=r"row 0 \(column 'labels'\): token -100; tokens are whole numbers"):
+        _ = mf.open(folder / "train", column="labels").num_tokens
     with pytest.raises(StoreError, match=r"'picture' is list<.*where lists of whole numbers belong"):
         _ = mf.open(folder / "train", column="picture").num_tokens
 
@@ -195,8 +195,8 @@ def test_more_rows_than_the_file_has_bytes_for_are_refused(tmp_path: Path) -> No
         ([[1]] * 4 + [None, [2]], pa.list_(pa.int32()), r"row 4 \(column 'tokens'\): null where a list of tokens"),
         ([[1], [2, None], []], pa.large_list(pa.int32()), r"row 1 .*: a null among its tokens"),
         ([[1, 2], None], pa.list_(pa.int32(), 2), "row 1 .*: null where a list"),
-        ([[1], [1, 2**63]], pa.list_(pa.uint64()), r"row 1: token 9223372036854775808; tokens"),
-        ([[1], [3, -2]], pa.list_(pa.int8()), r"row 1: token -2; tokens"),
+        ([[1], [1, 2**63]], pa.list_(pa.uint64()), r"row 1 .*: token 9223372036854775808; tokens"),
+        ([[1], [3, -2]], pa.list_(pa.int8()), r"row 1 .*: token -2; tokens"),
         ([[1.5]], pa.list_(pa.float32()), "is list<.*, where lists of whole numbers belong"),
         (["x"], pa.string(), "is string, where lists of whole numbers belong"),
         (["x"], pa.dictionary(pa.int8(), pa.string()), "is dictionary<.*, where lists of whole numbers belong"),
@@ -211,19 +211,16 @@ def test_a_wrong_row_is_named(tmp_path: Path, values: list[Any], kind: Any, said
 def test_a_batch_may_hold_no_token(tmp_path: Path) -> None:
     rows = [[], [], [], [7]]
     path = write(tmp_path / "c.arrow", pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))}), rows=2)
-    assert_store(mf.open(path), [np.array(row, np.int32) for row in rows])
+    assert_store(mf.open(path), [np.array(row, np.uint16) for row in rows])
 
 
-def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+def test_compressed_batches_and_what_is_not_read(tmp_path: Path) -> None:
     table = pa.table({"tokens": [[1, 2]]})
     packed = write(tmp_path / "z.arrow", table, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+    assert read_all(mf.open(packed)) == [1, 2]
     (tmp_path / "n.arrow").write_bytes(b"no Arrow at all")
-    for path, said in (
-        (packed, "compressed record batches; save them uncompressed"),
-        (tmp_path / "n.arrow", "n.arrow: not readable"),
-    ):
-        with pytest.raises(StoreError, match=said):
-            _ = mf.open(path).num_tokens
+    with pytest.raises(StoreError, match=r"n\.arrow: not readable"):
+        _ = mf.open(tmp_path / "n.arrow").num_tokens
     with pytest.raises(StoreError, match="no column 'nowhere', found 'tokens'; name it by column="):
         _ = mf.open(packed, column="nowhere").num_tokens
 
@@ -237,7 +234,7 @@ def test_only_the_footer_of_a_file_counts(tmp_path: Path) -> None:
     raw = path.read_bytes()
     path.write_bytes(raw[:8] + bytes(8) + raw[16:])
     assert pa.ipc.open_file(str(path)).read_all() == table
-    assert_store(mf.open(path), [np.array(row, np.int64) for row in ([1, 2], [], [3])])
+    assert_store(mf.open(path), [np.array(row, np.uint16) for row in ([1, 2], [], [3])])
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
@@ -259,4 +256,4 @@ def test_views_and_text_of_every_type_far_away(tmp_path: Path, new: Any) -> None
             store = mf.open(url, column=name, tokenizer="bytes", cache=cache)
             assert_store(store, [np.frombuffer(text.encode(), np.uint8) for text in texts])
         lists = mf.open(url, column="lists", cache=cache)
-        assert_store(lists, [np.array(row, np.int32) for row in ([1], [2, 3], [], [4])])
+        assert_store(lists, [np.array(row, np.uint16) for row in ([1], [2, 3], [], [4])])

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import ChangedError, MissingError, StoreError
-from meshfeed.files import byte_file
 from meshfeed.formats import jsonl, parquet
 from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs
@@ -73,7 +71,6 @@ def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(jsonl, "_STEP_BYTES", 41)
     monkeypatch.setattr(jsonl, "_LINES_TOGETHER", 3)
     monkeypatch.setattr(parquet, "_SPAN_BYTES", 1)
-    monkeypatch.setattr(parquet, "MOST_HELD_BYTES", 1000)
     monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
 
 
@@ -89,7 +86,6 @@ def assert_same(store: Any, expected: Any) -> None:
     everything = np.arange(expected.num_documents)
     with store, expected:
         assert (store.num_documents, store.num_tokens) == (expected.num_documents, expected.num_tokens)
-        assert store.shard_ends[-1:].tolist() == [store.num_documents]
         for name in ("lengths", "offsets"):
             assert np.array_equal(getattr(store, name)(everything), getattr(expected, name)(everything))
         for _ in range(20):
@@ -134,41 +130,12 @@ def test_a_folder_of_files_is_one_store(tmp_path: Path, documents: list[list[int
     suffix = write(folder / ".hidden", "tokens", documents).suffix
     store = open_store(folder)
     assert_same(store, write_indexed(tmp_path / "d", documents))
-    assert {3, 7, len(documents)} <= set(store.shard_ends.tolist())
     assert open_store(f"{folder}/").fingerprint == store.fingerprint
     assert open_store(f"{folder}/*{suffix}").num_documents == len(documents)
     (other := "c.parquet" if write is write_jsonl else "c.jsonl")
     (folder / other).write_text("")
     with pytest.raises(StoreError, match=r"many/?: both \.\w+ and \.\w+ files"):
         open_store(folder)
-
-
-@formats
-def test_few_files_are_open_at_a_time(
-    tmp_path: Path, documents: list[list[int]], write: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def num_open() -> int:
-        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        return sum(link.startswith(f"{tmp_path / 'many'}/") for link in links)
-
-    monkeypatch.setattr(byte_file, "most_open", lambda: 2)
-    (tmp_path / "many").mkdir()
-    for i in range(6):
-        write(tmp_path / "many" / str(i), "tokens", documents[i * 3 : i * 3 + 3])
-    store = open_store(tmp_path / "many")
-    with store:
-        assert num_open() == 0
-        for document in (0, 17, 5, 9, 13, 0, 4):
-            found = store.read(document, 0, len(documents[document]))
-            assert found.tolist() == documents[document]
-            assert num_open() <= 2
-        assert num_open() == 2
-        with store:
-            everything = np.array([0]), np.array([store.num_tokens])
-            store.will_need(*everything)
-            assert store.read_stream(*everything).tolist() == list(chain.from_iterable(documents[:18]))
-        assert num_open() == 2
-    assert num_open() == 0
 
 
 @pytest.fixture
@@ -264,36 +231,6 @@ def test_a_feed_gives_what_it_gives_of_an_indexed_store(
     assert seen(open_store(write(tmp_path / "c", "tokens", documents))) == expected
 
 
-def test_blocks_go_through_row_groups_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet, "MOST_HELD_BYTES", 1 << 20)
-    documents = [[d] * (d % 5 + 1) for d in range(60)]
-    store = open_store(write_parquet(tmp_path / "c", "tokens", documents))
-    decoded: list[tuple[int, int]] = []
-    decode = parquet.ParquetStore._decoded
-
-    def decode_and_signal(self: Any, f: int, group: int) -> Any:
-        decoded.append((f, group))
-        return decode(self, f, group)
-
-    assert store.shard_ends.tolist() == list(range(3, 61, 3))
-    monkeypatch.setattr(parquet.ParquetStore, "_decoded", decode_and_signal)
-    recipe = mf.Recipe(
-        data=store,
-        sequence=mf.Documents(),
-        batch=mf.Batch(sequences=6),
-        shuffle=mf.Blocks(window=2, lanes=1),
-        epochs=1,
-    )
-    with mf.Feed(recipe, packing=mf.Packing(capacity=64)) as feed:
-        tokens = [
-            t for step in feed for m in step.microbatches for t in m["tokens"][~m["padding_mask"]].tolist()
-        ]
-    assert sorted(tokens) == sorted(chain.from_iterable(documents))
-    assert len(decoded) == len(set(decoded)) == 20, "each row group once"
-
-
 # -- far away -------------------------------------------------------------------------------------------
 
 
@@ -306,16 +243,12 @@ def test_over_http(tmp_path: Path, documents: list[list[int]], write: Writer) ->
     expected = write_indexed(tmp_path / "d", documents)
     with Nginx(tmp_path / "www") as server:
         store = open_store(f"{server.url}/{path.name}", cache=mf.Cache(tmp_path / "far", block_bytes=4096))
-        assert store.wants_ahead
         assert_same(store, expected)
         assert store.fingerprint == open_store(path).fingerprint
-        with store:
-            everything = np.array([0]), np.array([store.num_tokens])
-            store.will_need(*everything)
-            (file,) = store._files
-            assert np.any(file._wished), "announced, and kept until it is read"
-            store.read_stream(*everything)
-            assert not np.any(file._wished)
+        kept = open_store(f"{server.url}/{path.name}", cache=mf.Cache(tmp_path / "far", block_bytes=4096))
+        with kept:
+            assert kept.read_stream(np.array([0]), np.array([kept.num_tokens])).size
+        assert kept.stats.bytes_fetched == 0 < store.stats.bytes_fetched, "read once for each node"
         with pytest.raises(MissingError, match=r"nothing\.jsonl: no token store: found nothing at this URL"):
             open_store(f"{server.url}/nothing.jsonl")
 
@@ -439,28 +372,59 @@ def test_a_package_that_is_missing_is_named(
         open_store(path, tokenizer=other)
 
 
-def test_a_file_that_changes_under_its_index_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def changed(path: Path) -> list[list[int]]:
+    """Other tokens in a place that the fingerprint does not sample: what the file holds now."""
+    lines = path.read_text().splitlines()
+    lines[450] = json.dumps({"tokens": [7] * 66}).ljust(len(lines[450]))[: len(lines[450])]
+    path.write_text("\n".join(lines))
+    return [json.loads(line)["tokens"] for line in lines]
+
+
+@pytest.fixture
+def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(jsonl, "_SPAN_BYTES", 1 << 20)
     lines = [json.dumps({"tokens": [i] * 40}) for i in range(100, 999)]
-    path = tmp_path / "c.jsonl"
-    path.write_text("\n".join(lines))
-    with open_store(path) as store:
-        assert store.num_documents == 899
-    lines[450] = json.dumps({"tokens": [7] * 66}).ljust(len(lines[450]))[: len(lines[450])]
-    lines[460] = json.dumps({"tokens": [999] * 40})
-    path.write_text("\n".join(lines))
-    with open_store(path) as again:
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    return tmp_path / "c.jsonl"
+
+
+def test_a_file_that_was_written_again_is_read_again(long: Path) -> None:
+    with open_store(long) as store:
+        assert store.read(450, 0, 2).tolist() == [550, 550]
+    now = changed(long)
+    with open_store(long) as again:
         assert again.fingerprint == store.fingerprint, "too small a change to be seen at once"
-        with pytest.raises(
-            ChangedError, match="document 450 has 66 tokens up to 7; when it was indexed it had 40"
-        ):
-            again.read(450, 0, 1)
-        with pytest.raises(ChangedError, match=r"document 460 has 40 tokens up to 999; .* none above 998"):
-            again.read(460, 0, 1)
-        with pytest.raises(ChangedError):
-            list(again.verify())
+        assert again.lengths(np.arange(899)).tolist() == [len(each) for each in now]
+        assert again.read(450, 0, 66).tolist() == [7] * 66
+
+
+def test_verify_finds_a_change_that_leaves_the_time(long: Path) -> None:
+    with open_store(long) as store:
+        assert list(store.verify())[-1] == 1
+    before = long.stat()
+    changed(long)
+    os.utime(long, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with (
+        open_store(long) as again,
+        pytest.raises(ChangedError, match=r"c\.jsonl: has other tokens than when this node read it"),
+    ):
+        list(again.verify())
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(
+    long: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = jsonl.JsonlStore._scan
+
+    def scan_and_write(self: Any, *span: Any) -> Any:
+        yield from scan(self, *span)
+        changed(long)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl.JsonlStore, "_scan", scan_and_write)
+        with pytest.raises(ChangedError, match=r"c\.jsonl: was written while it was read"):
+            _ = open_store(long).num_documents
+    assert open_store(long).num_documents == 899
 
 
 @formats

@@ -74,16 +74,16 @@ def index_of(rank: int, where: str, told: str | None) -> tuple[bytes, list[int]]
     jsonl._SPAN_BYTES = SPAN_BYTES
     scan, made = jsonl.JsonlStore._scan, []
 
-    def scan_and_signal(self, span):
+    def scan_and_signal(self, span, beside):
         made.append(span.begin // SPAN_BYTES)
         if told is not None:
             os.write(fifo, f"{made[-1]}\n".encode())
-        return scan(self, span)
+        return scan(self, span, beside)
 
     jsonl.JsonlStore._scan = scan_and_signal
     fifo = -1 if told is None else os.open(told, os.O_WRONLY)
     store = mf.open(f"{where}/c.jsonl", cache=f"{where}/cache")
-    return store._index["starts"].tobytes(), made
+    return store._kept["starts"].tobytes(), made
 
 
 def finished(where: Path) -> set[int]:

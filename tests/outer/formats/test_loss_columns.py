@@ -230,21 +230,12 @@ def test_columns_of_other_types_are_refused(tmp_path: Path, kind: str, column: A
     assert trained(mf.open(path, ignore=["labels"])) == expected(TOKENS, ONES, shifted=False)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize("as_type", [bool, float])
 def test_masks_of_other_numbers(tmp_path: Path, kind: str, as_type: Any) -> None:
     mask = [[as_type(value) for value in row] for row in MASK]
     path = written(kind, tmp_path / "a", input_ids=TOKENS, loss_mask=mask)
     assert trained(mf.open(path)) == expected(TOKENS, MASK, shifted=False)
-
-
-def test_bits_of_arrow_are_refused(tmp_path: Path) -> None:
-    mask = [[bool(value) for value in row] for row in MASK]
-    path = written("arrow", tmp_path / "a", input_ids=TOKENS, loss_mask=mask)
-    with pytest.raises(
-        StoreError, match=r"'loss_mask' is list<.*bits cannot be read in place.*cast it to int8"
-    ):
-        trained(mf.open(path))
 
 
 def test_a_line_or_a_file_that_lacks_the_column(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from save_with_datasets import FOLDER
 
 import meshfeed as mf
 from meshfeed.errors import OptionError, StoreError
@@ -60,7 +59,6 @@ def test_other_stores_are_checked_as_they_are_read(tmp_path: Path) -> None:
         ),
         (mixture, 50, r"good, \S+bad: token 500"),
         (indexed(tmp_path / "minus", -tokens), 501, r"minus: token -16 was read"),
-        (mf.open(FOLDER / "train"), 65_536, r"train: token 65536 was read"),
     ):
         given = 0
         with (

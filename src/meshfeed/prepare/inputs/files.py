@@ -16,13 +16,12 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Cache, Folder, LocalFile, typed_errors
 from meshfeed.files.revision import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
-from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat
+from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat, batches_in
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.mds import MDSDataset, MDSStore
 from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
-from meshfeed.prepare.inputs.arrow import batches_in
 from meshfeed.prepare.inputs.json_list import elements, is_list_of_records
 from meshfeed.store.format import Place
 

@@ -15,11 +15,12 @@ from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreErr
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
 from meshfeed.files.url import parent, without_secrets
+from meshfeed.formats.arrow import batches_in
 from meshfeed.formats.documents import FileSpan, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.formats.tokens import PAIRS
-from meshfeed.prepare.inputs.arrow import batches_in, plain_rows, rows_of
+from meshfeed.prepare.inputs.arrow import plain_rows, rows_of
 from meshfeed.prepare.inputs.chat_columns import ChatColumns
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
