@@ -231,7 +231,18 @@ def test_meshfeed_plan_says_so(
     recipe = f"import meshfeed as mf\nchats = mf.Recipe(data=mf.open({str(chats)!r}), sequence=mf.Chat(), "
     (tmp_path / "r.py").write_text(f"{recipe}batch=mf.Batch(4), shuffle='none', epochs=1)\n")
     monkeypatch.chdir(tmp_path)
-    asked = ["plan", "r.py:chats", "--capacity", "32", "--oversize", "truncate", "--steps", "0:4"]
+    asked = [
+        "plan",
+        "r.py:chats",
+        "--layout",
+        "dp1",
+        "--capacity",
+        "32",
+        "--oversize",
+        "truncate",
+        "--steps",
+        "0:4",
+    ]
     assert main(asked) == 0
     shown = capsys.readouterr().out
     assert "step 2: 4 lose all their loss where they are truncated" in shown
