@@ -106,6 +106,7 @@ def check_parts(recipe: mf.Recipe, m: mf.Microbatch, flat: list[list[int]]) -> i
         for kind, begin, tokens, arrays, patches in parts_of(recipe, source, epoch, index):
             if begin + tokens <= start or begin >= start + size:
                 continue
+            assert start <= begin and begin + tokens <= start + size, "no part is cut"
             expected[kind].append(arrays)
             for at in range(tokens):
                 outputs[kind, sequence, begin + at - start] = counts[kind] + at

@@ -45,6 +45,7 @@ from meshfeed.plan import (
     plan_step,
 )
 from meshfeed.plan.packing import sizes_of
+from meshfeed.plan.problem import Uncut, room_of
 from meshfeed.plan.types import NoLoss, cuts_packs
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import (
@@ -345,6 +346,7 @@ class Stepping:
                 pp=pp,
                 vpp=self.vpp,
                 cp_split=self.cp_split,
+                uncut=self._uncut(draws, lengths),
             )
             if not isinstance(self.rule, TakesParts):
                 return plan
@@ -354,6 +356,13 @@ class Stepping:
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]
             which = "the longest is source {}, epoch {}, index {}".format(*where)
             raise PlanError(f"step {step}: {error} ({which})") from error
+
+    def _uncut(self, draws: Draws, lengths: npt.NDArray[np.int64]) -> Uncut | None:
+        """What a plan of the draws may not cut; None where it cuts nothing."""
+        if self.packing is None or not isinstance(self.rule, TakesParts):
+            return None
+        room = room_of(self.packing, dp=self.layout.dp, cp=self.layout.cp, split=self.cp_split)
+        return self.rule.uncut(self.recipe, draws) if lengths.max(initial=0) > room.longest else None
 
     def _by_lanes(self, step: int, draws: Draws, shuffle: Blocks) -> bytes:
         """An order of a step's rows that groups them by lane, int64 [n].

@@ -140,8 +140,7 @@ class Chosen:
 
     Attributes:
         among: all parts of the documents.
-        places: of those chosen; int64 [k], ascending. One with tokens in several packs may be there
-            repeatedly.
+        places: of those chosen; int64 [k], ascending.
         is_own: which of them this rank encodes; bool [k].
     """
 
@@ -230,6 +229,6 @@ def plans_of(among: PartsOfDraws, plan: StepPlan, encoder: Encoder) -> dict[str,
 
 
 def parts_of_pack(among: PartsOfDraws, portion: Portion) -> Longs:
-    """Places of the parts that have a token in the pack; int64 [k], ascending."""
+    """Places of the parts in the pack, which has all their tokens; int64 [k], ascending."""
     stops = portion.starts + portion.pack.lengths
     return np.flatnonzero(among.whole.inside(portion.starts, stops))

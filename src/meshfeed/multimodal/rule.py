@@ -47,6 +47,7 @@ from meshfeed.multimodal.processor import Processor, check_processor
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import Expansion, Kind, Parts, check_rules
 from meshfeed.plan import Packing, Slices, StepPlan
+from meshfeed.plan.problem import Uncut
 from meshfeed.plan.types import CpSplit, Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
@@ -66,7 +67,9 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
     """A sequence is a document, each placeholder repeated as often as its part has tokens; packed.
 
     Needs a `Packing`. Lengths, labels and loss are those of `Documents` over the repeated text, except that
-    no token of a part is a label that bears loss. A store without parts is text, in a mixture too.
+    no token of a part is a label that bears loss. A store without parts is text, in a mixture too. No packing
+    cuts a part: a document is truncated before it, or split beside it, so that a pack has as many of its
+    tokens as an encoder has outputs for them.
 
     Attributes:
         image, audio, video: what is made of parts of each kind; None refuses documents that have some.
@@ -82,7 +85,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
 
     Fields, beside those of `Documents`, for each kind that has a processor, in the order of the pack:
 
-    - the processor's fields, [rows of all parts that have a token in the pack, ...]; on every cp rank all.
+    - the processor's fields, [rows of all parts in the pack, ...]; on every cp rank all.
     - image_index int32 [1, t]: which of the encoder's outputs, of all these parts, a token is; -1 for none.
     - image_cu_seqlens int32 [n + 1], for the first stage: where the sequences that the encoder attends
       within begin in its patches, then their end.
@@ -254,6 +257,11 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         """Work of each kind's encoder on the parts of each document; float64 [kinds, n]. None if all ranks
         share the parts."""
         return None if self._encoder == "balanced" else self._among(recipe, draws).work()
+
+    def uncut(self, recipe: Recipe, draws: Draws) -> Uncut:
+        """The tokens of each part."""
+        whole = self.expansion(recipe, draws)
+        return Uncut(whole.parts.sample, whole.begins, whole.begins + whole.tokens)
 
     def evened(
         self,

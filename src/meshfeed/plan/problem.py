@@ -39,12 +39,33 @@ class Rows:
     oversize: IntArray
 
 
-def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
+@dataclass(frozen=True, slots=True)
+class Uncut:
+    """Ranges of tokens that no row may hold a share of, such as those of an image.
+
+    Attributes:
+        sequence: which of the batch; int64 [k], ascending.
+        begin, end: tokens of that sequence; those of one sequence ascend and do not overlap; int64 [k] each.
+    """
+
+    sequence: LongArray
+    begin: LongArray
+    end: LongArray
+
+    def of(self, sequence: int) -> tuple[LongArray, LongArray]:
+        """Begins and ends in one sequence."""
+        first, stop = np.searchsorted(self.sequence, (sequence, sequence + 1))
+        return self.begin[first:stop], self.end[first:stop]
+
+
+def rows_of(lengths: LongArray, *, longest: int, policy: Oversize, uncut: Uncut | None = None) -> Rows:
     """Deal with sequences of more than `longest` tokens.
 
     truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as fit:
-    25 tokens with longest = 10 -> 9 + 8 + 8.
-    Raises PlanError for such a sequence under "error", and for a negative length.
+    25 tokens with longest = 10 -> 9 + 8 + 8. A cut within an uncut range moves: truncate keeps what is before
+    it, and split cuts before it, or behind it where nothing is before it.
+    Raises PlanError for such a sequence under "error", for a negative length, and under "split" for an uncut
+    range of more than `longest` tokens.
     """
     if lengths.size and lengths.min() < 0:
         raise PlanError(f"sequence {int(lengths.argmin())}: {lengths.min()} tokens; a length is 0 or more")
@@ -59,6 +80,8 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
     if not too_long.size:
         whole, start = np.arange(lengths.size, dtype=np.int32), np.zeros(lengths.size, np.int64)
         return Rows(lengths, lengths > 0, whole, start, too_long)
+    if uncut is not None and policy in ("truncate", "split"):
+        return _rows_around(lengths, longest, policy == "split", uncut, too_long)
     num_pieces = np.ones(lengths.size, np.int64)
     if policy == "split":
         num_pieces = np.maximum(-(-lengths // longest), 1)
@@ -71,6 +94,49 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
         rows = np.minimum(rows, longest)
     kept = (rows > 0) & (rows <= longest)
     return Rows(rows.astype(np.int64), kept, sequence.astype(np.int32), start.astype(np.int64), too_long)
+
+
+def _rows_around(lengths: LongArray, longest: int, splits: bool, uncut: Uncut, too_long: IntArray) -> Rows:
+    """The rows of sequences of which some must be cut, and not within an uncut range."""
+    num_pieces = np.ones(lengths.size, np.int64)
+    stops = {int(i): _cuts(i, int(lengths[i]), longest, splits, *uncut.of(i)) for i in too_long.tolist()}
+    num_pieces[too_long] = [len(each) for each in stops.values()]
+    sequence, _ = numbered(num_pieces)
+    start, rows = np.zeros(sequence.size, np.int64), lengths[sequence]
+    first = np.cumsum(num_pieces) - num_pieces
+    for i, ends in stops.items():
+        mine = slice(first[i], first[i] + len(ends))
+        start[mine] = [0, *ends[:-1]]
+        rows[mine] = ends - start[mine]
+    return Rows(rows, rows > 0, sequence.astype(np.int32), start, too_long)
+
+
+def _cuts(
+    sequence: int, length: int, longest: int, splits: bool, begin: LongArray, end: LongArray
+) -> list[int]:
+    """Where the rows of a sequence end."""
+
+    def before(cut: int) -> int:
+        at = int(np.searchsorted(begin, cut)) - 1
+        return int(begin[at]) if at >= 0 and cut < end[at] else cut
+
+    if not splits:
+        return [before(longest)]
+    ends = [0]
+    while (left := length - ends[-1]) > 0:
+        num_pieces = -(-left // longest)
+        cut = before(ends[-1] + -(-left // num_pieces))
+        if cut == ends[-1]:  # an uncut range begins here
+            cut = int(end[np.searchsorted(begin, cut)])
+        if cut - ends[-1] > longest:
+            raise PlanError(
+                f"sequence {sequence} of the batch: tokens {ends[-1]} to {cut} are of an image, say, which "
+                f"is not split, and {cut - ends[-1]} > {longest}, the most that capacity x the widest cp "
+                f"group holds; raise capacity or cp, make parts smaller, or set oversize='truncate' or "
+                f"'drop' (--oversize)"
+            )
+        ends.append(cut)
+    return ends[1:]
 
 
 @dataclass(frozen=True)

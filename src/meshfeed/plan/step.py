@@ -24,7 +24,16 @@ from meshfeed.errors import PlanError
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.fill import Filled, deal, fill_step
 from meshfeed.plan.packing import TOLERANCE, Packing, asked_microbatches, shape_of, step_time
-from meshfeed.plan.problem import Microbatch, Placement, Room, Sequences, narrowest_holding, room_of, rows_of
+from meshfeed.plan.problem import (
+    Microbatch,
+    Placement,
+    Room,
+    Sequences,
+    Uncut,
+    narrowest_holding,
+    room_of,
+    rows_of,
+)
 from meshfeed.plan.types import Align, CpSplit, FloatArray, LongArray, StepPlan
 from meshfeed.whole import of_kind, whole_numbers
 
@@ -58,6 +67,7 @@ def plan_step(
     vpp: int = 1,
     quantum: int | None = None,
     cp_split: CpSplit = "zigzag",
+    uncut: Uncut | None = None,
 ) -> StepPlan:
     """Plan one step: a pure function of its arguments, for any lengths and any number of ranks.
 
@@ -66,12 +76,13 @@ def plan_step(
     pp, vpp: pipeline stages and virtual stages per rank, which weigh the pipeline's bubble.
     quantum: the number of microbatches is a multiple of this; None for the packing's own.
     cp_split: how cp ranks will split the packs; only "pack_contiguous" needs less padding than the others.
+    uncut: ranges of tokens, such as those of images, through which truncate and split do not cut.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
     microbatch, no pack more than packing.max_sequences. A rank without sequences in a microbatch gets a
     dummy, an empty pack.
-    Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
-    1, or a capacity below the alignment.
+    Raises PlanError for a sequence that is too long under oversize="error", an uncut range that is under
+    "split", a negative length, a size below 1, or a capacity below the alignment.
     """
     of_kind(PlanError, Packing, packing=packing)
     dp, cp, pp, vpp, quantum = whole_numbers(
@@ -80,7 +91,7 @@ def plan_step(
     quantum = quantum or packing.quantum or (pp if vpp > 1 else 1)
     room = room_of(packing, dp=dp, cp=cp, split=cp_split)
     whole = _whole(lengths)
-    rows = rows_of(whole, longest=room.longest, policy=packing.oversize)
+    rows = rows_of(whole, longest=room.longest, policy=packing.oversize, uncut=uncut)
     kept = rows.lengths[rows.kept]
     if packing.policy == "in_order" or not kept.size:
         placed = in_order(kept, packing, room, quantum=quantum)

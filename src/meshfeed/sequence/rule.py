@@ -24,6 +24,7 @@ from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing, StepPlan
+from meshfeed.plan.problem import Uncut
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.roles import Field
@@ -262,6 +263,10 @@ class TakesParts(ABC):
 
         The same on every rank: from the index alone.
         """
+
+    @abstractmethod
+    def uncut(self, recipe: Recipe, draws: Draws) -> Uncut:
+        """The tokens of each part, which no packing cuts: a pack holds all outputs of an encoder or none."""
 
     @abstractmethod
     def evened(
