@@ -41,7 +41,7 @@ LONGEST = (
 )  # fmt: skip
 
 FURTHER = (
-    "test_demo.py", "test_docs_migrating.py", "test_gpu_page.py", "test_online_mixing.py", "test_pages.py",
+    "test_chat_families.py", "test_demo.py", "test_docs_migrating.py", "test_gpu_page.py", "test_online_mixing.py", "test_pages.py",
     "test_prepare_engines.py", "test_release.py", "test_vlm_example.py",
 )  # fmt: skip
 """Files of what seldom breaks alone: pages, examples, engines, packaging; and adapters but these:"""

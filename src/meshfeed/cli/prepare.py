@@ -66,6 +66,10 @@ class _Tokens:
     template_kwargs: str | None = option(
         """variables of the template, as JSON, such as '{"enable_thinking": false}'""", metavar="JSON"
     )
+    chat_end: str | None = option(
+        "special tokens that end a last answer, and a last call, where the template prints none, as GLM's",
+        metavar="TOKEN[,TOKEN]",
+    )
     ignore_keys: str | None = option("columns, and keys of messages, that may be lost", metavar="KEY,...")
 
 
@@ -238,11 +242,9 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
     def _text(self) -> Text | Chats:
         eod = self.eod_token if self.eod_token is not None else self.eod
         if not self.chat:
-            chat = (self.chat_template, self.chat_date, self.train_on, self.template_kwargs, self.ignore_keys)
-            if any(chat):
-                raise PrepareError(
-                    "--chat-template, --chat-date, --train-on, --template-kwargs, --ignore-keys: need --chat"
-                )
+            names = ("chat_template", "chat_date", "chat_end", "train_on", "template_kwargs", "ignore_keys")
+            if there := given(self, names):
+                raise PrepareError(f"{', '.join(there)}: need --chat")
             return Text(
                 tokenizer=None if self.tokenizer == "none" else self.tokenizer,
                 train_bpe=self.train_bpe,
@@ -263,6 +265,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             dtype=self.dtype,
             variables=_variables(self.template_kwargs),
             ignore=[each for each in (self.ignore_keys or "").split(",") if each],
+            end=[each for each in (self.chat_end or "").split(",") if each],
         )
 
     def _engine(self) -> Engine:

@@ -200,10 +200,25 @@ def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None
         "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"
     )
-    ((_, said),) = shown(folder, [ASKED, SAID, ASKED, SAID], template=tmp_path / "t.jinja")
-    assert said == "GOOD<|user|>GOOD"
-    with pytest.raises(mf.errors.StoreError, match=r"conversation 0: .*never learn to stop"):
-        ChatEncoder(folder, tmp_path / "t.jinja").encode([[ASKED, SAID]])
+    talk = [ASKED, SAID, ASKED, SAID]
+    ((text, said),) = shown(folder, talk, template=tmp_path / "t.jinja", end=["<|user|>"])
+    assert said == "GOOD<|user|>GOOD<|user|>" and text.endswith(said[-12:])
+    ((text, said),) = shown(folder, talk[:3], template=tmp_path / "t.jinja", end=["<|user|>"])
+    assert said == "GOOD<|user|>" and text.endswith("<|user|>a")
+    bad = [*talk[:3], SAID | {"content": "BAD", "weight": 0}]
+    assert shown(folder, bad, template=tmp_path / "t.jinja", end=["<|user|>"])[0][1] == "GOOD<|user|>"
+    call = {"type": "function", "function": {"name": "move", "arguments": {"x": "0"}}}
+    called = [ASKED, {"role": "assistant", "content": "GOOD move 0", "tool_calls": [call]}]
+    both: dict[str, Any] = {"template": tmp_path / "t.jinja", "ignore": ["tool_calls"]}
+    ((_, said),) = shown(folder, called, end=["<|user|>", "<|tool|>"], **both)
+    assert said == "GOOD move 0<|tool|>"
+    with pytest.raises(mf.errors.StoreError, match="ends with a tool call, and another token may end that"):
+        ChatEncoder(folder, end=["<|user|>"], **both).encode([called])
+    for bad in ([ASKED, SAID], talk):
+        with pytest.raises(mf.errors.StoreError, match=r"conversation 0: .*never learn to stop.*--chat-end"):
+            ChatEncoder(folder, tmp_path / "t.jinja").encode([bad])
+    with pytest.raises(mf.errors.StoreError, match="'a' is no special token; end="):
+        ChatEncoder(folder, tmp_path / "t.jinja", end=["a"]).check()
 
 
 def test_blocks_of_a_template_that_prints_the_newest_thoughts_alone(folder: Path, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ class Chats:
         dtype: see Text.
         variables: further variables of the template, such as {"enable_thinking": False}.
         ignore: columns, and keys of messages, that the template need not print, such as "reasoning_content".
+        end: the special token that ends a last answer, and the one that ends a last call, for templates that
+            print nothing there: ("<|user|>", "<|observation|>") for GLM, where the next turn ends an answer.
     """
 
     tokenizer: str
@@ -54,6 +56,7 @@ class Chats:
     dtype: str = "auto"
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     ignore: Sequence[str] = ()
+    end: Sequence[str] = ()
     train_bpe: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +78,7 @@ class Chats:
             "dtype": self.dtype,
             "variables": dict(self.variables),
             "ignore": [*self.ignore],
+            "end": [*self.end],
             "digest": self.encoder().digest,
         }
 
@@ -89,6 +93,7 @@ class Chats:
             variables=self.variables,
             date=self.date,
             ignore=self.ignore,
+            end=self.end,
         )
         encoder.check()
         return encoder
@@ -109,10 +114,11 @@ class ChatEncoder:
     - Otherwise, of each assistant's message k, what the template adds to messages[:k] and a generation prompt
       to make it messages[:k + 1], but for white space after the last special token: the text of the message
       and the token that ends it, such as <|im_end|>, and not the newline that the template prints after it.
-      Where the next turn ends it, as <|user|> does for GLM, that token is the end. A template with special
-      tokens of which none ends an answer is refused: the model would never learn to stop.
-      The three texts and that of all messages must begin alike, or the template is refused (for example, one
-      that drops earlier thoughts).
+      Where the next turn ends it, as <|user|> does for GLM, that token is the end. Where a template with
+      special tokens ends an answer by none, it is refused: the model would never learn to stop.
+      The three texts and that of all messages must begin alike, or the conversation is refused (for example,
+      where the template drops earlier thoughts). For an answer without thoughts the prompt may also be that
+      of enable_thinking=False, or end before <think>.
 
     A token bears loss if any of its characters does.
 
@@ -125,6 +131,7 @@ class ChatEncoder:
         variables: further variables of the template, such as {"enable_thinking": False}.
         date: that the template may ask for; see `ChatTemplate`.
         ignore: columns, and keys of messages, that the template need not print.
+        end: see `Chats`.
 
     Attributes:
         columns: name -> dtype of the output: tokens, and loss_mask uint8.
@@ -142,6 +149,7 @@ class ChatEncoder:
         variables: Mapping[str, Any] | None = None,
         date: datetime.date | None = None,
         ignore: Sequence[str] = (),
+        end: Sequence[str] = (),
     ) -> None:
         self._path, self._template = (
             Path(tokenizer_name(tokenizer)),
@@ -149,7 +157,7 @@ class ChatEncoder:
         )
         self._train_on: TrainOn = train_on
         self._dtype, self._date = dtype, date
-        self._variables, self._ignore = dict(variables or {}), tuple(ignore)
+        self._variables, self._ignore, self._end = dict(variables or {}), tuple(ignore), tuple(end)
         if train_on not in get_args(TrainOn):
             raise StoreError(f"train_on={train_on!r}: one of {', '.join(map(repr, get_args(TrainOn)))}")
 
@@ -180,6 +188,7 @@ class ChatEncoder:
             str(self._date),
             self._token_dtype.str,
             self._ignore,
+            self._end,
         ]
         text = json.dumps(how, sort_keys=True, default=repr)
         return hashlib.blake2b(file.content + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -187,6 +196,9 @@ class ChatEncoder:
     def check(self) -> None:
         """Load the tokenizer and compile the templates, so that no conversation gets their errors."""
         _ = self.columns
+        for end in self._end:
+            if self._tokenizer.token_to_id(end) not in self._special:
+                raise StoreError(f"{self._path}: {end!r} is no special token; end= (--chat-end) names one")
         self._conversations.check()
 
     # -- encoding ---------------------------------------------------------------------------------------
@@ -224,10 +236,10 @@ class ChatEncoder:
         return found
 
     def _columns(self, encoding: Any, rendered: Rendered) -> dict[str, Array]:
-        """Raises StoreError where a template with special tokens ends no answer by one."""
+        """Raises StoreError where a template with special tokens does not end an answer by one."""
         tokens = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        special, mask, ended = np.isin(tokens, self._special), np.zeros(tokens.size, np.uint8), False
+        special, mask, ended = np.isin(tokens, self._special), np.zeros(tokens.size, np.uint8), True
         for begin, end in rendered.spans:
             # Every token that has a character of the span.
             first, last = int(ends.searchsorted(begin, "right")), int(begins.searchsorted(end, "left"))
@@ -237,12 +249,12 @@ class ChatEncoder:
                     last += 1
                 elif within.size and rendered.text[ends[within[-1]] : end].isspace():
                     last = int(within[-1]) + 1
-                ended |= bool(special[first:last].any())
+                ended &= bool(special[last - 1 : last].any())
             mask[first:last] = 1
         if rendered.trims and special.any() and not ended:
             raise StoreError(
                 "the template prints no special token that ends an answer, so the model would never learn to "
-                "stop; put {% generation %} around answers and what ends them"
+                "stop; name what ends it: end= (--chat-end), such as '<|user|>,<|observation|>' for GLM"
             )
         return {"tokens": tokens.astype(self._token_dtype), "loss_mask": mask}
 
@@ -278,7 +290,9 @@ class ChatEncoder:
             for name, source in sources.items()
         }
         variables = sorted(self._variables)
-        return Confined(Conversations(templates, self._train_on, self._ignore, variables, str(self._path)))
+        return Confined(
+            Conversations(templates, self._train_on, self._ignore, variables, self._end, str(self._path))
+        )
 
     @cached_property
     def _tokenizer(self) -> Any:

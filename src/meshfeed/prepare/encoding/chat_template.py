@@ -33,7 +33,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
 _PLUMBING = {"role", "content", "tool_call_id", "id"}
 """Keys of messages that need not be in the text."""
-_NOW = "strftime_now"
+_NOW, _THINKS = "strftime_now", "enable_thinking"
 _EACH = 'make a conversation for each answer by train_on="each" (--train-on each)'
 _OPEN_NAME, _CLOSE_NAME = "meshfeed_open", "meshfeed_close"
 
@@ -226,6 +226,7 @@ class Conversations:
         train_on: see `Chats`; of "each", a conversation has one answer.
         ignore: keys of messages that may be lost.
         variables: names that the user has given all templates.
+        end: see `Chats`.
         path: of the tokenizer, as messages show it.
     """
 
@@ -233,6 +234,7 @@ class Conversations:
     train_on: TrainOn
     ignore: Sequence[str]
     variables: Sequence[str]
+    end: Sequence[str]
     path: str
 
     def check(self) -> None:
@@ -265,18 +267,37 @@ class Conversations:
             spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
         else:
             spans = [_added(template, messages, beside, k, text) for k in said]
+        pieces = [text[begin:end] for begin, end in spans]
+        own = dict.fromkeys(said, "".join(pieces)) if template.has_blocks else dict(zip(said, pieces))
+        _refuse_lost(messages, own, text, self.ignore)
         self._refuse_unread(talk, messages, template.reads)
-        _refuse_lost(messages, said, text, self.ignore)
+        end = self._end_of(messages[-1])
+        if turns[-1] == len(messages) - 1 and not text.rstrip().endswith(end):
+            text += end
+            if said[-1] == turns[-1]:
+                spans[-1] = spans[-1][0], len(text)
         return Rendered(text, spans, trims=not template.has_blocks)
+
+    def _end_of(self, message: Turn) -> str:
+        """What ends a last answer, or a last call. Raises StoreError for a call of which that is unknown."""
+        if not self.end or not dict.get(message, "tool_calls"):
+            return self.end[0] if self.end else ""
+        if len(self.end) == 1:
+            raise StoreError(
+                "it ends with a tool call, and another token may end that; name both, as "
+                "end=['<|user|>', '<|observation|>'] (--chat-end '<|user|>,<|observation|>')"
+            )
+        return self.end[1]
 
     def _refuse_unread(self, talk: Conversation, messages: list[Turn], names: set[str]) -> None:
         """Raises StoreError for what neither the template nor prepare has read."""
         read = _PLUMBING.union(self.ignore, *(message.read for message in messages))
-        read |= {*REASONING} if read & {*REASONING} else set()
+        read |= {*REASONING} if read & {*REASONING} else {*REASONING[1:]}
         unread = {
             name: f"message {k} ({dict.get(message, 'role')}) has {name!r}"
             for k, message in reversed([*enumerate(messages)])
             for name in message.keys() - read
+            if (dict.get(message, "role"), name) != ("tool", "name")  # that of the call
         }
         unread |= {name: f"the record has {name!r}" for name in talk.unread if name not in self.ignore}
         unread |= {
@@ -327,34 +348,44 @@ def _whole(template: ChatTemplate, messages: list[Turn], beside: Beside) -> str:
     except StoreError as error:
         sound = range(len(messages) - 1, 0, -1)
         k = next((k for k in sound if _can(template, messages[:k], beside)), 0)
-        raise StoreError(f"message {k} ({messages[k]['role']}): {error}") from error
+        parts = "; its content is a list of parts, join them to one text" if _has_parts(messages[k]) else ""
+        raise StoreError(f"message {k} ({messages[k]['role']}): {error}{parts}") from error
+
+
+def _has_parts(message: Turn) -> bool:
+    return isinstance(message.get("content"), list)
 
 
 def _refuse_printed_parts(messages: list[Turn], text: str) -> None:
     """Refuse content in parts that a template, which knows of text alone, prints as Python would."""
     for k, message in enumerate(messages):
         parts = message.get("content")
-        if isinstance(parts, list) and str(cast(list[Any], parts)) in text:
+        if not isinstance(parts, list):
+            continue
+        printed = str(cast(list[Any], parts)), json.dumps(parts, ensure_ascii=False)
+        if any(each in text for each in printed):
             raise StoreError(
                 f"message {k} ({message['role']}): its content is a list of parts, which this template "
                 f"does not support; join them to one text"
             )
 
 
-def _refuse_lost(messages: list[Turn], trained: Sequence[int], text: str, ignore: Sequence[str]) -> None:
+def _refuse_lost(messages: list[Turn], loss: Mapping[int, str], text: str, ignore: Sequence[str]) -> None:
     """Refuse a message of which the template prints nothing: its text, thoughts or call would be lost.
 
-    Thoughts matter in what bears loss alone: templates that know of them drop earlier ones.
+    loss: what bears it, of messages that do. Thoughts matter in these alone: templates that know of them
+    drop earlier ones.
     """
     for k, message in enumerate(messages):
         for key, said in texts_of({**message}):
-            shown = said.strip()
-            if key in ignore or (key == REASONING[0] and k not in trained):
+            if key in ignore or (key == REASONING[0] and k not in loss):
                 continue
-            if shown not in text and json.dumps(shown, ensure_ascii=False)[1:-1] not in text:
+            shown, where = said.strip(), loss.get(k, text)
+            if shown not in where and json.dumps(shown, ensure_ascii=False)[1:-1] not in where:
+                cure = f", or give ignore=[{key!r}] (--ignore-keys {key})" * (key == REASONING[0])
                 raise StoreError(
                     f"message {k} ({dict.get(message, 'role')}): the template does not print its {key}, so "
-                    f"it would be lost; use a template that does, or leave it out of the record"
+                    f"it would be lost; use a template that does{cure}"
                 )
 
 
@@ -371,20 +402,37 @@ def _added(
 ) -> tuple[int, int]:
     """What message k adds to the text before it, in characters."""
     try:
-        prompt = template.text(messages[:k], beside, prompt=True)
         turn = template.text(messages[: k + 1], beside)
+        thoughts = dict.get(messages[k], REASONING[0])
+        thinks = thoughts is not None and thoughts.strip() in turn
+        prompts = _prompts(template, messages[:k], beside, thinks=thinks)
+        prompt = next((each for each in prompts if turn.startswith(each)), None)
     except StoreError as error:
         raise StoreError(
             f"message {k} (assistant): cannot be rendered without what follows: {error}"
         ) from error
-    if not (turn.startswith(prompt) and text.startswith(turn)):
-        apart = "the text before it" if not turn.startswith(prompt) else "its text, once messages follow,"
+    if not text.startswith(turn):
         raise StoreError(
-            f"message {k} (assistant): {apart} is another, so the template does not show what the "
-            f"assistant says; {_EACH}, or give a template with {{% generation %}} blocks"
+            f"message {k} (assistant): its text, once messages follow, is another, so it is not what the "
+            f"assistant says; {_EACH}"
+        )
+    if prompt is None:
+        raise StoreError(
+            f"message {k} (assistant): the text before it is another than the template's prompt for it, so "
+            f"nothing tells what the assistant says; put {{% generation %}} around answers in the template"
         )
     _refuse_header(template, messages, beside, k, prompt, turn)
     return len(prompt), len(turn)
+
+
+def _prompts(template: ChatTemplate, messages: list[Turn], beside: Beside, *, thinks: bool) -> Iterator[str]:
+    """Texts that an answer may follow: the template's prompt; for an answer without thoughts also the prompt
+    for one, and the prompt without the <think> at its end."""
+    yield (prompt := template.text(messages, beside, prompt=True))
+    if not thinks and _THINKS in template.reads and _THINKS not in beside:
+        yield template.text(messages, {**beside, _THINKS: False}, prompt=True)
+    if not thinks:
+        yield re.sub(r"<think>\s*$", "", prompt)
 
 
 def _refuse_header(
@@ -394,10 +442,10 @@ def _refuse_header(
 
     The header would bear loss. What such a prompt is followed by, as by an empty thought, is the answer's.
     """
-    content = messages[k].get("content")
-    if not isinstance(content, str) or not content.strip():
-        return
-    header, found, _ = turn[len(prompt) :].partition(content.strip())
+    said = dict.get(messages[k], REASONING[0]) or messages[k].get("content")
+    if not isinstance(said, str) or not said.strip() or (k and messages[k - 1]["role"] == "tool"):
+        return  # what follows a tool may go on with the turn before it, as Gemma 4's does
+    header, found, _ = turn[len(prompt) :].partition(said.strip())
     if found and header.strip() and template.text(messages[:k], beside) == prompt:
         raise StoreError(
             f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from meshfeed.errors import StoreError
 from meshfeed.formats.jsonl import value_in
-from meshfeed.prepare.inputs.conversation import TRAINED, Conversation, conversation
+from meshfeed.prepare.inputs.conversation import TRAINED, Conversation, conversation, parts_in
 
 CHAT_KEYS = ("messages", "conversations", "conversation")
 """Columns of a list of messages; the first that a record has counts."""
@@ -40,8 +41,15 @@ class ChatColumns:
         return [name for name in there if name not in self.ignore]
 
     def value(self, record: Mapping[str, Any]) -> Conversation:
-        """The conversation of a record. Raises StoreError."""
-        return conversation(*self.parted(record))
+        """The conversation of a record of text alone. Raises StoreError."""
+        talk = conversation(*self.parted(record))
+        for k, message in enumerate(talk.messages):
+            for kind in parts_in(message):
+                raise StoreError(
+                    f"message {k} ({message['role']}): {kind}, which would be lost; prepare it by Multimodal "
+                    f"(--multimodal)"
+                )
+        return talk
 
     def parted(self, record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The messages of a record in any shape, and its other columns. Raises StoreError."""

@@ -30,6 +30,19 @@ _OWN = {"messages", "tools", "documents", "add_generation_prompt"}
 """What every template is given; a conversation has no other ones."""
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call: an object, and its JSON for templates that take text, as DeepSeek's do."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
+
+    def __add__(self, after: str) -> str:
+        return str(self) + after
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation as a template takes it.
@@ -117,16 +130,29 @@ def texts_of(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What of a message must be in its conversation's text: each with the message's key."""
     content = message.get("content")
     for part in cast(list[Any], content) if isinstance(content, list) else [content]:
-        text = cast(dict[str, Any], part).get("text") if isinstance(part, dict) else part
-        if isinstance(text, str) and text.strip():
-            yield "content", text.rpartition("</think>")[2]  # a template may print thoughts elsewhere
+        values = cast(dict[str, Any], part).items() if isinstance(part, dict) else [("text", part)]
+        for text in [value for name, value in values if name != "type" and isinstance(value, str)]:
+            thoughts, _, said = text.rpartition("</think>")
+            yield REASONING[0], thoughts.rpartition("<think>")[2]  # a template may print them elsewhere
+            yield "content", said
     thoughts = next((text for name in REASONING if (text := message.get(name))), None)
     if isinstance(thoughts, str):
-        yield "reasoning_content", thoughts
+        yield REASONING[0], thoughts
     for call in cast(list[Any], message.get("tool_calls") or []):
         function = cast(dict[str, Any], call).get("function", call) if isinstance(call, dict) else {}
-        if isinstance(name := cast(dict[str, Any], function).get("name"), str):
-            yield "tool_calls", name
+        arguments = cast(dict[str, Any], function).get("arguments")
+        values = arguments.values() if isinstance(arguments, dict) else ()
+        for said in (cast(dict[str, Any], function).get("name"), *values):
+            if isinstance(said, str):
+                yield "tool_calls", said
+
+
+def parts_in(message: Mapping[str, Any]) -> list[str]:
+    """Kinds of the images and the like among a message's content."""
+    content = message.get("content")
+    items = cast(list[Any], content) if isinstance(content, list) else []
+    kinds = [str(cast(dict[str, Any], each).get("type")) for each in items if isinstance(each, dict)]
+    return [kind for each in kinds if (kind := each.removesuffix("_url")) in ("image", "audio", "video")]
 
 
 def _tools(beside: Mapping[str, Any]) -> list[Any] | None:
@@ -173,6 +199,8 @@ def _message(k: int, given: Any) -> tuple[dict[str, Any], bool | None]:
     trained = _trained(k, role, message)
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_call(k, each) for each in cast(list[Any], calls)]
+    if content is None:
+        message["content"] = ""  # as templates that join it to a call need it
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     return message, trained
@@ -211,9 +239,9 @@ def _call(k: int, given: Any) -> Any:
     function = call.get("function")
     if isinstance(function, dict):
         return call | {"function": _call(k, function)}
-    if isinstance(text := call.get("arguments"), str) and text.strip():
-        return call | {"arguments": parsed(text, f"message {k}: the arguments of a tool call")}
-    return call
+    text = call.get("arguments")
+    found = parsed(text, f"message {k}: the arguments of a tool call") if str(text).strip() else {}
+    return call | {"arguments": Arguments(found)} if isinstance(found, dict) else call
 
 
 def parsed(given: Any, what: str) -> Any:

@@ -27,7 +27,7 @@ from meshfeed.files import Folder
 from meshfeed.files.url import is_http, is_remote, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.prepare.inputs.chat_columns import CHAT_KEYS, ChatColumns
-from meshfeed.prepare.inputs.conversation import Conversation, conversation, parsed, with_role
+from meshfeed.prepare.inputs.conversation import Conversation, conversation, parsed, parts_in, with_role
 from meshfeed.prepare.inputs.within_folder import read_beneath
 
 Fetch = Callable[[str], bytes]
@@ -83,7 +83,7 @@ class Sample:
     def each_answer(self) -> list[Sample]:
         """Of a chat: one for each answer, with the parts until then; see `Conversation.each_answer`."""
         return [
-            replace(self, text=talk, parts=self.parts[: sum(map(_num_parts, talk.messages))])
+            replace(self, text=talk, parts=self.parts[: sum(len(parts_in(each)) for each in talk.messages)])
             for talk in cast(Conversation, self.text).each_answer()
         ]
 
@@ -322,12 +322,6 @@ def _of_chat(value: Any, given: Sequence[SamplePart], beside: Mapping[str, Any],
         messages[first]["content"] = [*({"type": each.kind} for each in given), *text]
         kinds = [each.kind for each in given]
     return Sample(conversation(messages, beside), _matched(kinds, inside or given))
-
-
-def _num_parts(message: Mapping[str, Any]) -> int:
-    """Parts of a message whose marks are objects."""
-    items = [each for each in _list(message.get("content")) if isinstance(each, Mapping)]
-    return sum(item.get("type") in PART_KEYS.values() for item in items)
 
 
 def _message(
