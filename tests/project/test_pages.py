@@ -79,7 +79,7 @@ def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("finetuning.md", 12)
+    names = run_page("finetuning.md", 13)
     assert len(names["losses"]("tokenized.txt")) == 15
 
 

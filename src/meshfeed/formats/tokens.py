@@ -100,7 +100,7 @@ class TokenColumn:
 
 PAIRS = (
     "'chosen' and 'rejected' are a pair, not one document: train on pairs by mf.Mapped(dataset) and "
-    "mf.Samples(..., packed=True), see Pairs in docs/datasets.md"
+    "mf.Samples(..., packed=True), see Pairs in docs/datasets.md and in docs/finetuning.md"
 )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from chats import ASKED, SAID, lines, shown, stored, tokenizer_in
+from chats import ASKED, SAID, decoded, lines, shown, stored, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import Here
@@ -39,6 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def forgets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_in(tmp_path_factory.mktemp("forgets"), FORGETS)
+
+
+@cache
+def encoder_of(folder: Path) -> ChatEncoder:
+    """One for all examples: each starts a process."""
+    return ChatEncoder(folder)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +110,51 @@ def test_tools_of_a_template_without_tools_and_misspelled_variables(forgets: Pat
         ChatEncoder(forgets).encode([{"messages": [ASKED, SAID], "tools": tools}])
     with pytest.raises(mf.errors.StoreError, match="no chat template of it reads enable_thinkin;"):
         ChatEncoder(forgets, variables={"enable_thinkin": False}).check()
+
+
+COLUMNS = st.dictionaries(
+    st.sampled_from(["id", "source", "system", "weight", "tags", "prompt_id"]),
+    st.sampled_from(["x", "a", "", 0, 1.5, None, [], ["x"], {"k": 1}]),
+    max_size=3,
+)
+SHAPES = {
+    "messages": lambda asked, said: {"messages": [asked, said]},
+    "sharegpt": lambda asked, said: {
+        "conversations": [
+            {"from": "human", "value": asked["content"]},
+            {"from": "gpt", "value": said["content"]},
+        ]
+    },
+    "prompt": lambda asked, said: {"prompt": asked["content"], "completion": said["content"]},
+    "completion": lambda asked, said: {"prompt": [asked], "completion": [said]},
+    "alpaca": lambda asked, said: {"instruction": asked["content"], "output": said["content"]},
+    "text": lambda asked, said: {"messages": json.dumps([asked, said])},
+}
+
+
+@settings(max_examples=cases(60, 1_000), deadline=None)
+@given(columns=COLUMNS, shape=st.sampled_from(sorted(SHAPES)), said=st.text('bc{}" ', min_size=1))
+def test_every_column_is_in_the_text_or_refused_by_name(
+    folder: Path, columns: dict[str, Any], shape: str, said: str
+) -> None:
+    """In every shape; and what is ignored leaves the text as it is."""
+    record = SHAPES[shape](ASKED, SAID | {"content": said}) | columns
+    told = {name: value for name, value in columns.items() if value not in (None, "", [])}
+    system = told.pop("system", 0)
+    lost = {name for name, value in told.items() if name != "id" and value not in ("a", said, system or "a")}
+    wanted = f"<|system|>{system}<|end|>" if system else ""
+    wanted = f"{wanted}<|user|>a<|end|><|assistant|>{said}<|end|>", f"{said}<|end|>"
+    if isinstance(system, list | dict | float) and system:
+        with pytest.raises(mf.errors.StoreError, match="more than one system prompt, or one that is no text"):
+            encoder_of(folder).encode([record])
+        return
+    if lost:
+        names = re.escape(",".join(sorted(lost)))
+        with pytest.raises(mf.errors.StoreError, match=rf"\(--ignore-keys {names}\)$"):
+            encoder_of(folder).encode([record])
+    made = Chats(tokenizer=str(folder), ignore=sorted(lost))
+    (columns_of,) = encoder_of(folder).encode([made.columns.value(record)])
+    assert decoded(folder, columns_of["tokens"], columns_of["loss_mask"]) == wanted
 
 
 @pytest.mark.usefixtures("quick_workers")
