@@ -16,6 +16,7 @@ import meshfeed as mf
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import Cache
 from meshfeed.store import DatasetWriter, IndexedWriter, marks, open_store
+from meshfeed.store.loss_columns import count_bearing
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases
@@ -109,7 +110,7 @@ def test_over_http(tmp_path: Path) -> None:
         assert store.fingerprint == open_store(tmp_path / "www" / "c").fingerprint
         with store:
             total = np.array([store.num_tokens])
-            marked = store.count_bearing(np.zeros(1, np.int64), total)
+            marked = count_bearing(store, np.zeros(1, np.int64), total)
         assert marked.tolist() == [np.count_nonzero(whole["loss_mask"])]
 
 

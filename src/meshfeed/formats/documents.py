@@ -6,11 +6,12 @@ cache; all processes map them. Nothing is decoded after that: a read costs what 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,10 +25,10 @@ from meshfeed.files import ByteFile, Cache, FileStats, Folder
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.local.version import digest_of_versions
 from meshfeed.files.url import is_hub
-from meshfeed.formats.foreign_columns import ForeignColumns
+from meshfeed.formats.foreign_columns import ForeignColumns, ignoring
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
-from meshfeed.store.base import I64, LengthsIndex
+from meshfeed.store.base import I64, LabelsAre, LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import Arrays, built_in_parts, joined, key_of_parts
@@ -55,7 +56,7 @@ class FileSpan:
     end: int
 
 
-class DocumentFiles(ForeignColumns):
+class DocumentFiles(StreamStore):
     """Records in files, each a document, as one stream of tokens.
 
     The constructor only stores its arguments. The first process of a node to count documents or read tokens
@@ -73,12 +74,13 @@ class DocumentFiles(ForeignColumns):
     """
 
     format = "documents"
+    labels_are: LabelsAre = "unshifted"
     not_pickled = ("_kept",)
 
     def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__()
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
-        self._read = FileStats()
+        self._read, self._beside = FileStats(), ForeignColumns()
 
     # -- what a format defines --------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class DocumentFiles(ForeignColumns):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return self._as_used(self._content)
+        return self._beside.fingerprint(self._content, self.labels_are, self._columns_of_loss)
 
     @cached_property
     def _content(self) -> str:
@@ -160,16 +162,33 @@ class DocumentFiles(ForeignColumns):
     def kept_in(self) -> Cache:
         return self._cache
 
+    @property
+    def columns(self) -> Mapping[str, StreamStore]:
+        """`labels` and `loss_mask`, if the files have them; see `ForeignColumns.of`. Raises StoreError."""
+        return self._beside.of(self, self._columns_of_loss)
+
+    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
+        """See `StreamStore`. ignore: of LOSS_COLUMNS."""
+        self._beside, self.labels_are = ignoring(self.path, ignore), labels or self.labels_are
+        return self
+
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Enter the columns that are in use."""
+        for store in (self._beside.columns or {}).values():
+            stack.enter_context(store)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._beside = replace(self._beside)  # a shallow copy enters its columns itself
+
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
-        if self._column.of_loss:
-            return {}
         there = zip(LOSS_COLUMNS, self._kept["beside"].tolist())
         return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
 
     def _column_beside(self, name: str) -> DocumentFiles:
         column = TokenColumn(name, of_loss=True)
         store = type(self)(self.path, self._files, column, self._cache)
-        store._loss_columns = {}
+        store._beside = ForeignColumns(columns={})
         return store
 
     @property

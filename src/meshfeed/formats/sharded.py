@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +16,18 @@ from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.local.version import digest_of_versions
 from meshfeed.files.url import join
-from meshfeed.formats.foreign_columns import ForeignColumns
+from meshfeed.formats.foreign_columns import ForeignColumns, ignoring
 from meshfeed.formats.items import ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.shards import ShardedDataset, at_once
-from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
+from meshfeed.store.base import I64, LabelsAre, LengthsIndex, Multiples, Pieces, StreamStore, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 _SHARDS_OF_PART = 64
 
 
-class ShardedStore(ForeignColumns):
+class ShardedStore(StreamStore):
     """A StreamStore over the shards of a folder: documents follow each other in the order of the index.
 
     The constructor only stores its arguments. Use everything but the attributes inside `with store:`. All
@@ -39,12 +39,13 @@ class ShardedStore(ForeignColumns):
     After that, reading or announcing a range touches only its own bytes.
     """
 
+    labels_are: LabelsAre = "unshifted"
     not_pickled = ("_files", "_looked", "_known_table")
 
     def __init__(self, dataset: ShardedDataset) -> None:
         super().__init__()
         self.dataset, self.path, self._folder = dataset, dataset.path, dataset.folder
-        self._is_beside = False
+        self._beside = ForeignColumns()
         self._forget()
 
     def _forget(self) -> None:
@@ -106,22 +107,30 @@ class ShardedStore(ForeignColumns):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return self._as_used(self.dataset.digest)
+        return self._beside.fingerprint(self.dataset.digest, self.labels_are, self._columns_of_loss)
 
     @property
     def kept_in(self) -> Cache:
         return self._folder.cache or Cache()
 
+    @property
+    def columns(self) -> Mapping[str, StreamStore]:
+        """`labels` and `loss_mask`, if the files have them; see `ForeignColumns.of`. Raises StoreError."""
+        return self._beside.of(self, self._columns_of_loss)
+
+    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
+        """See `StreamStore`. ignore: of LOSS_COLUMNS."""
+        self._beside, self.labels_are = ignoring(self.path, ignore), labels or self.labels_are
+        return self
+
     def _columns_of_loss(self) -> Mapping[str, ShardedStore]:
-        if self._is_beside:
-            return {}
         own = self.dataset
         others = [field.name for at, field in enumerate(own.fields) if at != own.items.at]
         stores = {
             name: ShardedStore(type(own)(own.folder, column=name)) for name in others if name in LOSS_COLUMNS
         }
         for store in stores.values():
-            store._is_beside = True
+            store._beside = ForeignColumns(columns={})
         return stores
 
     # -- entering and leaving -----------------------------------------------------------------------------
@@ -130,10 +139,12 @@ class ShardedStore(ForeignColumns):
         """Allow reads; the first read of a shard opens it."""
         self._files.open()
         stack.callback(self._files.close)
-        super().acquire(stack)
+        for store in (self._beside.columns or {}).values():
+            stack.enter_context(store)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._beside = replace(self._beside)  # a shallow copy enters its columns itself
         self._forget()
 
     # -- documents and the stream -------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from meshfeed.sequence.rule import RuleContents, SequenceRule, TakesParts, Token
 from meshfeed.sequence.runs import Longs, Portion, WithExcluded
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
+from meshfeed.store.loss_columns import count_bearing
 
 _REPLACED = ("labels", "loss_mask")
 
@@ -145,7 +146,7 @@ class WithColumns(RuleContents):
             begins, ends, of = self.rule.bearing_ranges(
                 recipe, s, of_source, starts[mine], lengths[mine], ahead=self._ahead
             )
-            np.add.at(valid, mine[of], recipe.sources[s].count_bearing(begins, ends))
+            np.add.at(valid, mine[of], count_bearing(recipe.sources[s], begins, ends))
         return valid
 
     # -- read and delivered -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, Self, cast
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import CacheError, StoreError
+from meshfeed.errors import CacheError, OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats
 from meshfeed.intervals import distinct, numbers_in
 from meshfeed.mixture import Store
@@ -26,7 +26,7 @@ I64 = npt.NDArray[np.int64]
 LabelsAre = Literal["shifted", "unshifted"]
 """Whether a column of labels holds, at a token, the next label (shifted) or its own, as in Hugging Face."""
 
-_NOT_PICKLED = ("_depth", "_lock", "_opened")
+_NOT_PICKLED = ("_depth", "lock", "_opened")
 
 
 class StreamStore(Store):
@@ -40,6 +40,7 @@ class StreamStore(Store):
 
     Attributes:
         path: its path or URL, for messages.
+        lock: held while it is entered or left; may be taken again.
         labels_are: what a column of labels holds at a token. "shifted": the label that this token predicts,
             usually the next token. "unshifted": the label of this token, which the token before it predicts.
     """
@@ -51,7 +52,7 @@ class StreamStore(Store):
 
     def __init__(self) -> None:
         self._depth = 0
-        self._lock = threading.RLock()  # garbage collection may take it again
+        self.lock = threading.RLock()  # garbage collection may take it again
 
     # -- what a format adds -----------------------------------------------------------------------------
 
@@ -128,6 +129,13 @@ class StreamStore(Store):
     def num_parts(self) -> int:
         """Images, audio and video of all documents; 0 for text."""
         return 0
+
+    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
+        """This store, just opened, with its columns used as given; see `open_store`. Raises OptionError."""
+        given = f"labels={labels!r}" if labels is not None else f"ignore={sorted(ignore)}"
+        raise OptionError(
+            f"{self.path}: {given} is about columns, but this store has tokens only; leave it out"
+        )
 
     # -- common to all formats ---------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ class StreamStore(Store):
         return self.read_stream(np.array([first + start]), np.array([first + stop]))
 
     def __enter__(self) -> Self:
-        with self._lock:
+        with self.lock:
             if self._depth == 0:
                 with contextlib.ExitStack() as stack:
                     self.acquire(stack)
@@ -218,10 +226,15 @@ class StreamStore(Store):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
+        with self.lock:
             self._depth -= 1
             if self._depth == 0:
                 self._opened.close()
+
+    def also_enter(self, stores: Iterable[StreamStore]) -> None:
+        """Enter further stores if it is entered; they are left with it. Under its lock."""
+        for store in stores if self._depth else ():
+            self._opened.enter_context(store)
 
     def __getstate__(self) -> dict[str, Any]:
         left_here = {*_NOT_PICKLED, *self.not_pickled}
@@ -283,31 +296,36 @@ class StreamStore(Store):
 
 
 class DocumentRange(StreamStore):
-    """The documents first..stop of another store; see `StreamStore.__getitem__`."""
+    """The documents first..stop of another store, `of`; see `StreamStore.__getitem__`."""
 
     def __init__(self, of: StreamStore, first: int, stop: int) -> None:
         super().__init__()
-        self._of, self._first, self._stop = of, first, stop
+        self.of, self._first, self._stop = of, first, stop
         self.path, self.labels_are = f"{of.path}[{first}:{stop}]", of.labels_are
 
     @cached_property
     def _span(self) -> tuple[int, int]:
         """Its tokens in the other store's stream."""
-        with self._of:
-            begin, end = self._of.documents.starts[np.array([self._first, self._stop])].tolist()
+        with self.of:
+            begin, end = self.of.documents.starts[np.array([self._first, self._stop])].tolist()
             return begin, end
 
     @property
+    def begin(self) -> int:
+        """Its first token in the other store's stream."""
+        return self._span[0]
+
+    @property
     def dtype(self) -> np.dtype[Any]:
-        return self._of.dtype
+        return self.of.dtype
 
     @property
     def fingerprint(self) -> str:
-        return digest_of({"of": self._of.fingerprint, "documents": [self._first, self._stop]})
+        return digest_of({"of": self.of.fingerprint, "documents": [self._first, self._stop]})
 
     @property
     def documents(self) -> LengthsIndex:
-        starts, (begin, _) = self._of.documents.starts, self._span
+        starts, (begin, _) = self.of.documents.starts, self._span
         return LengthsIndex(RangeStarts(starts, self._first, self.num_documents + 1, begin))
 
     @property
@@ -320,50 +338,46 @@ class DocumentRange(StreamStore):
 
     @property
     def shard_ends(self) -> I64 | None:
-        if (ends := self._of.shard_ends) is None:
+        if (ends := self.of.shard_ends) is None:
             return None
         return distinct(ends[ends > self._first].clip(None, self._stop)) - self._first
 
     @cached_property
     def columns(self) -> Mapping[str, StreamStore]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of = cast(Mapping[str, StreamStore], self._of.columns)
+        of = cast(Mapping[str, StreamStore], self.of.columns)
         return {name: store[self._first : self._stop] for name, store in of.items()}
-
-    def count_bearing(self, starts: I64, stops: I64) -> I64:
-        """See `HasColumns`."""
-        return cast(Any, self._of).count_bearing(starts + self._span[0], stops + self._span[0])
 
     @property
     def wants_ahead(self) -> bool:
-        return self._of.wants_ahead
+        return self.of.wants_ahead
 
     @property
     def kept_in(self) -> Cache | None:
-        return self._of.kept_in
+        return self.of.kept_in
 
     @property
     def stats(self) -> FileStats:
-        return self._of.stats
+        return self.of.stats
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        for store in (self._of, *self.columns.values()):
+        for store in (self.of, *self.columns.values()):
             stack.enter_context(store)
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        self._of.read_into(out, starts + self._span[0], stops + self._span[0])
+        self.of.read_into(out, starts + self.begin, stops + self.begin)
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        self._of.will_need(starts + self._span[0], stops + self._span[0])
+        self.of.will_need(starts + self.begin, stops + self.begin)
 
     def forget_needs(self) -> None:
-        self._of.forget_needs()
+        self.of.forget_needs()
 
     def verify(self) -> Iterator[float]:
-        return self._of.verify()
+        return self.of.verify()
 
     @property
     def is_summed(self) -> bool:
-        return self._of.is_summed
+        return self.of.is_summed
 
 
 def checked_places(name: str, places: I64, count: int, what: str) -> I64:

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats, Folder
-from meshfeed.store.base import LabelsAre, LengthsIndex
+from meshfeed.store.base import LabelsAre, LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
-from meshfeed.store.loss_columns import HasColumns
+from meshfeed.store.loss_columns import as_used
 
 I64 = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ _MOST_BYTES = 1 << 20
 _BLOCK = 1 << 18  # documents whose lengths are checked together
 
 
-class DatasetStore(HasColumns):
+class DatasetStore(StreamStore):
     """A folder with dataset.json: its tokens as a token store, and its other columns.
 
     The constructor only stores its arguments. It is read like its tokens (see `IndexedStore`); entering it
@@ -57,7 +57,7 @@ class DatasetStore(HasColumns):
     ) -> None:
         super().__init__()
         self.folder, self.path, self.tokens, self._cache = folder, path, tokens, cache
-        self._columns, self._further = dict(columns), tuple(further)
+        self._columns, self._further, self._used = dict(columns), tuple(further), ""
 
     @property
     def _stores(self) -> tuple[IndexedStore, ...]:
@@ -131,7 +131,7 @@ class DatasetStore(HasColumns):
     def _fingerprint_of_columns(self) -> str:
         columns = {name: store.fingerprint for name, store in sorted(self._columns.items())}
         text = json.dumps({"tokens": self.tokens.fingerprint, "columns": columns})
-        return self._as_used(digest_of(text))
+        return as_used(digest_of(text), self._used)
 
     @property
     def stats(self) -> FileStats:
@@ -140,17 +140,19 @@ class DatasetStore(HasColumns):
 
     @property
     def kept_in(self) -> Cache:
-        """See `HasColumns`."""
         return self._cache
 
     def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
-        """See `HasColumns`."""
+        """See `StreamStore`. ignore: any of its columns."""
         for name in sorted(ignore - self._columns.keys()):
             raise OptionError(
                 f"{self.path}: ignore={name!r}: it has {', '.join(self._columns) or 'no columns but tokens'}"
             )
         self._columns = {name: store for name, store in self._columns.items() if name not in ignore}
-        return super().used_as(labels, ignore)
+        if ignore or labels not in (None, self.labels_are):
+            self._used = f"labels={labels or self.labels_are} ignore={','.join(sorted(ignore))}"
+        self.labels_are = labels or self.labels_are
+        return self
 
     # -- as its tokens ----------------------------------------------------------------------------------
 

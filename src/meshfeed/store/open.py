@@ -17,7 +17,6 @@ from meshfeed.files.url import is_http, is_remote, local_path, parent, without_s
 from meshfeed.store.base import LabelsAre, StreamStore
 from meshfeed.store.dataset import NAME
 from meshfeed.store.format import Place, formats, tokenizer_name
-from meshfeed.store.loss_columns import HasColumns
 
 _SHOWN = 8
 
@@ -105,11 +104,6 @@ def _used_as(store: StreamStore, labels: LabelsAre | None, ignore: frozenset[str
         return store
     if labels not in (None, *get_args(LabelsAre)):
         raise OptionError(f"labels={labels!r}: choose one of {', '.join(get_args(LabelsAre))}")
-    if not isinstance(store, HasColumns):
-        given = f"labels={labels!r}" if labels is not None else f"ignore={sorted(ignore)}"
-        raise OptionError(
-            f"{store.path}: {given} is about columns, but this store has tokens only; leave it out"
-        )
     return store.used_as(labels, ignore)
 
 

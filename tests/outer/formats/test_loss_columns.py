@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ LABELS = [[-100, -100, 13, 14], [21, -100], [31], [], [-100, 42, -100, 44, 45]]
 MASK = [[0, 0, 1, 1], [1, 0], [1], [], [0, 1, 1, 0, 1]]
 ONES = [[1] * len(each) for each in TOKENS]
 PACKING = mf.Packing(capacity=32)
+COUNTED: dict[str, Any] = {"packing": PACKING, "no_loss": "allow"}
+"""For what counts tokens with loss; in a mixture, a step may have none."""
 DELIVERIES: tuple[Any, ...] = ("direct", "broadcast", "share", "tree")
 
 
@@ -162,6 +165,16 @@ def test_a_store_with_columns_keeps_the_laws(tmp_path: Path, kind: str) -> None:
     labels = [each for each in LABELS if each or kind not in ("mds", "litdata")]
     assert_store(store, tokens)
     assert_store(store.columns["labels"], [np.array(each, np.int32) for each in labels])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "mds"])
+def test_a_copy_enters_its_columns_itself(tmp_path: Path, kind: str) -> None:
+    store = mf.open(written(kind, tmp_path / "a", input_ids=TOKENS, labels=LABELS))
+    copied = copy.copy(store)
+    with copied:
+        with store:
+            assert list(store.columns) == ["labels"]  # found while both are entered
+        assert copied.columns["labels"].read(0, 0, 4).tolist() == LABELS[0]
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -372,7 +385,7 @@ def test_every_two_formats_in_a_mixture(tmp_path: Path, columns: tuple[str, ...]
     wanted = expected(labels, MASK if "loss_mask" in columns else ONES, shifted=False)
     for pair in PAIRS:
         found: list[tuple[int, int]] = []
-        for step in mf.simulate(mixed_in(tmp_path, pair, columns), mf.Layout(), 10, packing=PACKING):
+        for step in mf.simulate(mixed_in(tmp_path, pair, columns), mf.Layout(), 10, **COUNTED):
             of_step: list[tuple[int, int]] = []
             for m in step.microbatches:
                 bears = m["loss_mask"] != 0
@@ -390,10 +403,10 @@ def every_pair(rank: int, folder: str) -> list[str]:
         if not SOAK and at % 6:
             continue
         recipe = mixed_in(Path(folder), pair, BOTH)
-        wanted = simulated(recipe, layout, 100, rank, packing=PACKING)
+        wanted = simulated(recipe, layout, 100, rank, **COUNTED)
         for delivery in DELIVERIES if SOAK else (DELIVERIES[at // 6 % 4],):
             with mf.Feed(
-                recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), packing=PACKING
+                recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), **COUNTED
             ) as feed:
                 if take(feed) != wanted:
                     wrong.append(f"{pair} {delivery}")
