@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,15 @@ from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.recipe import Change
 from meshfeed.report.content import add_content
 from meshfeed.report.lengths import DocumentLengths
-from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
+from meshfeed.report.samples import (
+    Bearing,
+    bearing,
+    loss_of,
+    page,
+    shown_documents,
+    shown_ranges,
+    texts_of,
+)
 from meshfeed.report.words import counted
 from meshfeed.store import IndexedStore, StreamStore
 from meshfeed.store.checksums import checksums_beside, is_of, write_checksums
@@ -102,6 +110,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         "image, audio, video": "of a multimodal store: parts of its first 65,536 documents, and their sizes",
         "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
         "texts": "with --show: document; text, or tokens without --tokenizer; which of it bears loss",
+        "loss": "with --show or --html: tokens that bear loss, of all; documents in which none does",
         "page": "with --html: file, documents, and the parts that are wrong: document, part, why",
         "amendments": "with --amendments: step, and documents and tokens excluded, or the store it grows by",
         "checksums_file": "with --write-checksums: file, blocks, block_bytes",
@@ -156,7 +165,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             refuse_given(self, ("digest",), "has no effect without --verify")
         if self.amendments is None:
             refuse_given(self, ("source",), "has no effect without --amendments")
-        decode = _decoder(self.tokenizer) if self.tokenizer and self._shows else None
+        decode = decoder_of(self.tokenizer) if self.tokenizer and self._shows else None
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
         texts: list[tuple[int, list[str]]] = []
         written: dict[str, Any] = {}
@@ -166,6 +175,9 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             facts = facts_of(store)
             lengths = look_at_lengths(store)
             texts = _beginnings(store, self._chosen, decode) if self._prints else []
+            if self._shows:
+                with store:
+                    facts |= {} if (loss := loss_of(store)) is None else {"loss": loss}
             written = self._write(self.html, store, decode) if self.html else {}
             if self.amendments is not None:
                 amended = amendments_of(store, Ledger.read(self.amendments), self.source or "")
@@ -222,13 +234,14 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         rules: Rules = {rule.kind: rule for rule in given}
         with store:
             num = store.num_documents
-            documents = [*shown_documents(store, self._chosen(num), decode or _as_ids, rules)]
+            documents = [*shown_documents(store, self._chosen(num), decode or as_ids, rules)]
+            loss = loss_of(store)
         there = {part.kind for one in documents for part in one.parts}
         told = "; ".join(rule.summary() for kind, rule in rules.items() if kind in there)
         note = f"Text by {self.tokenizer}." if decode else "Token ids: give --tokenizer to see text."
         note += f" Tokens of parts by {told}." if told else ""
-        if any(isinstance(piece, Bearing) for one in documents for piece in one.pieces):
-            note += " Underlined: what bears loss."
+        if loss is not None:
+            note += f" Underlined: what bears loss, {told_loss(loss)}."
         write_text(file, page(without_secrets(self.path), documents, num, note))
         wrong = [
             {"document": one.number, "part": k, "why": why}
@@ -281,6 +294,13 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
                 f"--tokenizer {self.tokenizer}: {store.path} holds tokens; add --show N to decode some"
             )
         return store
+
+
+def told_loss(loss: Mapping[str, int]) -> str:
+    """What `loss_of` found, in words."""
+    share = loss["tokens"] / max(loss["of"], 1)
+    none = f"; {counted(loss['documents_without'], 'document')} without any" * bool(loss["documents_without"])
+    return f"{loss['tokens']:,} of all {loss['of']:,} tokens ({share:.1%}){none}"
 
 
 def facts_of(store: StreamStore) -> dict[str, Any]:
@@ -389,13 +409,16 @@ def _beginnings(
     with store:
         for document in chosen(store.num_documents):
             length = int(store.lengths(np.array([document]))[0])
-            tokens = store.read(document, 0, min(length, _SHOWN_TOKENS))
-            texts = texts_of(tokens, bearing(store, document, tokens.size), decode or _as_ids)
-            found.append((document, [*texts, *([" …"] if length > _SHOWN_TOKENS else [])]))
+            bears, texts, end = bearing(store, document, length), list[str](), 0
+            for begin, end in shown_ranges(bears, _SHOWN_TOKENS):
+                texts += [" … "] if begin else []
+                texts += texts_of(store.read(document, begin, end), bears[begin:end], decode or as_ids)
+            found.append((document, [*texts, *([" …"] if length > end else [])]))
     return found
 
 
-def _as_ids(tokens: Sequence[int]) -> str:
+def as_ids(tokens: Sequence[int]) -> str:
+    """Tokens as numbers."""
     return " ".join(map(str, tokens))
 
 
@@ -415,7 +438,7 @@ def _part_rule(text: str) -> PartRule:
         ) from error
 
 
-def _decoder(tokenizer: str) -> Decode:
+def decoder_of(tokenizer: str) -> Decode:
     """How tokens are read as text. tokenizer: `store.tokenizer.KNOWN`. Raises StoreError for another."""
     made = tokenizer_file(tokenizer).load()
     size = made.vocab_size + (tokenizer == BYTES)  # what ends a document there is no byte
@@ -448,7 +471,7 @@ def _text_of(document: int, texts: Sequence[str], between: str) -> dict[str, Any
     return told | ({"bears_loss": bear} if bear else {})
 
 
-def _marked(texts: Sequence[str], between: str) -> Text:
+def marked(texts: Sequence[str], between: str) -> Text:
     """Texts as the terminal shows them: what bears loss stands in brackets, and is bold."""
     shown = Text()
     for number, each in enumerate(texts):
@@ -463,6 +486,8 @@ def _print(
     console = Console()
     table = Table("", "", show_header=False)
     for name, value in facts.items():
+        if name == "loss":
+            continue
         table.add_row(name.replace("_", " "), shown(value))
     console.print(table, markup=False)
     console.print(f"\n{lengths.title}")
@@ -475,10 +500,11 @@ def _print(
     console.print()
     console.print(_histogram(lengths))
     if any(isinstance(each, Bearing) for _, cut in texts for each in cut):
-        console.print("\nwhat bears loss stands in ⟦ ⟧", markup=False)
+        told = f": {told_loss(facts['loss'])}" if "loss" in facts else ""
+        console.print(f"\nwhat bears loss stands in ⟦ ⟧{told}", markup=False)
     for document, cut in texts:
         console.print(f"\n[bold]document {document:,}[/bold]")
-        console.print(_marked(cut, between), soft_wrap=True)
+        console.print(marked(cut, between), soft_wrap=True)
 
 
 def _histogram(lengths: DocumentLengths) -> Table:

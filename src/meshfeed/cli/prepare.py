@@ -12,10 +12,12 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from meshfeed.cli.command import OK, Console, print_json, say
+from meshfeed.cli.inspect import as_ids, decoder_of, marked
 from meshfeed.cli.options import Command, argument, given, option, required
 from meshfeed.errors import PrepareError
 from meshfeed.formats.prepared import ERRORS
@@ -33,11 +35,13 @@ from meshfeed.prepare import (
     Text,
     prepare,
 )
+from meshfeed.prepare.dry_run import dry_run
 from meshfeed.prepare.encoding.part_headers import MOST_PIXELS
 from meshfeed.prepare.encoding.text import DTYPES
 from meshfeed.prepare.engines.local import num_cores
 from meshfeed.prepare.inputs.files import KINDS
 from meshfeed.prepare.inputs.records import RECORD_BYTES
+from meshfeed.report.samples import Bearing, num_spans, texts_of
 from meshfeed.report.words import counted
 from meshfeed.store.tokenizer import KNOWN
 
@@ -135,6 +139,9 @@ class _Run:
     title = "run"
 
     workers: int | None = option("parallel workers (default: one per core)")
+    dry_run: int | None = option(
+        "only show what the first N documents become, with what bears loss, and which records are refused"
+    )
     engine: Literal["local", "ray", "slurm"] = option("where workers run", default="local")
     ray_address: str | None = option(
         "Ray cluster, host:port or auto ($RAY_ADDRESS; without either, Ray starts on this machine)",
@@ -177,6 +184,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         "num_duplicates, num_malformed": "documents that were left out",
         "num_malformed_inputs": "files that malformed documents are in",
         "num_inputs, elapsed_s": "files that were read, and seconds of this run",
+        "dry_run, refused": "with --dry-run alone: input, record, tokens, bear_loss, spans, texts; reason",
     }
 
     inputs: list[str] = argument(
@@ -193,6 +201,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         if len(given(self, ("tokenizer", "train_bpe"))) != 1:
             raise PrepareError("give one of --tokenizer, --train-bpe")
         encoding = self._encoding()
+        if self.dry_run is not None:
+            return self._try(encoding, self.dry_run)
         # what Ray or Slurm print must not mix with the answer
         with redirect_stdout(sys.stderr), _progress(quiet=self.json) as on_progress:
             made = prepare(
@@ -224,6 +234,45 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             if not store["num_documents"]:
                 where = _place(made, name)
                 say(f"meshfeed: {where}: has no documents, so no Feed can read it", sys.stderr)
+        return OK
+
+    def _try(self, encoding: Encoding, count: int) -> int:
+        """Show what `count` documents become; write nothing."""
+        console, found, refused = Console(), list[dict[str, Any]](), list[dict[str, Any]]()
+        decode = None if self.tokenizer in (None, "none") else decoder_of(self.tokenizer)
+        if not self.json:
+            print("what bears loss stands in ⟦ ⟧")
+        tried = dry_run(
+            self.inputs,
+            encoding,
+            count,
+            pattern=self.glob,
+            kind=self.format,
+            max_record_bytes=self.max_record_bytes,
+            text_encoding=self.encoding,
+        )
+        for each in tried:
+            where = {"input": each.input, "record": each.record}
+            if each.reason is not None:
+                refused.append(where | {"reason": each.reason})
+                if not self.json:
+                    say(f"\n{each.input}, record {each.record}: refused: {each.reason}")
+                continue
+            bears = np.ones(each.tokens.size, np.bool_) if each.loss_mask is None else each.loss_mask != 0
+            marks = bears & (each.loss_mask is not None)
+            texts = texts_of(each.tokens, marks, decode or as_ids)
+            facts = {"tokens": each.tokens.size, "bear_loss": int(bears.sum()), "spans": num_spans(bears)}
+            found.append(where | facts | {"texts": [[isinstance(one, Bearing), str(one)] for one in texts]})
+            if not self.json:
+                told = f"{facts['bear_loss']:,} of {counted(each.tokens.size, 'token')} bear loss"
+                say(f"\n{each.input}, record {each.record}: {told} in {counted(facts['spans'], 'span')}")
+                console.print(marked(texts, "" if decode else " "), soft_wrap=True)
+        of, bear = (sum(each[name] for each in found) for name in ("tokens", "bear_loss"))
+        if self.json:
+            print_json({"dry_run": found, "refused": refused, "tokens": of, "bear_loss": bear})
+        else:
+            share = f"{bear:,} of {counted(of, 'token')} bear loss ({bear / max(of, 1):.1%})"
+            say(f"\n{counted(len(found), 'document')}: {share}; {len(refused)} refused; nothing was written")
         return OK
 
     def _encoding(self) -> Encoding:

@@ -18,9 +18,10 @@ from meshfeed.parts.types import in_pixels
 from meshfeed.report.thumbnails import thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.store import StreamStore
-from meshfeed.store.loss_columns import LABELS, LOSS_MASK
+from meshfeed.store.loss_columns import LABELS, LOSS_MASK, HasColumns
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24
+_TOGETHER = 1 << 18  # documents
 
 
 class Bearing(str):
@@ -55,6 +56,8 @@ class ShownDocument:
     Attributes:
         number: in the store.
         num_tokens, num_parts: of the whole document.
+        num_bearing, num_spans: of its tokens, those that bear loss, and the spans that they make; None where
+            all bear it, or none.
         pieces: text, and the numbers of parts in their places.
         parts: the first of them.
         is_cut: whether its text continues.
@@ -63,6 +66,8 @@ class ShownDocument:
     number: int
     num_tokens: int
     num_parts: int
+    num_bearing: int | None
+    num_spans: int
     pieces: tuple[str | int, ...]
     parts: tuple[ShownPart, ...]
     is_cut: bool
@@ -71,7 +76,7 @@ class ShownDocument:
 def shown_documents(
     store: StreamStore, documents: Sequence[int], decode: Callable[[Sequence[int]], str], rules: Rules
 ) -> Iterator[ShownDocument]:
-    """Some documents, up to 1,024 tokens and 24 parts of each. The store must be entered.
+    """Some documents, up to 1,024 tokens and 24 parts of each, see `shown_ranges`. The store must be entered.
 
     decode: tokens -> text. rules: how many tokens a part becomes. Raises StoreError, and errors of `decode`.
     """
@@ -79,19 +84,27 @@ def shown_documents(
         chosen = np.array([number])
         parts = store.parts(chosen) if isinstance(store, MultimodalStore) else Parts.none(1)
         size = int(store.lengths(chosen)[0])
-        tokens = store.read(number, 0, min(size, _MOST_TOKENS))
         pieces: list[str | int] = []
-        bears, begin = bearing(store, number, len(tokens)), 0
-        for k, at in enumerate(parts.at[parts.at < len(tokens)].tolist()):
-            pieces += [*texts_of(tokens[begin:at], bears[begin:at], decode), k]
-            begin = at + 1
-        pieces += texts_of(tokens[begin:], bears[begin:], decode)
+        bears = bearing(store, number, size)
+        ranges = shown_ranges(bears, _MOST_TOKENS)
+        for begin, end in ranges:
+            pieces += [" … "] if begin else []
+            tokens = store.read(number, begin, end)
+            for k in np.flatnonzero((begin <= parts.at) & (parts.at < end)).tolist():
+                at = int(parts.at[k])
+                pieces += [*texts_of(tokens[: at - begin], bears[begin:at], decode), k]
+                tokens, begin = tokens[at + 1 - begin :], at + 1
+            pieces += texts_of(tokens, bears[begin:end], decode)
         some = np.arange(min(len(parts), _MOST_PARTS))
         data = (
             store.read_parts(np.full(some.size, number), some) if isinstance(store, MultimodalStore) else []
         )
         shown = tuple(_shown(parts.only(k), each, rules) for k, each in enumerate(data))
-        yield ShownDocument(number, size, len(parts), tuple(pieces), shown, size > len(tokens))
+        num_bearing = int(bears.sum()) if bears.any() else None
+        is_cut = bool(ranges) and ranges[-1][1] < size
+        yield ShownDocument(
+            number, size, len(parts), num_bearing, num_spans(bears), tuple(pieces), shown, is_cut
+        )
 
 
 def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool_]:
@@ -110,6 +123,44 @@ def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool
         bears = np.append(False, bears)[:stop]  # a token's label is about the next one
     bears[:1] = False
     return np.zeros_like(bears) if bears[1:].all() else bears
+
+
+def num_spans(bears: npt.NDArray[np.bool_]) -> int:
+    """How many spans of tokens bear loss, such as answers of a conversation."""
+    return int(np.count_nonzero(np.diff(bears, prepend=False) & bears))
+
+
+def shown_ranges(bears: npt.NDArray[np.bool_], most: int) -> list[tuple[int, int]]:
+    """Which tokens of a document are shown, at most so many: its first ones; where none of these bears loss,
+    half as many, and those where loss begins."""
+    begins = np.flatnonzero(bears)
+    if bears.size <= most or not begins.size or begins[0] < most:
+        return [(0, min(bears.size, most))]
+    half = most // 2
+    begin = max(half, int(begins[0]) - half // 4)
+    return [(0, half), (begin, min(bears.size, begin + half))]
+
+
+def loss_of(store: StreamStore) -> dict[str, int] | None:
+    """How much of a whole store bears loss, as `bearing` says of a document; None where it all does.
+
+    Returns tokens that bear loss, of all tokens, and the documents in which none does. Reads the columns
+    once on a node. The store must be entered.
+    """
+    if not isinstance(store, HasColumns) or not {LABELS, LOSS_MASK} & store.columns.keys():
+        return None
+    is_shifted = LABELS in store.columns and store.labels_are == "shifted"
+    found, without, first = 0, 0, 0
+    for begin in range(0, store.num_documents, _TOGETHER):
+        lengths = store.lengths(np.arange(begin, min(begin + _TOGETHER, store.num_documents)))
+        stops = first + np.cumsum(lengths)
+        starts, first = stops - lengths, int(stops[-1])
+        if is_shifted:  # a document's first token is never a label
+            counts = store.count_bearing(starts, np.maximum(stops - 1, starts))
+        else:
+            counts = store.count_bearing(np.minimum(starts + 1, stops), stops)
+        found, without = found + int(counts.sum()), without + int((counts == 0).sum())
+    return {"tokens": found, "of": store.num_tokens, "documents_without": without}
 
 
 def texts_of(
@@ -167,6 +218,8 @@ def page(path: str, documents: Sequence[ShownDocument], num_documents: int, note
 
 def _panel(one: ShownDocument) -> str:
     said = [counted(one.num_tokens, "token") + " as stored"]
+    if one.num_bearing is not None:
+        said += [f"{one.num_bearing:,} bear loss in {counted(one.num_spans, 'span')}"]
     if one.num_parts:
         said += [counted(one.num_parts, "part"), in_bytes(sum(part.num_bytes for part in one.parts))]
     if one.num_parts > len(one.parts):

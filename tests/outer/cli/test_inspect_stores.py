@@ -17,6 +17,7 @@ import lit
 import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
+from meshfeed.report.samples import loss_of
 from meshfeed.store import IndexedWriter
 
 SAVED = Path(__file__).parents[1] / "formats" / "saved_by_datasets"
@@ -270,3 +271,31 @@ def test_a_dataset_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "d.jsonl").write_text('{"text": 5}\n')
     assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes"]) == 1
     assert "line 1 (byte 0): int where text belongs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("labels", [None, "shifted", "unshifted"])
+def test_how_much_of_a_store_bears_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: Any
+) -> None:
+    """Over all documents, counted token by token; and where loss begins is shown, however long the prompt."""
+    rng, name = np.random.default_rng(4), "labels" if labels else "loss_mask"
+    written, expected, without = list[Any](), 0, 0
+    with mf.DatasetWriter(tmp_path / "d", {"tokens": "uint8", name: "int16"}) as writer:
+        for size in (700, 0, 1, 2, *rng.integers(1, 40, 30).tolist()):
+            bears = rng.random(size) < 0.3
+            if size == 700:
+                bears[:] = np.arange(size) >= 690
+            values = np.where(bears, 5, -100) if labels else bears
+            writer.add_document(**{"tokens": np.full(size, 97), name: values.astype(np.int16)})
+            written.append(bears)
+    with mf.open(tmp_path / "d", **({"labels": labels} if labels else {})) as store:
+        for bears in written:
+            mine = int(bears[:-1].sum() if labels == "shifted" else bears[1:].sum())
+            expected, without = expected + mine, without + (mine == 0)
+        told = {"tokens": expected, "of": store.num_tokens, "documents_without": without}
+        assert loss_of(store) == told
+    if labels != "shifted":
+        return
+    assert main(["inspect", str(tmp_path / "d"), "--documents", "0", "--labels", "shifted", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["loss"] == told and facts["texts"][0]["bears_loss"] == [" ".join(["97"] * 9)]
