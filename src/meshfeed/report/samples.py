@@ -18,7 +18,7 @@ from meshfeed.parts.types import in_pixels
 from meshfeed.report.thumbnails import thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.store import StreamStore
-from meshfeed.store.loss_columns import LABELS, LOSS_MASK, HasColumns
+from meshfeed.store.loss_columns import LABELS, LOSS_MASK, count_bearing
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24
 _TOGETHER = 1 << 18  # documents
@@ -147,7 +147,7 @@ def loss_of(store: StreamStore) -> dict[str, int] | None:
     Returns tokens that bear loss, of all tokens, and the documents in which none does. Reads the columns
     once on a node. The store must be entered.
     """
-    if not isinstance(store, HasColumns) or not {LABELS, LOSS_MASK} & store.columns.keys():
+    if not {LABELS, LOSS_MASK} & store.columns.keys():
         return None
     is_shifted = LABELS in store.columns and store.labels_are == "shifted"
     found, without, first = 0, 0, 0
@@ -156,9 +156,9 @@ def loss_of(store: StreamStore) -> dict[str, int] | None:
         stops = first + np.cumsum(lengths)
         starts, first = stops - lengths, int(stops[-1])
         if is_shifted:  # a document's first token is never a label
-            counts = store.count_bearing(starts, np.maximum(stops - 1, starts))
+            counts = count_bearing(store, starts, np.maximum(stops - 1, starts))
         else:
-            counts = store.count_bearing(np.minimum(starts + 1, stops), stops)
+            counts = count_bearing(store, np.minimum(starts + 1, stops), stops)
         found, without = found + int(counts.sum()), without + int((counts == 0).sum())
     return {"tokens": found, "of": store.num_tokens, "documents_without": without}
 
