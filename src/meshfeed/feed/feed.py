@@ -365,24 +365,20 @@ class Feed(StepSource[RankPlace]):
         terms = terms.under(ledger)
         place = self._place.moved(given_layout(layout), rank, generation, rendezvous, readers)
         moves = place is not self._place
-        if terms.recipe is not self.recipe or moves:
-            self._check(terms.recipe, place.given_layout or self.layout)
         if first is not None:
             check_end(terms.recipe, first, "the run begins at")
         if moves or (meet and place.generation is not None):
             place.check_after(self._place, generation, keeps_ledger=self._options.ledger is not None)
         if recipe is not None:  # its fields give ranks other roles
             place = replace(place, fields=contents_of(terms.recipe).fields)
-        opened = self._opened_for(terms.recipe)
+        stepping = self._stepping_of(terms.recipe, place.given_layout or self.layout)
         with self._loop.changing:
             if (run := self._loop.on) is not None:
                 why = f"rank {self.rank} has begun another run; call feed.run on all ranks at once"
                 run.end_before(run.next_begun, why, without_others=moves)
             known = self._loop.known_step
             self._loop.stop()
-            self._place = place
-            self._terms = terms
-            self._stepping = replace(self._stepping, recipe=terms.recipe, layout=self.layout, opened=opened)
+            self._place, self._terms, self._stepping = place, terms, replace(stepping, layout=place.layout)
         if meet:
             try:
                 first = self._met(known if first is None else first)
@@ -519,20 +515,24 @@ class Feed(StepSource[RankPlace]):
         trained = self.next_step if step is None else min(step, self.next_step)
         return self._terms.kept(self._options.ledger, trained)
 
-    def _check(self, recipe: Recipe, layout: Layout) -> None:
-        """Raises unless a recipe can have its amounts, sizes and columns, and its rows fill microbatches."""
-        num_positions(recipe)
-        stepping = replace(self._stepping, layout=layout, recipe=recipe, opened=None)
-        if not self._options.pad_rows:
-            stepping.check_filled()
-
     def _become(self, terms: Terms) -> None:
         """Take over amendments, for the next run. Raises for what cannot be; nothing has changed then."""
         if terms is not self._terms:
-            self._check(terms.recipe, self.layout)
-            opened = self._opened_for(terms.recipe)
-            self._stepping = replace(self._stepping, recipe=terms.recipe, layout=self.layout, opened=opened)
-            self._terms = terms
+            stepping = self._stepping_of(terms.recipe, self.layout)
+            self._terms, self._stepping = terms, stepping
+
+    def _stepping_of(self, recipe: Recipe, layout: Layout) -> Stepping:
+        """For a recipe, all that it has more than the present one opened.
+
+        Raises unless it can have its amounts, sizes and columns, and its rows fill microbatches.
+        """
+        if recipe is self.recipe and layout == self._stepping.layout:
+            return self._stepping
+        num_positions(recipe)
+        stepping = replace(self._stepping, recipe=recipe, layout=layout, opened=None)
+        if not self._options.pad_rows:
+            stepping.check_filled()
+        return replace(stepping, opened=self._opened_for(recipe))
 
     def _keep(self) -> None:
         """On the first rank: write the ledger, unless its file has it. Raises StateError."""
