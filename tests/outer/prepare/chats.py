@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 import meshfeed as mf
-from meshfeed.prepare.encoding.chat import ChatEncoder
+from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "GOOD"}
 SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>")
@@ -44,9 +44,14 @@ def tokenizer_in(folder: Path, template: str = TEMPLATE, special: Sequence[str] 
     return folder
 
 
+def chat_encoder(folder: Any, template: Any = None, **options: Any) -> ChatEncoder:
+    """An encoder that has not looked at its files."""
+    return ChatEncoder(Chats(tokenizer=folder, template=template, **options))
+
+
 def shown(folder: Path, *values: Any, **options: Any) -> list[tuple[str, str]]:
     """The text of each conversation, and what of it bears loss."""
-    made = ChatEncoder(folder, **options).encode(values)
+    made = chat_encoder(folder, **options).encode(values)
     return [decoded(folder, each["tokens"], each["loss_mask"]) for each in made]
 
 

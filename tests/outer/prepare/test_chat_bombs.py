@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chats import chat_encoder
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
@@ -43,7 +44,7 @@ def made(folder: Path, template: str) -> ChatEncoder:
     letters = sorted(set("uasbx") | set("assistant"))
     Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, [])).save(str(folder / "tokenizer.json"))
     (folder / "t.jinja").write_text(template)
-    return ChatEncoder(folder / "tokenizer.json", folder / "t.jinja")
+    return chat_encoder(folder / "tokenizer.json", folder / "t.jinja")
 
 
 @some(2)
@@ -73,7 +74,7 @@ def test_the_memory_of_the_run_itself_stays_small(tmp_path):
         "import json, sys, resource\n"
         "from meshfeed.errors import StoreError\n"
         "from meshfeed.prepare.encoding.chat import ChatEncoder\n"
-        f"encoder, talk = ChatEncoder({str(tmp_path / 'tokenizer.json')!r}, {str(tmp_path / 't.jinja')!r}), "
+        f"encoder, talk = chat_encoder({str(tmp_path / 'tokenizer.json')!r}, {str(tmp_path / 't.jinja')!r}), "
         f"json.loads({json.dumps(TALK)!r})\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "def peak(who): return resource.getrusage(who).ru_maxrss >> 10\n"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from chats import chat_encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -122,7 +123,7 @@ SPOKEN = st.text(st.sampled_from("ab \n ☃é,🎉<|>"), min_size=1, max_size=12
 @cache
 def encoder_of(folder: Path) -> ChatEncoder:
     """One for all examples: each starts a process."""
-    return ChatEncoder(folder)
+    return chat_encoder(folder)
 
 
 def conversations(said: Any = SPOKEN) -> Any:
@@ -212,11 +213,11 @@ WITH_TOOLS = [
 @pytest.mark.parametrize("kind", ["blocks", "plain"])
 def test_tools(theirs: PreTrainedTokenizerFast, folders: dict[str, Path], kind: str) -> None:
     tokens, mask = expected(theirs, LLAMA, WITH_TOOLS, tools=TOOLS)
-    (got,) = ChatEncoder(folders[f"llama {kind}"]).encode([{"messages": WITH_TOOLS, "tools": TOOLS}])
+    (got,) = chat_encoder(folders[f"llama {kind}"]).encode([{"messages": WITH_TOOLS, "tools": TOOLS}])
     assert (got["tokens"].tolist(), got["loss_mask"].tolist()) == (tokens, mask)
     said = [theirs.decode(part) for part in runs(tokens, mask)]
     assert said == ['{"name": "add", "arguments": {"a": 1, "b": 1}}<|eot|>', "it is 2<|eot|>"]
-    (last,) = ChatEncoder(folders[f"llama {kind}"], train_on="last").encode(
+    (last,) = chat_encoder(folders[f"llama {kind}"], train_on="last").encode(
         [{"messages": WITH_TOOLS, "tools": TOOLS}]
     )
     assert last["tokens"].tolist() == tokens
@@ -241,7 +242,7 @@ def test_the_template_for_tools_is_taken_where_there_is_one(
     (tmp_path / "config" / "tokenizer_config.json").write_text(json.dumps(config))
     talk = WITH_TOOLS[:2] + WITH_TOOLS[-1:]
     for folder in (tmp_path / "files", tmp_path / "config"):
-        without, with_tools = ChatEncoder(folder).encode([talk, {"messages": talk, "tools": TOOLS}])
+        without, with_tools = chat_encoder(folder).encode([talk, {"messages": talk, "tools": TOOLS}])
         assert without["tokens"].tolist() == expected(theirs, CHATML, talk)[0]
         assert with_tools["tokens"].tolist() == expected(theirs, LLAMA, talk, tools=TOOLS)[0]
 
@@ -254,10 +255,10 @@ def test_a_template_of_its_own_variables_and_a_date(theirs: PreTrainedTokenizerF
     )
     talk = [{"role": "assistant", "content": "hi"}]
     options: dict[str, Any] = {"variables": {"bos_token": "<|begin|>"}, "date": datetime.date(2026, 1, 31)}
-    encoder = ChatEncoder(tmp_path / "tok.json", tmp_path / "t.jinja", **options)
+    encoder = chat_encoder(tmp_path / "tok.json", tmp_path / "t.jinja", **options)
     (got,) = encoder.encode([talk])
     assert theirs.decode(got["tokens"]) == "<|begin|>31 Jan 2026assistant:hi"
-    undated = ChatEncoder(tmp_path / "tok.json", tmp_path / "t.jinja")
+    undated = chat_encoder(tmp_path / "tok.json", tmp_path / "t.jinja")
     assert theirs.decode(undated.encode([talk])[0]["tokens"]) == "no dateassistant:hi"
     assert encoder.digest != undated.digest
     for path in tmp_path.iterdir():
@@ -269,11 +270,11 @@ def test_a_template_of_its_own_variables_and_a_date(theirs: PreTrainedTokenizerF
 
 def test_dtypes(folders: dict[str, Path]) -> None:
     folder, talk = folders["chatml plain"], [{"role": "assistant", "content": "hi"}]
-    wide = ChatEncoder(folder, dtype="int32")
+    wide = chat_encoder(folder, dtype="int32")
     assert wide.columns == {"tokens": np.dtype("int32"), "loss_mask": np.dtype("uint8")}
     assert wide.encode([talk])[0]["tokens"].dtype == np.int32
     with pytest.raises(StoreError, match=r"347 tokens, which uint8 cannot tell apart; take a wider dtype"):
-        ChatEncoder(folder, dtype="uint8").encode([talk])
+        chat_encoder(folder, dtype="uint8").encode([talk])
 
 
 def test_nested_blocks_are_one(theirs: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_nested_blocks_are_one(theirs: PreTrainedTokenizerFast, tmp_path: Path) 
         "{% endgeneration %};{% endfor %}"
     )
     theirs.save_pretrained(tmp_path)
-    (got,) = ChatEncoder(tmp_path).encode([[{"role": "assistant", "content": "a"}]])
+    (got,) = chat_encoder(tmp_path).encode([[{"role": "assistant", "content": "a"}]])
     assert theirs.decode(got["tokens"][got["loss_mask"] == 1]) == "<a>"
 
 
@@ -296,7 +297,7 @@ def test_what_bears_loss_in_a_batch_is_what_the_assistant_says(
         ]
         for i in range(12)
     ]
-    encoder = ChatEncoder(folders["chatml plain"])
+    encoder = chat_encoder(folders["chatml plain"])
     with mf.DatasetWriter(tmp_path / "chats", encoder.columns) as writer:
         for columns in encoder.encode(talks):
             writer.add_document(**columns)
@@ -363,7 +364,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 )
 @pytest.mark.parametrize("kind", ["blocks", "plain"])
 def test_malformed_conversations_are_named(folders: dict[str, Path], kind: str, talk: Any, said: str) -> None:
-    encoder = ChatEncoder(folders[f"llama {kind}"])
+    encoder = chat_encoder(folders[f"llama {kind}"])
     with pytest.raises(StoreError, match=f"^line 8: {said}"):
         encoder.encode([[USER, ANSWER], talk], lambda i: f"line {7 + i}")
 
@@ -372,19 +373,19 @@ def test_templates_that_do_not_tell(theirs: PreTrainedTokenizerFast, tmp_path: P
     theirs.chat_template = FORGETFUL
     theirs.save_pretrained(tmp_path)
     thought = ANSWER | {"thinking": "hm"}
-    (one,) = ChatEncoder(tmp_path).encode([[USER, thought]])
+    (one,) = chat_encoder(tmp_path).encode([[USER, thought]])
     assert theirs.decode(one["tokens"][one["loss_mask"] == 1]) == "[hm]b<|im_end|>"
     talk = [USER, thought, USER, thought]
     with pytest.raises(
         StoreError, match=r"^conversation 0: message 1 \(assistant\): its text, once messages"
     ):
-        ChatEncoder(tmp_path).encode([talk])
-    (last,) = ChatEncoder(tmp_path, train_on="last").encode([talk])
+        chat_encoder(tmp_path).encode([talk])
+    (last,) = chat_encoder(tmp_path, train_on="last").encode([talk])
     assert theirs.decode(last["tokens"][last["loss_mask"] == 1]) == "[hm]b<|im_end|>"
     theirs.chat_template = FORGETFUL.replace("'<|im_start|>assistant\\n' }}{% endif", "'<think>' }}{% endif")
     theirs.save_pretrained(tmp_path)
     with pytest.raises(StoreError, match=r"message 1 \(assistant\): the text before it is another"):
-        ChatEncoder(tmp_path).encode([[USER, thought]])
+        chat_encoder(tmp_path).encode([[USER, thought]])
 
 
 @pytest.mark.parametrize(
@@ -416,7 +417,7 @@ def test_broken_templates_are_named(
 ) -> None:
     (tmp_path / "t.jinja").write_text(template)
     with pytest.raises(StoreError, match=said):
-        ChatEncoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
+        chat_encoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
 
 
 def test_a_template_without_headers_needs_no_prompt(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -424,28 +425,28 @@ def test_a_template_without_headers_needs_no_prompt(folders: dict[str, Path], tm
     (tmp_path / "t.jinja").write_text(
         "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else ' ' + m.content }}{% endfor %}"
     )
-    (one,) = ChatEncoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
+    (one,) = chat_encoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
     assert one["loss_mask"].any()
 
 
 def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no-such"):
-        ChatEncoder(tmp_path / "no-such").encode([[USER, ANSWER]])
+        chat_encoder(tmp_path / "no-such").encode([[USER, ANSWER]])
     with pytest.raises(StoreError, match=r"no tokenizer\.json"):
-        ChatEncoder(tmp_path).encode([[USER, ANSWER]])
+        chat_encoder(tmp_path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer.json").write_bytes((folders["chatml plain"] / "tokenizer.json").read_bytes())
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         with pytest.raises(StoreError, match="has no chat template"):
-            ChatEncoder(path).encode([[USER, ANSWER]])
+            chat_encoder(path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(StoreError, match=r"tokenizer_config.json: not (valid|a) JSON"):
-        ChatEncoder(tmp_path).encode([[USER, ANSWER]])
+        chat_encoder(tmp_path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StoreError, match="no tokenizer: "):
-        ChatEncoder(tmp_path, folders["chatml plain"] / "chat_template.jinja").encode([[USER, ANSWER]])
+        chat_encoder(tmp_path, folders["chatml plain"] / "chat_template.jinja").encode([[USER, ANSWER]])
     with pytest.raises(StoreError, match="train_on='everything'"):
-        ChatEncoder(tmp_path, train_on="everything")  # type: ignore[arg-type]
+        chat_encoder(tmp_path, train_on="everything")  # type: ignore[arg-type]
 
 
 JSON = st.recursive(
@@ -485,7 +486,7 @@ def test_a_snapshot_of_the_hub_is_such_a_folder(folders: dict[str, Path], tmp_pa
         (tmp_path / f"models--a--b/blobs/{at:040x}").write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{at:040x}")
     assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in snapshot.iterdir()}
-    mine, theirs = ChatEncoder(snapshot), ChatEncoder(original)
+    mine, theirs = chat_encoder(snapshot), chat_encoder(original)
     assert mine.digest == theirs.digest
     (got,), (wanted,) = mine.encode([[USER, ANSWER]]), theirs.encode([[USER, ANSWER]])
     assert all(got[name].tolist() == wanted[name].tolist() for name in wanted)

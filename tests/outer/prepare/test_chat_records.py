@@ -12,13 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
-from chats import ASKED, SAID, shown, tokenizer_in
+from chats import ASKED, SAID, chat_encoder, shown, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.cli.main import main
-from meshfeed.prepare.encoding.chat import ChatEncoder
 from soak import cases
 
 
@@ -78,7 +77,7 @@ def test_a_turn_that_is_not_to_be_trained_is_not(folder: Path, key: dict[str, An
 )
 def test_what_contradicts_or_is_lost_is_named(folder: Path, messages: Any, told: str) -> None:
     with pytest.raises(mf.errors.StoreError, match=told):
-        ChatEncoder(folder).encode([messages])
+        chat_encoder(folder).encode([messages])
 
 
 def test_columns_beside_the_messages_are_in_the_text(folder: Path) -> None:
@@ -126,7 +125,7 @@ def test_what_a_template_does_not_print_is_refused(folder: Path) -> None:
     with pytest.raises(
         mf.errors.StoreError, match=r"message 1 \(assistant\): the template does not print its reasoning"
     ):
-        ChatEncoder(folder).encode([silent])
+        chat_encoder(folder).encode([silent])
     ((_, said),) = shown(folder, silent, ignore=["reasoning_content"])
     assert said == "GOOD<|end|>"
 
@@ -213,12 +212,12 @@ def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None
     ((_, said),) = shown(folder, called, end=["<|user|>", "<|tool|>"], **both)
     assert said == "GOOD move 0<|tool|>"
     with pytest.raises(mf.errors.StoreError, match="ends with a tool call, and another token may end that"):
-        ChatEncoder(folder, end=["<|user|>"], **both).encode([called])
+        chat_encoder(folder, end=["<|user|>"], **both).encode([called])
     for bad in ([ASKED, SAID], talk):
         with pytest.raises(mf.errors.StoreError, match=r"conversation 0: .*never learn to stop.*--chat-end"):
-            ChatEncoder(folder, tmp_path / "t.jinja").encode([bad])
+            chat_encoder(folder, tmp_path / "t.jinja").encode([bad])
     with pytest.raises(mf.errors.StoreError, match="'a' is no special token; end="):
-        ChatEncoder(folder, tmp_path / "t.jinja", end=["a"]).check()
+        chat_encoder(folder, tmp_path / "t.jinja", end=["a"]).check()
 
 
 def test_blocks_of_a_template_that_prints_the_newest_thoughts_alone(folder: Path, tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_blocks_of_a_template_that_prints_the_newest_thoughts_alone(folder: Path
     with pytest.raises(
         mf.errors.StoreError, match=r"message 1 .assistant.: the template prints earlier answers"
     ):
-        ChatEncoder(folder, **how).encode([[ASKED, thought, ASKED, bad]])
+        chat_encoder(folder, **how).encode([[ASKED, thought, ASKED, bad]])
 
 
 KEYS = st.dictionaries(

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from chats import ASKED, SAID, decoded, lines, shown, stored, tokenizer_in
+from chats import ASKED, SAID, chat_encoder, decoded, lines, shown, stored, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import Here
@@ -46,7 +46,7 @@ def forgets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def encoder_of(folder: Path) -> ChatEncoder:
     """One for all examples: each starts a process."""
-    return ChatEncoder(folder)
+    return chat_encoder(folder)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_answers_in_a_prompt_bear_no_loss_unless_they_say_so(folder: Path) -> No
 )
 def test_what_nothing_reads_is_refused_by_name(folder: Path, record: Any, told: str) -> None:
     with pytest.raises(mf.errors.StoreError, match=told):
-        ChatEncoder(folder).encode([record])
+        chat_encoder(folder).encode([record])
 
 
 def test_tools_of_a_template_without_tools_and_misspelled_variables(forgets: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     with pytest.raises(mf.errors.StoreError, match=r"the record has 'tools'.*--ignore-keys tools"):
-        ChatEncoder(forgets).encode([{"messages": [ASKED, SAID], "tools": tools}])
+        chat_encoder(forgets).encode([{"messages": [ASKED, SAID], "tools": tools}])
     with pytest.raises(mf.errors.StoreError, match="no chat template of it reads enable_thinkin;"):
-        ChatEncoder(forgets, variables={"enable_thinkin": False}).check()
+        chat_encoder(forgets, variables={"enable_thinkin": False}).check()
 
 
 COLUMNS = st.dictionaries(
@@ -190,7 +190,7 @@ REASONING = [
 
 def test_each_answer_is_trained_as_it_is_sampled(forgets: Path) -> None:
     with pytest.raises(mf.errors.StoreError, match=r'train_on="each" \(--train-on each\)'):
-        ChatEncoder(forgets).encode([REASONING])
+        chat_encoder(forgets).encode([REASONING])
     asked, told = "<|user|>a<|end|><|assistant|>", "<|end|><|user|>b<|end|><|assistant|>"
     assert shown(forgets, REASONING, train_on="each") == [
         (f"{asked}[think one]one<|end|>", "[think one]one<|end|>"),

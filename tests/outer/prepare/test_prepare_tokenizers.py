@@ -13,6 +13,7 @@ import sentencepiece
 import tiktoken
 import tiktoken_ext.openai_public as public
 import tokenizers
+from chats import chat_encoder
 from texts import Here, jsonl, texts, tree
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +21,7 @@ import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import OptionError, PrepareError, StoreError
 from meshfeed.formats.tokenizers import _PATTERNS
-from meshfeed.prepare import ChatEncoder, Chats, Local, Text, prepare
+from meshfeed.prepare import Chats, Local, Text, prepare
 from meshfeed.store.tokenizer import _loaded, tokenizer_file
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
@@ -188,7 +189,7 @@ def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path, capsys):
     assert main(words) == 2
     assert "it uses today's date" in capsys.readouterr().err
     assert main([*words, "--chat-date", "2025-06-01"]) == 0
-    own = ChatEncoder(folder / "hf", template, date=datetime.date(2025, 6, 1))
+    own = chat_encoder(folder / "hf", template, date=datetime.date(2025, 6, 1))
     told = own.encode([turns, {"messages": turns, "tools": rows[1]["tools"]}, turns * 2])
     with mf.open(tmp_path / "out") as store:
         for name, column in {"tokens": store, "loss_mask": store.columns["loss_mask"]}.items():
@@ -214,7 +215,7 @@ def test_a_tokenizer_object_is_refused_with_the_cure(trained, tmp_path):
             lambda given=given: mf.open(tmp_path / "a.jsonl", tokenizer=given),
             lambda given=given: Text(tokenizer=given),
             lambda given=given: Chats(tokenizer=given),
-            lambda given=given: ChatEncoder(given),
+            lambda given=given: chat_encoder(given),
             lambda given=given: tokenizer_file(given),
         ):
             with pytest.raises(OptionError, match=f"tokenizer= is an object, .*{cure}"):

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import importlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,8 +33,9 @@ class Chats:
     """Conversations: tokens and a loss mask, by a tokenizer's chat template; see `ChatEncoder`.
 
     Attributes:
-        tokenizer: a transformers directory, or a tokenizers JSON file with a template.
-        template: a file to use instead of the tokenizer's own template.
+        tokenizer: a transformers directory with tokenizer.json, or a `tokenizers` JSON file with a template.
+        template: a file to take instead of the directory's chat_template.jinja, or of what its
+            tokenizer_config.json has. Of several, "tool_use" is for conversations with tools, else "default".
         train_on: "all" for all messages of the assistant, "last" for the last one; "each" makes of a
             conversation one for each of its answers, with what is before it, for templates that print earlier
             answers otherwise.
@@ -61,6 +61,9 @@ class Chats:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokenizer", tokenizer_name(self.tokenizer))
+        if self.train_on not in get_args(TrainOn):
+            known = ", ".join(map(repr, get_args(TrainOn)))
+            raise StoreError(f"train_on={self.train_on!r}: one of {known}")
 
     @property
     def columns(self) -> ChatColumns:
@@ -84,17 +87,7 @@ class Chats:
 
     def encoder(self, trained: Path | None = None) -> ChatEncoder:
         """The encoder of tokens and mask. Raises StoreError."""
-        dtype = None if self.dtype == "auto" else self.dtype
-        encoder = ChatEncoder(
-            self.tokenizer,
-            self.template,
-            train_on=self.train_on,
-            dtype=dtype,
-            variables=self.variables,
-            date=self.date,
-            ignore=self.ignore,
-            end=self.end,
-        )
+        encoder = ChatEncoder(self)
         encoder.check()
         return encoder
 
@@ -123,15 +116,7 @@ class ChatEncoder:
     A token bears loss if any of its characters does.
 
     Args:
-        tokenizer: a transformers directory with tokenizer.json, or a `tokenizers` JSON file.
-        template: a file to take instead of the directory's chat_template.jinja, or of what its
-            tokenizer_config.json has. Of several, "tool_use" is for conversations with tools, else "default".
-        train_on: see `Chats`; of "each", `encode` returns a document for each answer.
-        dtype: of the tokens; None for uint16 or int32, as Megatron chooses.
-        variables: further variables of the template, such as {"enable_thinking": False}.
-        date: that the template may ask for; see `ChatTemplate`.
-        ignore: columns, and keys of messages, that the template need not print.
-        end: see `Chats`.
+        how: the tokenizer and the options; with train_on="each", `encode` returns a document for each answer.
 
     Attributes:
         columns: name -> dtype of the output: tokens, and loss_mask uint8.
@@ -139,27 +124,8 @@ class ChatEncoder:
     Files are read when they are first needed, and pickled with the encoder. All methods raise StoreError.
     """
 
-    def __init__(
-        self,
-        tokenizer: str | os.PathLike[str],
-        template: str | os.PathLike[str] | None = None,
-        *,
-        train_on: TrainOn = "all",
-        dtype: npt.DTypeLike | None = None,
-        variables: Mapping[str, Any] | None = None,
-        date: datetime.date | None = None,
-        ignore: Sequence[str] = (),
-        end: Sequence[str] = (),
-    ) -> None:
-        self._path, self._template = (
-            Path(tokenizer_name(tokenizer)),
-            None if template is None else Path(template),
-        )
-        self._train_on: TrainOn = train_on
-        self._dtype, self._date = dtype, date
-        self._variables, self._ignore, self._end = dict(variables or {}), tuple(ignore), tuple(end)
-        if train_on not in get_args(TrainOn):
-            raise StoreError(f"train_on={train_on!r}: one of {', '.join(map(repr, get_args(TrainOn)))}")
+    def __init__(self, how: Chats) -> None:
+        self.how, self._path = how, Path(how.tokenizer)
 
     beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
     """Further columns of a document; none."""
@@ -171,32 +137,19 @@ class ChatEncoder:
         """See the class. Raises StoreError for a dtype that cannot hold the vocabulary."""
         return {"tokens": self._token_dtype, "loss_mask": np.dtype(np.uint8)}
 
-    @property
-    def expands(self) -> bool:
-        """Whether each answer becomes a document."""
-        return self._train_on == "each"
-
     @cached_property
     def digest(self) -> str:
         """Hex digest of everything that decides the output."""
         file, config, templates = self._files
-        how = [
-            config,
-            templates,
-            self._variables,
-            self._train_on,
-            str(self._date),
-            self._token_dtype.str,
-            self._ignore,
-            self._end,
-        ]
+        own = self.how.variables, self.how.train_on, str(self.how.date), self.how.ignore, self.how.end
+        how = [config, templates, self._token_dtype.str, *own]
         text = json.dumps(how, sort_keys=True, default=repr)
         return hashlib.blake2b(file.content + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def check(self) -> None:
         """Load the tokenizer and compile the templates, so that no conversation gets their errors."""
         _ = self.columns
-        for end in self._end:
+        for end in self.how.end:
             if self._tokenizer.token_to_id(end) not in self._special:
                 raise StoreError(f"{self._path}: {end!r} is no special token; end= (--chat-end) names one")
         self._conversations.check()
@@ -215,7 +168,7 @@ class ChatEncoder:
         for i, value in enumerate(values):
             try:
                 whole = conversation_of(value)
-                for talk in whole.each_answer() if self.expands else [whole]:
+                for talk in whole.each_answer() if self.how.train_on == "each" else [whole]:
                     texts.append(self._conversations.render(talk))
                     texts[-1].text.encode()
                     of.append(i)
@@ -269,11 +222,11 @@ class ChatEncoder:
                 f"{self._path}: has no chat template; give a transformers directory with tokenizer.json, or "
                 f"a tokenizers JSON file with template= (--chat-template)"
             )
-        with typed_errors(self._template or self._path):
-            if self._template is None:
+        with typed_errors(self.how.template or self._path):
+            if self.how.template is None:
                 templates = _templates_in(self._path, file.settings)
             else:
-                templates = {DEFAULT: self._template.read_text(encoding="utf-8")}
+                templates = {DEFAULT: Path(self.how.template).read_text(encoding="utf-8")}
         return file, _special_tokens(file.settings), templates
 
     @cached_property
@@ -283,16 +236,14 @@ class ChatEncoder:
             raise StoreError(
                 f"{self._path}: has no chat template; give the file of one as template= (--chat-template)"
             )
-        named = config | self._variables
-        path = self._template or self._path
+        named = config | dict(self.how.variables)
+        path = self.how.template or self._path
         templates = {
-            name: ChatTemplate(source, named, f"template {name!r} of {path}", self._date)
+            name: ChatTemplate(source, named, f"template {name!r} of {path}", self.how.date)
             for name, source in sources.items()
         }
-        variables = sorted(self._variables)
-        return Confined(
-            Conversations(templates, self._train_on, self._ignore, variables, self._end, str(self._path))
-        )
+        how = self.how.train_on, self.how.ignore, sorted(self.how.variables), self.how.end
+        return Confined(Conversations(templates, *how, path=str(self._path)))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -309,7 +260,8 @@ class ChatEncoder:
     @cached_property
     def _token_dtype(self) -> np.dtype[Any]:
         size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-        dtype: np.dtype[Any] = best_dtype(size) if self._dtype is None else np.dtype(self._dtype)
+        given = self.how.dtype
+        dtype: np.dtype[Any] = best_dtype(size) if given == "auto" else np.dtype(given)
         if dtype.kind not in "iu" or size - 1 > np.iinfo(dtype.name).max:
             raise StoreError(
                 f"{self._path}: {size} tokens, which {dtype.name} cannot tell apart; take a wider dtype"

@@ -54,7 +54,8 @@ def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
 def expanded(encoder: Encoder, value: Any) -> list[Any]:
     """The documents' values of a record's value: several where each answer of a chat becomes one."""
     inner = encoder.inner if isinstance(encoder, MultimodalEncoder) else encoder
-    return value.each_answer() if isinstance(inner, ChatEncoder) and inner.expands else [value]
+    expands = isinstance(inner, ChatEncoder) and inner.how.train_on == "each"
+    return value.each_answer() if expands else [value]
 
 
 def hash_of(value: Any) -> bytes:
