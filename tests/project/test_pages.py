@@ -79,7 +79,7 @@ def test_amendments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("finetuning.md", 13)
+    names = run_page("finetuning.md", 15)
     assert len(names["losses"]("tokenized.txt")) == 15
 
 
