@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
-from chats import ASKED, SAID, chat_encoder, shown, tokenizer_in
+from chats import ASKED, SAID, TEMPLATE, chat_encoder, shown, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,6 +130,25 @@ def test_what_a_template_does_not_print_is_refused(folder: Path) -> None:
     assert said == "GOOD<|end|>"
 
 
+def test_a_call_that_is_not_printed_is_refused_however_it_is_named(folder: Path, tmp_path: Path) -> None:
+    """Such as the second of two alike, of which gpt-oss prints the first; the tools name them, too."""
+    call = {"type": "function", "function": {"name": "move", "arguments": {"to": 'the "end"'}}}
+    talk = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call, call]}, SAID]
+    ((_, said),) = shown(folder, talk)
+    assert said.count('"move"') == 2
+    first = tmp_path / "first.jinja"
+    first.write_text(TEMPLATE.replace("in m.tool_calls %}", "in m.tool_calls[:1] %}"))
+    record = {"messages": talk, "tools": [{"name": "move"}, {"name": "move"}]}
+    with pytest.raises(mf.errors.StoreError, match=r"message 1 .*does not print its tool_calls"):
+        chat_encoder(folder, first).encode([record])
+    quoted = tmp_path / "quoted.jinja"
+    quoted.write_text(
+        TEMPLATE.replace("call.function | tojson", "call.function.name + call.function.arguments.to | e")
+    )
+    ((_, said),) = shown(folder, talk, template=quoted)
+    assert said.count("movethe &#34;end&#34;") == 2
+
+
 def two_tools() -> list[dict[str, Any]]:
     def talk(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
@@ -213,6 +232,8 @@ def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None
     assert said == "GOOD move 0<|tool|>"
     with pytest.raises(mf.errors.StoreError, match="ends with a tool call, and another token may end that"):
         chat_encoder(folder, end=["<|user|>"], **both).encode([called])
+    with pytest.raises(mf.errors.StoreError, match="never learn to stop"):  # <|assistant|> ends nothing
+        chat_encoder(folder, tmp_path / "t.jinja", end=["<|user|>"]).encode([[ASKED, SAID, SAID]])
     for bad in ([ASKED, SAID], talk):
         with pytest.raises(mf.errors.StoreError, match=r"conversation 0: .*never learn to stop.*--chat-end"):
             chat_encoder(folder, tmp_path / "t.jinja").encode([bad])

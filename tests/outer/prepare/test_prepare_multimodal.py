@@ -325,6 +325,35 @@ def test_a_chat_loses_no_text_to_the_images_beside_it():
         content({"text": "x"})
 
 
+def test_each_answer_has_the_images_until_then(tmp_path, words):
+    """A conversation for each answer; and columns beside the messages are read as in chats of text."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    turns = [
+        {"from": "human", "value": "<image>what?"},
+        {"from": "gpt", "value": "a cat"},
+        {"from": "human", "value": "and <image>?"},
+        {"from": "gpt", "value": "a dog"},
+    ]
+    row = {"conversations": turns, "system": "see"}
+    tar(tmp_path / "in.tar", [("0.0.png", PNG), ("0.1.jpg", JPG), ("0.json", json.dumps(row).encode())])
+    lost = tmp_path / "lost.tar"
+    tar(lost, [("0.0.png", PNG), ("0.1.jpg", JPG), ("0.json", json.dumps(row | {"mood": "x"}).encode())])
+    chats = Chats(tokenizer=words, template=str(tmp_path / "chat.jinja"), train_on="each")
+    how = Multimodal(text=chats, tokens={"image": PAD})
+    prepare([tmp_path / "in.tar"], tmp_path / "out", how, engine=Here())
+    first = f"system: see<|im_end|>\nuser: {IMAGE}what?<|im_end|>\nassistant: a cat<|im_end|>\n"
+    seen = [("image", 5, 9, 1, PNG), ("image", 8, 4, 1, JPG)]
+    assert read(tmp_path / "out", words) == [
+        (first, seen[:1]),
+        (f"{first}user: and {IMAGE}?<|im_end|>\nassistant: a dog<|im_end|>\n", seen),
+    ]
+    with pytest.raises(PrepareError, match=r"the record has 'mood': nothing reads that.*--ignore-keys mood"):
+        prepare([lost], tmp_path / "out2", how, engine=Here())
+    kept = Multimodal(text=replace(chats, ignore=["mood"]), tokens={"image": PAD})
+    prepare([lost], tmp_path / "out3", kept, engine=Here())
+    assert read(tmp_path / "out3", words) == read(tmp_path / "out", words)
+
+
 def test_the_command(tmp_path, words, capsys):
     (tmp_path / "in").mkdir()
     tar(tmp_path / "in/0.tar", FILES)

@@ -192,13 +192,15 @@ class ChatEncoder:
         """Raises StoreError where a template with special tokens does not end an answer by one."""
         tokens = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        given = [self._tokenizer.token_to_id(end) for end in self.how.end]
+        stops = np.isin(tokens, given or self._special)
         special, mask, ended = np.isin(tokens, self._special), np.zeros(tokens.size, np.uint8), True
         for begin, end in rendered.spans:
             # Every token that has a character of the span.
             first, last = int(ends.searchsorted(begin, "right")), int(begins.searchsorted(end, "left"))
             if rendered.trims:
                 within = first + np.flatnonzero(special[first:last])
-                if not within.size and special[last : last + 1].any():  # of the next turn, such as <|user|>
+                if not within.size and stops[last : last + 1].any():  # of the next turn, such as <|user|>
                     last += 1
                 elif within.size and rendered.text[ends[within[-1]] : end].isspace():
                     last = int(within[-1]) + 1

@@ -10,6 +10,7 @@ import datetime
 import importlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -377,11 +378,15 @@ def _refuse_lost(messages: list[Turn], loss: Mapping[int, str], text: str, ignor
     drop earlier ones.
     """
     for k, message in enumerate(messages):
-        for key, said in texts_of({**message}):
+        wanted = Counter(texts_of({**message}))
+        for (key, said), times in wanted.items():
             if key in ignore or (key == REASONING[0] and k not in loss):
                 continue
-            shown, where = said.strip(), loss.get(k, text)
-            if shown not in where and json.dumps(shown, ensure_ascii=False)[1:-1] not in where:
+            where, shown = loss.get(k, text), said.strip()
+            # templates quote what a call is given in many ways
+            pieces = re.split(r"[\"'\\\s]+", shown) if key == "tool_calls" else [shown]
+            as_json = json.dumps(shown, ensure_ascii=False)[1:-1]
+            if where.count(as_json) < times and any(where.count(piece) < times for piece in pieces):
                 cure = f", or give ignore=[{key!r}] (--ignore-keys {key})" * (key == REASONING[0])
                 raise StoreError(
                     f"message {k} ({dict.get(message, 'role')}): the template does not print its {key}, so "
