@@ -1,12 +1,12 @@
 """What every plan must satisfy, whatever made it, and small brute-force oracles."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from meshfeed.plan import Packing, StepPlan, account_of, packs_of
+from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, packs_of, slices_of
 from meshfeed.plan.packing import cp_sizes
 
 
@@ -120,3 +120,26 @@ def some_parts(rng: np.random.Generator, lengths: np.ndarray) -> tuple[list[int]
             of, start, tokens = [*of, sequence], [*start, at], [*tokens, size]
             at += size + int(rng.integers(0, 9))
     return of, start, tokens
+
+
+def outputs_of(
+    plan: StepPlan, rank: int, split: CpSplit, of: Sequence[int], start: Sequence[int], tokens: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """What a rank's tokens are of such parts: (part, which of its tokens), token by token, for each microbatch."""
+    part_of = {
+        (sequence, first + number): (part, number)
+        for part, (sequence, first, count) in enumerate(zip(of, start, tokens))
+        for number in range(count)
+    }
+    found: list[list[tuple[int, int]]] = []
+    for pack in packs_of(plan, rank):
+        own, outputs = slices_of(pack, [pack.cp_rank], split), list[tuple[int, int]]()
+        for k, low, high in zip(own.sequence.tolist(), own.start.tolist(), own.stop.tolist()):
+            if k == pack.sequences.size:  # the dummy
+                continue
+            row = int(pack.sequences[k])
+            sequence, first, length = (int(a[row]) for a in (plan.sequence, plan.start, plan.lengths))
+            at = ((sequence, first + token) for token in range(low, min(high, length)))
+            outputs += [part_of[token] for token in at if token in part_of]
+        found.append(outputs)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
 from meshfeed.multimodal.encoders import encoder_routes, plan_encoder
-from meshfeed.plan import Packing, plan_step
-from planning import some_parts
+from meshfeed.plan import Align, CpSplit, Packing, plan_step
+from planning import outputs_of, some_parts
 from soak import cases
 
 
 @settings(max_examples=cases(150, 600), deadline=None, derandomize=True)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["with sample", "balanced"]), st.sampled_from([1, 2, 4, 6]))
-def test_every_pack_receives_its_parts_in_order(seed: int, encoder: Any, ranks: int) -> None:
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["with sample", "group", "balanced"]),
+    st.sampled_from([1, 2, 4, 6]),
+    st.sampled_from(get_args(CpSplit)),
+)
+def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
+    seed: int, encoder: Any, ranks: int, split: Any
+) -> None:
     """Any cp, cut sequences, ranks and microbatches without a part, process groups in another order."""
     rng = np.random.default_rng(seed)
     cp = int(rng.choice([size for size in (1, 2) if ranks % size == 0]))
@@ -28,70 +35,65 @@ def test_every_pack_receives_its_parts_in_order(seed: int, encoder: Any, ranks: 
         policy="dynamic_cp" if cp == 1 and rng.random() < 0.5 else "balanced",
         oversize=rng.choice(["split", "truncate", "drop"]).item(),
         microbatches=None if rng.random() < 0.5 else 40,  # some are dummies
+        fixed_shapes=bool(rng.random() < 0.3),
+        max_sequences=20,
+        align=Align(pack=int(rng.choice([1, 3]))),
     )
-    plan = plan_step(lengths, packing, dp=ranks // cp, cp=cp)
+    plan = plan_step(lengths, packing, dp=ranks // cp, cp=cp, cp_split=split)
     of, start, tokens = some_parts(rng, lengths)
     work = rng.pareto(1, len(of))
     made = plan_encoder(plan, of, work, encoder=encoder, start=start, tokens=tokens)
     place = rng.permutation(ranks).tolist()
-    routes = [encoder_routes(made, tokens, rank, order=place) for rank in range(ranks)]
+    routes = [
+        encoder_routes(made, plan, start, tokens, rank, split=split, order=place) for rank in range(ranks)
+    ]
     assert {len(each) for each in routes} == {plan.num_microbatches}
+    wanted = [outputs_of(plan, rank, split, of, start, tokens) for rank in range(ranks)]
     for m, now in enumerate(zip(*routes)):
         encoded = np.concatenate([route.encodes for route in now])
         assert sorted(encoded.tolist()) == np.flatnonzero(made.microbatch == m).tolist(), "each part once"
-        outbox: list[dict[int, list[tuple[int, int]]]] = []  # of each rank: receiver -> rows
+        outbox: list[dict[int, list[tuple[int, int]]]] = []  # of each rank: receiver -> part and row
         for rank, route in enumerate(now):
             assert (made.rank[route.encodes] == rank).all()
-            outputs = [
-                (entry, row) for entry in route.encodes.tolist() for row in range(tokens[made.part[entry]])
-            ]
+            parts = made.part[route.encodes].tolist()
+            outputs = [(part, row) for part in parts for row in range(tokens[part])]
+            assert route.encoded_rows.tolist() == [len(outputs)]
             sent = [outputs[row] for row in route.send_rows.tolist()]
             ends = np.cumsum(route.send_counts)
             assert ends[-1] == len(sent)
-            boxes = {
-                to: sent[end - count : end] for to, (end, count) in enumerate(zip(ends, route.send_counts))
-            }
-            outbox.append(boxes)
+            outbox.append(
+                {to: sent[end - count : end] for to, (end, count) in enumerate(zip(ends, route.send_counts))}
+            )
         for rank, route in enumerate(now):
             arrived = []
             for sender in np.argsort(place).tolist():
                 box = outbox[sender][place[rank]]
                 assert len(box) == route.receive_counts[place[sender]]
                 arrived += box
-            # token by token: the parts that this rank's pack has tokens of, in its order
-            wanted = []
-            for row in range(plan.lengths.size):
-                group = range(plan.first_rank[row], plan.first_rank[row] + plan.cp_size[row])
-                if plan.microbatch[row] != m or rank not in group:
-                    continue
-                held = set(range(plan.start[row], plan.start[row] + plan.lengths[row]))
-                for part, (sequence, first, count) in enumerate(zip(of, start, tokens)):
-                    if sequence == plan.sequence[row] and held & set(range(first, first + count)):
-                        wanted.append((part, row))
-            assert [(made.part[entry], made.row[entry]) for entry in route.takes] == wanted
-            assert len(arrived) == route.receive_rows.size
-            assert [arrived[row] for row in route.receive_rows.tolist()] == [
-                (entry, row) for entry in route.takes.tolist() for row in range(tokens[made.part[entry]])
-            ]
+            assert [arrived[row] for row in route.receive_rows.tolist()] == wanted[rank][m]
+            assert len(arrived) == len(wanted[rank][m]), "nothing is sent that no token needs"
 
 
 def test_a_step_without_parts_sends_nothing() -> None:
     plan = plan_step([5, 6], Packing(capacity=64, microbatches=2), dp=4)
-    for route in encoder_routes(plan_encoder(plan, [], []), [], 3):
-        assert not route.encodes.size and not route.takes.size and not route.send_rows.size
+    for route in encoder_routes(plan_encoder(plan, [], []), plan, [], [], 3):
+        assert not route.encodes.size and not route.receive_rows.size and not route.send_rows.size
         assert route.send_counts.tolist() == route.receive_counts.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([3], 2), {}, "rank=2: the plan is for dp_cp ranks 0 to 1"),
-        (([3], 0), {"order": [0, 0]}, "give each of 0 to 1 once"),
-        (([], 0), {}, "tokens of 0 parts"),
-        (([-1], 0), {}, "tokens of 1 parts, from -1"),
+        (([0], [3], 2), {}, "rank=2: the plan is for dp_cp ranks 0 to 1"),
+        (([0], [3], 0), {"order": [0, 0]}, "give each of 0 to 1 once"),
+        (([0], [3], 0), {"split": "none"}, "cp split 'none'"),
+        (([], [], 0), {}, "tokens of 0 parts"),
+        (([0, 1], [3], 0), {}, "start of 2 and tokens of 1 parts"),
+        (([0], [-1], 0), {}, "tokens of 1 parts, from -1"),
     ],
 )
 def test_other_arguments_are_refused(arguments: Any, options: Any, message: str) -> None:
-    made = plan_encoder(plan_step([5, 6], Packing(capacity=64), dp=2), [1], [1.0])
+    plan = plan_step([5, 6], Packing(capacity=64), dp=2)
+    made = plan_encoder(plan, [1], [1.0])
     with pytest.raises(PlanError, match=message):
-        encoder_routes(made, *arguments, **options)
+        encoder_routes(made, plan, *arguments, **options)

@@ -15,7 +15,7 @@ from meshfeed.feed.run import Item, Made, Producer, Run, StepEnd, StepStart
 from meshfeed.feed.stepping import Ahead, Stepping
 from meshfeed.metrics import Meter, RunStart
 from meshfeed.order import edges_of
-from meshfeed.sequence import Columns, Portion, decode_costs, sees_step
+from meshfeed.sequence import Columns, Portion, decode_costs, encoder_of
 from meshfeed.sequence.table import RUN_FIELDS
 from meshfeed.store import Mapped
 from meshfeed.store.vocabulary import check_tokens
@@ -67,7 +67,7 @@ class SequenceProducer(Producer[RankPlace]):
             "pad_rows": str(options.pad_rows),
             "left out": str(sorted(self.left_out)),
             "ledger": str(options.ledger),
-            "encoder": "balanced" if sees_step(self.stepping.rule) else "with sample",
+            "encoder": encoder_of(self.stepping.rule),
         }
 
     def about(self, step: int) -> RunStart:

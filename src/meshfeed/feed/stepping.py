@@ -55,8 +55,8 @@ from meshfeed.sequence import (
     TakesParts,
     WholeStep,
     contents_of,
+    encoder_of,
     portions_of,
-    sees_step,
 )
 from meshfeed.sequence.runs import places_among
 
@@ -388,9 +388,16 @@ class Stepping:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
-        if sees_step(self.rule):
+        if encoder_of(self.rule) != "with sample":
             order = tuple(np.argsort(np.argsort(beside)).tolist())
-            step = WholeStep(draws=batch.draws, plan=batch.plan, rank=rank, served=group, order=order)
+            step = WholeStep(
+                draws=batch.draws,
+                plan=batch.plan,
+                rank=rank,
+                served=group,
+                order=order,
+                split=self.cp_split,
+            )
         return portions_of(
             batch.plan,
             batch.draws,

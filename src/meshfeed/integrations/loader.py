@@ -26,7 +26,7 @@ from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import SequenceRule, sees_step
+from meshfeed.sequence import SequenceRule, encoder_of
 from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
@@ -107,7 +107,7 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
 
 def check_encoder(recipe: Recipe) -> None:
     """Raises RecipeError if other ranks encode: models of trainers do not exchange encoder outputs."""
-    if sees_step(recipe.sequence):
+    if encoder_of(recipe.sequence):
         raise RecipeError(
             "encoder='balanced' needs mf.exchange_encoded between encoder and language model, "
             "which this trainer's model does not call; choose encoder='with sample'"

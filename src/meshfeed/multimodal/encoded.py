@@ -36,7 +36,7 @@ def exchange_encoded(
     """
     route: dict[str, torch.Tensor] = {name: microbatch[f"{kind}_{name}"] for name in ROUTE}
     send, receive = route["send_counts"].tolist(), route["receive_counts"].tolist()
-    rows = int(route["send_rows"].max()) + 1 if sum(send) else 0
+    rows = int(route["encoded_rows"])
     if len(encoded) != rows:
         raise OptionError(
             f"exchange_encoded: {len(encoded)} rows, where the {kind} parts of this rank have {rows} tokens; "

@@ -11,13 +11,15 @@ from itertools import compress
 from typing import Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PartError, RecipeError
+from meshfeed.intervals import numbers_in
 from meshfeed.multimodal.decoding import Bad, Decoder, PartPlace, blank_of
 from meshfeed.multimodal.parts import Chosen, PartsOfDraws, Shared, parts_of_pack
 from meshfeed.multimodal.processor import PartSize, Processor, named, patches_of, rows_of
-from meshfeed.parts import Kind
+from meshfeed.parts import Expansion, Kind
 from meshfeed.plan import Slices
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
@@ -134,8 +136,20 @@ def text_values(
     mine = parts_of_pack(among, portion)
     for kind in among.processors:
         if f"{kind}_index" in names:
-            made[f"{kind}_index"] = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)]), 0
+            index = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)])
+            made[f"{kind}_index"] = index if portion.step is None else _received(index, whole, portion), 0
     return made
+
+
+def _received(index: npt.NDArray[np.int32], whole: Expansion, portion: Portion) -> npt.NDArray[np.int32]:
+    """The same where ranks receive the outputs of their own tokens alone: 0, 1, ... in the order of these."""
+    own, _ = portion.own_tokens
+    first = np.cumsum(whole.lengths) - whole.lengths
+    mine = numbers_in(first[own.sequence] + own.start, own.sizes)
+    mine = mine[index[mine] >= 0]
+    found = np.full_like(index, -1)
+    found[mine] = np.arange(mine.size)
+    return found
 
 
 def text_fields(fields: Sequence[Field], values: Values, portion: Portion) -> list[RunField]:

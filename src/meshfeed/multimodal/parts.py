@@ -180,7 +180,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """The parts of a step that all its ranks share.
+    """The parts of a step that its ranks share, those of a cp group or all.
 
     Attributes:
         among: of its global batch.
@@ -195,14 +195,16 @@ class Shared:
     routes: Mapping[str, Sequence[EncoderRoute]]
 
     @classmethod
-    def of(cls, among: PartsOfDraws, step: WholeStep) -> Shared:
+    def of(cls, among: PartsOfDraws, step: WholeStep, encoder: Encoder) -> Shared:
         """Planned. among: of the step's draws."""
-        plans = plans_of(among, step.plan, "balanced")
+        plans, whole = plans_of(among, step.plan, encoder), among.whole
         places: dict[str, Longs] = {kind: among.parts.of_kind(kind) for kind in among.processors}
-        routes = {
-            kind: encoder_routes(made, among.whole.tokens[places[kind]], step.rank, order=step.order)
-            for kind, made in plans.items()
-        }
+        routes: dict[str, Sequence[EncoderRoute]] = {}
+        for kind, made in plans.items():
+            begins, tokens = whole.begins[places[kind]], whole.tokens[places[kind]]
+            routes[kind] = encoder_routes(
+                made, step.plan, begins, tokens, step.rank, split=step.split, order=step.order
+            )
         return cls(among, places, plans, routes)
 
     def chosen(self, step: WholeStep, microbatch: int) -> Chosen:

@@ -152,8 +152,8 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
 
     def run_by(self, machine: Machine, encoder: Encoder) -> Multimodal:
         """The rule with these settings. Raises OptionError where parts cannot be shared."""
-        if encoder == "balanced":
-            self._check_sharing()
+        if encoder != "with sample":
+            self._check_sharing(encoder)
         if (machine, encoder) == (self._machine, self._encoder):
             return self
         made = self._with(_machine=machine, _encoder=encoder)
@@ -167,17 +167,17 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
             object.__setattr__(made, name, value)
         return made
 
-    def _check_sharing(self) -> None:
+    def _check_sharing(self, encoder: Encoder) -> None:
         if self.on_bad == "drop":
             raise OptionError(
-                "encoder='balanced' with Multimodal(on_bad='drop'): the rank that has a document's loss does "
-                "not decode its parts; choose on_bad='blank', or encoder='with sample'"
+                f"encoder={encoder!r} with Multimodal(on_bad='drop'): the rank that has a document's loss "
+                "does not decode its parts; choose on_bad='blank', or encoder='with sample'"
             )
         for processor in self.processors.values():
             for each in processor.fields:
                 if each.stages != ("first",):
                     raise OptionError(
-                        f"encoder='balanced': {each.name} of {type(processor).__name__} is for the stages "
+                        f"encoder={encoder!r}: {each.name} of {type(processor).__name__} is for the stages "
                         f"{', '.join(each.stages)}, and parts are encoded on the first; leave its stages "
                         f"out, or choose encoder='with sample'"
                     )
@@ -204,9 +204,9 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         return None if self._decoder is None else self._decoder.costs
 
     @property
-    def sees_step(self) -> bool:
-        """A rank may encode the parts of any pack."""
-        return self._encoder == "balanced"
+    def encoder(self) -> Encoder:
+        """Who encodes the parts."""
+        return self._encoder
 
     @property
     def packed(self) -> bool:
@@ -231,7 +231,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
                 made.append(Field(name=each.name, dtype=each.dtype, stages=each.stages))
             made.append(Field(name=f"{kind}_index", dtype="int32", split=True, pad=-1, stored=False))
             made.append(Field(name=f"{kind}_cu_seqlens", dtype="int32", stages=("first",), stored=False))
-            for name in ROUTE if self._encoder == "balanced" else ():
+            for name in ROUTE if self._encoder != "with sample" else ():
                 made.append(Field(name=f"{kind}_{name}", dtype="int64", stages=("first",), stored=False))
         if self.positions == "mrope":
             made.append(MROPE)
@@ -412,7 +412,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
 
     def _shared(self, recipe: Recipe, step: WholeStep) -> Shared:
         """Which rank encodes which parts of a step; made once."""
-        return step.once(recipe, lambda: Shared.of(self._among(recipe, step.draws), step))
+        return step.once(recipe, lambda: Shared.of(self._among(recipe, step.draws), step, self._encoder))
 
     def _decoded(self, recipe: Recipe, portion: Portion) -> Chosen:
         """Those of `_chosen` that the portion's reader decodes: all or none."""

@@ -247,6 +247,32 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     return packs
 
 
+def rows_in_packs(plan: StepPlan) -> tuple[LongArray, LongArray, LongArray]:
+    """Padded tokens of each row, its first token in its pack, and the tokens of that pack; int64 [n] each.
+
+    As in `packs_of` of the ranks that hold it. 0 for rows that no pack holds.
+    """
+    rows = plan.kept[np.lexsort((plan.first_rank[plan.kept], plan.microbatch[plan.kept]))]
+    size = plan.cp_size[rows]
+    padded = plan.align.padded(plan.lengths[rows], size)
+    pack = plan.microbatch[rows].astype(np.int64) * plan.num_ranks + plan.first_rank[rows]
+    last = np.flatnonzero(np.diff(pack, append=-1))
+    ends = _ends(padded)[last + 1]
+    totals = np.diff(ends, prepend=0)
+    if plan.shape is None:
+        own = -totals % plan.align.pack_multiple(size[last])
+        padded[last] += own
+        totals += own
+    else:
+        totals = plan.align.limit(plan.shape.capacity, size[last]).astype(np.int64)
+    of = np.searchsorted(last, np.arange(rows.size))
+    before = _ends(padded)[:-1]
+    before -= before[np.append(0, last[:-1] + 1)][of] if rows.size else 0
+    found = np.zeros((3, plan.lengths.size), np.int64)
+    found[:, rows] = padded, before, totals[of]
+    return found[0], found[1], found[2]
+
+
 def _ends(lengths: LongArray) -> LongArray:
     # [3 2] -> [0 3 5]
     ends = np.zeros(lengths.size + 1, np.int64)
@@ -264,8 +290,10 @@ def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
     return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
 
 
-Encoder = Literal["with sample", "balanced"]
-"""Where encoders of images, audio and video run: on the ranks that hold the sequence, or shared by all."""
+Encoder = Literal["with sample", "group", "balanced"]
+"""Who encodes images, audio and video. with sample: every rank of a cp group encodes all parts of its pack.
+group: the ranks of a cp group share the parts of their pack. balanced: all dp_cp ranks share the parts of a
+microbatch. Whoever shares sends each output to the rank that has its token."""
 NoLoss = Literal["error", "allow"]
 """What becomes of a step in which no token bears loss: it is refused before it is read, or given as it is."""
 CpSplit = Literal["zigzag", "contiguous", "pack_contiguous"]

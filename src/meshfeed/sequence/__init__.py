@@ -12,9 +12,9 @@ from meshfeed.sequence.rule import (
     SequenceRule,
     TakesParts,
     decode_costs,
+    encoder_of,
     opened,
     run_by,
-    sees_step,
 )
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
@@ -44,11 +44,11 @@ __all__ = [
     "contents_of",
     "decode_costs",
     "document_lengths",
+    "encoder_of",
     "fields_of_plan",
     "opened",
     "portions_of",
     "run_by",
-    "sees_step",
     "table_of_pack",
     "widened",
 ]

@@ -237,9 +237,8 @@ class TakesParts(ABC):
 
     @property
     @abstractmethod
-    def sees_step(self) -> bool:
-        """Whether its portions need the whole step: encoders run on other ranks than those that hold a
-        sequence."""
+    def encoder(self) -> Encoder:
+        """Who encodes, as `run_by` was told."""
 
     @abstractmethod
     def run_by(self, machine: Machine, encoder: Encoder) -> SequenceRule:
@@ -288,9 +287,9 @@ class TakesParts(ABC):
         """
 
 
-def sees_step(rule: Rule) -> bool:
-    """See `TakesParts`."""
-    return isinstance(rule, TakesParts) and rule.sees_step
+def encoder_of(rule: Rule) -> Encoder:
+    """Who encodes the parts that a rule takes; "with sample" if it takes none."""
+    return rule.encoder if isinstance(rule, TakesParts) else "with sample"
 
 
 def decode_costs(rule: Rule) -> DecodeCosts | None:

@@ -198,6 +198,7 @@ class WholeStep:
         rank: the dp_cp rank.
         served: the dp_cp ranks that its reader serves, including it.
         order: the place of each dp_cp rank among the same ranks in ascending global order.
+        split: how cp groups cut their packs.
     """
 
     draws: Draws
@@ -205,6 +206,7 @@ class WholeStep:
     rank: int
     served: tuple[int, ...]
     order: tuple[int, ...]
+    split: CpSplit
     made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     def once(self, recipe: Recipe, make: Callable[[], M]) -> M:

@@ -1,8 +1,7 @@
-"""Which rank encodes which part of a step, and what each sends and receives of the outputs. Pure."""
+"""Which rank encodes which part of a step. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,10 +13,6 @@ from meshfeed.intervals import numbers_in
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.fill import longest_first
 from meshfeed.plan.types import Encoder, FloatArray, IntArray, LongArray, StepPlan
-
-"""with sample: the ranks that hold a sequence encode its parts. Each rank of a cp group gets all parts of
-its pack; `EncoderPlan.rank` is the one to encode a part in a model that shares them within the group.
-balanced: all dp_cp ranks share the parts of a microbatch, and send the outputs to those that need them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +28,8 @@ class EncoderPlan:
         work: of the encoder on the part; float64 [k].
         row: the row of the step's plan that holds tokens of it; int32 [k].
         microbatch: of that row; int32 [k].
-        rank: the dp_cp rank that encodes it, if the ranks of a cp group share; see `handed`; int32 [k].
+        rank: the dp_cp rank that encodes it; with "with sample", where all ranks of a cp group do, the one
+            that would if they shared; see `handed`; int32 [k].
         first_rank, cp_size: the cp group that holds the row, and so needs the output: its first dp_cp rank,
             and how many; int32 [k].
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
@@ -66,7 +62,7 @@ class EncoderPlan:
         With "with sample", every rank of a cp group gets and encodes all parts of its pack, so the sum over
         ranks counts parts more than once.
         """
-        if self.encoder == "balanced":
+        if self.encoder != "with sample":
             return self.loads
         num_microbatches, num_ranks = self.loads.shape
         rank = numbers_in(self.first_rank, self.cp_size)
@@ -163,95 +159,3 @@ def _rows(
         begin, end = begin[part], (begin + count)[part]
         held &= (begin < plan.start[row] + plan.lengths[row]) & (end > plan.start[row])
     return part[held], row[held].astype(np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncoderRoute:
-    """One rank's part in one microbatch's exchange of encoder outputs. Equal only to itself.
-
-    A row is the output for one token. A rank encodes its parts one after the other, and sends every cp rank
-    of a pack all rows of the pack's parts. Ranks are in the order of the process group.
-
-    Attributes:
-        encodes: which entries of the EncoderPlan this rank encodes, in this order; int64 [k].
-        takes: which entries its pack has tokens of, in the order of the pack; int64 [m].
-        send_rows: which of its encoded rows it sends, receiver after receiver; int64 [sent].
-        send_counts: how many of these each rank receives; int64 [ranks].
-        receive_counts: how many rows each rank sends to this one; int64 [ranks].
-        receive_rows: which received row each output of the pack is, part after part; int64 [received].
-    """
-
-    encodes: LongArray
-    takes: LongArray
-    send_rows: LongArray
-    send_counts: LongArray
-    receive_counts: LongArray
-    receive_rows: LongArray
-
-    def __post_init__(self) -> None:
-        for array in (self.encodes, self.takes, *self.arrays.values()):
-            array.flags.writeable = False
-
-    @property
-    def arrays(self) -> dict[str, LongArray]:
-        """The arrays that the exchange needs, by name."""
-        return {name: getattr(self, name) for name in ROUTE}
-
-
-ROUTE = ("send_rows", "send_counts", "receive_counts", "receive_rows")
-"""Names of the arrays of a route that the exchange needs."""
-
-
-def encoder_routes(
-    made: EncoderPlan, tokens: npt.ArrayLike, rank: int, *, order: Sequence[int] | None = None
-) -> list[EncoderRoute]:
-    """One rank's routes, one for each microbatch: a pure function, which any rank can call for any other.
-
-    Routes agree: what rank a sends to rank b, and in which order, is what b expects from a.
-
-    tokens: rows that the encoder makes of each part that was given to `plan_encoder`; int [p].
-    rank: the dp_cp rank.
-    order: the place of each dp_cp rank in the process group of the exchange; None if in order.
-    Raises PlanError for another rank, other places, or fewer tokens than parts.
-    """
-    num_microbatches, num_ranks = made.loads.shape
-    rows, places = np.asarray(tokens, np.int64).ravel(), np.arange(num_ranks)
-    places = places if order is None else np.asarray(order, np.int64)
-    if not 0 <= rank < num_ranks:
-        raise PlanError(f"rank={rank}: the plan is for dp_cp ranks 0 to {num_ranks - 1}")
-    if not np.array_equal(np.sort(places), np.arange(num_ranks)):
-        raise PlanError(f"order={str(order)[:80]}: give each of 0 to {num_ranks - 1} once, one for each rank")
-    if rows.size <= made.part.max(initial=-1) or (rows < 0).any():
-        raise PlanError(
-            f"tokens of {rows.size} parts, from {rows.min(initial=0)}: give a count for each of the "
-            f"{made.part.max(initial=-1) + 1} parts, 0 or more"
-        )
-    rows = rows[made.part]
-    by_pack = np.lexsort((made.part, made.row))
-    is_mine = made.rank == rank
-    is_taken = (made.first_rank <= rank) & (rank < made.first_rank + made.cp_size)
-    routes: list[EncoderRoute] = []
-    for microbatch in range(num_microbatches):
-        now = made.microbatch == microbatch
-        encodes, takes = np.flatnonzero(now & is_mine), by_pack[(now & is_taken)[by_pack]]
-        begins = np.cumsum(rows[encodes]) - rows[encodes]
-        sizes = made.cp_size[encodes].astype(np.int64)
-        sent = np.arange(encodes.size).repeat(sizes)  # each part once for every cp rank of its pack
-        receiver = places[numbers_in(made.first_rank[encodes], sizes)]
-        in_turn = np.argsort(receiver, kind="stable")
-        sent, receiver = sent[in_turn], receiver[in_turn]
-        sender = places[made.rank[takes]]
-        arrival = np.lexsort((takes, sender))  # the parts of each rank in the order in which it encodes them
-        first = np.empty(takes.size, np.int64)
-        first[arrival] = np.cumsum(rows[takes][arrival]) - rows[takes][arrival]
-        routes.append(
-            EncoderRoute(
-                encodes=encodes,
-                takes=takes,
-                send_rows=numbers_in(begins[sent], rows[encodes][sent]),
-                send_counts=np.bincount(receiver, rows[encodes][sent], num_ranks).astype(np.int64),
-                receive_counts=np.bincount(sender, rows[takes], num_ranks).astype(np.int64),
-                receive_rows=numbers_in(first, rows[takes]),
-            )
-        )
-    return routes

@@ -1,4 +1,4 @@
-"""mf.Feed(encoder="balanced"): other ranks encode, and every pack gets the outputs that it got before."""
+"""Ranks that share parts: others encode, and every rank gets the outputs that its tokens had before."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from meshfeed.plan import Packing, plan_step
 from meshfeed.testing import assert_rule
 from observe import simulated, take
 from pictures import Listen, Look, LookFirst, recipe_over, write_pictures
+from planning import outputs_of, some_parts
 from soak import some
 
 SPLIT: Any = {"packing": Packing(capacity=16, oversize="split", microbatches=12)}  # the last are dummies
+
+
+SHARED: tuple[Any, ...] = ("group", "balanced")
 
 
 def _by_tokens(*_: Any) -> None:
@@ -61,14 +65,15 @@ def received(ranks: Sequence[mf.Microbatch], at: int) -> torch.Tensor:
 
 
 @some(2)
-@pytest.mark.parametrize("layout", ["dp2-cp2", "dp1", "tp2-pp2-dp2", "dp4"])
-def test_every_pack_receives_what_it_would_have_encoded(
-    folder: str, layout: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("encoder", SHARED)
+@pytest.mark.parametrize("layout", ["dp2-cp2", "dp1", "tp2-pp2-dp2", "dp4", "cp4"])
+def test_every_rank_receives_what_it_would_have_encoded(
+    folder: str, layout: str, encoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, seen, elsewhere = mf.Layout.parse(layout), 0, 0
-    shared = list(mf.simulate(recipe_of(folder, on_bad="blank"), shape, 2, encoder="balanced", **SPLIT))
-    # planned by tokens alone, as packs are if others encode
+    # planned by tokens alone, as packs are if all share
     monkeypatch.setattr(mf.Multimodal, "encoder_work", _by_tokens)
+    shared = list(mf.simulate(recipe_of(folder, on_bad="blank"), shape, 2, encoder=encoder, **SPLIT))
     alone = list(mf.simulate(recipe_of(folder, on_bad="blank"), shape, 2, **SPLIT))
     of = {(made.batch.step, made.rank): made.microbatches for made in shared}
     bad = [
@@ -85,18 +90,27 @@ def test_every_pack_receives_what_it_would_have_encoded(
                 assert not {"image_send_rows", "pixel_values", "image_cu_seqlens"} & set(ranks[at])
             else:
                 got, counts = received(ranks, at), ranks[at]["image_receive_counts"]
-                torch.testing.assert_close(got, encoded(fields), rtol=0, atol=0)
+                index = fields["image_index"]
+                torch.testing.assert_close(got, encoded(fields)[index[index >= 0].long()], rtol=0, atol=0)
+                own = ranks[at]["image_index"]
+                assert (own >= 0).equal(index >= 0)
+                assert own[own >= 0].tolist() == list(range(len(got)))
                 seen, elsewhere = seen + len(got), elsewhere + int(counts.sum() - counts[at])
-            for name in ("tokens", "labels", "loss_mask", "image_index", "audio_index"):
+                in_group = {group.index(rank) for rank in fields.cp_ranks}
+                if encoder == "group":
+                    assert in_group.issuperset(counts.nonzero().flatten().tolist())
+            for name in ("tokens", "labels", "loss_mask"):
                 assert (name in fields) == (name in ranks[at])
                 if name in fields:
                     torch.testing.assert_close(ranks[at][name], fields[name], rtol=0, atol=0)
-    assert seen > 40 and (elsewhere > 10) == (shape.dp * shape.cp > 1)
+    sharing = shape.cp if encoder == "group" else shape.dp * shape.cp
+    assert seen > 40 and (elsewhere > 10) == (sharing > 1)
 
 
 def test_the_laws_of_a_rule_hold_for_shared_parts(folder: str) -> None:
     rule = mf.Multimodal(image=LookFirst(), audio=Listen(), on_bad="blank")
-    assert_rule(rule.run_by(mf.Machine(), "balanced"), mf.open(folder))
+    for encoder in SHARED:
+        assert_rule(rule.run_by(mf.Machine(), encoder), mf.open(folder))
 
 
 def test_what_cannot_be_shared_is_refused(folder: str) -> None:
@@ -106,69 +120,69 @@ def test_what_cannot_be_shared_is_refused(folder: str) -> None:
     ]
     for options, message in refused:
         recipe = recipe_over(mf.open(folder), mf.Multimodal(**options))
-        with pytest.raises(OptionError, match=message):
-            mf.Feed(recipe, encoder="balanced", **SPLIT)
-        with pytest.raises(OptionError, match=message):
-            next(mf.simulate(recipe, mf.Layout(), 1, encoder="balanced", **SPLIT))
+        for encoder in SHARED:
+            with pytest.raises(OptionError, match=message):
+                mf.Feed(recipe, encoder=encoder, **SPLIT)
+            with pytest.raises(OptionError, match=message):
+                next(mf.simulate(recipe, mf.Layout(), 1, encoder=encoder, **SPLIT))
     text = recipe_over(mf.Lengths([8]), mf.Documents())
     with pytest.raises(OptionError, match=r"Documents\(.*\) has no encoder; leave it out"):
         mf.Feed(text, encoder="balanced", **SPLIT)
-    with pytest.raises(OptionError, match="choose one of with sample, balanced"):
+    with pytest.raises(OptionError, match="choose one of with sample, group, balanced"):
         mf.Feed(recipe_of(folder), encoder="all", **SPLIT)
 
 
 # -- real ranks -----------------------------------------------------------------------------------
 
 
+def rows(each: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """One after the other; [rows, width]."""
+    return torch.cat([torch.zeros(0, width).double(), *each])
+
+
 def exchanged(rank: int) -> list[str]:
     """What differs from one process that encodes all: outputs, or the gradients of the encoder."""
     wrong: list[str] = []
     rng, width = np.random.default_rng(3), 3
-    for cp, parts in ((1, 9), (2, 9), (4, 5), (1, 1), (2, 0)):
+    cases = [(cp, parts, way) for cp, parts in ((1, 9), (2, 9), (4, 5), (1, 1), (2, 0)) for way in SHARED]
+    for cp, parts, encoder in cases:
         lengths = np.full(6, 20)
         plan = plan_step(lengths, Packing(capacity=24, microbatches=3), dp=4 // cp, cp=cp)
-        of = np.sort(rng.integers(0, 6, parts))
-        tokens = rng.integers(1, 5, parts)
-        made = plan_encoder(plan, of, tokens.astype(float), encoder="balanced")
+        of, start, tokens = (each[:parts] for each in some_parts(rng, lengths))
+        made = plan_encoder(plan, of, np.array(tokens, float), encoder=encoder)
         order = rng.permutation(4).tolist()
         me = order.index(rank)  # its dp_cp rank
-        routes = encoder_routes(made, tokens, me, order=order)
-        inputs = [torch.from_numpy(rng.normal(size=(n, width))) for n in tokens.tolist()]
-        factors = [torch.from_numpy(rng.normal(size=(4, n, 2))) for n in tokens.tolist()]
-        start = torch.from_numpy(rng.normal(size=(2, width)))
-
-        def rows(
-            entries: np.ndarray, each: Sequence[torch.Tensor], inputs: Any = inputs, made: Any = made
-        ) -> Any:
-            return torch.cat(
-                [inputs[0][:0] if inputs else torch.zeros(0, width).double(), *(each[p] for p in entries)]
-            )
-
-        weight, whole = start.clone().requires_grad_(), start.clone().requires_grad_()
-        for route in routes:
+        routes = encoder_routes(made, plan, start, tokens, me, order=order)
+        inputs = [torch.from_numpy(rng.normal(size=(n, width))) for n in tokens]
+        factors = [torch.from_numpy(rng.normal(size=(4, n, 2))) for n in tokens]
+        before = torch.from_numpy(rng.normal(size=(2, width)))
+        weight, whole = before.clone().requires_grad_(), before.clone().requires_grad_()
+        for route, needed in zip(routes, outputs_of(plan, me, "zigzag", of, start, tokens)):
             fields = {f"image_{name}": torch.from_numpy(a.copy()) for name, a in route.arrays.items()}
-            x = rows(made.part[route.encodes], inputs)
+            x = rows([inputs[part] for part in made.part[route.encodes].tolist()], width)
             # a rank without parts may not even call its encoder
             y = torch.nn.functional.linear(x, weight) if len(x) else torch.zeros(0, 2).double()
             got = mf.exchange_encoded(y, fields)
-            wanted = torch.nn.functional.linear(rows(made.part[route.takes], inputs), whole)
+            alone = rows([inputs[part][[number]] for part, number in needed], width)
+            wanted = torch.nn.functional.linear(alone, whole)
             if not torch.allclose(got, wanted, rtol=1e-14, atol=1e-14):
-                wrong.append(f"cp {cp}, {parts} parts: outputs")
-            mine = torch.cat([torch.zeros(0, 2).double(), *(factors[p][me] for p in made.part[route.takes])])
+                wrong.append(f"{encoder}, cp {cp}, {parts} parts: outputs")
+            mine = rows([factors[part][me][[number]] for part, number in needed], 2)
             (got * mine).sum().backward()
             (wanted * mine).sum().backward()
             with torch.no_grad():
                 if mf.exchange_encoded(y.detach(), fields).requires_grad:
                     wrong.append("a frozen encoder")
-        sums = [torch.zeros_like(start) if w.grad is None else w.grad for w in (weight, whole)]
+        sums = [torch.zeros_like(before) if w.grad is None else w.grad for w in (weight, whole)]
         for each in sums:
             dist.all_reduce(each)
         if not torch.allclose(*sums, rtol=1e-13, atol=1e-13):
-            wrong.append(f"cp {cp}, {parts} parts: gradients")
+            wrong.append(f"{encoder}, cp {cp}, {parts} parts: gradients")
         if made.part.size and not sums[0].any():
             wrong.append("no gradients")
     none = {f"image_{name}": torch.zeros(3).long() for name in ("send_counts", "receive_counts")}
     none |= {f"image_{name}": torch.zeros(0).long() for name in ("send_rows", "receive_rows")}
+    none["image_encoded_rows"] = torch.zeros(1).long()
     for rows_given, message in ((1, "1 rows"), (0, "a group of 4 ranks, where 3")):
         with pytest.raises(OptionError, match=message):
             mf.exchange_encoded(torch.zeros(rows_given, 2), none)
@@ -178,10 +192,15 @@ def exchanged(rank: int) -> list[str]:
 def every_case(rank: int, folder: str) -> tuple[list[str], int]:
     """What differs, and how often this rank decoded an image for the last feed."""
     wrong, decoded = exchanged(rank), 0
-    jobs: list[tuple[str, Any]] = [("dp2-cp2", "share"), ("tp2-dp2", "broadcast")]
-    for text, delivery in jobs:
+    jobs: list[tuple[str, Any, Any]] = [
+        ("dp2-cp2", "share", "group"),
+        ("cp4", "broadcast", "group"),
+        ("dp2-cp2", "share", "balanced"),
+        ("tp2-dp2", "broadcast", "balanced"),
+    ]
+    for text, delivery, encoder in jobs:
         recipe, layout, before = recipe_of(folder), mf.Layout.parse(text), pictures.CALLS[0]
-        options: Any = {"encoder": "balanced", **SPLIT}
+        options: Any = {"encoder": encoder, **SPLIT}
         with mf.Feed(
             recipe, layout, transport=mf.Transport(delivery=delivery, timeout_s=600), verify=True, **options
         ) as feed:
@@ -189,7 +208,7 @@ def every_case(rank: int, folder: str) -> tuple[list[str], int]:
                 wrong.append(f"{feed.encoder_ranks}")
             got, decoded = take(feed, 2), pictures.CALLS[0] - before
         if got != simulated(recipe, layout, range(2), rank, **options):
-            wrong.append(f"{text} {delivery}")
+            wrong.append(f"{text} {delivery} {encoder}")
     return wrong, decoded
 
 
