@@ -16,9 +16,9 @@ with the limits of its processor, except that pages keep their resolution.
 What the papers do not say is assumed: how numbers spread around these means, and pages' and photos' shapes.
 
 max / mean: the busiest rank of each microbatch, over the mean of all ranks; of all microbatches together. Of
-an encoder, it is the work on all parts that a rank is handed, over a rank's share of one copy of all parts:
-each rank of a cp group is handed, and encodes, all parts of its pack. What all ranks are handed, over
-one copy, is a row of its own, and so is what the busiest would do if the ranks of a group shared its parts.
+an encoder, it is the work on all parts that a rank is handed, over a rank's share of one copy of all parts.
+By default, each rank of a cp group is handed, and encodes, all parts of its pack: what all ranks are handed,
+over one copy, is a row of its own. Where the ranks of a group share them, or all ranks do, there is one copy.
 The bound is the mean, or the largest part; of parts that all ranks share, what those of a microbatch leave to
 its busiest rank at least. Samples fill 3.4 packs of 32,768 tokens on each rank.
 """
@@ -37,11 +37,12 @@ from measure import Row
 from meshfeed.multimodal.encoders import EncoderPlan, even_out, plan_encoder
 from meshfeed.parts.types import KINDS, Parts
 from meshfeed.plan import Packing, StepPlan, account_of, plan_step
+from meshfeed.plan.types import Encoder
 from meshfeed.processors import NativeImages, NativeVideo
 
 CAPACITY = 32_768
 PACKING = Packing(capacity=CAPACITY, policy="dynamic_cp")
-RANKS = (8, 32, 256)
+RANKS = (8, 32, 256, 1_024)
 FULL = 3.4
 
 Longs = npt.NDArray[np.int64]
@@ -121,6 +122,13 @@ VIDEO = NativeVideo(fps=1.0, max_frames=64, max_pixels=256 * 28 * 28)
 RULES = {"documents": PAGES, "text and video": VIDEO}
 
 
+SHARED_BY: dict[Encoder, str] = {
+    "with sample": "",
+    "group": ", shared by cp groups",
+    "balanced": ", shared by all",
+}
+
+
 def step_of(mix: str, ranks: int) -> Step:
     """As many samples of a mix as fill the ranks."""
     text, parts = MIXES[mix](ranks * 60 + 200, np.random.default_rng(0))
@@ -155,39 +163,36 @@ def compare(mix: str, ranks: int, rounds: int) -> Iterator[Row]:
     def by_tokens() -> StepPlan:
         return plan_step(step.tokens, PACKING, dp=ranks)
 
-    def by_both() -> StepPlan:
-        plan = plan_step(step.tokens, PACKING, dp=ranks)
-        return even_out(plan, step.tokens, step.work, PACKING, dp=ranks)
+    def planned(encoder: Encoder) -> StepPlan:
+        return even_out(by_tokens(), step.tokens, step.work, PACKING, dp=ranks, encoder=encoder)
 
-    def shared() -> StepPlan:
-        plan = by_tokens()
-        plan_encoder(plan, step.sample, step.part_work, encoder="balanced")
-        return plan
+    def assigned(plan: StepPlan, encoder: Encoder = "with sample") -> EncoderPlan:
+        return plan_encoder(plan, step.sample, step.part_work, encoder=encoder)
 
-    text, plan = by_tokens(), by_both()
     where = f"{mix}, {ranks} ranks"
+    yield Row(name=f"encoder max / mean, {where}, by tokens alone", value=busiest(assigned(by_tokens())))
     bound = max(1.0, float(step.part_work.max() / step.part_work.sum()) * ranks)
-    balanced = plan_encoder(text, step.sample, step.part_work, encoder="balanced")
-    by_text, held = (plan_encoder(each, step.sample, step.part_work) for each in (text, plan))
-    yield Row(name=f"encoder max / mean, {where}, by tokens alone", value=busiest(by_text))
-    yield Row(name=f"encoder max / mean, {where}", value=busiest(held), aim=1.1)
-    copies = float(held.handed.sum() / held.loads.sum())
-    yield Row(name=f"encoder work of all ranks, {where}", against="one copy of each part", value=copies)
-    yield Row(name=f"encoder max / mean, {where}, if cp groups shared parts", value=held.max_over_mean)
-    yield Row(name=f"bound of that, {where}", value=bound)
-    yield Row(
-        name=f"language model max / mean, {where}", value=1 / account_of(plan, PACKING).efficiency, aim=1.02
+    for encoder, words in SHARED_BY.items():
+        plan = planned(encoder)
+        held = assigned(plan, encoder)
+        yield Row(name=f"encoder max / mean, {where}{words}", value=busiest(held), aim=1.1)
+        best = held.bound if encoder == "balanced" else bound
+        yield Row(name=f"bound of that, {where}{words}", value=best)
+        if encoder == "with sample":
+            once, copies = "one copy of each part", float(held.handed.sum() / held.loads.sum())
+            yield Row(name=f"encoder work of all ranks, {where}", against=once, value=copies)
+        model = 1 / account_of(plan, PACKING).efficiency
+        yield Row(name=f"language model max / mean, {where}{words}", value=model, aim=1.02)
+    alone, *others = seconds_of(
+        by_tokens,
+        lambda: planned("with sample"),  # ranks encode what they hold
+        lambda: assigned(planned("group"), "group"),
+        lambda: assigned(planned("balanced"), "balanced"),
+        rounds=rounds,
     )
-    yield Row(name=f"encoder max / mean, {where}, shared by all", value=balanced.max_over_mean, aim=1.1)
-    yield Row(name=f"bound of that, {where}, shared by all", value=balanced.bound)
-    alone, both, sharing = seconds_of(by_tokens, by_both, shared, rounds=rounds)
-    yield Row(name=f"planning time, {where}", against="planning by tokens alone", value=both / alone, aim=2)
-    yield Row(
-        name=f"planning time, {where}, shared by all",
-        against="planning by tokens alone",
-        value=sharing / alone,
-        aim=2,
-    )
+    for words, seconds in zip(SHARED_BY.values(), others):
+        against = "planning by tokens alone"
+        yield Row(name=f"planning time, {where}{words}", against=against, value=seconds / alone, aim=2)
 
 
 def measured(short: bool) -> Iterator[Row]:

@@ -17,8 +17,11 @@ def plan_step(
     encoder_work: npt.ArrayLike | None = None,
     dp: int,
     cp: int = 1,
+    encoder: Any = "group",
     **pipeline: Any,
 ) -> plan.StepPlan:
     """`plan.plan_step`, evened out for the work of encoders if there is any."""
     made = plan.plan_step(lengths, packing, dp=dp, cp=cp, **pipeline)
-    return made if encoder_work is None else even_out(made, lengths, encoder_work, packing, dp=dp, cp=cp)
+    if encoder_work is None:
+        return made
+    return even_out(made, lengths, encoder_work, packing, dp=dp, cp=cp, encoder=encoder)

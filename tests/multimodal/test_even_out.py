@@ -22,25 +22,24 @@ CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)
 TWO = Packing(capacity=10_000, microbatches=1)
 
 
-def unevenness(plan: StepPlan, cost: np.ndarray) -> float:
+def unevenness(plan: StepPlan, cost: np.ndarray, is_shared: bool = True) -> float:
     """How much longer a cost takes than if it were even, as a part; sequence by sequence and rank by rank.
 
-    cost: of each row on all of its ranks together; [n].
+    cost: of each row on all of its ranks together; [n]. is_shared: or each rank has all of it.
     """
     loads = np.zeros((plan.num_microbatches, plan.num_ranks))
     for m, first, size, each in zip(plan.microbatch, plan.first_rank, plan.cp_size, cost):
         if m >= 0:
-            loads[m, first : first + size] += each / size
-    together = loads.max(axis=1).sum()
-    return float(together / loads.sum() * plan.num_ranks - 1) if loads.any() else 0.0
+            loads[m, first : first + size] += each / size if is_shared else each
+    together, once = loads.max(axis=1).sum(), cost[plan.microbatch >= 0].sum()
+    return float(together / once * plan.num_ranks - 1) if loads.any() else 0.0
 
 
-def worst(plan: StepPlan, packing: Packing, encoder_work: np.ndarray) -> float:
+def worst(plan: StepPlan, packing: Packing, encoder_work: np.ndarray, is_shared: bool = True) -> float:
     """The largest unevenness of all costs, an encoder's weighed."""
-    each = [packing.cost.work(plan.lengths), *(encoder_work[:, plan.sequence] * ENCODER_WEIGHT)]
-    weights = [1.0] + [ENCODER_WEIGHT] * len(encoder_work)
-    of = [w * unevenness(plan, cost) for w, cost in zip(weights, each)]
-    return max(of)
+    each = encoder_work[:, plan.sequence] * ENCODER_WEIGHT
+    of = [ENCODER_WEIGHT * unevenness(plan, cost, is_shared) for cost in each]
+    return max([unevenness(plan, packing.cost.work(plan.lengths)), *of])
 
 
 @st.composite
@@ -62,15 +61,16 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Packing, int]:
 
 
 @CALM
-@given(steps(), st.floats(1e-6, 1e12))
-def test_plans_stay_plans_and_become_no_less_even(drawn, unit):
+@given(steps(), st.floats(1e-6, 1e12), st.sampled_from(["with sample", "group"]))
+def test_plans_stay_plans_and_become_no_less_even(drawn, unit, encoder):
     lengths, work, packing, ranks = drawn
     text = plan_step(lengths, packing, dp=ranks)
-    plan = plan_step(lengths, packing, dp=ranks, encoder_work=work * unit)
+    plan = plan_step(lengths, packing, dp=ranks, encoder_work=work * unit, encoder=encoder)
     check_plan(plan, lengths, packing, dp=ranks, cp=1)
     check_packs(plan, packing)
     assert plan.num_microbatches == text.num_microbatches
-    assert worst(plan, packing, work) <= worst(text, packing, work) + 1e-9
+    shared = encoder == "group"
+    assert worst(plan, packing, work, shared) <= worst(text, packing, work, shared) + 1e-9
 
 
 def test_packs_that_are_nearly_full_stay_within_their_limits():
@@ -105,6 +105,24 @@ def test_encoders_without_work_change_nothing(policy):
         for name in ("microbatch", "first_rank", "cp_size"):
             assert np.array_equal(getattr(plan, name), getattr(text, name))
     assert plan_step([], packing, dp=4, encoder_work=[]).num_microbatches == 0
+
+
+def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
+    """But for the group of the one sequence that needs two ranks; the microbatches stay as many."""
+    rng = np.random.default_rng(4)
+    lengths = np.append(rng.integers(100, 4_000, 150), 9_000)
+    work = rng.pareto(2, lengths.size) * rng.choice([0, 1], lengths.size)
+    packing = Packing(capacity=8_192, policy="dynamic_cp")
+    shared, alone = (
+        plan_step(lengths, packing, dp=16, encoder_work=work, encoder=each)
+        for each in ("group", "with sample")
+    )
+    assert np.bincount(shared.cp_size)[2:].sum() > 10
+    wide = alone.cp_size > 1
+    assert set(alone.first_rank[wide].tolist()) == {alone.first_rank[150]} and alone.cp_size.max() == 2
+    check_plan(alone, lengths, packing, dp=16, cp=1)
+    assert unevenness(alone, work, is_shared=False) < 0.2 < 1 < unevenness(shared, work, is_shared=False)
+    assert account_of(alone, packing).efficiency > 0.95
 
 
 def test_every_encoder_becomes_even():

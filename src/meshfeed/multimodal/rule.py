@@ -277,7 +277,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         if work is None:
             return plan
         lengths, dp, cp = self.lengths(recipe, draws), layout.dp, layout.cp
-        return even_out(plan, lengths, work, packing, dp=dp, cp=cp, cp_split=cp_split)
+        return even_out(plan, lengths, work, packing, dp=dp, cp=cp, cp_split=cp_split, encoder=self._encoder)
 
     def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
         """The plan of each kind's encoder, of a kind without parts in the step too."""

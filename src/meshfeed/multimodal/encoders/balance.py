@@ -25,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
+from meshfeed.intervals import numbered
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.fill import place
 from meshfeed.plan.packing import TOLERANCE, Packing
 from meshfeed.plan.problem import Placement, Room, room_of
-from meshfeed.plan.types import CpSplit, FloatArray, LongArray, StepPlan
+from meshfeed.plan.types import CpSplit, Encoder, FloatArray, LongArray, StepPlan
 
 ENCODER_WEIGHT = 0.25
 """Weight of an uneven encoder beside an equally uneven language model, which does several times its work: an
@@ -83,25 +84,31 @@ def even_out(
     dp: int,
     cp: int = 1,
     cp_split: CpSplit = "zigzag",
+    encoder: Encoder = "group",
 ) -> StepPlan:
     """A plan with packs that are balanced for encoders as well as for the language model.
+
+    Where every rank of a cp group encodes all parts of its pack, groups that are wider than their sequences
+    need may become several narrow ones.
 
     plan: of `plan_step` with the other arguments; "in_order" stays as it is. lengths: as given to it.
     encoder_work: work of an encoder on the images, audio or video of each sequence, in any unit, on the ranks
         that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders.
+    encoder: whether these ranks share the work ("group"), or each does all of it ("with sample"). If all
+        ranks share it, there is nothing to even out.
 
     Raises PlanError for work that is negative or of another shape.
     """
     whole = np.asarray(lengths, np.int64).ravel()
     works = _works(encoder_work, whole.size)
     (kept,) = np.nonzero(plan.microbatch >= 0)
-    if packing.policy == "in_order" or not kept.size:
+    if encoder == "balanced" or packing.policy == "in_order" or not kept.size:
         return plan
     mine, of = plan.lengths[kept], plan.sequence[kept]
     given = Placement(plan.microbatch[kept], plan.first_rank[kept], plan.cp_size[kept], plan.num_microbatches)
     # a piece of a sequence has its share of the parts
     work, room = works[:, of] * (mine / whole[of]), room_of(packing, dp=dp, cp=cp, split=cp_split)
-    placed = evened(given, mine, work, packing, room)
+    placed = evened(given, mine, work, packing, room, is_shared=encoder == "group")
     changed = plan.microbatch.copy(), plan.first_rank.copy(), plan.cp_size.copy()
     for new, some in zip(changed, (placed.microbatch, placed.first_rank, placed.cp_size)):
         new[kept] = some
@@ -125,39 +132,85 @@ def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
 
 
 def evened(
-    placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
+    placed: Placement,
+    lengths: LongArray,
+    encoder_work: FloatArray,
+    packing: Packing,
+    room: Room,
+    *,
+    is_shared: bool = True,
 ) -> Placement:
-    """The same groups of ranks with more even packs; `placed` itself if none are found.
+    """More even packs on the same groups of ranks, or on parts of them; `placed` itself if none are found.
 
     The largest weighted cost, relative to its mean, becomes smaller.
 
     lengths: as given to `choose`; int64 [n], n >= 1.
     encoder_work: of each encoder on each sequence; float64 [num_encoders, n], num_encoders < MOST_COSTS.
+    is_shared: whether the ranks of a group share it. Otherwise, groups may become narrower.
     """
     encoder_work = encoder_work[encoder_work.any(axis=1)]
     if not encoder_work.size:
         return placed
-    packs = _Packs.of(placed, lengths, encoder_work, packing, room)
-    pack, loads = packs.planned, packs.loads(packs.planned)
-    before = packs.unevenness(loads)
-    if before.max() > FAR:
-        again = packs.refilled(lengths, room.max_sequences)
-        loads_again = loads if again is None else packs.loads(again)
-        if again is not None and packs.unevenness(loads_again).max() < before.max():
-            pack, loads = again, loads_again
-    contents = packs.contents(pack, loads, TOLERANCE, room.max_sequences)
-    swap(contents, TOLERANCE, WORTH if before[0] <= TOLERANCE else WORTH_UNEVEN)
-    held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
-    swapped = np.empty_like(pack)
-    swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
-    if packs.unevenness(packs.loads(swapped)).max() >= before.max():
-        return placed
-    return replace(
-        placed,
-        microbatch=packs.microbatch[swapped].astype(np.int32),
-        first_rank=packs.first_rank[swapped].astype(np.int32),
-        cp_size=packs.size[swapped].astype(np.int32),
-    )
+    groups, pack = _Groups.of(placed, room.num_ranks)
+    packs = _Packs.of(groups, lengths, encoder_work, packing, room, is_shared)
+    before = packs.unevenness(packs.loads(pack)).max()
+    tried = [(packs, pack)]
+    narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
+    if narrow.size.size > groups.size.size:
+        packs = _Packs.of(narrow, lengths, encoder_work, packing, room, is_shared)
+        filled = packs.refilled(lengths, room.max_sequences, by_tokens=True)
+        tried = tried if filled is None else [(packs, filled), *tried]
+    for packs, pack in tried:
+        swapped = packs.swapped(pack, lengths, room.max_sequences)
+        if packs.unevenness(packs.loads(swapped)).max() < before:
+            return packs.groups.placement(swapped)
+    return placed
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The cp groups of a step, one for each pack.
+
+    Attributes:
+        microbatch, first_rank, size: of each; see `Placement`; int64 [num_packs].
+        num_microbatches, num_ranks: of the step.
+    """
+
+    microbatch: LongArray
+    first_rank: LongArray
+    size: LongArray
+    num_microbatches: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, placed: Placement, num_ranks: int) -> tuple[_Groups, LongArray]:
+        """Those that have sequences, and the pack of each sequence; int64 [n]."""
+        count = placed.num_microbatches
+        place_of_pack = placed.microbatch.astype(np.int64) * num_ranks + placed.first_rank
+        size_at_place = np.zeros(count * num_ranks, np.int64)
+        size_at_place[place_of_pack] = placed.cp_size
+        places = np.flatnonzero(size_at_place)
+        pack = (np.cumsum(size_at_place > 0) - 1)[place_of_pack]
+        return cls(places // num_ranks, places % num_ranks, size_at_place[places], count, num_ranks), pack
+
+    def narrowed(self, pack: LongArray, lengths: LongArray, room: Room) -> _Groups:
+        """Each cut into groups that are as narrow as its longest sequence allows. pack: of each sequence."""
+        longest = np.zeros(self.size.size, np.int64)
+        np.maximum.at(longest, pack, lengths)
+        size = self.size.copy()
+        for wider, limit in zip(room.size_of[::-1], room.limit_of[::-1]):
+            fits = room.align.padded(longest, wider) <= limit
+            size[fits & (self.size % wider == 0)] = wider
+        of, number = numbered(self.size // size)
+        first_rank = self.first_rank[of] + number * size[of]
+        return replace(self, microbatch=self.microbatch[of], first_rank=first_rank, size=size[of])
+
+    def placement(self, pack: LongArray) -> Placement:
+        """Where sequences go that are in these packs; int64 [n]."""
+        microbatch, first_rank, size = (
+            each[pack].astype(np.int32) for each in (self.microbatch, self.first_rank, self.size)
+        )
+        return Placement(microbatch, first_rank, size, self.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,57 +218,46 @@ class _Packs:
     """The packs of a step, and what each sequence costs in them.
 
     Attributes:
-        planned: the pack of each sequence; int64 [n].
-        microbatch, first_rank, size: of each pack: see `Placement`; int64 [num_packs].
+        groups: of ranks.
         size_at: index into the sizes that occur, of each pack; int64 [num_packs].
         limits: padded tokens that each pack can hold; int64 [num_packs].
         cost: each cost of each sequence on a rank of a group of each size, over what a rank does on average
-            in a microbatch; the language model's, then the encoders'; float64 [num_costs, num_sizes, n].
+            in a microbatch if each part is encoded once; the language model's, then the encoders'; float64
+            [num_costs, num_sizes, n].
         padded: padded tokens of each sequence on such a group; int64 [num_sizes, n].
-        num_microbatches, num_ranks: of the step.
     """
 
-    planned: LongArray
-    microbatch: LongArray
-    first_rank: LongArray
-    size: LongArray
+    groups: _Groups
     size_at: LongArray
     limits: LongArray
     cost: FloatArray
     padded: LongArray
-    num_microbatches: int
-    num_ranks: int
 
     @classmethod
     def of(
-        cls, placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
+        cls,
+        groups: _Groups,
+        lengths: LongArray,
+        encoder_work: FloatArray,
+        packing: Packing,
+        room: Room,
+        is_shared: bool,
     ) -> _Packs:
-        """The packs of a placement. encoder_work: of each encoder, some is above 0."""
-        ranks, count = room.num_ranks, placed.num_microbatches
-        place_of_pack = placed.microbatch.astype(np.int64) * ranks + placed.first_rank
-        size_at_place = np.zeros(count * ranks, np.int64)
-        size_at_place[place_of_pack] = placed.cp_size
-        places = np.flatnonzero(size_at_place)
-        planned = (np.cumsum(size_at_place > 0) - 1)[place_of_pack]
-        size = size_at_place[places]
-        sizes = np.flatnonzero(np.bincount(size)).astype(np.int32)
-        size_at = np.searchsorted(sizes, size)
+        """The packs of some groups. encoder_work: of each encoder, some is above 0."""
+        sizes = np.flatnonzero(np.bincount(groups.size)).astype(np.int32)
+        size_at = np.searchsorted(sizes, groups.size)
         cost = np.empty((1 + len(encoder_work), sizes.size, lengths.size))
         cost[0] = packing.cost.load(lengths, sizes[:, None])
-        np.divide(encoder_work[:, None], sizes[:, None], out=cost[1:])
-        on_all_ranks = cost[:, size_at[planned], np.arange(lengths.size)] * size[planned]
-        cost /= (on_all_ranks.sum(axis=1) / (ranks * count))[:, None, None]
+        np.divide(encoder_work[:, None], sizes[:, None] if is_shared else 1, out=cost[1:])
+        all_ranks = room.num_ranks * groups.num_microbatches
+        cost[0] /= packing.cost.work(lengths).sum() / all_ranks
+        cost[1:] /= (encoder_work.sum(axis=1) / all_ranks)[:, None, None]
         return cls(
-            planned=planned,
-            microbatch=places // ranks,
-            first_rank=places % ranks,
-            size=size,
+            groups=groups,
             size_at=size_at,
             limits=room.align.limit(packing.capacity, sizes)[size_at],
             cost=cost,
             padded=room.align.padded(lengths, sizes[:, None]),
-            num_microbatches=count,
-            num_ranks=ranks,
         )
 
     @property
@@ -229,7 +271,8 @@ class _Packs:
         cost: float64 [num_sizes, n]. pack: of each sequence, -1 for none; int64 [n].
         """
         at = np.flatnonzero(pack >= 0)
-        return np.bincount(pack[at], cost[self.size_at[pack[at]], at], self.size.size).astype(np.float64)
+        sums = np.bincount(pack[at], cost[self.size_at[pack[at]], at], self.groups.size.size)
+        return sums.astype(np.float64)
 
     def loads(self, pack: LongArray) -> FloatArray:
         """Each cost of each pack; float64 [num_costs, num_packs]."""
@@ -237,15 +280,16 @@ class _Packs:
 
     def unevenness(self, loads: FloatArray) -> FloatArray:
         """How much longer each cost makes the step than if it were even, weighted; float64 [num_costs]."""
-        tops = np.zeros((len(loads), self.num_microbatches))
+        tops = np.zeros((len(loads), self.groups.num_microbatches))
         for top, load in zip(tops, loads):
-            np.maximum.at(top, self.microbatch, load)
-        return (tops.sum(axis=1) / self.num_microbatches - 1) * self.weights
+            np.maximum.at(top, self.groups.microbatch, load)
+        return (tops.sum(axis=1) / self.groups.num_microbatches - 1) * self.weights
 
     def means(self, load: FloatArray) -> FloatArray:
         """Mean of one cost over the ranks of each microbatch; float64 [num_microbatches]."""
-        on_all_ranks = np.bincount(self.microbatch, load * self.size, self.num_microbatches)
-        return on_all_ranks / self.num_ranks
+        groups = self.groups
+        on_all_ranks = np.bincount(groups.microbatch, load * groups.size, groups.num_microbatches)
+        return on_all_ranks / groups.num_ranks
 
     def targets(self, own: FloatArray, means: FloatArray) -> FloatArray:
         """Target of one cost for each rank of each microbatch; float64 [num_microbatches].
@@ -255,11 +299,11 @@ class _Packs:
         If the largest sequences exceed the mean, the first microbatch takes as many of them as it has packs,
         one each, and leaves less to the next.
         """
-        num_packs = np.bincount(self.microbatch, minlength=self.num_microbatches)
+        num_packs = np.bincount(self.groups.microbatch, minlength=self.groups.num_microbatches)
         # the largest sequence left for each microbatch
         taken = np.minimum(np.cumsum(num_packs) - num_packs, own.size - 1)
         largest = -np.partition(-own, taken)[taken]
-        targets = np.zeros(self.num_microbatches)
+        targets = np.zeros(self.groups.num_microbatches)
         rest = share = float(means.sum())
         for m, top in enumerate(largest.tolist()):
             mean = means.item(m) * rest / share if share > 0 else 0.0
@@ -268,21 +312,25 @@ class _Packs:
             share -= means.item(m)
         return targets
 
-    def refilled(self, lengths: LongArray, max_sequences: int) -> LongArray | None:
+    def refilled(
+        self, lengths: LongArray, max_sequences: int, *, by_tokens: bool = False
+    ) -> LongArray | None:
         """The pack of each sequence if all packs are filled again, int64 [n]; None if one finds no room.
 
         For each cost in turn, the language model's last, the sequences for which it is the largest cost go to
-        the pack furthest below its target, the most costly first.
+        the pack furthest below its target, the most costly first. by_tokens: by the language model's alone,
+        which leaves less room unused.
         """
-        pack = np.full(self.planned.size, -1)
-        free, slots = self.limits.copy(), np.full(self.size.size, max_sequences)
-        largest, even = self.cost[:, 0].argmax(axis=0), np.ones(self.num_microbatches)
+        pack = np.full(lengths.size, -1)
+        free, slots = self.limits.copy(), np.full(self.groups.size.size, max_sequences)
+        largest = self.cost[: 1 if by_tokens else None, 0].argmax(axis=0)
+        even = np.ones(self.groups.num_microbatches)
         for c in (*range(1, len(self.cost)), 0):
             members = np.flatnonzero(largest == c)
             members = members[np.argsort(-self.cost[c, 0, members], kind="stable")]
             gaps, any_size = self.load(self.cost[c], pack), np.zeros(members.size, np.int64)
             if c:
-                gaps -= self.targets(self.cost[c, 0], even)[self.microbatch]
+                gaps -= self.targets(self.cost[c, 0], even)[self.groups.microbatch]
             into = place(
                 *(lengths, self.padded, self.cost[c], members, any_size),
                 *(self.size_at, free.copy(), slots.copy(), gaps),
@@ -294,15 +342,31 @@ class _Packs:
             np.subtract.at(slots, into, 1)
         return pack
 
+    def swapped(self, pack: LongArray, lengths: LongArray, max_sequences: int) -> LongArray:
+        """The pack of each sequence once packs have swapped, far from even ones filled again; int64 [n]."""
+        loads = self.loads(pack)
+        before = self.unevenness(loads)
+        if before.max() > FAR:
+            again = self.refilled(lengths, max_sequences)
+            loads_again = loads if again is None else self.loads(again)
+            if again is not None and self.unevenness(loads_again).max() < before.max():
+                pack, loads = again, loads_again
+        contents = self.contents(pack, loads, TOLERANCE, max_sequences)
+        swap(contents, TOLERANCE, WORTH if before[0] <= TOLERANCE else WORTH_UNEVEN)
+        held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
+        swapped = np.empty_like(pack)
+        swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
+        return swapped
+
     def contents(self, pack: LongArray, loads: FloatArray, tolerance: float, max_sequences: int) -> Contents:
         """The contents of packs, and how far each is above its targets."""
         own = self.cost[:, self.size_at[pack], np.arange(pack.size)]
-        longest = np.zeros(self.num_microbatches)
-        np.maximum.at(longest, self.microbatch[pack], own[0])
+        longest = np.zeros(self.groups.num_microbatches)
+        np.maximum.at(longest, self.groups.microbatch[pack], own[0])
         # excess above the tolerance is more than this share of the mean
         most = np.maximum(self.means(loads[0]) * (1 + tolerance), longest) - tolerance
         targets = [most, *(self.targets(own[c], self.means(loads[c])) for c in range(1, len(own)))]
-        counts = np.bincount(pack, minlength=self.size.size)
+        counts = np.bincount(pack, minlength=self.groups.size.size)
         members = np.zeros((counts.size, int(counts.max()) + GROWTH), np.int64)
         # NumPy sorts small types several times faster
         by_pack = np.argsort(pack.astype(np.uint16) if counts.size <= 1 << 16 else pack, kind="stable")
@@ -316,7 +380,7 @@ class _Packs:
             size_at=self.size_at,
             free=self.limits - held,
             slots=np.minimum(max_sequences, members.shape[1]) - counts,
-            excess=(loads - np.stack(targets)[:, self.microbatch]) * self.weights[:, None],
+            excess=(loads - np.stack(targets)[:, self.groups.microbatch]) * self.weights[:, None],
             members=members,
             counts=counts,
         )
