@@ -119,7 +119,7 @@ class VisionStage(Stage):
 
     def __init__(self, shape: Shape, place: Place, encoder: str = "with sample") -> None:
         super().__init__(shape, place)
-        self.is_shared = encoder == "balanced"
+        self.is_shared = encoder != "with sample"
         self.vision = Vision(shape, place) if place.is_first else None
 
     def embed(self, microbatch: mf.Microbatch) -> torch.Tensor:
@@ -187,7 +187,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="a checkpoint, of any layout")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps")
     parser.add_argument("--delivery", default="auto", choices=("auto", "direct", "broadcast", "share"))
-    parser.add_argument("--encoder", default="with sample", choices=("with sample", "balanced"))
+    parser.add_argument("--encoder", default="with sample", choices=("with sample", "group", "balanced"))
     parser.add_argument("--workers", type=int, default=2, help="processes that decode, on ranks that read")
     parser.add_argument("--sequences", type=int, default=24, help="per step")
     parser.add_argument("--capacity", type=int, default=128, help="tokens per rank and microbatch")

@@ -75,8 +75,9 @@ class Feed(StepSource[RankPlace]):
             "pack_contiguous".
         no_loss: a step in which no token bears loss is refused before it is read ("error"), since its mean
             loss is 0/0; or it is given as any other, with `step.valid_tokens == 0` ("allow").
-        encoder: whether the ranks that hold a pack encode its images, audio and video ("with sample"), or all
-            dp and cp ranks share those of a microbatch ("balanced"): see `exchange_encoded`.
+        encoder: whether each rank of a cp group encodes all images, audio and video of its pack ("with
+            sample"), or the group shares them ("group"), or all dp and cp ranks share those of a microbatch
+            ("balanced"). Where they are shared, the loop calls `exchange_encoded`.
         machine: how this rank's machine makes items, decodes parts and keeps indices; see `Machine`. Ranks
             may differ in it.
         transport: how batches come to this rank: the delivery, who may read, how far ahead, where ranks meet

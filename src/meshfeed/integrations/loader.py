@@ -107,10 +107,10 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
 
 def check_encoder(recipe: Recipe) -> None:
     """Raises RecipeError if other ranks encode: models of trainers do not exchange encoder outputs."""
-    if encoder_of(recipe.sequence):
+    if (encoder := encoder_of(recipe.sequence)) != "with sample":
         raise RecipeError(
-            "encoder='balanced' needs mf.exchange_encoded between encoder and language model, "
-            "which this trainer's model does not call; choose encoder='with sample'"
+            f"encoder={encoder!r} needs mf.exchange_encoded between encoder and language model, "
+            f"which this trainer's model does not call; choose encoder='with sample'"
         )
 
 

@@ -1,4 +1,4 @@
-"""Encoder outputs, sent to the ranks whose packs need them; and their gradients, sent back."""
+"""Encoder outputs, sent to the ranks whose tokens need them; and their gradients, sent back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def exchange_encoded(
     kind: Kind = "image",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The encoder's outputs of this rank's pack, whichever ranks have encoded them; differentiable.
+    """The encoder's outputs for this rank's tokens, whichever ranks have encoded them; differentiable.
 
     Every rank of `Feed.encoder_ranks` calls it once for each microbatch and kind, in the same order, those
     without parts too. Use what it returns in the loss on every rank, even if it has no row: `backward` is an
@@ -28,10 +28,11 @@ def exchange_encoded(
 
     encoded: what the encoder made of this rank's fields of the microbatch, a row for each token of its
         parts; [tokens encoded here, ...], of the same dtype and row shape on every rank.
-    microbatch: with the fields `<kind>_send_rows`, `_send_counts`, `_receive_counts`, `_receive_rows` of
-        `mf.Feed(encoder="balanced")`; see `EncoderRoute`. Their two counts are read on the host.
+    microbatch: with the fields `<kind>_encoded_rows`, `_send_rows`, `_send_counts`, `_receive_counts`,
+        `_receive_rows` of `mf.Feed(encoder="group")` or "balanced"; see `EncoderRoute`. Counts are read on
+        the host.
     group: of the ranks of `Feed.encoder_ranks`; None for the default group. One rank exchanges nothing.
-    Returns [outputs of the pack, ...]: what `<kind>_index` counts in.
+    Returns [tokens of this rank that are of parts, ...], in their order: what `<kind>_index` counts in.
     Raises OptionError for another number of rows or ranks; KeyError if the microbatch has no such fields.
     """
     route: dict[str, torch.Tensor] = {name: microbatch[f"{kind}_{name}"] for name in ROUTE}

@@ -95,12 +95,13 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
     - bad_parts int64 [k, 2], unless on_bad is "error": parts that are not what was stored, each as its
       sequence in the pack and its number in that document.
 
-    With Feed(encoder="balanced"), all these but image_index are of the parts that this rank encodes, which
-    may be of any pack, in the order of the global batch; a bad part's sequence is its place there. Parts are
-    encoded on the first stage, so processors make fields for this one alone. In addition:
+    With Feed(encoder="group") and "balanced", the arrays are of the parts that this rank encodes, which may
+    be of its pack or of any pack, in the order of the global batch; a bad part's sequence is its place there.
+    image_index then counts in what `exchange_encoded` gives: 0, 1, ... over this rank's tokens of parts.
+    Parts are encoded on the first stage, so processors make fields for this one alone. In addition:
 
-    - image_send_rows, image_send_counts, image_receive_counts, image_receive_rows int64, for the first stage:
-      the arrays of `EncoderRoute` for the ranks of `Feed.encoder_ranks`.
+    - image_encoded_rows, image_send_rows, image_send_counts, image_receive_counts, image_receive_rows int64,
+      for the first stage: the arrays of `EncoderRoute` for the ranks of `Feed.encoder_ranks`.
 
     A pack without parts has these arrays with no row. Raises RecipeError for other arguments.
     """

@@ -6,7 +6,7 @@ import importlib
 import io
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from qwen_vl import IMAGE, PATCHES, Document, expanded, picture, positions, writ
 
 import meshfeed as mf
 from meshfeed.integrations import megatron
+from meshfeed.plan.types import Encoder
 
 DOCUMENTS: list[Document] = [
     [7, 8, (60, 90), 9, (150, 40)],
@@ -100,3 +101,43 @@ def test_first_stages_get_the_arrays_of_transformers_and_the_others_positions(
             else:
                 assert batch["tokens"] is None and not set(VISION) & set(batch)
             assert (batch["labels"] is None) == (batch["loss_mask"] is None) == (stage != last)
+
+
+def outputs(rank: int, folder: Path) -> list[list[torch.Tensor]]:
+    """Of each way to share the encoder: what it made for this rank's tokens; and how many images it encoded."""
+    recipe = mf.Recipe(
+        data=mf.open(folder),
+        sequence=mf.Multimodal(image=PATCHES),
+        batch=mf.Batch(sequences=len(DOCUMENTS)),
+    )
+    case, packing = Case(cp=2), mf.Packing(capacity=64, policy="in_order")  # so that all ways have one plan
+    made: list[list[torch.Tensor]] = []
+    for encoder in get_args(Encoder):
+        with (
+            initialized(case),
+            megatron.feed(recipe, case.config, packing=packing, encoder=encoder) as feed,
+        ):
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            (iterator,) = iterators_of(feed)
+            got, images = [torch.zeros(0)], 0
+            for _ in range(megatron.begin(iterator).num_microbatches):
+                batch = megatron.get_batch(iterator)
+                images += len(batch["image_grid_thw"])
+                pixels = batch["pixel_values"]
+                encoded = pixels.reshape(-1, 4 * pixels.shape[-1]).double().sum(1)
+                if encoder != "with sample":
+                    encoded = mf.exchange_encoded(encoded, batch, "image", group)
+                index = batch["image_index"]
+                got.append(encoded[index[index >= 0].long()])
+            made.append([torch.cat(got), torch.tensor(images)])
+    return made
+
+
+def test_a_forward_step_may_share_the_encoder_under_context_parallelism(tmp_path: Path) -> None:
+    write_documents(tmp_path / "store", DOCUMENTS)
+    ranks = run(outputs, 4, tmp_path / "store")
+    for alone, group, balanced in ranks:
+        assert len(alone[0]) and torch.equal(alone[0], group[0]) and torch.equal(alone[0], balanced[0])
+    copies = [sum(int(made[way][1]) for made in ranks) for way in range(3)]
+    once = sum(isinstance(each, tuple) for document in DOCUMENTS for each in document)
+    assert copies == [2 * once, once, once]

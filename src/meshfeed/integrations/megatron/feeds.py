@@ -10,7 +10,6 @@ import torch
 
 from meshfeed.errors import RoleError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import check_encoder
 from meshfeed.integrations.megatron.batches import check_documents
 from meshfeed.integrations.megatron.config import options_of
 from meshfeed.integrations.megatron.stages import Readers, delivery_of, device_of, layout_of, stages_of
@@ -40,8 +39,8 @@ def feed(
     config with a sequence_packing_scheduler. cp_split: None takes the config's. transport: without
     readers and a delivery, unless `readers` lists ranks. options: all others of a Feed, such as
     micro_batch_size.
-    Raises RecipeError if config and arguments contradict each other, for documents that are kept apart in
-    rows that cp splits, and if encoders run on other ranks, which Megatron's models do not expect.
+    Raises RecipeError if config and arguments contradict each other, and for documents that are kept apart in
+    rows that cp splits.
     """
     layout = layout_of(groups)
     if config is not None:
@@ -64,6 +63,5 @@ def feed(
         transport=transport,
         **options,
     )
-    check_encoder(made.recipe)
     check_documents(made)
     return made

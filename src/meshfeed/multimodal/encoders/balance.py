@@ -153,15 +153,16 @@ def evened(
         return placed
     groups, pack = _Groups.of(placed, room.num_ranks)
     packs = _Packs.of(groups, lengths, encoder_work, packing, room, is_shared)
-    before = packs.unevenness(packs.loads(pack)).max()
-    tried = [(packs, pack)]
+    loads = packs.loads(pack)
+    before = packs.unevenness(loads).max()
+    tried = [(packs, pack, loads)]
     narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
     if narrow.size.size > groups.size.size:
         packs = _Packs.of(narrow, lengths, encoder_work, packing, room, is_shared)
         filled = packs.refilled(lengths, room.max_sequences, by_tokens=True)
-        tried = tried if filled is None else [(packs, filled), *tried]
-    for packs, pack in tried:
-        swapped = packs.swapped(pack, lengths, room.max_sequences)
+        tried = tried if filled is None else [(packs, filled, packs.loads(filled)), *tried]
+    for packs, pack, loads in tried:
+        swapped = packs.swapped(pack, loads, lengths, room.max_sequences)
         if packs.unevenness(packs.loads(swapped)).max() < before:
             return packs.groups.placement(swapped)
     return placed
@@ -342,9 +343,10 @@ class _Packs:
             np.subtract.at(slots, into, 1)
         return pack
 
-    def swapped(self, pack: LongArray, lengths: LongArray, max_sequences: int) -> LongArray:
+    def swapped(
+        self, pack: LongArray, loads: FloatArray, lengths: LongArray, max_sequences: int
+    ) -> LongArray:
         """The pack of each sequence once packs have swapped, far from even ones filled again; int64 [n]."""
-        loads = self.loads(pack)
         before = self.unevenness(loads)
         if before.max() > FAR:
             again = self.refilled(lengths, max_sequences)
