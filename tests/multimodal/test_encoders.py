@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from meshfeed.errors import PlanError
 from meshfeed.multimodal import encoders
 from meshfeed.multimodal.encoders import plan_encoder
 from meshfeed.plan import Packing, fill, plan_step
+from meshfeed.plan.types import Encoder
 from planning import some_parts
 from services.needs import needs_compiled
 from soak import cases
@@ -22,7 +23,7 @@ CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)
 
 
 @CALM
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["with sample", "balanced"]), st.sampled_from([1, 2, 6]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(get_args(Encoder)), st.sampled_from([1, 2, 6]))
 def test_each_part_is_encoded_once_wherever_its_tokens_are_needed(
     seed: int, encoder: Any, ranks: int
 ) -> None:
@@ -54,7 +55,7 @@ def test_each_part_is_encoded_once_wherever_its_tokens_are_needed(
         assert made.microbatch[entry] == plan.microbatch[row]
         group = range(plan.first_rank[row], plan.first_rank[row] + plan.cp_size[row])
         assert range(made.first_rank[entry], made.first_rank[entry] + made.cp_size[entry]) == group
-        assert made.rank[entry] in (group if encoder == "with sample" else range(ranks))
+        assert made.rank[entry] in (range(ranks) if encoder == "balanced" else group)
         loads[made.microbatch[entry], made.rank[entry]] += work[part]
         handed[made.microbatch[entry], list(group) if encoder == "with sample" else made.rank[entry]] += work[
             part
@@ -107,7 +108,7 @@ def test_the_compiled_loop_takes_the_same_rank(seed: int, num_parts: int, ranks:
         (([0, 1], [1.0, -1]), {}, "work: -1.0 to 1.0"),
         (([0, 1], [1.0, 1]), {}, "the plan has cut sequences: give the start and the tokens of each part"),
         (([0, 1], [1.0, 1]), {"start": [0], "tokens": [1, 1]}, "start of 1, tokens of 2, for 2 parts"),
-        (([0, 1], [1.0, 1]), {"encoder": "evenly"}, "choose one of with sample, balanced"),
+        (([0, 1], [1.0, 1]), {"encoder": "evenly"}, "choose one of with sample, group, balanced"),
     ],
 )
 def test_other_arguments_are_refused(arguments: Any, options: Any, message: str) -> None:
