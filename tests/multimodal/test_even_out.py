@@ -108,7 +108,7 @@ def test_encoders_without_work_change_nothing(policy):
 
 
 def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
-    """But for the group of the one sequence that needs two ranks; the microbatches stay as many."""
+    """But for the group of the one sequence that needs two ranks, which is cut in two; microbatches stay."""
     rng = np.random.default_rng(4)
     lengths = np.append(rng.integers(100, 4_000, 150), 9_000)
     work = rng.pareto(2, lengths.size) * rng.choice([0, 1], lengths.size)
@@ -119,7 +119,7 @@ def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
     )
     assert np.bincount(shared.cp_size)[2:].sum() > 10
     wide = alone.cp_size > 1
-    assert set(alone.first_rank[wide].tolist()) == {alone.first_rank[150]} and alone.cp_size.max() == 2
+    assert set(alone.microbatch[wide].tolist()) == {alone.microbatch[150]} and alone.cp_size.max() == 2
     check_plan(alone, lengths, packing, dp=16, cp=1)
     assert unevenness(alone, work, is_shared=False) < 0.2 < 1 < unevenness(shared, work, is_shared=False)
     assert account_of(alone, packing).efficiency > 0.95

@@ -190,7 +190,7 @@ def runs_of(own: Slices, held: Slices, at: Longs) -> tuple[Runs, Runs]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeStep:
-    """The step that a rank's portions are of, for a rule that looks beyond their packs; see `sees_step`.
+    """The step that a rank's portions are of, for a rule that looks beyond their packs; see `encoder_of`.
 
     Attributes:
         draws: its global batch.
