@@ -111,7 +111,7 @@ def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
     """But for the group of the one sequence that needs two ranks, which is cut in two; microbatches stay."""
     rng = np.random.default_rng(4)
     lengths = np.append(rng.integers(100, 4_000, 150), 9_000)
-    work = rng.pareto(2, lengths.size) * rng.choice([0, 1], lengths.size)
+    work = rng.uniform(1, 2, lengths.size) * rng.choice([0, 1], lengths.size)
     packing = Packing(capacity=8_192, policy="dynamic_cp")
     shared, alone = (
         plan_step(lengths, packing, dp=16, encoder_work=work, encoder=each)
@@ -121,7 +121,7 @@ def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
     wide = alone.cp_size > 1
     assert set(alone.microbatch[wide].tolist()) == {alone.microbatch[150]} and alone.cp_size.max() == 2
     check_plan(alone, lengths, packing, dp=16, cp=1)
-    assert unevenness(alone, work, is_shared=False) < 0.2 < 1 < unevenness(shared, work, is_shared=False)
+    assert unevenness(alone, work, is_shared=False) < 0.3 < 1 < unevenness(shared, work, is_shared=False)
     assert account_of(alone, packing).efficiency > 0.95
 
 
