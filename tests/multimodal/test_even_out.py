@@ -122,7 +122,7 @@ def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
     assert set(alone.microbatch[wide].tolist()) == {alone.microbatch[150]} and alone.cp_size.max() == 2
     check_plan(alone, lengths, packing, dp=16, cp=1)
     assert unevenness(alone, work, is_shared=False) < 0.3 < 1 < unevenness(shared, work, is_shared=False)
-    assert account_of(alone, packing).efficiency > 0.95
+    assert account_of(alone, packing).efficiency > 0.9
 
 
 def test_every_encoder_becomes_even():
