@@ -155,16 +155,22 @@ def evened(
     packs = _Packs.of(groups, lengths, encoder_work, packing, room, is_shared)
     loads = packs.loads(pack)
     before = packs.unevenness(loads).max()
-    tried = [(packs, pack, loads)]
     narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
     if narrow.size.size > groups.size.size:
-        packs = _Packs.of(narrow, lengths, encoder_work, packing, room, is_shared)
-        filled = packs.refilled(lengths, room.max_sequences, by_tokens=True)
-        tried = tried if filled is None else [(packs, filled, packs.loads(filled)), *tried]
-    for packs, pack, loads in tried:
-        swapped = packs.swapped(pack, loads, lengths, room.max_sequences)
-        if packs.unevenness(packs.loads(swapped)).max() < before:
-            return packs.groups.placement(swapped)
+        narrower = _Packs.of(narrow, lengths, encoder_work, packing, room, is_shared)
+        fills = (narrower.refilled(lengths, room.max_sequences, by_tokens=each) for each in (False, True))
+        filled = next((each for each in fills if each is not None), None)
+        if filled is not None:
+            swapped = narrower.swapped(filled, narrower.loads(filled), room.max_sequences)
+            if narrower.unevenness(narrower.loads(swapped)).max() < before:
+                return narrow.placement(swapped)
+    if before > FAR:
+        again = packs.refilled(lengths, room.max_sequences)
+        if again is not None and packs.unevenness(loads_again := packs.loads(again)).max() < before:
+            pack, loads = again, loads_again
+    swapped = packs.swapped(pack, loads, room.max_sequences)
+    if packs.unevenness(packs.loads(swapped)).max() < before:
+        return groups.placement(swapped)
     return placed
 
 
@@ -343,18 +349,11 @@ class _Packs:
             np.subtract.at(slots, into, 1)
         return pack
 
-    def swapped(
-        self, pack: LongArray, loads: FloatArray, lengths: LongArray, max_sequences: int
-    ) -> LongArray:
-        """The pack of each sequence once packs have swapped, far from even ones filled again; int64 [n]."""
-        before = self.unevenness(loads)
-        if before.max() > FAR:
-            again = self.refilled(lengths, max_sequences)
-            loads_again = loads if again is None else self.loads(again)
-            if again is not None and self.unevenness(loads_again).max() < before.max():
-                pack, loads = again, loads_again
+    def swapped(self, pack: LongArray, loads: FloatArray, max_sequences: int) -> LongArray:
+        """The pack of each sequence once packs have swapped; int64 [n]. loads: of the packs."""
+        worth = WORTH if self.unevenness(loads)[0] <= TOLERANCE else WORTH_UNEVEN
         contents = self.contents(pack, loads, TOLERANCE, max_sequences)
-        swap(contents, TOLERANCE, WORTH if before[0] <= TOLERANCE else WORTH_UNEVEN)
+        swap(contents, TOLERANCE, worth)
         held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
         swapped = np.empty_like(pack)
         swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
