@@ -62,8 +62,8 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize, uncut: Uncut 
     """Deal with sequences of more than `longest` tokens.
 
     truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as fit:
-    25 tokens with longest = 10 -> 9 + 8 + 8. A cut within an uncut range moves: truncate keeps what is before
-    it, and split cuts before it, or behind it where nothing is before it.
+    25 tokens with longest = 10 -> 9 + 8 + 8. A cut within an uncut range moves, which can take more pieces:
+    truncate keeps what is before it, and split cuts before it, or behind it where nothing is before it.
     Raises PlanError for such a sequence under "error", for a negative length, and under "split" for an uncut
     range of more than `longest` tokens.
     """

@@ -154,7 +154,7 @@ def evened(
     groups, pack = _Groups.of(placed, room.num_ranks)
     packs = _Packs.of(groups, lengths, encoder_work, packing, room, is_shared)
     loads = packs.loads(pack)
-    before = packs.unevenness(loads).max()
+    least, best = packs.unevenness(loads).max(), placed
     narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
     if narrow.size.size > groups.size.size:
         narrower = _Packs.of(narrow, lengths, encoder_work, packing, room, is_shared)
@@ -162,16 +162,18 @@ def evened(
         filled = next((each for each in fills if each is not None), None)
         if filled is not None:
             swapped = narrower.swapped(filled, narrower.loads(filled), room.max_sequences)
-            if narrower.unevenness(narrower.loads(swapped)).max() < before:
-                return narrow.placement(swapped)
+            uneven = narrower.unevenness(narrower.loads(swapped)).max()
+            if uneven < least:
+                least, best = uneven, narrow.placement(swapped)
+            if uneven <= FAR:
+                return best
+    before = packs.unevenness(loads).max()
     if before > FAR:
         again = packs.refilled(lengths, room.max_sequences)
         if again is not None and packs.unevenness(loads_again := packs.loads(again)).max() < before:
             pack, loads = again, loads_again
     swapped = packs.swapped(pack, loads, room.max_sequences)
-    if packs.unevenness(packs.loads(swapped)).max() < before:
-        return groups.placement(swapped)
-    return placed
+    return groups.placement(swapped) if packs.unevenness(packs.loads(swapped)).max() < least else best
 
 
 @dataclass(frozen=True, slots=True)
