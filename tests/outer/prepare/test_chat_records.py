@@ -232,13 +232,51 @@ def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None
     assert said == "GOOD move 0<|tool|>"
     with pytest.raises(mf.errors.StoreError, match="ends with a tool call, and another token may end that"):
         chat_encoder(folder, end=["<|user|>"], **both).encode([called])
-    with pytest.raises(mf.errors.StoreError, match="never learn to stop"):  # <|assistant|> ends nothing
+    with pytest.raises(mf.errors.StoreError, match="never learns to stop"):  # <|assistant|> ends nothing
         chat_encoder(folder, tmp_path / "t.jinja", end=["<|user|>"]).encode([[ASKED, SAID, SAID]])
     for bad in ([ASKED, SAID], talk):
         with pytest.raises(mf.errors.StoreError, match=r"conversation 0: .*never learn to stop.*--chat-end"):
             chat_encoder(folder, tmp_path / "t.jinja").encode([bad])
     with pytest.raises(mf.errors.StoreError, match="'a' is no special token; end="):
         chat_encoder(folder, tmp_path / "t.jinja", end=["a"]).check()
+
+
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BOX = "<|tool|>4<|system|>"
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize(
+    ("answers", "loss"),
+    [
+        (["GOOD", "GOOD"], "GOOD<|user|>GOOD<|user|>"),
+        (["GOOD", ""], "GOOD<|user|><|user|>"),
+        ([""], "<|user|>"),
+        ([BOX, BOX], f"{BOX}<|user|>" * 2),
+        ([f"{BOX} so", "GOOD"], f"{BOX} so<|user|>GOOD<|user|>"),
+    ],
+    ids=str,
+)
+def test_each_answer_learns_the_named_stop(
+    folder: Path, tmp_path: Path, answers: list[str], loss: str, *, blocks: bool
+) -> None:
+    """Also one that is empty, or that ends in another special token; the user's text bears no loss."""
+    template = GLM if blocks else GLM.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    (tmp_path / "t.jinja").write_text(template)
+    talk = [each for said in answers for each in (ASKED, SAID | {"content": said})]
+    ((text, said),) = shown(folder, talk, template=tmp_path / "t.jinja", end=["<|user|>"])
+    assert said == loss
+    assert text == "".join(f"<|user|>a<|assistant|>{each}" for each in answers) + "<|user|>"
+
+
+def test_a_named_stop_that_ends_no_answer_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(GLM.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    with pytest.raises(mf.errors.StoreError, match=r"ends by none of '<\|user\|>'.*has to name that too"):
+        chat_encoder(folder, tmp_path / "t.jinja", end=["<|user|>"]).encode([[ASKED, SAID, SAID]])
 
 
 def test_blocks_of_a_template_that_prints_the_newest_thoughts_alone(folder: Path, tmp_path: Path) -> None:

@@ -193,20 +193,30 @@ class ChatEncoder:
         tokens = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         given = [self._tokenizer.token_to_id(end) for end in self.how.end]
-        stops = np.isin(tokens, given or self._special)
-        special, mask, ended = np.isin(tokens, self._special), np.zeros(tokens.size, np.uint8), True
+        stops, is_special = np.isin(tokens, given or self._special), np.isin(tokens, self._special)
+        mask, ended = np.zeros(tokens.size, np.uint8), True
         for begin, end in rendered.spans:
             # Every token that has a character of the span.
             first, last = int(ends.searchsorted(begin, "right")), int(begins.searchsorted(end, "left"))
             if rendered.trims:
-                within = first + np.flatnonzero(special[first:last])
-                if not within.size and stops[last : last + 1].any():  # of the next turn, such as <|user|>
-                    last += 1
-                elif within.size and rendered.text[ends[within[-1]] : end].isspace():
+                within = first + np.flatnonzero(stops[first:last])
+                if within.size and not rendered.text[ends[within[-1]] : end].strip():
                     last = int(within[-1]) + 1
-                ended &= bool(special[last - 1 : last].any())
+                elif (given or not within.size) and stops[last : last + 1].any():
+                    last += 1  # of the next turn, such as <|user|>
+                ended &= last > first and bool(stops[last - 1])
+            elif given:
+                after = last
+                while after < tokens.size and rendered.text[begins[after] : ends[after]].isspace():
+                    after += 1
+                mask[after : after + 1] = stops[after : after + 1]
             mask[first:last] = 1
-        if rendered.trims and special.any() and not ended:
+        if rendered.trims and is_special.any() and not ended:
+            if given:
+                raise StoreError(
+                    f"an answer ends by none of {', '.join(map(repr, self.how.end))}, so the model never "
+                    f"learns to stop; end= (--chat-end) has to name that too, or leave the conversation out"
+                )
             raise StoreError(
                 "the template prints no special token that ends an answer, so the model would never learn to "
                 "stop; name what ends it: end= (--chat-end), such as '<|user|>,<|observation|>' for GLM"

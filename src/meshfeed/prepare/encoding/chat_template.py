@@ -275,8 +275,10 @@ class Conversations:
         end = self._end_of(messages[-1])
         if turns[-1] == len(messages) - 1 and not text.rstrip().endswith(end):
             text += end
-            if said[-1] == turns[-1]:
-                spans[-1] = spans[-1][0], len(text)
+            if end and said[-1] == turns[-1]:
+                # An empty answer has no block, so the last block may be that of another answer.
+                begin = len(text) - len(end) if template.has_blocks else spans.pop()[0]
+                spans.append((begin, len(text)))
         return Rendered(text, spans, trims=not template.has_blocks)
 
     def _end_of(self, message: Turn) -> str:
