@@ -20,6 +20,7 @@ import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.prepare import Chats, prepare
 from meshfeed.prepare.encoding.chat import ChatEncoder
+from meshfeed.prepare.inputs.conversation import TRAINED
 from soak import cases
 
 TEXT = "<|user|>a<|end|><|assistant|>GOOD<|end|>"
@@ -58,6 +59,7 @@ def encoder_of(folder: Path) -> ChatEncoder:
         {"prompt": [ASKED], "completion": "GOOD"},
         {"instruction": "a", "input": "", "output": "GOOD"},
         {"instruction": "a", "input": None, "output": "GOOD"},
+        {"instruction": "", "input": "a", "output": "GOOD"},
         {"instruction": "a", "context": "", "response": "GOOD"},
         {"prompt": "a", "messages": [ASKED, SAID]},
         {"id": 5, "messages": [ASKED, SAID], "notes": None, "tags": [], "title": ""},
@@ -80,6 +82,11 @@ def test_answers_in_a_prompt_bear_no_loss_unless_they_say_so(folder: Path) -> No
     assert said == "GOOD<|end|>GOOD<|end|>"
     ((_, said),) = shown(folder, {"prompt": [ASKED, bad | {"weight": 1}, ASKED], "completion": "GOOD"})
     assert said == "BAD<|end|>GOOD<|end|>"
+    for name in TRAINED:  # null, as Parquet has it where other messages say so, says nothing
+        ((_, said),) = shown(folder, {"prompt": [ASKED, bad | {name: None}, ASKED], "completion": "GOOD"})
+        assert said == "GOOD<|end|>"
+    ((_, said),) = shown(folder, {"prompt": [ASKED, bad | {"masked": False}, ASKED], "completion": "GOOD"})
+    assert said == "BAD<|end|>GOOD<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +104,13 @@ def test_answers_in_a_prompt_bear_no_loss_unless_they_say_so(folder: Path) -> No
         ({"prompt": "a"}, "no 'messages' or 'conversations' or 'conversation', found 'prompt'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"'chosen' and 'rejected' are a pair"),
         ({"prompt": {"x": 1}, "completion": "GOOD"}, "message 0 .user.: content is dict"),
+        ({"instruction": "a", "input": 0, "output": "GOOD"}, "'input' is int; text belongs there"),
+        ({"instruction": "a", "input": False, "output": "GOOD"}, "'input' is bool; text belongs there"),
+        ({"instruction": "a", "input": {"x": 1}, "output": "GOOD"}, "'input' is dict; text belongs there"),
+        ({"instruction": "a", "context": [], "output": "GOOD"}, "'context' is list; text belongs there"),
+        ({"instruction": "a", "input": "", "output": None}, "^conversation 0: 'output' without a value"),
+        ({"instruction": None, "input": "", "output": "a"}, "^conversation 0: 'instruction' without a value"),
+        ({"prompt": "a", "completion": None}, "^conversation 0: 'completion' without a value"),
     ],
 )
 def test_what_nothing_reads_is_refused_by_name(folder: Path, record: Any, told: str) -> None:

@@ -62,9 +62,18 @@ class ChatColumns:
             if question in beside and answer is not None:
                 asked, said = beside.pop(question), beside.pop(answer)
                 for name in _INPUTS if question == "instruction" and isinstance(asked, str) else ():
-                    more = beside.pop(name, None)
-                    asked += f"\n{more}" if more else ""
+                    more = beside.pop(name, "")
+                    if not isinstance(more, str):
+                        raise StoreError(f"{name!r} is {type(more).__name__}; text belongs there")
+                    asked = "\n".join(text for text in (asked, more) if text)
                 return [*_unless_said(asked), *_as_messages(said, "assistant")], beside
+        for question, answers in _ANSWERS.items() if self.column is None else ():
+            nulls = [name for name in (question, *answers) if name in record and record[name] is None]
+            if nulls and any(name in beside for name in (question, *answers)):
+                raise StoreError(
+                    f"{' and '.join(map(repr, nulls))} without a value; a question and its answer belong "
+                    f"together: leave the record out"
+                )
         return value_in(beside, names, lambda: "the record"), beside  # raises
 
 
@@ -85,6 +94,11 @@ def _as_messages(value: Any, role: str) -> list[Any]:
 def _unless_said(prompt: Any) -> list[Any]:
     """The messages of a prompt, which bear no loss unless they say so."""
     return [
-        {"weight": 0, **each} if isinstance(each, dict) and not {*TRAINED} & each.keys() else each
+        {**cast(dict[str, Any], each), "weight": 0} if isinstance(each, dict) and not _says(each) else each
         for each in _as_messages(prompt, "user")
     ]
+
+
+def _says(message: Any) -> bool:
+    """Whether a message says if it bears loss; null says nothing."""
+    return any(message.get(name) is not None for name in TRAINED)
