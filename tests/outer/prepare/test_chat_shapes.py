@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -257,3 +258,40 @@ def test_answers_of_a_record_stay_together(forgets: Path, tmp_path: Path) -> Non
     sides = [stored(forgets, tmp_path / "out" / side) for side in ("train", "validation")]
     numbers = [{json.dumps(said).rstrip('<|end>"').split()[-1] for _, said in side} for side in sides]
     assert all(sides) and not numbers[0] & numbers[1] and sum(map(len, sides)) == 80
+
+
+# -- two of one kind ----------------------------------------------------------------------------------------
+
+CALL = '{"name": "move", "arguments": {"x": 0}}'
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (SAID | {"thinking": "so", "reasoning": "thus"}, "thinking and reasoning have different thoughts"),
+        ({"from": "gpt", "value": "GOOD", "content": "x"}, "message 1: content beside value"),
+        (
+            {"from": "function_call", "value": CALL, "content": "x"},
+            "message 1: content beside the function_call",
+        ),
+        ({"from": "function_call", "value": "[1]"}, "message 1: the function_call is no object"),
+        ({"from": "function_call", "value": "[]"}, "message 1: the function_call is no object"),
+        ({"from": "function_call"}, "message 1: the function_call is no object"),
+    ],
+    ids=str,
+)
+def test_one_of_two_never_vanishes(folder: Path, message: Any, told: str) -> None:
+    with pytest.raises(mf.errors.StoreError, match=told):
+        encoder_of(folder).encode([[ASKED, message, SAID]])
+
+
+def test_several_calls_of_sharegpt_and_thoughts_of_two_names(folder: Path) -> None:
+    calls = {"from": "function_call", "value": f"[{CALL}, {CALL}]"}
+    assert shown(folder, [ASKED, calls])[0][1] == f"{CALL}{CALL}<|end|>"
+    thinks = SAID | {"thinking": "", "reasoning": "so"}
+    assert shown(folder, [ASKED, thinks])[0][1] == "[so]GOOD<|end|>"
+
+
+def test_an_array_as_a_column_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(mf.errors.StoreError, match="the record has 'emb'"):
+        encoder_of(folder).encode([{"messages": [ASKED, SAID], "emb": np.zeros(3)}])

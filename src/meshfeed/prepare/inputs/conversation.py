@@ -98,8 +98,15 @@ def conversation(value: Any, beside: Mapping[str, Any]) -> Conversation:
     messages, trained = [message for message, _ in read], [bears for _, bears in read]
     given = {"tools": _tools(beside), "documents": _listed(beside, "documents"), **variables}
     repeated = ["", [], {}, *(message.get("content") for message in messages)]
-    unread = [name for name, each in beside.items() if name not in _BESIDE and each not in repeated]
+    unread = [name for name, each in beside.items() if name not in _BESIDE and not _is_in(each, repeated)]
     return Conversation(messages, trained, given, sorted(set(unread) - {"id"}))
+
+
+def _is_in(value: Any, values: list[Any]) -> bool:
+    try:
+        return value in values
+    except ValueError:  # an array, which is none of them
+        return False
 
 
 def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,19 +118,29 @@ def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("role") is not None or found.get("from") is None:
         return found
     speaker = found.pop("from")
+    value, beside = found.pop("value", None), [name for name in ("content", "tool_calls") if found.get(name)]
     if speaker == "function_call":
-        call = parsed(str(found.pop("value", "")), f"message {k}: the function_call")
+        if beside:
+            raise StoreError(
+                f"message {k}: {beside[0]} beside the function_call; make it a message of its own"
+            )
+        calls = parsed(value, f"message {k}: the function_call")
+        calls = cast(list[Any], calls) if isinstance(calls, list) else [calls]
+        if not calls or not all(isinstance(call, dict) for call in calls):
+            raise StoreError(f"message {k}: the function_call is no object, and no list of objects")
         return found | {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"type": "function", "function": call}],
+            "tool_calls": [{"type": "function", "function": call} for call in calls],
         }
     if not isinstance(speaker, str) or speaker not in _ROLE_OF_SPEAKER:
         raise StoreError(
             f"message {k}: from {speaker!r} is not one of {', '.join(_ROLE_OF_SPEAKER)}; write role and "
             f"content as the chat template knows them"
         )
-    return found | {"role": _ROLE_OF_SPEAKER[speaker], "content": found.pop("value", None)}
+    if value and "content" in beside and value != found["content"]:
+        raise StoreError(f"message {k}: content beside value; keep one of them")
+    return found | {"role": _ROLE_OF_SPEAKER[speaker], "content": found.get("content") or value}
 
 
 def texts_of(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -185,7 +202,12 @@ def _message(k: int, given: Any) -> tuple[dict[str, Any], bool | None]:
         raise StoreError(
             f"message {k}: its role is {role!r}, found keys {', '.join(map(repr, given))}; it needs a role"
         )
-    thoughts = next((message[name] for name in REASONING if name in message), None)
+    named_thoughts = {name: message.pop(name) for name in REASONING if name in message}
+    thoughts = next((text for text in named_thoughts.values() if text), "" if named_thoughts else None)
+    if any(text not in ("", thoughts) for text in named_thoughts.values()):
+        raise StoreError(
+            f"message {k} ({role}): {' and '.join(named_thoughts)} have different thoughts; keep one of them"
+        )
     if content is None and thoughts is None and not message.get("tool_calls"):
         raise StoreError(f"message {k} ({role}): no content; found keys {', '.join(map(repr, given))}")
     if not isinstance(content, str | list | None):
@@ -202,7 +224,7 @@ def _message(k: int, given: Any) -> tuple[dict[str, Any], bool | None]:
     if content is None:
         message["content"] = ""  # as templates that join it to a call need it
     if thoughts is not None:
-        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        message |= dict.fromkeys(("thinking", *named_thoughts, "reasoning_content"), thoughts)
     return message, trained
 
 
