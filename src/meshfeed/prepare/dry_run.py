@@ -25,7 +25,7 @@ class Tried:
 
     Attributes:
         input: path or URL of the file.
-        record: its number in a part of that file, from 0.
+        record: its number in that file, from 0.
         tokens: int [n].
         loss_mask: of each token; int [n]. None where all bear loss.
         reason: why the record is refused; None if it is not.
@@ -60,10 +60,11 @@ def dry_run(
     encoder, columns = encoder_of(encoding.request(), Path()), encoding.columns
     reading = Reading(columns, encodings_of(text_encoding, files).split(","), max_record_bytes)
     is_whole = isinstance(columns, SampleColumns)
-    none, left = np.zeros(0, np.int64), count
+    none, left, seen = np.zeros(0, np.int64), count, [0] * len(files)
     for _, i, begin, end in cut(files, columns.names, 1 << 20, whole_rows=is_whole).tolist():
         where = without_secrets(files[i].url)
         for record in records(files[i], begin, end, reading):
+            number, seen[i] = seen[i], seen[i] + 1
             if record is None:
                 continue
             made, reason = list[Mapping[str, Array]](), record.reason
@@ -73,9 +74,9 @@ def dry_run(
                 except StoreError as error:
                     reason = reason_of(error)
             if reason is not None:
-                yield Tried(where, record.number, none, None, reason)
+                yield Tried(where, number, none, None, reason)
             for each in made[:left]:
-                yield Tried(where, record.number, each["tokens"], each.get("loss_mask"))
+                yield Tried(where, number, each["tokens"], each.get("loss_mask"))
             left -= len(made[:left])
             if not left:
                 return

@@ -65,6 +65,15 @@ def test_it_shows_what_prepare_makes(folder: Path) -> None:
             assert np.array_equal(masks.read(number, 0, size), each.loss_mask)
 
 
+def test_records_of_a_long_file_have_their_own_numbers(folder: Path) -> None:
+    rows = [json.dumps({"text": "x" * 100_000}) if n % 5 else "" for n in range(40)]
+    rows[33] = "{"
+    (folder / "long.jsonl").write_text("\n".join(rows))
+    tried = list(dry_run([folder / "long.jsonl"], Text(tokenizer="bytes"), 99))
+    assert [each.record for each in tried] == [n for n in range(40) if n % 5]
+    assert [each.record for each in tried if each.reason] == [33]
+
+
 def test_text_bears_loss_everywhere(folder: Path) -> None:
     text = Text(tokenizer="bytes")
     (one,) = dry_run([folder / "0.jsonl"], Text(tokenizer="bytes"), 1, kind="text")
