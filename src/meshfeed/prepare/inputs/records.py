@@ -216,7 +216,8 @@ def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Re
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
     with mds_of(url) as store:
-        names = columns.wanted([field.name for field in store.dataset.fields])
+        there = [field.name for field in store.dataset.fields]
+        names = columns.wanted(there, there)
         for number, i in enumerate(samples):
             record, value, reason = store.sample(i, names, images=False), None, None
             try:
@@ -312,11 +313,26 @@ def _arrow_rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[
 def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
     """The columns of a table that are read. Raises StoreError if there are none."""
     try:
-        wanted = how.columns.wanted(schema.names)
+        if isinstance(how.columns, SampleColumns):
+            suspected = [each.name for each in schema if _may_hold_parts(each.type)]
+            wanted = how.columns.wanted(schema.names, suspected)
+        else:
+            wanted = how.columns.wanted(schema.names)
     except StoreError as error:
         raise StoreError(f"{url}: {reason_of(error)}") from None
     name_in(schema, how.columns.names, url)
     return wanted
+
+
+def _may_hold_parts(kind: Any) -> bool:
+    """Whether a column of this Arrow type can hold pictures or sound: bytes, or a struct with them."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _may_hold_parts(kind.value_type)
+    if pa.types.is_struct(kind):
+        return any(kind.field(i).name in ("bytes", "path") for i in range(kind.num_fields))
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _of_row(

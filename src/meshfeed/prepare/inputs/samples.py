@@ -44,7 +44,40 @@ PART_KEYS = {
 """Key of a record -> kind of the parts under it."""
 TEXT_KEYS = ("text", "caption")
 
+_IMAGES = "jpg jpeg jpe jfif png apng webp gif bmp tif tiff ppm pgm pbm pnm avif"
+_OTHER_IMAGES = "heic heif jxl jp2 j2k jpx ico svg psd tga exr dng"
+_AUDIO = "wav flac mp3 ogg oga opus m4a aac aif aiff wma"
+_VIDEO = "mp4 m4v webm mkv avi mov mpg mpeg wmv flv"
+SUFFIXES = {
+    **dict.fromkeys((*_IMAGES.split(), *_OTHER_IMAGES.split()), "image"),
+    **dict.fromkeys(_AUDIO.split(), "audio"),
+    **dict.fromkeys(_VIDEO.split(), "video"),
+}
+"""Suffix -> kind. Formats that prepare refuses are here, too, so that no part is skipped silently."""
+
 _MARK = re.compile("<(image|audio|video)>")
+
+_BEGINS = {
+    b"\x89PNG": "png",
+    b"\xff\xd8\xff": "jpg",
+    b"GIF8": "gif",
+    b"II*\0": "tif",
+    b"MM\0*": "tif",
+    b"fLaC": "flac",
+    b"OggS": "ogg",
+    b"ID3": "mp3",
+}
+
+
+def suffix_by_content(data: bytes) -> str | None:
+    """The usual suffix of pictures or sound that begin like this; None for anything else."""
+    if data[:2] == b"BM" and data[6:10] == bytes(4):
+        return "bmp"
+    if data[:4] in (b"RIFF", b"RF64"):
+        return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:12])
+    if data[4:8] == b"ftyp":
+        return "avif" if data[8:12] in (b"avif", b"avis") else "mp4"
+    return next((suffix for begin, suffix in _BEGINS.items() if data.startswith(begin)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +148,11 @@ class SampleColumns:
     def _chats(self) -> ChatColumns:
         return ChatColumns(self.column, self.ignore)
 
-    def wanted(self, there: Sequence[str]) -> list[str]:
-        """Those of a table's columns that are read."""
+    def wanted(self, there: Sequence[str], suspected: Sequence[str] = ()) -> list[str]:
+        """Those of a table's columns that are read. suspected: that may hold parts under another name."""
         if self.chat:
             return self._chats.wanted(there)
-        return [name for name in there if name in self.names or name in PART_KEYS]
+        return [name for name in there if name in {*self.names, *PART_KEYS, *suspected}]
 
     def holds_text(self, record: Mapping[str, Any]) -> bool:
         """Whether a record has text."""
@@ -135,6 +168,8 @@ class SampleColumns:
                 f"{'' if self.chat else ', or give --chat for conversations'}"
             )
         value = record[name]
+        if not self.chat:
+            self._refuse_lost(record)
         if isinstance(value, list) and not self.chat:
             images = _list(record.get("images")) or _list(record.get("image"))
             return _of_places(cast(list[Any], value), images, fetch)
@@ -151,6 +186,30 @@ class SampleColumns:
         if not isinstance(value, str):
             raise StoreError(f"{name!r} is {type(value).__name__} where text belongs")
         return _of_text(value, given)
+
+    def _refuse_lost(self, record: Mapping[str, Any]) -> None:
+        """Raises StoreError for pictures and sound under keys that are not read.
+
+        A name of a file is taken for one where the record has no other part: beside parts, it can be their
+        address on the web.
+        """
+        has_parts = any(_list(record.get(key)) for key in PART_KEYS)
+        for key, value in record.items():
+            if key in PART_KEYS or key in self.names:
+                continue
+            for each in _list(value):
+                found = _plain(each)
+                if isinstance(found, bytes):
+                    suffix = suffix_by_content(found)
+                else:
+                    last = found.rpartition(".")[2].lower() if isinstance(found, str) else ""
+                    suffix = last if last in SUFFIXES and not has_parts else None
+                if suffix is not None:
+                    kind = SUFFIXES[suffix]
+                    raise StoreError(
+                        f"{key!r} holds a {suffix} that is not read, and would be lost: call it {kind!r} or "
+                        f"'{kind}s', or leave it out of the records"
+                    )
 
 
 def fetch_from(folder: str, most_bytes: int, *, own: str = "") -> Fetch:

@@ -21,18 +21,16 @@ from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
-from meshfeed.prepare.inputs.samples import PART_KEYS, Sample, SampleColumns, refs_in, too_large
+from meshfeed.prepare.inputs.samples import (
+    PART_KEYS,
+    SUFFIXES,
+    Sample,
+    SampleColumns,
+    refs_in,
+    suffix_by_content,
+    too_large,
+)
 
-_IMAGES = "jpg jpeg jpe jfif png apng webp gif bmp tif tiff ppm pgm pbm pnm avif"
-_OTHER_IMAGES = "heic heif jxl jp2 j2k jpx ico svg psd tga exr dng"
-_AUDIO = "wav flac mp3 ogg oga opus m4a aac aif aiff wma"
-_VIDEO = "mp4 m4v webm mkv avi mov mpg mpeg wmv flv"
-KIND_OF_SUFFIX = {
-    **dict.fromkeys((*_IMAGES.split(), *_OTHER_IMAGES.split()), "image"),
-    **dict.fromkeys(_AUDIO.split(), "audio"),
-    **dict.fromkeys(_VIDEO.split(), "video"),
-}
-"""Suffix -> kind. Formats that prepare refuses are here, too, so that no part is skipped silently."""
 _TEXT = ("txt", "caption")
 _BLOCK_BYTES = 512
 
@@ -107,8 +105,12 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
             raise StoreError(f"{name!r} is not among the files of this sample: {', '.join(sorted(files))}")
         return files[suffix_of(name)]
 
-    parts = {suffix: KIND_OF_SUFFIX[last] for suffix in files if (last := _last(suffix)) in KIND_OF_SUFFIX}
+    parts = {suffix: SUFFIXES[last] for suffix in files if (last := _last(suffix)) in SUFFIXES}
     named = refs_in(record)
+    for suffix, data in files.items():
+        is_named = any(suffix_of(each) == suffix for each in named)
+        if suffix not in parts and not is_named and (form := suffix_by_content(data)) is not None:
+            raise StoreError(f".{suffix} begins like a {form}, and would be lost; name it .{form} in the tar")
     if not any(suffix_of(each) in files for each in named) and len(named) in (0, len(parts)):
         # the names are from before the tar was made, or missing
         record = {name: value for name, value in record.items() if name not in PART_KEYS}

@@ -1,0 +1,115 @@
+"""Pictures and sound under names that prepare does not read: refused by name, whatever holds them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from meshfeed.cli.main import main
+from meshfeed.prepare.inputs.samples import suffix_by_content
+
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def picture(form: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8)).save(file, form)
+    return file.getvalue()
+
+
+PICTURE = {"bytes": picture(), "path": None}
+TABLES: dict[str, dict[str, Any]] = {
+    "jpg": {"text": ["a cat"], "jpg": pa.array([PICTURE], STRUCT)},
+    "image_1": {"text": ["<image 1> and 2"], "image_1": pa.array([PICTURE], STRUCT)},
+    "second_image": {
+        "text": ["a cat"],
+        "image": pa.array([PICTURE], STRUCT),
+        "second_image": pa.array([PICTURE], STRUCT),
+    },
+    "picture": {"text": ["a cat"], "picture": pa.array([picture("JPEG")], pa.binary())},
+    "pages": {"text": ["a cat"], "pages": pa.array([[PICTURE]], pa.list_(STRUCT))},
+}
+HARMLESS: dict[str, Any] = {
+    "text": ["a cat"],
+    "image": pa.array([PICTURE], STRUCT),
+    "sha256": pa.array([bytes(range(32))], pa.binary()),
+    "url": ["https://example.org/cat.jpg"],  # where img2dataset found the image
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made: Any = Tokenizer(models.BPE(letters, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens(["<image>"])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return str(path)
+
+
+def prepared(source: Path, tokenizer: str) -> int:
+    """The exit status of the command."""
+    command = ["prepare", str(source), "--out", str(source.parent / "out"), "--multimodal"]
+    return main([*command, "--tokenizer", tokenizer, "--image-token", "<image>", "--workers", "1"])
+
+
+@pytest.mark.parametrize("lost", TABLES)
+def test_a_column_of_pictures_is_read_or_refused(
+    tmp_path: Path, tokenizer: str, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table(TABLES[lost]), tmp_path / "in" / "a.parquet")
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    assert f"'{lost}' holds a " in (told := capsys.readouterr().err) and "'image' or 'images'" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["img", "image_path", "file_name"])
+def test_a_name_of_a_picture_is_read_or_refused(
+    tmp_path: Path, tokenizer: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.png").write_bytes(picture())
+    (tmp_path / "in" / "metadata.jsonl").write_text(json.dumps({"text": "a cat", key: "x.png"}) + "\n")
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    assert f"'{key}' holds a png that is not read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["img", "image"])
+def test_a_picture_in_a_tar_is_read_or_refused(
+    tmp_path: Path, tokenizer: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "a.tar", "w") as tar:
+        for name, data in ((f"a.{suffix}", picture()), ("a.txt", b"a cat")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    assert f".{suffix} begins like a png" in capsys.readouterr().err
+
+
+def test_columns_beside_a_picture_that_hold_none_are_left(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table(HARMLESS), tmp_path / "in" / "a.parquet")
+    assert prepared(tmp_path / "in", tokenizer) == 0, capsys.readouterr().err
+    assert "1 part" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_pictures_are_known_by_their_first_bytes(form: str) -> None:
+    assert suffix_by_content(picture(form)) == {"JPEG": "jpg", "TIFF": "tif"}.get(form, form.lower())
+    assert suffix_by_content(b"a text") is suffix_by_content(b"BMW") is suffix_by_content(b"") is None
