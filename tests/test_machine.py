@@ -28,7 +28,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[mf.Multimodal]
 
 def test_an_encoder_is_checked_wherever_it_is_given(recipe: Callable[..., mf.Recipe]) -> None:
     told, drops = (recipe(mf.Multimodal(**RULE, on_bad=on_bad)) for on_bad in ("error", "drop"))
-    layout, message = mf.Layout(), "encoder='ballanced': choose one of with sample, balanced"
+    layout, message = mf.Layout(), "encoder='ballanced': choose one of with sample, group, balanced"
     anything: Any = "ballanced"
     for refused in (
         lambda: mf.Feed(told, encoder=anything, **PACKS),

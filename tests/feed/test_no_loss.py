@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 import world
-from meshfeed.cli.main import main
 from meshfeed.errors import OptionError, PlanError
 from soak import cases
 
@@ -223,31 +221,3 @@ def test_another_choice_is_refused(chats: Path, value: Any) -> None:
     ):
         with pytest.raises(OptionError, match=r"no_loss=.*: choose one of error, allow"):
             make()
-
-
-def test_meshfeed_plan_says_so(
-    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = f"import meshfeed as mf\nchats = mf.Recipe(data=mf.open({str(chats)!r}), sequence=mf.Chat(), "
-    (tmp_path / "r.py").write_text(f"{recipe}batch=mf.Batch(4), shuffle='none', epochs=1)\n")
-    monkeypatch.chdir(tmp_path)
-    asked = [
-        "plan",
-        "r.py:chats",
-        "--layout",
-        "dp1",
-        "--capacity",
-        "32",
-        "--oversize",
-        "truncate",
-        "--steps",
-        "0:4",
-    ]
-    assert main(asked) == 0
-    shown = capsys.readouterr().out
-    assert "step 2: 4 lose all their loss where they are truncated" in shown
-    assert "step 2: no token bears loss, and a feed refuses it" in shown
-    assert main([*asked, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)["steps"]
-    assert [each["valid_tokens"] for each in facts] == [4 * ANSWER, 4 * ANSWER, 0, 4 * ANSWER]
-    assert [each["cut_loss"] for each in facts] == [[], [], [0, 1, 2, 3], []]

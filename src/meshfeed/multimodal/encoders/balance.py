@@ -152,27 +152,31 @@ def evened(
     if not encoder_work.size:
         return placed
     groups, pack = _Groups.of(placed, room.num_ranks)
-    packs = _Packs.of(groups, lengths, encoder_work, packing, room, is_shared)
+    size = placed.cp_size
+    work = np.vstack([packing.cost.load(lengths, size) * size, encoder_work])
+    packs = _Packs.of(groups, lengths, work, packing, room, is_shared)
     loads = packs.loads(pack)
     least, best = packs.unevenness(loads).max(), placed
     narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
     if narrow.size.size > groups.size.size:
-        narrower = _Packs.of(narrow, lengths, encoder_work, packing, room, is_shared)
+        narrower = _Packs.of(narrow, lengths, work, packing, room, is_shared)
         fills = (narrower.refilled(lengths, room.max_sequences, by_tokens=each) for each in (False, True))
         filled = next((each for each in fills if each is not None), None)
         if filled is not None:
-            swapped = narrower.swapped(filled, narrower.loads(filled), room.max_sequences)
+            loads_filled = narrower.loads(filled)
+            worth = narrower.worth(loads_filled)
+            swapped = narrower.swapped(filled, loads_filled, room.max_sequences, worth)
             uneven = narrower.unevenness(narrower.loads(swapped)).max()
             if uneven < least:
                 least, best = uneven, narrow.placement(swapped)
             if uneven <= FAR:
                 return best
-    before = packs.unevenness(loads).max()
+    before, worth = packs.unevenness(loads).max(), packs.worth(loads)
     if before > FAR:
         again = packs.refilled(lengths, room.max_sequences)
         if again is not None and packs.unevenness(loads_again := packs.loads(again)).max() < before:
             pack, loads = again, loads_again
-    swapped = packs.swapped(pack, loads, room.max_sequences)
+    swapped = packs.swapped(pack, loads, room.max_sequences, worth)
     return groups.placement(swapped) if packs.unevenness(packs.loads(swapped)).max() < least else best
 
 
@@ -247,20 +251,22 @@ class _Packs:
         cls,
         groups: _Groups,
         lengths: LongArray,
-        encoder_work: FloatArray,
+        work: FloatArray,
         packing: Packing,
         room: Room,
         is_shared: bool,
     ) -> _Packs:
-        """The packs of some groups. encoder_work: of each encoder, some is above 0."""
+        """The packs of some groups.
+
+        work: of the language model on each sequence as planned, on all of its ranks together; then of each
+            encoder, some of it above 0; float64 [num_costs, n].
+        """
         sizes = np.flatnonzero(np.bincount(groups.size)).astype(np.int32)
         size_at = np.searchsorted(sizes, groups.size)
-        cost = np.empty((1 + len(encoder_work), sizes.size, lengths.size))
+        cost = np.empty((len(work), sizes.size, lengths.size))
         cost[0] = packing.cost.load(lengths, sizes[:, None])
-        np.divide(encoder_work[:, None], sizes[:, None] if is_shared else 1, out=cost[1:])
-        all_ranks = room.num_ranks * groups.num_microbatches
-        cost[0] /= packing.cost.work(lengths).sum() / all_ranks
-        cost[1:] /= (encoder_work.sum(axis=1) / all_ranks)[:, None, None]
+        np.divide(work[1:, None], sizes[:, None] if is_shared else 1, out=cost[1:])
+        cost /= (work.sum(axis=1) / (room.num_ranks * groups.num_microbatches))[:, None, None]
         return cls(
             groups=groups,
             size_at=size_at,
@@ -351,9 +357,12 @@ class _Packs:
             np.subtract.at(slots, into, 1)
         return pack
 
-    def swapped(self, pack: LongArray, loads: FloatArray, max_sequences: int) -> LongArray:
+    def worth(self, loads: FloatArray) -> int:
+        """When a sweep of swaps is the last; see `WORTH`."""
+        return WORTH if self.unevenness(loads)[0] <= TOLERANCE else WORTH_UNEVEN
+
+    def swapped(self, pack: LongArray, loads: FloatArray, max_sequences: int, worth: int) -> LongArray:
         """The pack of each sequence once packs have swapped; int64 [n]. loads: of the packs."""
-        worth = WORTH if self.unevenness(loads)[0] <= TOLERANCE else WORTH_UNEVEN
         contents = self.contents(pack, loads, TOLERANCE, max_sequences)
         swap(contents, TOLERANCE, worth)
         held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
