@@ -51,7 +51,7 @@ def fields_of(recipe: mf.Recipe, steps: Any = STEPS) -> list[tuple[Any, ...]]:
         else mf.Packing(capacity=512)
     )
     made: list[tuple[Any, ...]] = []
-    for each in mf.simulate(recipe, mf.Layout(), steps, packing=packing):
+    for each in mf.simulate(recipe, mf.Layout(), steps, packing=packing, no_loss="allow"):
         for m in each.microbatches:
             draws, names = m.draws, recipe.source_names
             of = (
