@@ -106,7 +106,7 @@ def test_every_field_of_every_rank(
     handed: list[tuple[int, int, int, int]] = []
     valid = 0
     layout = mf.Layout(cp=cp, dp=dp)
-    for got in mf.simulate(recipe, layout, [step], micro_batch_size=rows, cp_split=split):
+    for got in mf.simulate(recipe, layout, [step], micro_batch_size=rows, cp_split=split, no_loss="allow"):
         assert got.batch.tokens == sequences * length
         assert got.batch.sum_sq == sequences * length**2
         mine = chunks_of(cp, got.coord.cp, padded, split)

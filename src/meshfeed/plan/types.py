@@ -220,11 +220,7 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     edges = np.arange(0, plan.num_microbatches + together, together)
     microbatch, lengths, cp_size = plan.microbatch[mine], plan.lengths[mine], plan.cp_size[mine]
     bounds = np.searchsorted(microbatch, edges).tolist()
-    padded, shape = plan.align.padded(lengths, cp_size), plan.shape
-    if shape is None and (plan.align.pack > 1 or plan.align.in_runs):  # packs need padding of their own
-        last = np.flatnonzero(np.diff(microbatch, append=-1))  # these carry their microbatch's own padding
-        totals = np.diff(_ends(padded)[last + 1], prepend=0)
-        padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
+    padded, shape = _padded(plan, mine, microbatch), plan.shape
     ends, padded_ends = _ends(lengths), _ends(padded)
     packs: list[Pack] = []
     for start, stop in pairwise(bounds):
@@ -253,24 +249,30 @@ def rows_in_packs(plan: StepPlan) -> tuple[LongArray, LongArray, LongArray]:
     As in `packs_of` of the ranks that hold it. 0 for rows that no pack holds.
     """
     rows = plan.kept[np.lexsort((plan.first_rank[plan.kept], plan.microbatch[plan.kept]))]
+    pack = plan.microbatch[rows].astype(np.int64) * plan.num_ranks + plan.first_rank[rows]
+    padded, last = _padded(plan, rows, pack), np.flatnonzero(np.diff(pack, append=-1))
+    ends, of = _ends(padded), np.searchsorted(last, np.arange(rows.size))
+    firsts = ends[np.append(0, last[:-1] + 1)[: last.size]]
+    totals = ends[last + 1] - firsts
+    if plan.shape is not None:
+        totals = plan.align.limit(plan.shape.capacity, plan.cp_size[rows[last]])
+    found = np.zeros((3, plan.lengths.size), np.int64)
+    found[:, rows] = padded, ends[:-1] - firsts[of], totals[of]
+    return found[0], found[1], found[2]
+
+
+def _padded(plan: StepPlan, rows: LongArray | IntArray, pack: LongArray | IntArray) -> LongArray:
+    """Padded tokens of some rows; the last one of a pack carries the pack's own padding, if it needs some.
+
+    pack: a number for the pack of each row; those of a pack are together.
+    """
     size = plan.cp_size[rows]
     padded = plan.align.padded(plan.lengths[rows], size)
-    pack = plan.microbatch[rows].astype(np.int64) * plan.num_ranks + plan.first_rank[rows]
-    last = np.flatnonzero(np.diff(pack, append=-1))
-    ends = _ends(padded)[last + 1]
-    totals = np.diff(ends, prepend=0)
-    if plan.shape is None:
-        own = -totals % plan.align.pack_multiple(size[last])
-        padded[last] += own
-        totals += own
-    else:
-        totals = plan.align.limit(plan.shape.capacity, size[last]).astype(np.int64)
-    of = np.searchsorted(last, np.arange(rows.size))
-    before = _ends(padded)[:-1]
-    before -= before[np.append(0, last[:-1] + 1)][of] if rows.size else 0
-    found = np.zeros((3, plan.lengths.size), np.int64)
-    found[:, rows] = padded, before, totals[of]
-    return found[0], found[1], found[2]
+    if plan.shape is None and (plan.align.pack > 1 or plan.align.in_runs):
+        last = np.flatnonzero(np.diff(pack, append=-1))
+        totals = np.diff(_ends(padded)[last + 1], prepend=0)
+        padded[last] += -totals % plan.align.pack_multiple(size[last])
+    return padded
 
 
 def _ends(lengths: LongArray) -> LongArray:

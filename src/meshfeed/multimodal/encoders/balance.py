@@ -156,27 +156,27 @@ def evened(
     work = np.vstack([packing.cost.load(lengths, size) * size, encoder_work])
     packs = _Packs.of(groups, lengths, work, packing, room, is_shared)
     loads = packs.loads(pack)
-    least, best = packs.unevenness(loads).max(), placed
+    uneven = packs.unevenness(loads)
+    least, best = uneven.max(), placed
     narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
     if narrow.size.size > groups.size.size:
         narrower = _Packs.of(narrow, lengths, work, packing, room, is_shared)
         fills = (narrower.refilled(lengths, room.max_sequences, by_tokens=each) for each in (False, True))
         filled = next((each for each in fills if each is not None), None)
         if filled is not None:
-            loads_filled = narrower.loads(filled)
-            worth = narrower.worth(loads_filled)
-            swapped = narrower.swapped(filled, loads_filled, room.max_sequences, worth)
-            uneven = narrower.unevenness(narrower.loads(swapped)).max()
-            if uneven < least:
-                least, best = uneven, narrow.placement(swapped)
-            if uneven <= FAR:
+            of_filled = narrower.loads(filled)
+            before = narrower.unevenness(of_filled)
+            swapped = narrower.swapped(filled, of_filled, room.max_sequences, before)
+            after = narrower.unevenness(narrower.loads(swapped)).max()
+            if after < least:
+                least, best = after, narrow.placement(swapped)
+            if after <= FAR:
                 return best
-    before, worth = packs.unevenness(loads).max(), packs.worth(loads)
-    if before > FAR:
+    if uneven.max() > FAR:
         again = packs.refilled(lengths, room.max_sequences)
-        if again is not None and packs.unevenness(loads_again := packs.loads(again)).max() < before:
-            pack, loads = again, loads_again
-    swapped = packs.swapped(pack, loads, room.max_sequences, worth)
+        if again is not None and packs.unevenness(of_again := packs.loads(again)).max() < uneven.max():
+            pack, loads = again, of_again
+    swapped = packs.swapped(pack, loads, room.max_sequences, uneven)
     return groups.placement(swapped) if packs.unevenness(packs.loads(swapped)).max() < least else best
 
 
@@ -357,14 +357,15 @@ class _Packs:
             np.subtract.at(slots, into, 1)
         return pack
 
-    def worth(self, loads: FloatArray) -> int:
-        """When a sweep of swaps is the last; see `WORTH`."""
-        return WORTH if self.unevenness(loads)[0] <= TOLERANCE else WORTH_UNEVEN
+    def swapped(
+        self, pack: LongArray, loads: FloatArray, max_sequences: int, before: FloatArray
+    ) -> LongArray:
+        """The pack of each sequence once packs have swapped; int64 [n].
 
-    def swapped(self, pack: LongArray, loads: FloatArray, max_sequences: int, worth: int) -> LongArray:
-        """The pack of each sequence once packs have swapped; int64 [n]. loads: of the packs."""
+        loads: of the packs. before: the `unevenness` of each cost as planned or filled; float64 [num_costs].
+        """
         contents = self.contents(pack, loads, TOLERANCE, max_sequences)
-        swap(contents, TOLERANCE, worth)
+        swap(contents, TOLERANCE, WORTH if before[0] <= TOLERANCE else WORTH_UNEVEN)
         held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
         swapped = np.empty_like(pack)
         swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)

@@ -29,6 +29,15 @@ def plain_rows(batch: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def may_hold_parts(of: Any) -> bool:
+    """Whether values of a type can hold pictures or sound: bytes, or a struct of bytes or a path."""
+    if str(of).startswith(("list<", "large_list<")):
+        return may_hold_parts(of.value_type)
+    if (fields := _fields(of)) is not None:
+        return any(each.name in ("bytes", "path") for each in fields)
+    return str(of) in ("binary", "large_binary")
+
+
 def _is_nested(of: Any) -> bool:
     """Whether values of a type hold structs or JSON."""
     inner = [of.field(i).type for i in range(of.num_fields)]

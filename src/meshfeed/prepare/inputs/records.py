@@ -20,7 +20,7 @@ from meshfeed.formats.documents import FileSpan, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.formats.tokens import PAIRS
-from meshfeed.prepare.inputs.arrow import plain_rows, rows_of
+from meshfeed.prepare.inputs.arrow import may_hold_parts, plain_rows, rows_of
 from meshfeed.prepare.inputs.chat_columns import ChatColumns
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
@@ -314,7 +314,7 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
     """The columns of a table that are read. Raises StoreError if there are none."""
     try:
         if isinstance(how.columns, SampleColumns):
-            suspected = [each.name for each in schema if _may_hold_parts(each.type)]
+            suspected = [each.name for each in schema if may_hold_parts(each.type)]
             wanted = how.columns.wanted(schema.names, suspected)
         else:
             wanted = how.columns.wanted(schema.names)
@@ -322,17 +322,6 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
         raise StoreError(f"{url}: {reason_of(error)}") from None
     name_in(schema, how.columns.names, url)
     return wanted
-
-
-def _may_hold_parts(kind: Any) -> bool:
-    """Whether a column of this Arrow type can hold pictures or sound: bytes, or a struct with them."""
-    import pyarrow as pa
-
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _may_hold_parts(kind.value_type)
-    if pa.types.is_struct(kind):
-        return any(kind.field(i).name in ("bytes", "path") for i in range(kind.num_fields))
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _of_row(

@@ -26,6 +26,8 @@ from meshfeed.errors import StoreError
 from meshfeed.files import Folder
 from meshfeed.files.url import is_http, is_remote, without_secrets
 from meshfeed.formats.documents import read_bytes
+from meshfeed.formats.images import brands_of
+from meshfeed.formats.sound import audio_format
 from meshfeed.prepare.inputs.chat_columns import CHAT_KEYS, ChatColumns
 from meshfeed.prepare.inputs.conversation import Conversation, conversation, parsed, parts_in, with_role
 from meshfeed.prepare.inputs.within_folder import read_beneath
@@ -63,9 +65,6 @@ _BEGINS = {
     b"GIF8": "gif",
     b"II*\0": "tif",
     b"MM\0*": "tif",
-    b"fLaC": "flac",
-    b"OggS": "ogg",
-    b"ID3": "mp3",
 }
 
 
@@ -73,10 +72,13 @@ def suffix_by_content(data: bytes) -> str | None:
     """The usual suffix of pictures or sound that begin like this; None for anything else."""
     if data[:2] == b"BM" and data[6:10] == bytes(4):
         return "bmp"
-    if data[:4] in (b"RIFF", b"RF64"):
-        return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:12])
-    if data[4:8] == b"ftyp":
-        return "avif" if data[8:12] in (b"avif", b"avis") else "mp4"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    if brands := brands_of(data):
+        return "avif" if brands & {b"avif", b"avis"} else "mp4"
+    sound = audio_format(data)
+    if sound is not None and (sound != "MP3" or data[:3] == b"ID3"):  # one in 4,096 digests is like a frame
+        return sound.lower()
     return next((suffix for begin, suffix in _BEGINS.items() if data.startswith(begin)), None)
 
 
