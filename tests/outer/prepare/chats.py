@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ TEMPLATE = """
 {%- if tools %}{%- for tool in tools %}{{- '<|tool|>' + tool | tojson }}{% endfor %}{% endif %}
 {%- for m in messages %}
 {{- '<|' + m.role + '|>' }}
+{%- if m.role == 'assistant' and m.name %}{{- m.name ~ ': ' }}{% endif %}
 {%- if m.reasoning_content is defined and keeps is not defined %}{{- '[' + m.reasoning_content + ']' }}{% endif %}
 {%- if m.content %}{{- m.content }}{% endif %}
 {%- if m.tool_calls %}{%- for call in m.tool_calls %}{{- call.function | tojson }}{% endfor %}{% endif %}
@@ -49,9 +51,16 @@ def chat_encoder(folder: Any, template: Any = None, **options: Any) -> ChatEncod
     return ChatEncoder(Chats(tokenizer=folder, template=template, **options))
 
 
+@cache
+def encoder_of(folder: Path) -> ChatEncoder:
+    """One for all examples: each starts a process."""
+    return chat_encoder(folder)
+
+
 def shown(folder: Path, *values: Any, **options: Any) -> list[tuple[str, str]]:
     """The text of each conversation, and what of it bears loss."""
-    made = chat_encoder(folder, **options).encode(values)
+    encoder = chat_encoder(folder, **options) if options else encoder_of(folder)
+    made = encoder.encode(values)
     return [decoded(folder, each["tokens"], each["loss_mask"]) for each in made]
 
 

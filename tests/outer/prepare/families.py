@@ -1,8 +1,8 @@
 """Which conversations can be trained with whose template: python tests/outer/prepare/families.py writes the table
 of docs/finetuning.md.
 
-The templates are those that trl ships, and axolotl for two families, both under the Apache License 2.0; the tokenizer is
-one of bytes with the special tokens that a template prints. What is trained is held against transformers: the
+The templates are those that trl ships, and axolotl for two families, both under the Apache License 2.0; that of Kimi K2,
+which no package ships, is written here from its published format. The tokenizer is one of bytes with the special tokens that a template prints. What is trained is held against transformers: the
 tokens are those of `apply_chat_template`, and what bears loss begins where its prompt ends, and ends with a token
 that the family's generation config stops at. Where trl has a training template, its mask must agree, too.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,11 @@ def shipped(package: str, folder: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / folder
 
 
-TRL, AXOLOTL = "chat_templates", "utils/chat_templates/templates"
+HERE = Path(__file__).parent
+FOLDERS = {"trl": "chat_templates", "axolotl": "utils/chat_templates/templates"}
+
+
+CALL_ID = "call00001"
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,13 @@ class Family:
 
     Attributes:
         name: in the table.
-        stock: of its template.
+        stock: of its template: the package, where it is not trl, and the file.
         ends: tokens that its generation config stops at.
         training: trl's template with generation blocks; "" for none.
         image: the token that stands for an image; "" if the models see none.
         variables: of its tokenizer.
         options: of `Chats`.
+        call: the id of a tool call.
     """
 
     name: str
@@ -68,14 +74,16 @@ class Family:
     image: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    call: str = CALL_ID
 
     @cached_property
     def source(self) -> str:
         return self._text(self.stock)
 
     def _text(self, name: str) -> str:
-        package, folder = ("axolotl", AXOLOTL) if name.startswith("axolotl/") else ("trl", TRL)
-        return (shipped(package, folder) / f"{name.removeprefix('axolotl/')}.jinja").read_text()
+        package, _, rest = name.rpartition("/")
+        folder = HERE if package == "here" else shipped(package or "trl", FOLDERS[package or "trl"])
+        return (folder / f"{rest}.jinja").read_text()
 
     @cached_property
     def training_source(self) -> str:
@@ -114,6 +122,7 @@ FAMILIES = [
         ["</s>"],
         variables={"bos_token": "<s>", "eos_token": "</s>"},
     ),
+    Family("Kimi K2", "here/kimi_k2", ["<|im_end|>"], image="<|media_pad|>", call="functions.move:0"),
     Family(
         "LFM2.5",
         "lfm2_2_5_vl",
@@ -138,7 +147,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
 }
 TOOLS = [{"type": "function", "function": TOOL}]
-CALL = {"id": "call00001", "type": "function", "function": {"name": "move", "arguments": {"x": 1}}}
+CALL = {"id": CALL_ID, "type": "function", "function": {"name": "move", "arguments": {"x": 1}}}
 
 
 def asked(text: str) -> dict[str, Any]:
@@ -150,7 +159,7 @@ def said(text: str, **keys: Any) -> dict[str, Any]:
 
 
 ONE, TWO = [asked("one?"), said("first.")], [asked("two?"), said("second.")]
-ANSWERED = {"role": "tool", "tool_call_id": "call00001", "name": "move", "content": "done"}
+ANSWERED = {"role": "tool", "tool_call_id": CALL_ID, "name": "move", "content": "done"}
 LOOKED = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
     said("a cat."),
@@ -203,7 +212,7 @@ class Room:
 
     def cell(self, case: str) -> Cell:
         """Raises AssertionError where what is trained is not what transformers says."""
-        messages, beside = CASES[case]
+        messages, beside = self._messages(case), CASES[case][1]
         told = ""
         for how in ("all", "each"):
             wanted, encoder = self._encoder(how, "images" in beside)
@@ -222,6 +231,9 @@ class Room:
             return Cell(how)
         return Cell("refused", self._plainly(told))
 
+    def _messages(self, case: str) -> list[dict[str, Any]]:
+        return json.loads(json.dumps(CASES[case][0]).replace(CALL_ID, self.family.call))
+
     def _encoder(self, how: Any, images: bool) -> tuple[Chats | Multimodal, Any]:
         if (how, images) not in self._encoders:
             wanted: Chats | Multimodal
@@ -236,7 +248,7 @@ class Room:
         return re.sub(r"template 'default' of \S+: ", "the template's own error: ", told)
 
     def _check(self, case: str, how: str, made: Sequence[Mapping[str, Any]]) -> None:
-        messages = CASES[case][0]
+        messages = self._messages(case)
         bears = [k for k, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
         plain = [{name: each for name, each in m.items() if name != "weight"} for m in messages]
         tools = TOOLS if "tools" in case else None

@@ -273,6 +273,17 @@ def test_each_answer_learns_the_named_stop(
     assert text == "".join(f"<|user|>a<|assistant|>{each}" for each in answers) + "<|user|>"
 
 
+def test_an_empty_answer_among_others(folder: Path, tmp_path: Path) -> None:
+    """Its stop bears loss, or, where blocks tell what is said and it has none, it is refused."""
+    talk = [ASKED, SAID | {"content": ""}, ASKED, SAID]
+    (tmp_path / "t.jinja").write_text(GLM)
+    with pytest.raises(mf.errors.StoreError, match=r"message 1 .assistant.: empty, and no block"):
+        chat_encoder(folder, tmp_path / "t.jinja", end=["<|user|>"]).encode([talk])
+    (tmp_path / "t.jinja").write_text(GLM.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    ((_, said),) = shown(folder, talk, template=tmp_path / "t.jinja", end=["<|user|>"])
+    assert said == "<|user|>GOOD<|user|>"
+
+
 def test_a_named_stop_that_ends_no_answer_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(GLM.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     with pytest.raises(mf.errors.StoreError, match=r"ends by none of '<\|user\|>'.*has to name that too"):
@@ -299,7 +310,7 @@ def test_blocks_of_a_template_that_prints_the_newest_thoughts_alone(folder: Path
 
 
 KEYS = st.dictionaries(
-    st.sampled_from(["weight", "loss", "masked", "mood", "reasoning_content", "id"]),
+    st.sampled_from(["weight", "loss", "masked", "mood", "name", "reasoning_content", "id"]),
     st.sampled_from([0, 1, False, True, "text", None, 0.5]),
     max_size=2,
 )
@@ -326,7 +337,9 @@ def test_every_key_is_in_the_text_or_the_mask_or_refused_by_name(
                 bears = bool(value) != (name == "masked") if value in (0, 1) else None
                 loses = bears and role == "user" and name != "masked"  # it says that it is not hidden
                 refused |= {name} if bears is None or loses else set()
-            elif name not in ("id", "reasoning_content") or (name == "reasoning_content" and value != "text"):
+            elif name == "reasoning_content":
+                refused |= {name} if value != "text" else set()
+            elif name != "id" and (name, role) != ("name", "assistant"):  # what the template reads of some
                 refused.add(name)
         said = [
             bool(value) != (name == "masked")
@@ -334,8 +347,9 @@ def test_every_key_is_in_the_text_or_the_mask_or_refused_by_name(
             if name in ("weight", "loss", "masked")
         ]
         if role == "assistant" and all(said):
-            thoughts = f"[{given['reasoning_content']}]" if "reasoning_content" in given else ""
-            wanted += f"{thoughts}{k}{text}<|end|>"
+            wanted += f"{given['name']}: " if given.get("name") else ""
+            wanted += f"[{given['reasoning_content']}]" if "reasoning_content" in given else ""
+            wanted += f"{k}{text}<|end|>"
     try:
         ((_, said_text),) = shown(folder, messages)
     except mf.errors.StoreError as error:

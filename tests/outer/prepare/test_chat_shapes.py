@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from chats import ASKED, SAID, chat_encoder, decoded, lines, shown, stored, tokenizer_in
+from chats import ASKED, SAID, chat_encoder, decoded, encoder_of, lines, shown, stored, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import Here
@@ -43,12 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def forgets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_in(tmp_path_factory.mktemp("forgets"), FORGETS)
-
-
-@cache
-def encoder_of(folder: Path) -> ChatEncoder:
-    """One for all examples: each starts a process."""
-    return chat_encoder(folder)
 
 
 @pytest.mark.parametrize(

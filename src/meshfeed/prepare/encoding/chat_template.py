@@ -265,6 +265,9 @@ class Conversations:
         text = _whole(template, messages, beside)
         _refuse_printed_parts(messages, text)
         if template.has_blocks:
+            for k in said if self.end else []:
+                if k < len(messages) - 1 and not any(text for _, text in texts_of(messages[k])):
+                    raise StoreError(f"message {k} (assistant): empty, and no block tells its end; remove it")
             spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
         else:
             spans = [_added(template, messages, beside, k, text) for k in said]
@@ -294,12 +297,15 @@ class Conversations:
 
     def _refuse_unread(self, talk: Conversation, messages: list[Turn], names: set[str]) -> None:
         """Raises StoreError for what neither the template nor prepare has read."""
-        read = _PLUMBING.union(self.ignore, *(message.read for message in messages))
-        read |= {*REASONING} if read & {*REASONING} else {*REASONING[1:]}
+        known = _PLUMBING.union(self.ignore)
+        if any(message.read & {*REASONING} for message in messages):
+            known |= {*REASONING}  # those of an earlier answer may be dropped, whatever its branch reads
+        else:
+            known |= {*REASONING[1:]}
         unread = {
             name: f"message {k} ({dict.get(message, 'role')}) has {name!r}"
             for k, message in reversed([*enumerate(messages)])
-            for name in message.keys() - read
+            for name in message.keys() - known - message.read
             if (dict.get(message, "role"), name) != ("tool", "name")  # that of the call
         }
         unread |= {name: f"the record has {name!r}" for name in talk.unread if name not in self.ignore}
