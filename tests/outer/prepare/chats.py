@@ -13,6 +13,7 @@ import tokenizers
 
 import meshfeed as mf
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
+from meshfeed.prepare.encoding.chat_template import TrainOn
 
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "GOOD"}
 SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>")
@@ -52,14 +53,15 @@ def chat_encoder(folder: Any, template: Any = None, **options: Any) -> ChatEncod
 
 
 @cache
-def encoder_of(folder: Path) -> ChatEncoder:
+def encoder_of(folder: Path, train_on: TrainOn = "all") -> ChatEncoder:
     """One for all examples: each starts a process."""
-    return chat_encoder(folder)
+    return chat_encoder(folder, train_on=train_on)
 
 
 def shown(folder: Path, *values: Any, **options: Any) -> list[tuple[str, str]]:
     """The text of each conversation, and what of it bears loss."""
-    encoder = chat_encoder(folder, **options) if options else encoder_of(folder)
+    free = options.keys() - {"train_on"}
+    encoder = chat_encoder(folder, **options) if free else encoder_of(folder, **options)
     made = encoder.encode(values)
     return [decoded(folder, each["tokens"], each["loss_mask"]) for each in made]
 

@@ -19,7 +19,6 @@ from texts import Here
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.prepare import Chats, prepare
-from meshfeed.prepare.encoding.chat import ChatEncoder
 from meshfeed.prepare.inputs.conversation import TRAINED
 from soak import cases
 
