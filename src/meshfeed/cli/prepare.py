@@ -94,6 +94,10 @@ class _Parts:
     )
     audio_token: str | None = option("token that stands for audio", metavar="TOKEN")
     audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
+    image_column: str | None = option(
+        "further columns, or keys of JSON, that hold images, or their paths", metavar="COLUMN,..."
+    )
+    audio_column: str | None = option("the same for audio", metavar="COLUMN,...")
     parts_folder: str | None = option(
         "folder or URL that paths in JSON and Parquet begin at (default: the file's own)", metavar="DIR"
     )
@@ -279,12 +283,20 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         """Raises PrepareError for options without effect."""
         tokens = _given({"image": self.image_token, "audio": self.audio_token})
         around = _given({"image": self.image_text, "audio": self.audio_text})
+        named = _given({"image": self.image_column, "audio": self.audio_column})
+        columns: dict[str, Kind] = {
+            name: kind for kind, names in named.items() for name in names.split(",") if name
+        }
         if self.multimodal:
-            limit, folder = self.max_pixels, self.parts_folder
             return Multimodal(
-                text=self._text(), tokens=tokens, around=around, max_pixels=limit, folder=folder
+                text=self._text(),
+                tokens=tokens,
+                around=around,
+                max_pixels=self.max_pixels,
+                folder=self.parts_folder,
+                part_columns=columns,
             )
-        if tokens or around or self.parts_folder or self.max_pixels != MOST_PIXELS:
+        if tokens or around or columns or self.parts_folder or self.max_pixels != MOST_PIXELS:
             raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
         return self._text()
 

@@ -202,3 +202,5 @@ _STORED: Mapping[str, Callable[[str, bytes], Any]] = {
     **dict.fromkeys(("list[jpeg]", "list[png]"), _several(_as_stored, 1)),
     **dict.fromkeys(("jpeg_array", "jpegarray"), _several(_as_stored, 0)),
 }
+PICTURES = frozenset(_STORED)
+"""Encodings of columns of pictures as files."""

@@ -201,6 +201,14 @@ def _published(
     with _noted(job):
         output.begin()
         manifest = _merged(job, _encoded(job, engine, on_progress), on_progress)
+        stores = manifest["stores"].values()
+        if any(store["num_documents"] for store in stores) and not any(
+            store.get("num_parts", 1) for store in stores
+        ):
+            raise PrepareError(
+                "no document has an image or audio: name their columns by --image-column or --audio-column; "
+                "text alone is prepared without --multimodal, and may be mixed with what has parts"
+            )
         output.publish(uploading, overwrite=overwrite)
     return manifest
 

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import mosaic
 from meshfeed.cli.main import main
 from meshfeed.prepare.inputs.samples import suffix_by_content
 
@@ -58,10 +59,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def prepared(source: Path, tokenizer: str) -> int:
+def prepared(source: Path, tokenizer: str, *options: str) -> int:
     """The exit status of the command."""
-    command = ["prepare", str(source), "--out", str(source.parent / "out"), "--multimodal"]
+    command = ["prepare", str(source), "--out", str(source.parent / "out"), "--multimodal", *options]
     return main([*command, "--tokenizer", tokenizer, "--image-token", "<image>", "--workers", "1"])
+
+
+def told_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("lost", TABLES)
@@ -71,7 +76,52 @@ def test_a_column_of_pictures_is_read_or_refused(
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table(TABLES[lost]), tmp_path / "in" / "a.parquet")
     assert prepared(tmp_path / "in", tokenizer) != 0
-    assert f"'{lost}' holds a " in (told := capsys.readouterr().err) and "'image' or 'images'" in told
+    assert f"'{lost}' holds a " in (told := capsys.readouterr().err) and f"--image-column {lost}" in told
+    assert not (tmp_path / "out").exists()
+    assert prepared(tmp_path / "in", tokenizer, "--image-column", lost) == 0
+    assert f"{len(TABLES[lost]) - 1} part" in told_of(capsys)
+
+
+@pytest.mark.parametrize(
+    "feature", [{"_type": "Image"}, {"feature": {"_type": "Image"}, "_type": "List"}], ids=str
+)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_what_datasets_declares_to_be_pictures_is_read(
+    tmp_path: Path, tokenizer: str, feature: dict[str, Any], form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    several = "feature" in feature
+    column = pa.array([[PICTURE, PICTURE] if several else PICTURE], pa.list_(STRUCT) if several else STRUCT)
+    features = {"scan": feature, "text": {"_type": "Value"}}
+    beside = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"text": ["a cat"], "scan": column}).replace_schema_metadata(beside)
+    if form == "parquet":
+        pq.write_table(table, tmp_path / "in" / "a.parquet")
+    else:
+        with pa.ipc.new_stream(tmp_path / "in" / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    assert prepared(tmp_path / "in", tokenizer) == 0, told_of(capsys)
+    assert f"{1 + several} part" in told_of(capsys)
+
+
+@pytest.mark.parametrize("said", [b"[]", b"{", b'{"info": {"features": {"image": 0}}}', b'{"info": 1}'])
+def test_what_others_write_beside_a_schema_declares_nothing(
+    tmp_path: Path, tokenizer: str, said: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    table = pa.table(HARMLESS).replace_schema_metadata({b"huggingface": said})
+    pq.write_table(table, tmp_path / "in" / "a.parquet")
+    assert prepared(tmp_path / "in", tokenizer) == 0, told_of(capsys)
+    assert "1 part" in told_of(capsys)
+
+
+def test_no_part_at_all_is_an_error(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a cat", "photo": "cat"}\n')
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    assert "no document has an image or audio: name their columns" in told_of(capsys)
     assert not (tmp_path / "out").exists()
 
 
@@ -84,6 +134,8 @@ def test_a_name_of_a_picture_is_read_or_refused(
     (tmp_path / "in" / "metadata.jsonl").write_text(json.dumps({"text": "a cat", key: "x.png"}) + "\n")
     assert prepared(tmp_path / "in", tokenizer) != 0
     assert f"'{key}' holds a png that is not read" in capsys.readouterr().err
+    assert prepared(tmp_path / "in", tokenizer, "--image-column", key) == 0, told_of(capsys)
+    assert "1 part" in told_of(capsys)
 
 
 @pytest.mark.parametrize("suffix", ["img", "image"])
@@ -98,6 +150,17 @@ def test_a_picture_in_a_tar_is_read_or_refused(
             tar.addfile(member, io.BytesIO(data))
     assert prepared(tmp_path / "in", tokenizer) != 0
     assert f".{suffix} begins like a png" in capsys.readouterr().err
+
+
+def test_a_column_that_mds_declares_to_be_pictures_is_read(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {"text": "str", "scan": "png", "pages": "list[jpeg]"}
+    image = Image.open(io.BytesIO(picture()))
+    with mosaic.imported(keep=()).MDSWriter(out=str(tmp_path / "in"), columns=columns) as writer:
+        writer.write({"text": "a cat", "scan": image, "pages": [image, image]})
+    assert prepared(tmp_path / "in", tokenizer) == 0, told_of(capsys)
+    assert "3 parts" in told_of(capsys)
 
 
 def test_columns_beside_a_picture_that_hold_none_are_left(

@@ -183,7 +183,7 @@ def test_samples_that_make_no_sense_are_refused_by_name(tmp_path, captions):
         return said(("0.json", json.dumps(told).encode()), *files)
 
     assert "0: no 'text' or 'caption' or 'texts'" in of({}, ("0.png", PNG))
-    apart = said(("0.png", PNG), ("1.txt", b"x"), ("0.json", b'{"text": "x"}'))
+    apart = said(("0.png", PNG), ("1.txt", b"x"), ("1.png", PNG), ("0.json", b'{"text": "x"}'))
     assert (
         "0: no .json or .txt among its files: png; the files of a sample are side by side in the tar, named alike up to"
         in apart
@@ -445,9 +445,8 @@ def test_json_lines_name_parts_by_path(tmp_path, rows, captions, words):
         prepare([lines], tmp_path / "out", elsewhere, engine=Here(), max_errors=1, overwrite=True)
         errors = (tmp_path / "out/errors.jsonl").read_text()
         assert "]: null where a path, a URL or bytes belong; leave the list empty" in errors
-    lines.write_text(
-        "".join(json.dumps({"text": "x"} | each) + "\n" for each in ({"images": []}, {"image": None}))
-    )
+    none = [{"images": []}, {"image": None}, {"image": "b.jpg"}]
+    lines.write_text("".join(json.dumps({"text": "x"} | each) + "\n" for each in none))
     prepare([lines], tmp_path / "out", elsewhere, engine=Here(), overwrite=True)
     assert "image[0]: int where a path, a URL or bytes belong" in said(5)
     assert "image[0]: data:image/png: a data URL" in said("data:image/png,raw")

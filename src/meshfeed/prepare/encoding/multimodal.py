@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Multimodal:
             {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; by default the placeholder alone. In
             chats, the template prints it.
         max_pixels: height times width of an image, at most.
+        part_columns: further columns that hold parts: name -> kind, such as {"jpg": "image"}.
         folder: base of the paths of parts in JSON lines and Parquet, or its URL; None for the file's own.
     """
 
@@ -53,6 +54,7 @@ class Multimodal:
     around: Mapping[Kind, str] | None = None
     max_pixels: int = MOST_PIXELS
     folder: str | None = None
+    part_columns: Mapping[str, Kind] = field(default_factory=dict[str, Kind])
 
     @property
     def train_bpe(self) -> int | None:
@@ -63,7 +65,8 @@ class Multimodal:
     def columns(self) -> SampleColumns:
         """How records are read."""
         ignore = tuple(self.text.ignore) if isinstance(self.text, Chats) else ()
-        return SampleColumns(isinstance(self.text, Chats), self.text.column, ignore, self.folder)
+        is_chat, more = isinstance(self.text, Chats), dict(self.part_columns)
+        return SampleColumns(is_chat, self.text.column, ignore, self.folder, more)
 
     def request(self) -> dict[str, Any]:
         """Everything that decides the output, as JSON values. Raises StoreError, PrepareError."""
@@ -75,6 +78,7 @@ class Multimodal:
             "around": dict(sorted((self.around or {}).items())),
             "max_pixels": self.max_pixels,
             "folder": absolute(self.folder),
+            "part_columns": dict(sorted(self.part_columns.items())),
         }
 
     def encoder(self, trained: Path | None = None) -> MultimodalEncoder:

@@ -29,6 +29,27 @@ def plain_rows(batch: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def kinds_in(schema: Any) -> dict[str, str]:
+    """The columns that datasets declares to be parts, in what it writes beside a schema: name -> kind."""
+    try:
+        said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = said.get("info", {}).get("features", {})
+        kinds = {name: _kind_in(feature) for name, feature in features.items()}
+    except (ValueError, AttributeError):  # not what datasets writes
+        return {}
+    return {name: kind for name, kind in kinds.items() if kind is not None and name in schema.names}
+
+
+def _kind_in(feature: Any) -> str | None:
+    """The kind of a feature, or of the items of a list."""
+    if isinstance(feature, list):
+        return _kind_in(feature[0]) if len(cast(list[Any], feature)) == 1 else None
+    said = str(feature.get("_type"))
+    if said in ("Sequence", "List", "LargeList"):
+        return _kind_in(feature["feature"])
+    return said.lower() if said in ("Image", "Audio", "Video") else None
+
+
 def may_hold_parts(of: Any) -> bool:
     """Whether values of a type can hold pictures or sound: bytes, or a struct of bytes or a path."""
     if str(of).startswith(("list<", "large_list<")):

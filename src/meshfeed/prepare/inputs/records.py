@@ -7,7 +7,7 @@ import gzip
 import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -18,9 +18,10 @@ from meshfeed.files.url import parent, without_secrets
 from meshfeed.formats.arrow import batches_in
 from meshfeed.formats.documents import FileSpan, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
+from meshfeed.formats.mds_sample import PICTURES
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.formats.tokens import PAIRS
-from meshfeed.prepare.inputs.arrow import may_hold_parts, plain_rows, rows_of
+from meshfeed.prepare.inputs.arrow import kinds_in, may_hold_parts, plain_rows, rows_of
 from meshfeed.prepare.inputs.chat_columns import ChatColumns
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
@@ -123,6 +124,12 @@ class Reading:
     encodings: Sequence[str]
     most_bytes: int
 
+    def declared(self, kinds: Mapping[str, str]) -> Reading:
+        """Itself for a file that declares which of its columns are parts: name -> kind."""
+        if not isinstance(self.columns, SampleColumns):
+            return self
+        return replace(self, columns=self.columns.with_declared(kinds))
+
     def value(self, record: Mapping[str, Any], url: str) -> Any:
         """The value of a record of a file. Raises StoreError."""
         if not isinstance(self.columns, SampleColumns):
@@ -216,8 +223,9 @@ def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Re
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
     with mds_of(url) as store:
-        there = [field.name for field in store.dataset.fields]
-        names = columns.wanted(there, there)
+        fields = store.dataset.fields
+        how = how.declared({each.name: "image" for each in fields if each.encoding in PICTURES})
+        names = columns.wanted((there := [each.name for each in fields]), there)
         for number, i in enumerate(samples):
             record, value, reason = store.sample(i, names, images=False), None, None
             try:
@@ -283,6 +291,7 @@ def encodings_of(given: str, inputs: Sequence[Input]) -> str:
 
 def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
     parquet, row = parquet_of(file), 0
+    how = how.declared(kinds_in(parquet.schema_arrow))
     wanted = _wanted(parquet.schema_arrow, how, file.url)
     for group in range(parquet.num_row_groups):
         count = int(parquet.metadata.row_group(group).num_rows)
@@ -298,7 +307,9 @@ def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record
 def _arrow_rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
     row, wanted = 0, None
     for batch in batches_in(file):
-        wanted = _wanted(batch.schema, how, file.url) if wanted is None else wanted
+        if wanted is None:
+            how = how.declared(kinds_in(batch.schema))
+            wanted = _wanted(batch.schema, how, file.url)
         if begin < row + len(batch) and row < end:
             mean = batch.select(wanted).nbytes // max(len(batch), 1)
             for i, record in enumerate(rows_of(batch, wanted, how.most_bytes)):

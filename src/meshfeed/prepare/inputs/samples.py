@@ -16,8 +16,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -131,6 +131,7 @@ class SampleColumns:
         chat: whether they are conversations.
         column: of the text or the messages; None for the usual names.
         ignore: columns of chats that are not read.
+        more: further keys that parts are under: key -> kind.
         folder: base of the paths of parts, or its URL; None for the folder of the file that names them.
     """
 
@@ -138,6 +139,17 @@ class SampleColumns:
     column: str | None = None
     ignore: Sequence[str] = ()
     folder: str | None = None
+    more: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Keys of parts: key -> kind."""
+        return {**PART_KEYS, **self.more}
+
+    def with_declared(self, kinds: Mapping[str, str]) -> SampleColumns:
+        """Itself for a file that declares kinds of columns; those under their usual names keep theirs."""
+        found = {name: kind for name, kind in kinds.items() if name not in (*self.parts, *self.ignore)}
+        return replace(self, more={**self.more, **found}) if found else self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,7 +166,7 @@ class SampleColumns:
         """Those of a table's columns that are read. suspected: that may hold parts under another name."""
         if self.chat:
             return self._chats.wanted(there)
-        return [name for name in there if name in {*self.names, *PART_KEYS, *suspected}]
+        return [name for name in there if name in {*self.names, *self.parts, *suspected}]
 
     def holds_text(self, record: Mapping[str, Any]) -> bool:
         """Whether a record has text."""
@@ -173,16 +185,17 @@ class SampleColumns:
         if not self.chat:
             self._refuse_lost(record)
         if isinstance(value, list) and not self.chat:
-            images = _list(record.get("images")) or _list(record.get("image"))
+            there = (_list(record.get(key)) for key, kind in self.parts.items() if kind == "image")
+            images = next((each for each in there if each), [])
             return _of_places(cast(list[Any], value), images, fetch)
         given = [
             SamplePart(kind, _bytes(each, f"{key}[{k}]", fetch))
-            for key, kind in PART_KEYS.items()
+            for key, kind in self.parts.items()
             for k, each in enumerate(_list(record.get(key)))
         ]
         if self.chat:
             messages, beside = self._chats.parted(
-                {name: each for name, each in record.items() if name not in PART_KEYS}
+                {name: each for name, each in record.items() if name not in self.parts}
             )
             return _of_chat(messages, given, beside, fetch)
         if not isinstance(value, str):
@@ -195,9 +208,9 @@ class SampleColumns:
         A name of a file is taken for one where the record has no other part: beside parts, it can be their
         address on the web.
         """
-        has_parts = any(_list(record.get(key)) for key in PART_KEYS)
+        has_parts = any(_list(record.get(key)) for key in self.parts)
         for key, value in record.items():
-            if key in PART_KEYS or key in self.names:
+            if key in self.parts or key in self.names:
                 continue
             for each in _list(value):
                 found = _plain(each)
@@ -207,10 +220,9 @@ class SampleColumns:
                     last = found.rpartition(".")[2].lower() if isinstance(found, str) else ""
                     suffix = last if last in SUFFIXES and not has_parts else None
                 if suffix is not None:
-                    kind = SUFFIXES[suffix]
                     raise StoreError(
-                        f"{key!r} holds a {suffix} that is not read, and would be lost: call it {kind!r} or "
-                        f"'{kind}s', or leave it out of the records"
+                        f"{key!r} holds a {suffix} that is not read, and would be lost; read it by "
+                        f"--{SUFFIXES[suffix]}-column {key}, or leave it out of the records"
                     )
 
 
@@ -439,9 +451,9 @@ def _ref(item: Mapping[str, Any]) -> Any:
 # -- parts ------------------------------------------------------------------------------------------------
 
 
-def refs_in(record: Mapping[str, Any]) -> list[str]:
-    """The paths and URLs of parts that a record names, inside or outside its messages."""
-    found = [each for key in PART_KEYS for each in _list(record.get(key))]
+def refs_in(record: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """The paths and URLs of parts that a record names, inside its messages or under keys outside of them."""
+    found = [each for key in keys for each in _list(record.get(key))]
     for key in CHAT_KEYS:
         for message in _list(record.get(key)):
             content = cast(Any, message).get("content") if isinstance(message, Mapping) else None

@@ -22,7 +22,6 @@ from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
 from meshfeed.prepare.inputs.samples import (
-    PART_KEYS,
     SUFFIXES,
     Sample,
     SampleColumns,
@@ -106,14 +105,14 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
         return files[suffix_of(name)]
 
     parts = {suffix: SUFFIXES[last] for suffix in files if (last := _last(suffix)) in SUFFIXES}
-    named = refs_in(record)
+    named = refs_in(record, how.parts)
     for suffix, data in files.items():
         is_named = any(suffix_of(each) == suffix for each in named)
         if suffix not in parts and not is_named and (form := suffix_by_content(data)) is not None:
             raise StoreError(f".{suffix} begins like a {form}, and would be lost; name it .{form} in the tar")
     if not any(suffix_of(each) in files for each in named) and len(named) in (0, len(parts)):
         # the names are from before the tar was made, or missing
-        record = {name: value for name, value in record.items() if name not in PART_KEYS}
+        record = {name: value for name, value in record.items() if name not in how.parts}
         for suffix, kind in parts.items():
             record.setdefault(kind, []).append(files[suffix])
     return replace(how.sample(record, fetch), name=key)
