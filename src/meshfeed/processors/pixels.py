@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -28,6 +30,8 @@ PIXELS = "pixel_values"
 _widen_pixels = compiled("mf_widen_pixels", WHOLE, WHOLE, WHOLE, ARRAY, ARRAY, ARRAY)
 
 _MOST_PIXELS = 178_956_970  # where Pillow refuses to decode
+
+_log = logging.getLogger("meshfeed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,17 @@ def rgb_image(data: bytes, size: PartSize, alpha: Alpha = "white") -> Any:
 
 
 def _as_rgb(image: Any) -> Any:
+    if image.mode.startswith(("I", "F")):
+        warn_of_depth()
     return image if image.mode == "RGB" else image.convert("RGB")  # which copies an RGB one
+
+
+@cache
+def warn_of_depth() -> None:
+    _log.warning(
+        "an image has more than 8 bits a pixel, of which all above 255 become white, as in transformers; "
+        "scale such images to 8 bits before they are prepared"
+    )
 
 
 def _on_white(image: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,39 @@ def test_columns_beside_a_picture_that_hold_none_are_left(
 def test_pictures_are_known_by_their_first_bytes(form: str) -> None:
     assert suffix_by_content(picture(form)) == {"JPEG": "jpg", "TIFF": "tif"}.get(form, form.lower())
     assert suffix_by_content(b"a text") is suffix_by_content(b"BMW") is suffix_by_content(b"") is None
+
+
+def test_a_sparse_file_in_a_tar_is_called_so(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    with (tmp_path / "a.png").open("wb") as file:
+        file.write(picture())
+        file.truncate(1 << 20)
+    (tmp_path / "a.txt").write_text("a cat")
+    made = ["tar", "--sparse", "-cf", str(tmp_path / "in" / "a.tar"), "-C", str(tmp_path), "a.png", "a.txt"]
+    subprocess.run(made, check=True)
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    assert "a.png is a link, a device or sparse; make the tar of plain files" in told_of(capsys)
+
+
+@pytest.mark.parametrize("codec", ["gz", "bz2", "xz"])
+def test_a_compressed_tar_is_called_so(
+    tmp_path: Path, tokenizer: str, codec: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "a.tar", f"w:{codec}") as tar:
+        tar.addfile(tarfile.TarInfo("a.png"), io.BytesIO())
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    name = {"gz": "gzip", "bz2": "bzip2"}.get(codec, codec)
+    assert f"compressed by {name}; give the tar that is in it" in told_of(capsys)
+
+
+def test_a_folder_of_lerobot_is_called_so(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("meta/info.json", "data/chunk-000/file-000.parquet", "videos/front/chunk-000/file-000.mp4"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True)
+        (tmp_path / "in" / name).write_bytes(b"")
+    assert prepared(tmp_path / "in", tokenizer) != 0
+    assert "a LeRobot dataset: its rows are states of a robot" in told_of(capsys)

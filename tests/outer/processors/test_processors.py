@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import struct
 import zlib
 from dataclasses import replace
@@ -20,6 +21,7 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal import PartSize
 from meshfeed.parts import Parts
+from meshfeed.prepare.encoding.part_headers import size_of
 from meshfeed.processors import (
     AnyResImages,
     AnyResPixels,
@@ -31,6 +33,7 @@ from meshfeed.processors import (
     NativeVideo,
     TiledImages,
     TiledPixels,
+    pixels,
     rgb_image,
 )
 from soak import SEED, cases, some
@@ -404,6 +407,31 @@ def test_an_image_is_turned_as_exif_asks(orientation: int, kind: str) -> None:
     if height != 30:
         with pytest.raises(mf.errors.PartError, match="the index says 50 pixels wide x 30 high"):
             rgb_image(turned, PartSize(30, 50, 1, 0.0))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_xmp_turns_an_image_wherever_it_is(*, last: bool, packed: bool) -> None:
+    """What prepare writes into the index is the size that training finds."""
+    plain, text = stored(picture(30, 50), "PNG"), b'<x tiff:Orientation="6"/>'
+    body = b"XML:com.adobe.xmp\0" + bytes([packed, 0]) + b"\0\0" + (zlib.compress(text) if packed else text)
+    chunk = len(body).to_bytes(4, "big") + b"iTXt" + body + zlib.crc32(b"iTXt" + body).to_bytes(4, "big")
+    at = plain.index(b"IEND" if last else b"IDAT") - 4
+    turned = plain[:at] + chunk + plain[at:]
+    size = size_of(turned)
+    assert (size.height, size.width) == (50, 30)
+    assert rgb_image(turned, PartSize(50, 30, 1, 0.0)).size == (30, 50)
+
+
+def test_more_than_8_bits_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    deep = stored(Image.fromarray(np.arange(0, 60_000, 50, dtype=np.uint16).reshape(30, 40)), "PNG")
+    pixels.warn_of_depth.cache_clear()
+    with caplog.at_level(logging.WARNING, "meshfeed"):
+        for _ in range(2):
+            rgb_image(deep, PartSize(30, 40, 1, 0.0))
+            rgb_image(stored(picture(30, 40), "PNG"), PartSize(30, 40, 1, 0.0))
+    (told,) = caplog.messages
+    assert "more than 8 bits a pixel, of which all above 255 become white" in told
 
 
 def test_the_size_is_that_of_the_turned_image() -> None:

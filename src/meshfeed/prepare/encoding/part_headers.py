@@ -5,9 +5,11 @@ The bytes decide the kind, not the file's name. An animated picture counts as it
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ MOST_PIXELS = 89_478_485
 """Default limit of an image: from here on, Pillow warns of a decompression bomb."""
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
+_XMP, _MOST_TEXT = "XML:com.adobe.xmp", 1 << 20
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _PAGE = re.compile(rb"\s*<(?:!doctype\s+)?html", re.IGNORECASE)
 
@@ -133,13 +136,15 @@ def _refusal(error: Exception, data: bytes) -> str:
 
 
 def _orientation(image: Any, data: bytes) -> int:
-    """As EXIF numbers it; 1 without a readable entry."""
+    """As EXIF or XMP number it; 1 without a readable entry."""
     from PIL import Image
 
-    if image.format == "PNG":  # Pillow would decode it, since its EXIF may come last
-        exif = next((body for name, body in _chunks(data) if name == b"eXIf"), None)
-        if exif is not None:
-            image.info["exif"] = exif
+    if image.format == "PNG":  # Pillow would decode it, since both may come last
+        for name, body in _chunks(data):
+            if name == b"eXIf":
+                image.info["exif"] = body
+            elif (xmp := _xmp_in(body)) is not None:
+                image.info[_XMP] = xmp
         found = Image.Image.getexif(image)
     else:
         found = image.getexif()
@@ -147,12 +152,26 @@ def _orientation(image: Any, data: bytes) -> int:
 
 
 def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(name, body) of each chunk, as far as they are there."""
+    """(name, body) of each chunk of EXIF or text, as far as they are there."""
     at = 8
     while at + 8 <= len(png):
         size, name = struct.unpack_from(">I4s", png, at)
-        yield name, png[at + 8 : at + 8 + size] if name == b"eXIf" else b""
+        if name in (b"eXIf", b"iTXt"):
+            yield name, png[at + 8 : at + 8 + size]
         at += 12 + size
+
+
+def _xmp_in(body: bytes) -> str | None:
+    """The XMP in an iTXt chunk: keyword, whether it is compressed and how, language, translation, text."""
+    keyword, _, rest = body.partition(b"\0")
+    if keyword != _XMP.encode() or len(rest) < 2:
+        return None
+    text = rest[2:].split(b"\0", 2)[-1]
+    with contextlib.suppress(zlib.error):  # Pillow passes over what it cannot read, too
+        return (zlib.decompressobj().decompress(text, _MOST_TEXT) if rest[0] else text).decode(
+            "utf-8", "replace"
+        )
+    return None
 
 
 # -- audio ------------------------------------------------------------------------------------------------

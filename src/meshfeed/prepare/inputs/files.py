@@ -271,11 +271,20 @@ def _urls_of(
     path = Path(local_path(given)).absolute()
     if path.is_dir():
         names = _below(Folder(str(path)))
+        _refuse_robots(str(path), names)
         chosen = _saved_in(str(path), names) if is_arrow else None
         return [str(path / name) for name in names if taken(name)] if chosen is None else chosen
     if path.exists() or not glob.has_magic(str(path)):
         return [str(path)]
     return sorted(each for each in glob.glob(str(path), recursive=True) if not Path(each).is_dir())  # noqa: PTH207
+
+
+def _refuse_robots(folder: str, names: Sequence[str]) -> None:
+    if "meta/info.json" in names and any(name.startswith("data/chunk-") for name in names):
+        raise PrepareError(
+            f"{folder}: a LeRobot dataset: its rows are states of a robot, and its pictures are within videos "
+            f"of whole episodes, which prepare does not read"
+        )
 
 
 def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:

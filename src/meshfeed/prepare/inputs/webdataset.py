@@ -32,6 +32,7 @@ from meshfeed.prepare.inputs.samples import (
 
 _TEXT = ("txt", "caption")
 _BLOCK_BYTES = 512
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
 def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, bytes] | str]]:
@@ -129,12 +130,17 @@ def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=stream, mode="r:") as opened:
             tar: Any = opened
             while (member := tar.next()) is not None:
-                if member.isreg() and member.offset_data + member.size > file.size_bytes:
+                is_plain = member.isreg() and not member.issparse()
+                if is_plain and member.offset_data + member.size > file.size_bytes:
                     raise _cut(file, member.offset)
                 yield member
                 tar.members = []
             at = tar.offset
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        first = read_bytes(file, 0, min(8, file.size_bytes))
+        for begin, name in _COMPRESSED.items():
+            if first.startswith(begin):
+                raise StoreError(f"{file.url}: compressed by {name}; give the tar that is in it") from error
         raise ChecksumError(f"{file.url}: not a tar: {error}; copy it again") from error
     # tarfile takes anything that is not a header for the end
     rest = read_bytes(file, at, min(at + _BLOCK_BYTES, file.size_bytes)) if at < file.size_bytes else b""
