@@ -79,10 +79,10 @@ class _Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    title = "images and audio"
+    title = "images, audio and video"
 
     multimodal: bool = option(
-        "read WebDataset tars, JSONL, Parquet and MDS with images or audio; keep these beside the tokens",
+        "read WebDataset tars, JSONL, Parquet and MDS with images, audio or video; keep these beside tokens",
         default=False,
     )
     image_token: str | None = option(
@@ -94,14 +94,19 @@ class _Parts:
     )
     audio_token: str | None = option("token that stands for audio", metavar="TOKEN")
     audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
+    video_token: str | None = option("token that stands for a video", metavar="TOKEN")
+    video_text: str | None = option("text for a video, with its token in it", metavar="TEXT")
     image_column: str | None = option(
         "further columns, or keys of JSON, that hold images, or their paths", metavar="COLUMN,..."
     )
     audio_column: str | None = option("the same for audio", metavar="COLUMN,...")
+    video_column: str | None = option("the same for video", metavar="COLUMN,...")
     parts_folder: str | None = option(
         "folder or URL that paths in JSON and Parquet begin at (default: the file's own)", metavar="DIR"
     )
-    max_pixels: int = option("refuse larger images, before anything decodes them", default=MOST_PIXELS)
+    max_pixels: int = option(
+        "refuse larger images and frames, before anything decodes them", default=MOST_PIXELS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +177,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
 
     Make a token store of .txt, source, JSONL(.gz, .zst), Parquet and Arrow files, lists in .json files, and
     folders of datasets.save_to_disk. What comes out is the same, byte for byte, for any number of workers and
-    after any number of kills. With --multimodal, samples of text, images and audio, whose sizes are read from
-    their headers.
+    after any number of kills. With --multimodal, samples of text, images, audio and video, whose sizes are
+    read from their headers.
     """
 
     examples = """
@@ -281,9 +286,9 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
 
     def _encoding(self) -> Encoding:
         """Raises PrepareError for options without effect."""
-        tokens = _given({"image": self.image_token, "audio": self.audio_token})
-        around = _given({"image": self.image_text, "audio": self.audio_text})
-        named = _given({"image": self.image_column, "audio": self.audio_column})
+        tokens = _given({"image": self.image_token, "audio": self.audio_token, "video": self.video_token})
+        around = _given({"image": self.image_text, "audio": self.audio_text, "video": self.video_text})
+        named = _given({"image": self.image_column, "audio": self.audio_column, "video": self.video_column})
         columns: dict[str, Kind] = {
             name: kind for kind, names in named.items() for name in names.split(",") if name
         }

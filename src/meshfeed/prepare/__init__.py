@@ -3,7 +3,7 @@
 Read `prepare` first, then the packages in the order of the data:
 
     inputs     paths and URLs -> files, cut into parts -> records
-    encoding   records -> tokens: text, chats, images and audio
+    encoding   records -> tokens: text, chats, images, audio and video
     job        the folder of a job: its parts, each encoded once, merged in order, published
     engines    start the tasks that encode parts
 

@@ -3,7 +3,7 @@
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
     OUT/                appears complete, at one moment; in object storage, see `storage_output`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
-        parts.*, part_sizes.*    images and audio, if any; see `parts.store`
+        parts.*, part_sizes.*    images, audio and video, if any; see `parts.store`
         origins.npy     the record that each document was, beside dataset.json; see `formats.prepared`
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
@@ -105,8 +105,8 @@ def prepare(
     out: the folder to make, or its URL: s3://, gs://, az://.
 
     inputs: files, folders, globs, URLs: .txt and source files are a document each, .jsonl(.gz, .zst) one per
-    line, .parquet one per row; with images or audio, tars of WebDataset instead of text files. They keep
-    the order given; within a folder, they are sorted by name.
+    line, .parquet one per row; with images, audio or video, tars of WebDataset instead of text files. They
+    keep the order given; within a folder, they are sorted by name.
     pattern, kind: see `find_inputs`.
     dedup: keep the first of the documents with the same text.
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
@@ -206,8 +206,9 @@ def _published(
             store.get("num_parts", 1) for store in stores
         ):
             raise PrepareError(
-                "no document has an image or audio: name their columns by --image-column or --audio-column; "
-                "text alone is prepared without --multimodal, and may be mixed with what has parts"
+                "no document has a part: name their columns by --image-column, --audio-column or "
+                "--video-column; text alone is prepared without --multimodal, and may be mixed with what "
+                "has parts"
             )
         output.publish(uploading, overwrite=overwrite)
     return manifest

@@ -15,7 +15,7 @@ import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-SPECIAL = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|audio|>", "<|im_end|>"]
+SPECIAL = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|audio|>", "<|im_end|>", "<|video_pad|>"]
 
 
 def picture(height: int, width: int, form: str = "PNG", seed: int = 0, mode: str = "RGB", **how) -> bytes:

@@ -16,6 +16,7 @@ from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.sound import decoded_audio
 from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
+from videos import video
 
 
 def decoded(data):
@@ -178,7 +179,7 @@ def boxes(*brands):
     ("data", "said"),
     [
         (b"", "empty"),
-        (b"<!DOCTYPE html><html>", r"not an image or audio: 21 bytes \(a web page\); fetch it again"),
+        (b"<!DOCTYPE html><html>", r"not an image, audio or video: 21 bytes \(a web page\); fetch it again"),
         (bomb(30_000, 30_000), "900000000 pixels"),
         (bomb(10_000, 10_000), "10000 pixels wide x 10000 high, more than --max-pixels 89478485"),
         (bomb(0, 7), "header|not an image"),
@@ -186,7 +187,8 @@ def boxes(*brands):
         (b"\xff\xfb" + bytes(99), "MP3 audio that cannot be decoded"),
         (b"OggS" + bytes(99), "Ogg audio that cannot be decoded"),
         (2 * sound("OGG", 999), "Ogg audio of several streams"),
-        (bytes(4) + b"ftypisom" + bytes(99), "MP4 video, whose size prepare cannot read; give its frames"),
+        (bytes(4) + b"ftypisom" + bytes(99), "video without its header"),
+        (video()[:2000], "video that was cut off"),
         (boxes(b"heic", b"mif1"), "a HEIC image, whose size prepare cannot read; convert it to JPEG"),
         (boxes(b"mif1", b"heic"), "a HEIC image"),
         (boxes(b"msf1", b"hevc"), "a HEIC image"),
@@ -194,7 +196,7 @@ def boxes(*brands):
         (boxes(b"M4A ", b"isom"), "M4A audio, whose size prepare cannot read; convert it to FLAC"),
         (b"\xff\x0a" + bytes(99), "a JPEG XL image"),
         (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99), "a JPEG 2000 image"),
-        (b"\x1aE\xdf\xa3" + bytes(99), "Matroska or WebM video"),
+        (b"\x1aE\xdf\xa3" + bytes(99), "Matroska or WebM video, whose size .*; convert it to MP4"),
         (b"RIFF" + bytes(4) + b"AVI " + bytes(99), "AVI video"),
         (wav(5)[:30], "WAV audio that cannot be decoded: .*data"),
         (flac(5)[:30], "FLAC audio that cannot be decoded"),
@@ -220,8 +222,15 @@ def test_a_pillow_without_a_format_says_so(monkeypatch):
             patch.delitem(Image.OPEN, form.upper())
             with pytest.raises(PrepareError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
                 size_of(data)
-            with pytest.raises(StoreError, match="not an image or audio"):
+            with pytest.raises(StoreError, match="not an image, audio or video"):
                 size_of(b"<html>")
+
+
+def test_a_video_has_the_frames_of_its_header():
+    assert size_of(video()) == Size("video", 48, 64, 16, 10.0)
+    assert size_of(video(form="mov", sound=True, frames=9)) == Size("video", 48, 64, 9, 10.0)
+    with pytest.raises(StoreError, match="64 pixels wide x 48 high, more than --max-pixels 3000"):
+        size_of(video(), 3000)
 
 
 def test_an_image_may_be_larger_if_the_user_says_so():

@@ -122,7 +122,7 @@ def test_no_part_at_all_is_an_error(
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "a cat", "photo": "cat"}\n')
     assert prepared(tmp_path / "in", tokenizer) != 0
-    assert "no document has an image or audio: name their columns" in told_of(capsys)
+    assert "no document has a part: name their columns" in told_of(capsys)
     assert not (tmp_path / "out").exists()
 
 

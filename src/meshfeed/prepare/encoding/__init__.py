@@ -1,1 +1,1 @@
-"""Records -> tokens: text, chats, and samples with images and audio."""
+"""Records -> tokens: text, chats, and samples with images, audio and video."""

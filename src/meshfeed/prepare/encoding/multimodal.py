@@ -35,7 +35,7 @@ PART_DTYPES: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multimodal:
-    """Text or chats with images and audio.
+    """Text or chats with images, audio and video.
 
     Attributes:
         text: how the text becomes tokens; its tokenizer knows the placeholders.
@@ -44,7 +44,7 @@ class Multimodal:
         around: kind -> text for a part, with its placeholder in it, such as
             {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; by default the placeholder alone. In
             chats, the template prints it.
-        max_pixels: height times width of an image, at most.
+        max_pixels: height times width of an image or frame, at most.
         part_columns: further columns that hold parts: name -> kind, such as {"jpg": "image"}.
         folder: base of the paths of parts in JSON lines and Parquet, or its URL; None for the file's own.
     """

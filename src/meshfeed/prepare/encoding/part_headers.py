@@ -1,6 +1,7 @@
 """The kind and size of a part, from the header of its bytes. Only MP3 is decoded, to count its samples.
 
-The bytes decide the kind, not the file's name. An animated picture counts as its first frame.
+The bytes decide the kind, not the file's name. An animated picture counts as its first frame. The sound track
+of a video is not read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.images import brands_of, opened_image
 from meshfeed.formats.sound import audio_format, audio_size
+from meshfeed.formats.video import is_mp4, video_header
 from meshfeed.parts import Kind
 from meshfeed.parts.types import in_pixels
 
@@ -36,8 +38,8 @@ class Size:
     Attributes:
         kind: of the part.
         height, width: as displayed; 0 for audio.
-        length: PCM samples of one channel; 1 for an image.
-        rate: PCM samples per second; 0 for an image.
+        length: PCM samples of one channel, frames of a video; 1 for an image.
+        rate: PCM samples or frames per second; 0 for an image.
     """
 
     kind: Kind
@@ -48,7 +50,7 @@ class Size:
 
 
 def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
-    """The size of an image, or of WAV, FLAC, MP3 or Ogg audio.
+    """The size of an image, of WAV, FLAC, MP3 or Ogg audio, or of MP4 or MOV video.
 
     max_pixels: height times width, at most. Raises StoreError that says what the bytes are instead.
     """
@@ -60,6 +62,8 @@ def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
     if other is not None:
         what, cure = other
         raise StoreError(f"{what}, whose size prepare cannot read; {cure}")
+    if is_mp4(data) and not brands_of(data) & _AVIF:
+        return _size_of_video(data, max_pixels)
     return _size_of_image(data, max_pixels)
 
 
@@ -82,19 +86,18 @@ def _other(data: bytes) -> tuple[str, str] | None:
 def _other_of_iso(data: bytes) -> tuple[str, str] | None:
     """By the brands of a file of ISO boxes: the major one, and the compatible ones."""
     brands = brands_of(data)
-    if brands & {b"avif", b"avis"}:
-        return None
-    if brands & _HEIF:
+    if brands & _HEIF and not brands & _AVIF:
         return "a HEIC image", _NO_IMAGE
-    if data[8:12] in (b"M4A ", b"M4B "):
-        return "M4A audio", _NO_AUDIO
-    return "MP4 video", _NO_VIDEO
+    return ("M4A audio", _NO_AUDIO) if data[8:12] in (b"M4A ", b"M4B ") else None
 
 
+_AVIF = {b"avif", b"avis"}
 _HEIF = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
 _NO_IMAGE = "convert it to JPEG, PNG or WebP"
 _NO_AUDIO = "convert it to FLAC or WAV"
-_NO_VIDEO = "give its frames as images"
+_NO_VIDEO = (
+    "convert it to MP4, without encoding it again where its codec allows: ffmpeg -i FILE -c copy OUT.mp4"
+)
 
 
 # -- images -----------------------------------------------------------------------------------------------
@@ -115,11 +118,15 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
         raise StoreError(_refusal(error, data)) from error
     if height < 1 or width < 1:
         raise StoreError(f"its header says {in_pixels(height, width)}; fetch it again")
+    _refuse_large(height, width, max_pixels)
+    return Size("image", width, height, 1, 0.0) if turned else Size("image", height, width, 1, 0.0)
+
+
+def _refuse_large(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise StoreError(
             f"{in_pixels(height, width)}, more than --max-pixels {max_pixels}; leave it out, or allow it"
         )
-    return Size("image", width, height, 1, 0.0) if turned else Size("image", height, width, 1, 0.0)
 
 
 def _refusal(error: Exception, data: bytes) -> str:
@@ -130,7 +137,9 @@ def _refusal(error: Exception, data: bytes) -> str:
         return f"{error}; leave it out, or store it smaller"
     if isinstance(error, UnidentifiedImageError):
         what = " (a web page)" if _PAGE.match(data) else ""
-        return f"not an image or audio: {len(data)} bytes{what}; fetch it again, or leave its sample out"
+        return (
+            f"not an image, audio or video: {len(data)} bytes{what}; fetch it again, or leave its sample out"
+        )
     # Pillow's message may repeat bytes, which must not reach the author of a URL.
     return f"its header is broken ({type(error).__name__}); fetch it again"
 
@@ -174,7 +183,7 @@ def _xmp_in(body: bytes) -> str | None:
     return None
 
 
-# -- audio ------------------------------------------------------------------------------------------------
+# -- audio and video --------------------------------------------------------------------------------------
 
 
 def _size_of_audio(data: bytes) -> Size:
@@ -187,3 +196,12 @@ def _size_of_audio(data: bytes) -> Size:
     if length < 1 or rate < 1:
         raise StoreError(f"audio of {length} samples at {rate} Hz; write it again, with its length known")
     return Size("audio", 0, 0, length, float(rate))
+
+
+def _size_of_video(data: bytes, max_pixels: int) -> Size:
+    try:
+        header = video_header(data)
+    except PartError as error:
+        raise StoreError(str(error)) from error
+    _refuse_large(header.height, header.width, max_pixels)
+    return Size("video", header.height, header.width, header.frames, header.rate)

@@ -1,1 +1,1 @@
-"""Paths, globs, folders and URLs -> files -> records, and the images and audio that records name."""
+"""Paths, globs, folders and URLs -> files -> records, and the images, audio and video that records name."""

@@ -29,7 +29,7 @@ I64 = npt.NDArray[np.int64]
 
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
 MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
-"""Kinds of files that may have images and audio."""
+"""Kinds of files that may have images, audio and video."""
 _INTERMEDIATE = "cache-*.arrow"  # results of map and filter that `datasets` caches next to its data
 _HEAD_BYTES, _STEP_BYTES = 1 << 12, 1 << 20
 _CODECS = {".gz": "gz", ".zst": "zstd"}
@@ -282,8 +282,8 @@ def _urls_of(
 def _refuse_robots(folder: str, names: Sequence[str]) -> None:
     if "meta/info.json" in names and any(name.startswith("data/chunk-") for name in names):
         raise PrepareError(
-            f"{folder}: a LeRobot dataset: its rows are states of a robot, and its pictures are within videos "
-            f"of whole episodes, which prepare does not read"
+            f"{folder}: a LeRobot dataset: its rows are states of a robot, and its pictures are within "
+            f"videos of whole episodes, which prepare does not read"
         )
 
 

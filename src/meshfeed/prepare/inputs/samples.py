@@ -1,13 +1,13 @@
-"""Records of images, audio and text -> samples: text with its parts, in order.
+"""Records of images, audio, video and text -> samples: text with its parts, in order.
 
 The conventions of the field, by the keys that a record has:
 
-    text, caption          text; <image> and <audio> mark the parts, else parts come first
+    text, caption          text; <image>, <audio> and <video> mark the parts, else they come first
     texts with images      interleaved documents, as in OBELICS: at each position, one of both is null
     messages, conversations   chats: role and content, or from and value; content is text with <image>, or a
                            list of {"type": "text", "text": ...} and {"type": "image", "image": ...};
                            without either, parts come first in the first question
-    image, images, audio, audios   the parts: paths, bytes, or objects with bytes, path or url
+    image, images, audio, audios, video, videos   the parts: paths, bytes, or objects with bytes, path or url
 """
 
 from __future__ import annotations

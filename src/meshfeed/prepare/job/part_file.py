@@ -78,8 +78,8 @@ class Block:
         lengths: tokens of each; int64 [n].
         records: the span of each in the job's spans, and the number of its line or row there; int64 [n, 2].
         hashes: 128 bits of each; uint64 [n, 2], or [0, 2] if they are not needed.
-        columns: name -> the values of all documents, back to back; of tokens, and of images and
-            audio as `encoding.multimodal.PART_DTYPES`.
+        columns: name -> the values of all documents, back to back; of tokens, and of images,
+            audio and video as `encoding.multimodal.PART_DTYPES`.
     """
 
     lengths: I64

@@ -1,0 +1,460 @@
+"""Stored video: the header of MP4 and MOV by its boxes, frames by PyAV, of the extra "video".
+
+The header is read by ranges, since `moov` may be anywhere: the first bytes of a box say how long it is, so
+that frames are passed over. ISO/IEC 14496-12 has the boxes. What they say is checked against the bytes that
+are there: neither memory nor time depends on what a header claims.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PartError
+from meshfeed.extras import install
+
+Read = Callable[[int, int], bytes]
+"""The bytes begin..end of a file."""
+Frame = npt.NDArray[np.uint8]
+
+_BEGINS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+_MOST_BOXES = 1 << 17  # of a file, also of one in fragments of a second over a day
+_CHUNK_BYTES = 1 << 16
+_UNITY = 1 << 16  # 1 in fixed point
+_TURNS = {
+    (_UNITY, 0, 0, _UNITY): 0,
+    (0, _UNITY, -_UNITY, 0): 1,
+    (-_UNITY, 0, 0, -_UNITY): 2,
+    (0, -_UNITY, _UNITY, 0): 3,
+}
+_CONVERT = "convert it: ffmpeg -i FILE OUT.mp4"
+_AROUND_PIXELS = 256  # that codecs add to a side, at most
+
+
+@dataclass(frozen=True, slots=True)
+class VideoHeader:
+    """What the header of a video says.
+
+    Attributes:
+        height, width: of a frame as displayed, after the turns; pixels.
+        frames: of the whole video.
+        rate: frames per second, on average.
+        is_variable: whether frames last unequally long.
+        turns: quarter turns clockwise from a frame as stored to one as displayed; 0 to 3.
+        has_sound: whether it has a sound track, too.
+    """
+
+    height: int
+    width: int
+    frames: int
+    rate: float
+    is_variable: bool
+    turns: int
+    has_sound: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.frames / self.rate
+
+
+def is_mp4(data: bytes) -> bool:
+    """Whether a file begins as MP4 or MOV. So do images in ISO boxes and sound: see `brands_of`."""
+    return data[4:8] in _BEGINS
+
+
+def video_header(data: bytes) -> VideoHeader:
+    """The header of an MP4 or MOV. Raises PartError as `read_header`."""
+    return read_header(lambda begin, end: data[begin:end], len(data))
+
+
+def read_header(read: Read, size_bytes: int) -> VideoHeader:
+    """The header of an MP4 or MOV, some kB of it; also of one in fragments.
+
+    Raises PartError for a file that was cut off, is damaged, contradicts itself, or is of a kind that is not
+    read.
+    """
+    boxes = _Boxes(read)
+    moov, moofs = None, list[_Box]()
+    for box in boxes.within(_Box(b"", 0, size_bytes)):
+        if box.name == b"moov":
+            if moov is not None:
+                raise PartError(f"video with two headers; {_CONVERT}")
+            moov = box
+        elif box.name == b"moof":
+            moofs.append(box)
+    if moov is None:
+        raise PartError(
+            "video without its header (moov): cut off, or still being written; get the whole file"
+        )
+    return _Movie(boxes, moov, moofs, size_bytes).header()
+
+
+class _Box(NamedTuple):
+    """A box: its name, and where its body lies."""
+
+    name: bytes
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(slots=True)
+class _Boxes:
+    """Boxes of a file, a bounded number of them."""
+
+    read: Read
+    left: int = _MOST_BOXES
+
+    def within(self, outer: _Box) -> Iterator[_Box]:
+        """The boxes in another one, in order. Raises PartError for one that ends beyond it."""
+        at = outer.begin
+        while at + 8 <= outer.end:
+            self.left -= 1
+            if self.left < 0:
+                raise PartError(f"video of more than {_MOST_BOXES} boxes; {_CONVERT}")
+            head = self.read(at, min(at + 16, outer.end))
+            size, body = int.from_bytes(head[:4], "big"), at + 8
+            if size == 0 and not outer.name:  # to the end of the file
+                size = outer.end - at
+            elif size == 1:
+                size, body = int.from_bytes(head[8:16], "big"), at + 16
+            if not body - at <= size <= outer.end - at:
+                raise PartError(
+                    f"video that was cut off or is damaged: box {_shown(head[4:8])} at byte {at} tells of "
+                    f"{size} bytes, and {outer.end - at} are there; get the whole file"
+                )
+            yield _Box(head[4:8], body, at + size)
+            at += size
+
+    def inside(self, outer: _Box, *names: bytes) -> _Box | None:
+        """The first box of a path of names in another one; None without it."""
+        found: _Box | None = outer
+        for name in names:
+            found = None if found is None else next((b for b in self.within(found) if b.name == name), None)
+        return found
+
+    def body(self, box: _Box, size: int) -> bytes:
+        """The first bytes of a box's body. Raises PartError for a shorter one."""
+        if box.size < size:
+            raise PartError(
+                f"video that is damaged: {box.size} bytes in box {_shown(box.name)}; get it again"
+            )
+        return self.read(box.begin, box.begin + size)
+
+    def table(self, box: _Box, at: int, rows: int, columns: int) -> Iterator[npt.NDArray[np.int64]]:
+        """A table of u32 in the body of a box, some rows at a time; int64 [k, columns]."""
+        row_bytes = 4 * columns
+        if box.begin + at + rows * row_bytes > box.end:
+            raise PartError(
+                f"video that is damaged: box {_shown(box.name)} tells of {rows} entries, and has room for "
+                f"{max(box.size - at, 0) // max(row_bytes, 1)}; get it again"
+            )
+        step = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
+        for row in range(0, rows if columns else 0, step):
+            begin = box.begin + at + row * row_bytes
+            chunk = self.read(begin, begin + min(step, rows - row) * row_bytes)
+            yield np.frombuffer(chunk, ">u4").astype(np.int64).reshape(-1, columns)
+
+
+@dataclass(slots=True)
+class _Durations:
+    """How long frames last, summed run by run.
+
+    Attributes:
+        frames, ticks: so far.
+        first, last: ticks of these frames.
+        least, most: ticks of any frame but the last.
+    """
+
+    frames: int = 0
+    ticks: int = 0
+    first: int = 0
+    last: int = 0
+    least: int = 1 << 32
+    most: int = 0
+    _pending: bool = field(default=False, repr=False)
+
+    def add(self, counts: npt.NDArray[np.int64], ticks: npt.NDArray[np.int64]) -> None:
+        """Add runs of frames that last equally long; int64 [k] twice, below 2**32."""
+        counts, ticks = counts[counts > 0], ticks[counts > 0]
+        if not counts.size:
+            return
+        if self.frames:
+            self._span(self.last, self.last)
+        else:
+            self.first = int(ticks[0])
+        before = ticks if counts[-1] > 1 else ticks[:-1]
+        if before.size:
+            self._span(int(before.min()), int(before.max()))
+        self.frames += int(counts.sum())
+        self.ticks += int(sum(map(int.__mul__, counts.tolist(), ticks.tolist())))  # may pass 2**63
+        self.last = int(ticks[-1])
+
+    def _span(self, least: int, most: int) -> None:
+        self.least, self.most = min(self.least, least), max(self.most, most)
+
+
+@dataclass(slots=True)
+class _Movie:
+    """The boxes of a header, and of fragments behind it."""
+
+    boxes: _Boxes
+    moov: _Box
+    moofs: Sequence[_Box]
+    size_bytes: int
+
+    def header(self) -> VideoHeader:
+        """See `read_header`."""
+        traks = {b"vide": list[_Box](), b"soun": list[_Box]()}
+        for box in self.boxes.within(self.moov):
+            if box.name == b"trak" and (handler := self._inside(box, b"mdia", b"hdlr")) is not None:
+                traks.get(self.boxes.body(handler, 12)[8:12], []).append(box)
+        if len(traks[b"vide"]) != 1:
+            raise PartError(
+                f"MP4 or MOV of {len(traks[b'vide'])} video tracks, where one belongs; leave it out, or "
+                "convert it: ffmpeg -i FILE -map 0:v:0 OUT.mp4"
+            )
+        (trak,) = traks[b"vide"]
+        number, turns = self._track(trak)
+        height, width = self._size(trak)
+        durations = self._durations(trak, number)
+        if not 0 < durations.frames <= self.size_bytes:
+            raise PartError(f"video of {durations.frames} frames in {self.size_bytes} bytes; get it again")
+        if not durations.ticks:
+            raise PartError(f"video whose frames last no time; {_CONVERT}")
+        scale = self._scale(self._box(trak, b"mdia", b"mdhd"))
+        self._check_edits(trak, durations, scale)
+        if turns % 2:
+            height, width = width, height
+        return VideoHeader(
+            height=height,
+            width=width,
+            frames=durations.frames,
+            rate=durations.frames * scale / durations.ticks,
+            is_variable=durations.most - durations.least > 1,  # a tick is rounding
+            turns=turns,
+            has_sound=bool(traks[b"soun"]),
+        )
+
+    def _inside(self, outer: _Box, *names: bytes) -> _Box | None:
+        return self.boxes.inside(outer, *names)
+
+    def _box(self, outer: _Box, *names: bytes) -> _Box:
+        """Raises PartError without it."""
+        if (found := self.boxes.inside(outer, *names)) is None:
+            raise PartError(f"video that is damaged: its header lacks {_shown(names[-1])}; get it again")
+        return found
+
+    def _scale(self, box: _Box) -> int:
+        """Ticks per second of a mvhd or mdhd."""
+        body = self.boxes.body(box, 24)
+        at = 20 if body[0] else 12
+        if (scale := int.from_bytes(body[at : at + 4], "big")) == 0:
+            raise PartError("video that is damaged: 0 ticks per second; get it again")
+        return scale
+
+    def _track(self, trak: _Box) -> tuple[int, int]:
+        """(its number, quarter turns clockwise until displayed). Raises PartError for a mirrored one."""
+        box = self._box(trak, b"tkhd")
+        wide = 12 if self.boxes.body(box, 1)[0] else 0
+        body = self.boxes.body(box, 84 + wide)
+        number = int.from_bytes(body[12 + 2 * wide // 3 : 16 + 2 * wide // 3], "big")
+        a, b, _, c, d = np.frombuffer(body[40 + wide : 60 + wide], ">i4").tolist()
+        if (turns := _TURNS.get((a, b, c, d))) is None:
+            raise PartError(f"video that is mirrored, scaled or slanted when displayed; {_CONVERT}")
+        return number, turns
+
+    def _size(self, trak: _Box) -> tuple[int, int]:
+        """(height, width) of a frame as stored, in pixels."""
+        box = self._box(trak, b"mdia", b"minf", b"stbl", b"stsd")
+        body = self.boxes.body(box, 44)
+        entries, form = int.from_bytes(body[4:8], "big"), body[12:16]
+        if entries != 1:
+            raise PartError(f"video of {entries} formats in one track, where one belongs; {_CONVERT}")
+        if form == b"encv":
+            raise PartError("video that is encrypted; leave it out")
+        height, width = int.from_bytes(body[42:44], "big"), int.from_bytes(body[40:42], "big")
+        if not (height and width):
+            raise PartError(f"video whose header says {width} pixels wide x {height} high; get it again")
+        return height, width
+
+    def _durations(self, trak: _Box, number: int) -> _Durations:
+        """Those of all frames. Raises PartError where tables contradict each other."""
+        stbl = self._box(trak, b"mdia", b"minf", b"stbl")
+        found = _Durations()
+        stts = self._box(stbl, b"stts")
+        rows = int.from_bytes(self.boxes.body(stts, 8)[4:8], "big")
+        for counts, ticks in (each.T for each in self.boxes.table(stts, 8, rows, 2)):
+            found.add(counts, ticks)
+        if found.frames != (stored := self._stored(stbl)):
+            raise PartError(
+                f"video that is damaged: durations of {found.frames} frames, and {stored} frames; {_CONVERT}"
+            )
+        trex = self._trex(number)
+        for moof in self.moofs:
+            for traf in (box for box in self.boxes.within(moof) if box.name == b"traf"):
+                self._add_fragment(found, traf, number, trex)
+        return found
+
+    def _stored(self, stbl: _Box) -> int:
+        """Frames of a track without its fragments, by their sizes."""
+        box = self._inside(stbl, b"stsz")
+        if box is None:
+            box = self._box(stbl, b"stz2")
+        body = self.boxes.body(box, 12)
+        size, count = int.from_bytes(body[4:8], "big"), int.from_bytes(body[8:12], "big")
+        room = self.size_bytes // size if box.name == b"stsz" and size else 2 * (box.size - 12)
+        if count > room:
+            raise PartError(f"video that is damaged: {count} frames in room for {room}; get it again")
+        return count
+
+    def _trex(self, number: int) -> int:
+        """Ticks of a frame in fragments that do not tell; 0 without any."""
+        mvex = self._inside(self.moov, b"mvex")
+        for box in () if mvex is None else self.boxes.within(mvex):
+            if box.name == b"trex":
+                body = self.boxes.body(box, 24)
+                if int.from_bytes(body[4:8], "big") == number:
+                    return int.from_bytes(body[12:16], "big")
+        return 0
+
+    def _add_fragment(self, found: _Durations, traf: _Box, number: int, ticks: int) -> None:
+        """Add the frames of a fragment, if it is of that track. ticks: of a frame that does not tell."""
+        head = self._box(traf, b"tfhd")
+        body = self.boxes.body(head, 8)
+        if int.from_bytes(body[4:8], "big") != number:
+            return
+        at = 8 + 8 * (body[3] & 1) + 4 * (body[3] >> 1 & 1)
+        if body[3] & 8:
+            ticks = int.from_bytes(self.boxes.body(head, at + 4)[at:], "big")
+        for box in (each for each in self.boxes.within(traf) if each.name == b"trun"):
+            body = self.boxes.body(box, 8)
+            flags, count = int.from_bytes(body[2:4], "big"), int.from_bytes(body[4:8], "big")
+            columns = (flags >> 8 & 15).bit_count()
+            if count > self.size_bytes:
+                raise PartError(
+                    f"video that is damaged: {count} frames in {self.size_bytes} bytes; get it again"
+                )
+            rows = self.boxes.table(box, 8 + 4 * (flags & 1) + 4 * (flags >> 2 & 1), count, columns)
+            if flags & 0x100:
+                for each in rows:
+                    found.add(np.ones(len(each), np.int64), each[:, 0])
+            else:
+                found.add(np.array([count]), np.array([ticks]))
+
+    def _check_edits(self, trak: _Box, durations: _Durations, scale: int) -> None:
+        """Raises PartError for an edit list that leaves frames out, repeats or slows them.
+
+        One that waits before the first frame, or begins with it, is what encoders write for B-frames.
+        """
+        if (box := self._inside(trak, b"edts", b"elst")) is None:
+            return
+        body = self.boxes.body(box, 8)
+        wide, count = bool(body[0]), int.from_bytes(body[4:8], "big")
+        (rows,) = list(self.boxes.table(box, 8, min(count, 64), 5 if wide else 3)) or [
+            np.zeros((0, 5), np.int64)
+        ]
+        edits: list[tuple[int, int, int]] = []
+        for row in rows.tolist():
+            duration, begin = (row[0] << 32 | row[1], row[2] << 32 | row[3]) if wide else row[:2]
+            if begin != (1 << (64 if wide else 32)) - 1:  # -1: nothing is displayed yet
+                edits.append((duration, begin, row[-1]))
+        (duration, begin, speed), *more = edits or [(0, 0, _UNITY)]
+        start = self._first_offset(trak)
+        end = begin + (duration + 1) * scale / self._scale(self._box(self.moov, b"mvhd"))
+        is_whole = duration == 0 or end >= start + durations.ticks - durations.last
+        if count > 64 or more or speed != _UNITY or begin >= start + max(durations.first, 1) or not is_whole:
+            raise PartError(f"video with an edit list that leaves out or repeats frames; {_CONVERT}")
+
+    def _first_offset(self, trak: _Box) -> int:
+        """Ticks from when the first frame is decoded to when it is displayed."""
+        ctts = self._inside(trak, b"mdia", b"minf", b"stbl", b"ctts")
+        if ctts is None or int.from_bytes(self.boxes.body(ctts, 8)[4:8], "big") == 0:
+            return 0
+        offset = int.from_bytes(self.boxes.body(ctts, 16)[12:16], "big", signed=True)
+        return max(offset, 0)
+
+
+def _shown(name: bytes) -> str:
+    return ascii(name.decode("latin-1"))
+
+
+# -- frames -----------------------------------------------------------------------------------------------
+
+
+def decoded_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
+    """Some frames, as displayed, one at a time; uint8 [height, width, 3], red, green and blue.
+
+    Decoded from the last keyframe before the first one on; keyframes and what follows them are passed over
+    where no frame is wanted.
+
+    data: MP4 or MOV. numbers: of the frames, in the order of display, ascending and below those of
+    `video_header`. Raises PartError for a video that cannot be decoded or contradicts its header, and
+    ImportError without PyAV.
+    """
+    header = video_header(data)
+    try:
+        import av.error
+        from av.video.reformatter import VideoReformatter
+    except ImportError as missing:
+        raise ImportError(f"decoding video needs PyAV: {install('video')}") from missing
+    to_rgb, stored = VideoReformatter(), (header.height, header.width)
+    if header.turns % 2:
+        stored = (header.width, header.height)
+    try:
+        for frame in _frames(av, data, header, stored, numbers):
+            if (frame.height, frame.width) != stored:
+                raise PartError(
+                    f"a frame {frame.width} x {frame.height}, and its header says {stored[1]} x {stored[0]}"
+                )
+            pixels: Any = to_rgb.reformat(frame, format="rgb24").to_ndarray()
+            yield np.rot90(pixels, -header.turns) if header.turns else pixels
+    except av.error.FFmpegError as error:
+        raise PartError(f"video that cannot be decoded: {error.strerror or error}") from error
+
+
+def _frames(
+    av: Any, data: bytes, header: VideoHeader, stored: tuple[int, int], numbers: Sequence[int]
+) -> Iterator[Any]:
+    """The frames as PyAV has them."""
+    # the format is named, so that no other reader, of playlists or the like, is ever tried
+    how = {"format": "mov", "options": {"ignore_editlist": "1"}, "metadata_errors": "replace"}
+    with av.open(io.BytesIO(data), "r", **how) as container:
+        stream: Any = next(iter(container.streams.video), None)
+        if stream is None or (codec := stream.codec_context) is None:
+            raise PartError("video in a format that PyAV does not decode")
+        codec.thread_count = 1
+        codec.options = {"max_pixels": str((stored[0] + _AROUND_PIXELS) * (stored[1] + _AROUND_PIXELS))}
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        times = np.array([-1 if each.pts is None else each.pts for each in packets], np.int64)
+        order = np.argsort(times, kind="stable")
+        if len(packets) != header.frames or (np.diff(times[order]) <= 0).any():
+            raise PartError(f"video of {len(packets)} frames, and its header says {header.frames}")
+        keys = np.array([i for i, each in enumerate(packets) if each.is_keyframe], np.int64)
+        fed, ready = 0, iter(())
+        for number in numbers:
+            at = int(order[number])
+            before = keys[(keys <= at) & (times[keys] <= times[at])]
+            if before.size and before[-1] > fed:
+                codec.flush_buffers()
+                fed, ready = int(before[-1]), iter(())
+            while True:
+                frame = next(ready, None)
+                if frame is not None:
+                    if frame.pts == times[at]:
+                        yield frame
+                        break
+                elif fed <= len(packets):
+                    ready = iter(codec.decode(packets[fed] if fed < len(packets) else None))
+                    fed += 1
+                else:
+                    raise PartError(f"video whose frame {number} cannot be decoded")

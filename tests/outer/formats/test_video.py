@@ -1,0 +1,277 @@
+"""Headers of MP4 and MOV against a whole decoding by PyAV; frames that are wanted; and what hostile files are refused for."""
+
+from __future__ import annotations
+
+import io
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshfeed.errors import PartError
+from meshfeed.formats.video import VideoHeader, decoded_frames, is_mp4, read_header, video_header
+from soak import SEED, cases
+from videos import CODECS, IDENTITY, UNEVEN, all_frames, box, mp4, video, words
+
+FRAGMENTS = "frag_keyframe+empty_moov+default_base_moof"
+WRITTEN: dict[str, dict[str, Any]] = {
+    **{codec: {"codec": codec} for codec in CODECS},
+    "MOV with sound": {"form": "mov", "sound": True},
+    "30000/1001": {"rate": Fraction(30000, 1001)},
+    "uneven": {"times": UNEVEN},
+    "fragments": {"flags": FRAGMENTS},
+    "fragments with sound": {"flags": "frag_keyframe+empty_moov", "sound": True},
+    "fragments after frames": {"flags": "frag_keyframe"},
+}
+
+
+def counted(data: bytes) -> tuple[VideoHeader, int]:
+    """The header, and how many bytes were read for it."""
+    read = 0
+
+    def ranged(begin: int, end: int) -> bytes:
+        nonlocal read
+        read += len(data[begin:end])
+        return data[begin:end]
+
+    return read_header(ranged, len(data)), read
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_header_says_what_decoding_gives(name: str) -> None:
+    data = video(**WRITTEN[name])
+    rate, frames = all_frames(data)
+    header, read = counted(data)
+    assert is_mp4(data) and read < 4000
+    assert (header.frames, header.height, header.width) == (len(frames), *frames[0].shape[:2]) == (16, 48, 64)
+    assert header.rate == pytest.approx(rate, rel=1e-12) and header.seconds == pytest.approx(16 / rate)
+    assert header.is_variable == ("times" in WRITTEN[name]) and header.has_sound == ("sound" in WRITTEN[name])
+    assert header.turns == 0
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_wanted_frames_are_those_of_a_whole_decoding(name: str) -> None:
+    data = video(**WRITTEN[name])
+    _, frames = all_frames(data)
+    rng = np.random.default_rng(SEED)
+    wanted = [[0], [15], [6, 7, 8], [*range(16)]]
+    wanted += [np.flatnonzero(rng.random(16) < share).tolist() for share in (0.1, 0.2, 0.5)]
+    for numbers in wanted:
+        found = list(decoded_frames(data, numbers))
+        assert len(found) == len(numbers)
+        for number, frame in zip(numbers, found):
+            assert np.array_equal(frame, frames[number]), number
+
+
+def test_groups_of_frames_without_a_wanted_one_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = 0
+
+    class Counting:
+        def __init__(self, codec: Any) -> None:
+            self._codec = codec
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._codec, name)
+
+        def decode(self, packet: Any) -> Any:
+            nonlocal decoded
+            decoded += packet is not None
+            return self._codec.decode(packet)
+
+    class Stream:
+        def __init__(self, stream: Any) -> None:
+            self.codec_context = Counting(stream.codec_context)
+
+    data, opened = video(frames=70, codec="H.264"), av.open  # a keyframe every 7 frames
+
+    class Container:
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self._container: Any = opened(*given, **named)
+
+        def demux(self, stream: Any) -> Any:
+            return self._container.demux(self._container.streams.video[0])
+
+        def __enter__(self) -> Any:
+            self.streams = type("S", (), {"video": [Stream(self._container.streams.video[0])]})
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._container.close()
+
+    monkeypatch.setattr(av, "open", Container)
+    assert len(list(decoded_frames(data, [1, 36]))) == 2
+    assert decoded < 3 * 7
+
+
+def test_the_header_may_come_first(tmp_path: Path) -> None:
+    data = video()
+    with (
+        av.open(io.BytesIO(data), "r") as source,
+        av.open(str(tmp_path / "x.mp4"), "w", options={"movflags": "faststart"}) as to,
+    ):
+        stream = to.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.size:
+                packet.stream = stream
+                to.mux(packet)
+    other = (tmp_path / "x.mp4").read_bytes()
+    assert other.index(b"moov") < other.index(b"mdat") and data.index(b"mdat") < data.index(b"moov")
+    assert video_header(other) == video_header(data)
+
+
+TURNED = {1: (0, 1, -1, 0), 2: (-1, 0, 0, -1), 3: (0, -1, 1, 0)}
+
+
+@pytest.mark.parametrize("turns", TURNED)
+def test_a_turned_video_is_as_displayed(turns: int) -> None:
+    data = video()
+    at = data.index(b"tkhd") + 4 + 40
+    a, b, c, d = (each << 16 for each in TURNED[turns])
+    turned = data[:at] + words(a, b, 0, c, d) + data[at + 20 :]
+    header = video_header(turned)
+    assert (header.height, header.width, header.turns) == ((64, 48) if turns % 2 else (48, 64)) + (turns,)
+    with av.open(io.BytesIO(turned), "r") as container:
+        frame = next(container.decode(video=0))
+        clockwise = -frame.rotation % 360  # type: ignore[attr-defined]
+        assert clockwise == 90 * turns
+    _, frames = all_frames(data)
+    assert np.array_equal(next(decoded_frames(turned, [0])), np.rot90(frames[0], -turns))
+
+
+def test_a_header_that_nobody_wrote_is_read() -> None:
+    assert video_header(mp4()) == VideoHeader(48, 64, 16, 10.0, False, 0, False)
+    uneven = mp4(stts=words(0, 3, 14, 1, 1, 5, 1, 1))
+    assert video_header(uneven) == VideoHeader(48, 64, 16, 16 * 10 / 20, True, 0, False)
+    rounded = mp4(stts=words(0, 3, 10, 33, 5, 34, 1, 99), scale=1000)  # the last frame may stay
+    assert not video_header(rounded).is_variable
+    waits = mp4(elst=words(0, 2, 500, -1, 1 << 16, 1600, 0, 1 << 16))
+    assert video_header(waits).frames == 16
+
+
+def fragment(*truns: bytes, tfhd: bytes = words(0x020000, 1)) -> bytes:
+    return box(b"moof", box(b"mfhd", words(0, 1)), box(b"traf", box(b"tfhd", tfhd), *truns))
+
+
+TREX = box(b"trex", words(0, 1, 1, 2, 0, 0))
+MANY = 1_000_000
+REFUSED = {
+    "cut in its frames": (video()[:1500], r"cut off or is damaged: box 'mdat' at byte \d+ tells of \d+ bytes, and \d+"),
+    "without its header": (video()[: video().index(b"moov") - 4], r"without its header \(moov\): cut off"),
+    "no track": (mp4().replace(b"vide", b"text"), "0 video tracks"),
+    "two tracks": (mp4(more=[box(b"trak", box(b"mdia", box(b"hdlr", words(0, 0), b"vide", bytes(13))))]), "2 video tracks"),
+    "two headers": (mp4() + mp4(), "two headers"),
+    "more frames than bytes": (mp4(stts=words(0, 1, MANY, 1), stsz=words(0, 0, MANY)), "1000000 frames in room for 0"),
+    "frames of no byte": (mp4(stts=words(0, 1, -1, 1), stsz=words(0, 1, -1)), "4294967295 frames in room for"),
+    "durations of others": (mp4(stts=words(0, 1, 17, 1)), "durations of 17 frames, and 16 frames"),
+    "a table larger than its box": (mp4(stts=words(0, MANY, 16, 1)), "tells of 1000000 entries, and has room for 1"),
+    "no duration": (mp4(stts=words(0, 1, 16, 0)), "last no time"),
+    "no frame": (mp4(stts=words(0, 0), stsz=words(0, 0, 0)), "video of 0 frames in"),
+    "no scale": (mp4(scale=0), "0 ticks per second"),
+    "no size": (mp4(sides=(0, 64)), "64 pixels wide x 0 high"),
+    "encrypted": (mp4(form=b"encv"), "encrypted"),
+    "mirrored": (mp4(matrix=(-1 << 16, *IDENTITY[1:])), "mirrored"),
+    "scaled": (mp4(matrix=(2 << 16, 0, 0, 0, 2 << 16, *IDENTITY[5:])), "mirrored, scaled or slanted"),
+    "begins late": (mp4(elst=words(0, 1, 1500, 1, 1 << 16)), "an edit list that leaves out or repeats"),
+    "ends early": (mp4(elst=words(0, 1, 1000, 0, 1 << 16)), "an edit list"),
+    "twice": (mp4(elst=words(0, 2, 1600, 0, 1 << 16, 1600, 0, 1 << 16)), "an edit list"),
+    "slowly": (mp4(elst=words(0, 1, 1600, 0, 1 << 15)), "an edit list"),
+    "many edits": (mp4(elst=words(0, 99, *[1600, -1, 1 << 16] * 99)), "an edit list"),
+    "many boxes": (mp4(after=[box(b"free") * (1 << 17)]), "more than 131072 boxes"),
+    "a size of 64 bits": (mp4(after=[words(1) + b"free" + words(-1, -1)]), "tells of 18446744073709551615 bytes"),
+    "a size below its head": (mp4(after=[words(4) + b"free" + bytes(8)]), "tells of 4 bytes"),
+    "an endless box": (mp4().replace(mp4()[mp4().index(b"trak") - 4 :][:8], words(0) + b"trak"), "'trak' at byte .* tells of 0 bytes"),
+    "fragments of a lie": (mp4(mvex=[TREX], after=[fragment(box(b"trun", words(0x100, MANY, 1)))]), "1000000 frames in"),
+    "frames of a fragment": (mp4(mvex=[TREX], after=[fragment(box(b"trun", words(0x100, 300, 1)))]), "tells of 300 entries"),
+    "a fragment without a head": (mp4(mvex=[TREX], after=[box(b"moof", box(b"traf"))]), "lacks 'tfhd'"),
+    "short": (mp4().replace(b"tkhd", b"free"), "lacks 'tkhd'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named_soon(name: str) -> None:
+    data, said = REFUSED[name]
+    begin = time.process_time()
+    with pytest.raises(PartError, match=said):
+        video_header(data)
+    assert time.process_time() - begin < 3
+
+
+def test_a_million_frames_that_are_there_are_counted_in_little_memory() -> None:
+    """Of unequal lengths, so that their table is as long as it can be; the sizes are not read."""
+    stts = words(0, MANY) + np.tile(np.array([1, 1, 1, 9], ">u4"), MANY // 2).tobytes()
+    data = mp4(stts=stts, stsz=words(0, 0, MANY) + bytes(4 * MANY))
+    largest = 0
+
+    def ranged(begin: int, end: int) -> bytes:
+        nonlocal largest
+        largest = max(largest, end - begin)
+        return data[begin:end]
+
+    begin = time.process_time()
+    header = read_header(ranged, len(data))
+    assert (header.frames, header.rate, header.is_variable) == (MANY, 2.0, True)
+    assert largest <= 1 << 16 and time.process_time() - begin < 3
+
+
+def test_fragments_add_up() -> None:
+    one = fragment(box(b"trun", words(0x100, 2, 4, 5)))  # of their own durations
+    other = fragment(box(b"trun", words(0x200, 3, 7, 7, 7)), box(b"trun", words(1, 2, 0)))  # of trex's
+    third = fragment(box(b"trun", words(4, 2, 0)), tfhd=words(0x02000B, 1, 0, 0, 1, 6))  # of the fragment's
+    foreign = fragment(box(b"trun", words(0x100, 1, 4)), tfhd=words(0, 2))
+    header = video_header(mp4(mvex=[TREX], after=[one, other, third, foreign]))
+    assert header.frames == 16 + 2 + 5 + 2
+    assert header.rate == pytest.approx(25 * 10 / (16 + 9 + 10 + 12))
+
+
+def test_words_about_a_video_may_be_in_any_encoding() -> None:
+    data = video()
+    at = data.rindex(b"Lavf")
+    frames = decoded_frames(data[:at] + b"\xe9\xff" + data[at + 2 :], [0, 1])
+    assert all(map(np.array_equal, frames, all_frames(data)[1]))
+
+
+@settings(max_examples=cases(60, 2000), deadline=None)
+@given(st.sampled_from(sorted(WRITTEN)), st.data())
+def test_a_damaged_file_is_a_video_or_is_refused(name: str, data: st.DataObject) -> None:
+    """Never another error; what is read of it grows with the file alone, and so do the frames that it has."""
+    bad = bytearray(video(**WRITTEN[name]))
+    moov = bad.index(b"moov")
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(moov - 4, len(bad) - 1) | st.integers(0, len(bad) - 1))
+        what = data.draw(
+            st.binary(min_size=1, max_size=4)
+            | st.sampled_from([words(0), words(1), words(-1), words(1 << 31)])
+        )
+        bad[at : at + len(what)] = what
+    cut = bytes(bad[: data.draw(st.just(len(bad)) | st.integers(0, len(bad)))])
+    try:
+        header, read = counted(cut)
+    except PartError:
+        return
+    assert read <= 4 * len(cut) and 0 < header.frames <= len(cut) and 0 < header.rate < float("inf")
+    numbers = sorted({0, header.frames // 2, header.frames - 1})
+    try:
+        for frame in decoded_frames(cut, numbers):
+            assert frame.shape == (header.height, header.width, 3)
+    except PartError as error:
+        assert str(error)
+
+
+def test_a_header_that_decoding_contradicts_is_refused() -> None:
+    data = video()
+    at = data.index(b"stsd") + 8 + 4 + 32  # width and height
+    larger = data[:at] + (4096).to_bytes(2, "big") * 2 + data[at + 4 :]
+    assert (video_header(larger).height, video_header(larger).width) == (4096, 4096)
+    with pytest.raises(PartError, match="a frame 64 x 48, and its header says 4096 x 4096"):
+        list(decoded_frames(larger, [0]))
+    smaller = data[:at] + (2).to_bytes(2, "big") * 2 + data[at + 4 :]
+    with pytest.raises(PartError, match="a frame 64 x 48, and its header says 2 x 2"):
+        list(decoded_frames(smaller, [0]))
+    with pytest.raises(PartError, match=r"video of 0 frames|cannot be decoded"):
+        list(decoded_frames(mp4(), [0]))
