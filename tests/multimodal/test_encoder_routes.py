@@ -42,13 +42,29 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
     plan = plan_step(lengths, packing, dp=ranks // cp, cp=cp, cp_split=split)
     of, start, tokens = some_parts(rng, lengths)
     work = rng.pareto(1, len(of))
+    is_output = [rng.random(count) < rng.choice([0.5, 1.0]) for count in tokens]
+    runs = [  # part, first token, tokens
+        (part, first + begin, count)
+        for part, (first, each) in enumerate(zip(start, is_output))
+        for begin, count in runs_of(each) or [(0, 0)]
+    ]
+    part, begins, counts = np.array(runs).reshape(-1, 3).T
+    number = [np.cumsum(each) - 1 for each in is_output]
+    rows = [int(each.sum()) for each in is_output]
     made = plan_encoder(plan, of, work, encoder=encoder, start=start, tokens=tokens)
     place = rng.permutation(ranks).tolist()
     routes = [
-        encoder_routes(made, plan, start, tokens, rank, split=split, order=place) for rank in range(ranks)
+        encoder_routes(made, plan, begins, counts, rank, part=part, split=split, order=place)
+        for rank in range(ranks)
     ]
     assert {len(each) for each in routes} == {plan.num_microbatches}
-    wanted = [outputs_of(plan, rank, split, of, start, tokens) for rank in range(ranks)]
+    wanted = [
+        [
+            [(part, number[part][token]) for part, token in each if is_output[part][token]]
+            for each in outputs_of(plan, rank, split, of, start, tokens)
+        ]
+        for rank in range(ranks)
+    ]
     for m, now in enumerate(zip(*routes)):
         encoded = np.concatenate([route.encodes for route in now])
         assert sorted(encoded.tolist()) == np.flatnonzero(made.microbatch == m).tolist(), "each part once"
@@ -56,7 +72,7 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
         for rank, route in enumerate(now):
             assert (made.rank[route.encodes] == rank).all()
             parts = made.part[route.encodes].tolist()
-            outputs = [(part, row) for part in parts for row in range(tokens[part])]
+            outputs = [(part, row) for part in parts for row in range(rows[part])]
             assert route.encoded_rows.tolist() == [len(outputs)]
             sent = [outputs[row] for row in route.send_rows.tolist()]
             ends = np.cumsum(route.send_counts)
@@ -74,6 +90,12 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
             assert len(arrived) == len(wanted[rank][m]), "nothing is sent that no token needs"
 
 
+def runs_of(each: np.ndarray) -> list[tuple[int, int]]:
+    """Where runs of True begin, and their sizes."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], each, [False]]).astype(int))).reshape(-1, 2)
+    return [(begin, stop - begin) for begin, stop in edges.tolist()]
+
+
 def test_a_step_without_parts_sends_nothing() -> None:
     plan = plan_step([5, 6], Packing(capacity=64, microbatches=2), dp=4)
     for route in encoder_routes(plan_encoder(plan, [], []), plan, [], [], 3):
@@ -87,9 +109,11 @@ def test_a_step_without_parts_sends_nothing() -> None:
         (([0], [3], 2), {}, "rank=2: the plan is for dp_cp ranks 0 to 1"),
         (([0], [3], 0), {"order": [0, 0]}, "give each of 0 to 1 once"),
         (([0], [3], 0), {"split": "none"}, "cp split 'none'"),
-        (([], [], 0), {}, "tokens of 0 parts"),
-        (([0, 1], [3], 0), {}, "start of 2 and tokens of 1 parts"),
-        (([0], [-1], 0), {}, "tokens of 1 parts, from -1"),
+        (([], [], 0), {}, "0 runs: give them in the order of 1 parts"),
+        (([0, 1], [3], 0), {}, "start of 2, tokens of 1 and part of 1 runs"),
+        (([0], [-1], 0), {}, "part of 1 runs, from -1"),
+        (([0, 1], [3, 3], 0), {"part": [0]}, "part of 1 runs"),
+        (([0, 1], [3, 3], 0), {"part": [1, 0]}, "2 runs: give them in the order"),
     ],
 )
 def test_other_arguments_are_refused(arguments: Any, options: Any, message: str) -> None:

@@ -14,7 +14,7 @@ import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.multimodal import PartSize
 from meshfeed.plan import account_of
-from pictures import AUDIO, IMAGE, Listen, Look, recipe_over, write_pictures
+from pictures import AUDIO, IMAGE, Listen, Look, LookStriped, Striped, recipe_over, striped, write_pictures
 from soak import SEED, cases
 
 LAYOUTS = ("dp1", "dp2", "cp2", "cp2-dp2", "pp2", "tp2-dp2")
@@ -38,7 +38,7 @@ def drawn(rng: np.random.Generator, folder: Path) -> tuple[mf.Recipe, list[str],
     names = [["b"], ["a", "b"], ["text", "b"], ["text", "a", "b"]][rng.integers(4)]
     stores = {name: mf.open(folder / name) for name in names}
     data: Any = mf.Mixture({name: (store, 1) for name, store in stores.items()})
-    rule = mf.Multimodal(image=Look(), audio=Listen())
+    rule = mf.Multimodal(image=LookStriped() if rng.random() < 0.5 else Look(), audio=Listen())
     recipe = recipe_over(data if len(names) > 1 else stores["b"], rule, sequences=int(rng.integers(4, 13)))
     packing = mf.Packing(
         capacity=int(rng.integers(8, 40)),
@@ -73,9 +73,10 @@ def check_plan(plan: mf.plan.StepPlan, lengths: list[int], packing: mf.Packing) 
         assert ends[-1] == length or (packing.oversize == "truncate" and len(ranges) == 1)
 
 
-def parts_of(recipe: mf.Recipe, source: int, epoch: int, index: int) -> list[tuple[str, int, int, Any, Any]]:
-    """Kind, first token, tokens, what it is decoded to, and the encoder's sequences, of each part."""
-    made: list[tuple[str, int, int, Any, Any]] = []
+def parts_of(recipe: mf.Recipe, source: int, epoch: int, index: int) -> list[tuple[str, int, Any, Any, Any]]:
+    """Kind, first token, id and whether it is an output of each token, what it is decoded to, and the encoder's
+    sequences, of each part."""
+    made: list[tuple[str, int, Any, Any, Any]] = []
     store, shift = recipe.sources[source], 0
     if not hasattr(store, "read_parts"):
         return made
@@ -88,7 +89,11 @@ def parts_of(recipe: mf.Recipe, source: int, epoch: int, index: int) -> list[tup
         ((count,), (each,)) = processor.rule.patches(one)
         tokens = int(processor.rule.tokens(one)[0])
         arrays = processor(data, PartSize.of(one, 0), rng)
-        made.append((kind, int(parts.at[number]) + shift, tokens, arrays, [int(each)] * int(count)))
+        told = [(-1, True)] * tokens
+        if isinstance(processor.rule, Striped):
+            runs = striped(int(one.height[0]), int(one.width[0]))
+            told = [(run.id, run.is_output) for run in runs for _ in range(run.size)]
+        made.append((kind, int(parts.at[number]) + shift, told, arrays, [int(each)] * int(count)))
         shift += tokens - 1
     return made
 
@@ -97,26 +102,32 @@ def check_parts(recipe: mf.Recipe, m: mf.Microbatch, flat: list[list[int]]) -> i
     """The arrays of all parts with a token in the pack, and which output each token is. Returns the parts."""
     expected: dict[str, list[Any]] = {"image": [], "audio": []}
     outputs: dict[tuple[str, int, int], int] = {}
+    ids: dict[tuple[int, int], int] = {}
     ends: dict[str, list[int]] = {"image": [0], "audio": [0]}
     counts = Counter[str]()
     draws = m.draws
     starts, sizes = m._portion.starts.tolist(), m._portion.pack.lengths.tolist()
     columns = (draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist())
     for sequence, (source, epoch, index, start, size) in enumerate(zip(*columns, starts, sizes)):
-        for kind, begin, tokens, arrays, patches in parts_of(recipe, source, epoch, index):
+        for kind, begin, told, arrays, patches in parts_of(recipe, source, epoch, index):
+            tokens = len(told)
             if begin + tokens <= start or begin >= start + size:
                 continue
             assert start <= begin and begin + tokens <= start + size, "no part is cut"
             expected[kind].append(arrays)
-            for at in range(tokens):
-                outputs[kind, sequence, begin + at - start] = counts[kind] + at
-            counts[kind] += tokens
+            for at, (token, is_output) in enumerate(told, begin - start):
+                if is_output:
+                    outputs[kind, sequence, at] = counts[kind]
+                    counts[kind] += 1
+                if token >= 0:
+                    ids[sequence, at] = token
             for each in patches:
                 ends[kind].append(ends[kind][-1] + each)
     rows = zip(m["sequence_ids"][0].tolist(), m["position_ids"][0].tolist(), m["padding_mask"][0].tolist())
     for i, (sequence, at, is_padding) in enumerate(rows):
         if "tokens" in m and not is_padding:
-            assert int(m["tokens"][0, i]) == flat[sequence][starts[sequence] + at]
+            stored = flat[sequence][starts[sequence] + at]
+            assert int(m["tokens"][0, i]) == ids.get((sequence, at), stored)
         for kind in expected:
             wanted = -1 if is_padding else outputs.get((kind, sequence, at), -1)
             assert int(m[f"{kind}_index"][0, i]) == wanted

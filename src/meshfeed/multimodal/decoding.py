@@ -24,7 +24,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.machine import Machine
 from meshfeed.multimodal.arena import Arena, ArenaRange
-from meshfeed.multimodal.processor import PartField, PartSize, Processor, named, rows_of, tokens_of
+from meshfeed.multimodal.processor import PartField, PartSize, Processor, named, outputs_of, rows_of
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.recipe import Recipe
@@ -285,7 +285,7 @@ class Decoder:
         """Rows and tokens of parts of one kind. Raises for the first that the processor or rule fails at."""
         processor = self._processors[kind]
         try:
-            return rows_of(processor, parts), tokens_of(processor.rule, parts)
+            return rows_of(processor, parts), outputs_of(processor.rule, parts)
         except Exception as error:
             if len(places) == 1:
                 raise named(error, processor, places[0].told()) from error

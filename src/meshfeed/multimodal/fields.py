@@ -136,9 +136,19 @@ def text_values(
     mine = parts_of_pack(among, portion)
     for kind in among.processors:
         if f"{kind}_index" in names:
-            index = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)])
+            places = mine[whole.parts.take(mine).of_kind(kind)]
+            index = whole.outputs(among.template(places), places)
             made[f"{kind}_index"] = index if portion.step is None else _received(index, whole, portion), 0
     return made
+
+
+def with_ids(among: PartsOfDraws, portion: Portion, tokens: Array) -> Array:
+    """The tokens with the ids that the pack's parts have of their templates; [sum(lengths)]."""
+    mine = parts_of_pack(among, portion)
+    if mine.size and (template := among.template(mine)).names.size:
+        tokens = tokens.astype(np.int64)  # which may be stored as uint16
+        among.whole.put_ids(tokens, template, mine)
+    return tokens
 
 
 def _received(index: npt.NDArray[np.int32], whole: Expansion, portion: Portion) -> npt.NDArray[np.int32]:

@@ -14,11 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import distinct, numbers_in
 from meshfeed.multimodal.decoding import PartPlace
 from meshfeed.multimodal.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
-from meshfeed.multimodal.processor import PartField, Processor, grid_of, named, rows_of, tokens_of, work_of
+from meshfeed.multimodal.processor import (
+    PartField,
+    Processor,
+    grid_of,
+    named,
+    rows_of,
+    template_of,
+    tokens_of,
+    work_of,
+)
 from meshfeed.order import Draws
-from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts
+from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, Template
 from meshfeed.parts.store import parts_in
 from meshfeed.plan import StepPlan
 from meshfeed.plan.types import Encoder
@@ -112,10 +122,32 @@ class PartsOfDraws:
 
     def mrope(self) -> Longs:
         """The positions of all tokens of the documents; see `Expansion.mrope`."""
-        rows, columns = np.zeros((2, len(self.parts)), np.int64)
+        made = self.template(np.arange(len(self.parts)))
+        rows, columns = np.zeros((2, int(made.is_output.sum())), np.int64)
+        kinds = self.parts.kind[made.part[made.is_output]]
         for kind, mine in self.by_kind():
-            rows[mine], columns[mine] = self.ask(grid_of, self.processors[kind].rule, mine)
-        return self.whole.mrope(rows, columns)
+            of = kinds == KINDS.index(kind)
+            rows[of], columns[of] = self.ask(grid_of, self.processors[kind].rule, mine)
+        return self.whole.mrope(made, rows, columns)
+
+    def template(self, places: Longs) -> Template:
+        """Which tokens some parts become; int64 [k], ascending."""
+        kinds, made = self.parts.kind[places], dict[Kind, Template]()
+        for kind in self.processors:
+            mine = places[kinds == KINDS.index(kind)]
+            if mine.size:
+                made[kind] = self.ask(template_of, self.processors[kind].rule, mine)
+        runs = np.zeros_like(places)
+        for kind, each in made.items():
+            runs[kinds == KINDS.index(kind)] = each.runs
+        total, first = int(runs.sum()), np.cumsum(runs) - runs
+        ids, sizes = np.zeros((2, total), np.int64)
+        joined = Template(runs, ids, sizes, np.zeros(total, np.bool_))
+        for kind, each in made.items():
+            mine = kinds == KINDS.index(kind)
+            at = numbers_in(first[mine], runs[mine])
+            joined.ids[at], joined.sizes[at], joined.is_output[at] = each.ids, each.sizes, each.is_output
+        return joined
 
     def decoded_bytes(self, kind: Kind, places: Longs, columns: Sequence[PartField]) -> int:
         """Bytes of some columns of parts of one kind, decoded."""
@@ -201,9 +233,18 @@ class Shared:
         places: dict[str, Longs] = {kind: among.parts.of_kind(kind) for kind in among.processors}
         routes: dict[str, Sequence[EncoderRoute]] = {}
         for kind, made in plans.items():
-            begins, tokens = whole.begins[places[kind]], whole.tokens[places[kind]]
+            near = distinct(made.part[made.is_near(step.rank)])
+            template = among.template(places[kind][near])
+            is_output = template.is_output
             routes[kind] = encoder_routes(
-                made, step.plan, begins, tokens, step.rank, split=step.split, order=step.order
+                made,
+                step.plan,
+                whole.runs(template, places[kind][near])[is_output],
+                template.sizes[is_output],
+                step.rank,
+                part=near[template.part[is_output]],
+                split=step.split,
+                order=step.order,
             )
         return cls(among, places, plans, routes)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
-from meshfeed.parts import PartRule, Parts
+from meshfeed.parts import PLACEHOLDER, PartRule, Parts, Template
 from meshfeed.roles import StageKind
 from meshfeed.sequence.runs import Longs
 
@@ -128,7 +128,7 @@ class Processor(ABC):
 
     @abstractmethod
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Tokens that the encoder makes of a part, from its columns alone; compared with the rule."""
+        """Outputs that the encoder makes of a part, from its columns alone; compared with the rule."""
 
     def summary(self) -> str:
         """The processor and all its options in one line; part of the fingerprint."""
@@ -162,6 +162,7 @@ def check_processor(where: str, given: Any) -> None:
 
 _OF_RULE = {
     "NativeImages": "NativePatches",
+    "RowImages": "RowPatches",
     "FixedImages": "FixedPixels",
     "TiledImages": "TiledPixels",
     "AnyResImages": "AnyResPixels",
@@ -172,6 +173,30 @@ _OF_RULE = {
 def tokens_of(rule: PartRule, parts: Parts) -> Longs:
     """`rule.tokens`; int64 [p]. Raises RecipeError unless it gives a whole number from 1 for each part."""
     return _counts("tokens", rule.tokens(parts), len(parts), least=1)
+
+
+def template_of(rule: PartRule, parts: Parts) -> Template:
+    """`rule.template`, or what stands for None. Raises RecipeError unless its tokens are the rule's."""
+    tokens = tokens_of(rule, parts)
+    if (made := rule.template(parts)) is None:
+        return Template.repeated(tokens)
+    runs, num = _counts("runs of the template", made.runs, len(parts), least=1), int(made.runs.sum())
+    sizes = _counts("sizes of the template", made.sizes, num, least=1)
+    ids = _counts("ids of the template", made.ids, num, least=PLACEHOLDER)
+    checked = Template(runs, ids, sizes, np.array(made.is_output, np.bool_))
+    if checked.is_output.shape != (num,):
+        raise RecipeError(f"template: is_output {list(checked.is_output.shape)} for {num} runs; one for each")
+    if (checked.outputs < 1).any():
+        raise RecipeError(f"template: no output for part {checked.outputs.argmin()}; give each one or more")
+    if wrong := np.flatnonzero(checked.tokens != tokens).tolist():
+        at = wrong[0]
+        raise RecipeError(f"template: {checked.tokens[at]} tokens, and `tokens` says {tokens[at]}")
+    return checked
+
+
+def outputs_of(rule: PartRule, parts: Parts) -> Longs:
+    """Outputs of the encoder for each part; int64 [p]. Raises as `template_of`."""
+    return template_of(rule, parts).outputs
 
 
 def patches_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
@@ -189,13 +214,15 @@ def work_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float64]:
 
 
 def grid_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
-    """`rule.grid`; int64 [p] twice. Raises RecipeError unless each part's tokens fill its grid."""
+    """`rule.grid`; int64 [runs] twice. Raises RecipeError unless each run of outputs fills its grid."""
     if (grid := rule.grid(parts)) is None:
         raise RecipeError("grid: None; a multimodal rope needs the rows and columns of tokens of every part")
-    rows, columns = (_counts("grid", each, len(parts), least=1) for each in grid)
-    if wrong := np.flatnonzero(rows * columns != tokens_of(rule, parts)).tolist():
+    made = template_of(rule, parts)
+    tokens = made.sizes[made.is_output]
+    rows, columns = (_counts("grid", each, tokens.size, least=1) for each in grid)
+    if wrong := np.flatnonzero(rows * columns != tokens).tolist():
         at = wrong[0]
-        raise RecipeError(f"grid: {rows[at]} x {columns[at]} for {tokens_of(rule, parts)[at]} tokens")
+        raise RecipeError(f"grid: {rows[at]} x {columns[at]} for {tokens[at]} tokens")
     return rows, columns
 
 

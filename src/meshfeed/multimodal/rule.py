@@ -34,6 +34,7 @@ from meshfeed.multimodal.fields import (
     route_fields,
     text_fields,
     text_values,
+    with_ids,
 )
 from meshfeed.multimodal.parts import (
     Chosen,
@@ -364,6 +365,8 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
     ) -> FieldTable:
         """The named fields of the one pack; see the class."""
         values = self._text(recipe, portion, columns, names)
+        if "tokens" in values:
+            values["tokens"] = with_ids(self._whole(recipe, portion), portion, values["tokens"][0]), 0
         fields = text_fields(self.fields, values, portion)
         ready = part_fields(self.processors, self._chosen(recipe, portion), columns, names, allocate)
         if self.positions == "mrope" and MROPE.name in names:

@@ -4,6 +4,27 @@ Read `types` first, then `expansion`.
 """
 
 from meshfeed.parts.expansion import Expansion
-from meshfeed.parts.types import KINDS, Kind, PartRule, Parts, Rules, check_rules
+from meshfeed.parts.types import (
+    KINDS,
+    PLACEHOLDER,
+    Kind,
+    PartRule,
+    Parts,
+    Repeat,
+    Rules,
+    Template,
+    check_rules,
+)
 
-__all__ = ["KINDS", "Expansion", "Kind", "PartRule", "Parts", "Rules", "check_rules"]
+__all__ = [
+    "KINDS",
+    "PLACEHOLDER",
+    "Expansion",
+    "Kind",
+    "PartRule",
+    "Parts",
+    "Repeat",
+    "Rules",
+    "Template",
+    "check_rules",
+]

@@ -1,4 +1,4 @@
-"""The positions of parts in the tokens, after each placeholder is repeated for each token of its part."""
+"""The positions of parts in the tokens, after each placeholder has become the tokens of its part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.intervals import numbered, numbers_in
-from meshfeed.parts.types import Longs, Parts
+from meshfeed.intervals import numbers_in
+from meshfeed.parts.types import Longs, Parts, Template
 
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """Some samples, each placeholder of their text repeated.
+    """Some samples, each placeholder of their text as often as its part has tokens.
 
     Attributes:
         parts: of the samples.
@@ -53,35 +53,54 @@ class Expansion:
         passed = (tokens[of] - self.begins).clip(0, self.tokens - 1)
         return tokens - self.parts.per_sample(passed)
 
-    def outputs(self, places: Longs) -> npt.NDArray[np.int32]:
+    def runs(self, template: Template, places: Longs) -> Longs:
+        """Which token of its sample each run begins at; int64 [r]. template: of some parts, at places."""
+        before = np.append(0, np.cumsum(template.sizes))
+        first = np.append(0, np.cumsum(template.runs))[:-1]
+        return before[:-1] + (self.begins[places] - before[first]).repeat(template.runs)
+
+    def put_ids(self, tokens: npt.NDArray[np.integer], template: Template, places: Longs) -> None:
+        """Write the ids of some parts, at places, over their placeholders. tokens: [sum(lengths)]."""
+        names, sizes = template.names, template.sizes[template.names]
+        at = numbers_in(self._all_runs(template, places)[names], sizes)
+        tokens[at] = template.ids[names].repeat(sizes)
+
+    def outputs(self, template: Template, places: Longs) -> npt.NDArray[np.int32]:
         """Which output of an encoder of some parts each token is; -1 for none; int32 [sum(lengths)].
 
-        places: of the parts, ascending; int64 [k].
+        template: of the parts at places, which ascend; int64 [k].
         """
-        tokens, first = self.tokens[places], np.cumsum(self.lengths) - self.lengths
-        begins = first[self.parts.sample[places]] + self.begins[places]
+        sizes = template.sizes[template.is_output]
         index = np.full(int(self.lengths.sum()), -1, np.int32)
-        index[numbers_in(begins, tokens)] = np.arange(tokens.sum())
+        begins = self._all_runs(template, places)[template.is_output]
+        index[numbers_in(begins, sizes)] = np.arange(sizes.sum())
         return index
 
-    def mrope(self, rows: Longs, columns: Longs) -> Longs:
+    def mrope(self, template: Template, rows: Longs, columns: Longs) -> Longs:
         """Positions in time, height and width of each token, from 0 in each sample; int64 [sum(lengths), 3].
 
         Those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191) for images: text counts on in all three; an
         image stands still in time, and what follows it comes after the longer side of its grid.
-        rows, columns: of each part's tokens; int64 [p] twice.
+        template: of all parts. rows, columns: of each run of outputs, which is such an image; int64 twice.
         """
-        steps = np.ones(int(self.text.sum()), np.int64)
-        steps[self.placeholders] = np.maximum(rows, columns)
-        ends = np.append(0, np.cumsum(steps))
-        before = ends[np.cumsum(self.text) - self.text]
-        positions = (ends[:-1] - before.repeat(self.text)).repeat(self.repeats)[:, None].repeat(3, axis=1)
-        of_part = np.flatnonzero(self.outputs(np.arange(len(self.parts))) >= 0)
-        _, number = numbered(self.tokens)
-        wide = columns.repeat(self.tokens)
-        positions[of_part, 1] += number // wide
-        positions[of_part, 2] += number % wide
+        sizes, lengths = template.sizes[template.is_output], self.lengths
+        begins = self._all_runs(template, np.arange(len(self.parts)))[template.is_output]
+        of_run = numbers_in(begins, sizes)
+        steps = np.ones(int(lengths.sum()), np.int64)
+        steps[of_run] = 0
+        steps[begins + sizes - 1] = np.maximum(rows, columns)
+        before = np.append(0, np.cumsum(steps))
+        positions = before[:-1] - before[np.cumsum(lengths) - lengths].repeat(lengths)
+        positions = positions[:, None].repeat(3, axis=1)
+        number, wide = of_run - begins.repeat(sizes), columns.repeat(sizes)
+        positions[of_run, 1] += number // wide
+        positions[of_run, 2] += number % wide
         return positions
+
+    def _all_runs(self, template: Template, places: Longs) -> Longs:
+        """As `runs`, among the tokens of all samples."""
+        first = np.cumsum(self.lengths) - self.lengths
+        return self.runs(template, places) + first[self.parts.sample[places]].repeat(template.runs)
 
     @cached_property
     def repeats(self) -> Longs:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,78 @@ class Parts:
         return cls(nothing, height, width, one, np.zeros(n), nothing, nothing, np.arange(n + 1))
 
 
+TokenId = int
+"""An option of a rule that names a token; from 0."""
+PLACEHOLDER = -1
+"""In place of the id of a token: the one that stands for the part in the stored text."""
+
+
+class Repeat(NamedTuple):
+    """A token of a part, repeated.
+
+    Attributes:
+        id: of the token, or PLACEHOLDER.
+        size: how often it stands there, from 1.
+        is_output: whether the encoder makes an output for each.
+    """
+
+    id: int
+    size: int = 1
+    is_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """The tokens that parts become, as runs of one token, part after part.
+
+    Attributes:
+        runs: of each part; int64 [p].
+        ids, sizes: of each run; see `Repeat`; int64 [r] each.
+        is_output: of each run, which are in the order of the encoder's outputs; bool [r].
+    """
+
+    runs: Longs
+    ids: Longs
+    sizes: Longs
+    is_output: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, parts: Iterable[Sequence[Repeat]]) -> Self:
+        """Of the runs of each part."""
+        made = [np.array(runs, np.int64).reshape(-1, 3) for runs in parts]
+        ids, sizes, is_output = np.concatenate([np.zeros((0, 3), np.int64), *made]).T
+        return cls(np.array([len(runs) for runs in made], np.int64), ids, sizes, is_output > 0)
+
+    @classmethod
+    def repeated(cls, tokens: Longs) -> Self:
+        """The placeholder of each part, repeated so often, each an output; int64 [p]."""
+        one = np.ones_like(tokens)
+        return cls(one, one * PLACEHOLDER, tokens, one > 0)
+
+    @property
+    def names(self) -> Longs:
+        """The runs that have an id; int64 [k], ascending."""
+        return np.flatnonzero(self.ids != PLACEHOLDER)
+
+    @property
+    def part(self) -> Longs:
+        """The part of each run; int64 [r]."""
+        return np.arange(self.runs.size).repeat(self.runs)
+
+    @property
+    def tokens(self) -> Longs:
+        """Tokens of each part; int64 [p]."""
+        return self._sums(self.sizes)
+
+    @property
+    def outputs(self) -> Longs:
+        """Outputs of the encoder for each part; int64 [p]."""
+        return self._sums(self.sizes * self.is_output)
+
+    def _sums(self, values: Longs) -> Longs:
+        return np.bincount(self.part, values, self.runs.size).astype(np.int64)
+
+
 class PartRule(ABC):
     """What a model family makes of parts of one kind. Implementations are frozen and keep no state.
 
@@ -126,7 +198,7 @@ class PartRule(ABC):
 
     @abstractmethod
     def tokens(self, parts: Parts) -> Longs:
-        """Tokens of the text that each part becomes: how often its placeholder is repeated; int64 [p].
+        """Tokens of the text that each part becomes, all of its template; int64 [p].
 
         parts: all of this rule's kind.
         """
@@ -135,10 +207,15 @@ class PartRule(ABC):
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         """What the encoder attends over: (sequences, patches in each), of each part; int64 [p] twice."""
 
-    def grid(self, parts: Parts) -> tuple[Longs, Longs] | None:
-        """(rows, columns) that the tokens of each part form, row after row; int64 [p] twice.
+    def template(self, parts: Parts) -> Template | None:
+        """Which tokens each part becomes. By default None: its placeholder repeated, each an output."""
+        return None
 
-        The positions of a multimodal rope follow it. By default None: the tokens form no grid.
+    def grid(self, parts: Parts) -> tuple[Longs, Longs] | None:
+        """(rows, columns) that the tokens of each run of outputs form, row after row; int64 twice.
+
+        Without a template, each part is such a run. The positions of a multimodal rope follow it. By default
+        None: the tokens form no grid.
         """
         return None
 

@@ -12,6 +12,7 @@ of 4 d spends 24 d^2 FLOPs on a patch, and 4 d on each of its pairs with another
 
 from meshfeed.processors.patches import NativeImages, NativePatches
 from meshfeed.processors.pixels import ImageProcessor, rgb_image
+from meshfeed.processors.pixtral import RowImages, RowPatches
 from meshfeed.processors.tiles import (
     AnyResImages,
     AnyResPixels,
@@ -32,6 +33,8 @@ __all__ = [
     "NativeImages",
     "NativePatches",
     "NativeVideo",
+    "RowImages",
+    "RowPatches",
     "TiledImages",
     "TiledPixels",
     "WhisperAudio",

@@ -1,9 +1,14 @@
-"""Images at their own resolution, as Qwen2-VL and its heirs take them: NativeImages, and NativePatches."""
+"""Images at their own resolution, as Qwen2-VL and its heirs take them: NativeImages, and NativePatches.
+
+`ResizedImages` and `SizedPatches` are what other families of such images share with them.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,8 +55,32 @@ def _refuse_elongated(parts: Parts) -> None:
         )
 
 
+class ResizedImages(PartRule):
+    """A rule for images that are resized to whole patches, over all of which the encoder attends.
+
+    Attributes:
+        patch: side of a patch, in pixels.
+        merge: side of the square of patches that become one output.
+    """
+
+    patch: int
+    merge: int
+
+    @abstractmethod
+    def resized(self, parts: Parts) -> tuple[Longs, Longs]:
+        """(height, width) of the resized images, in pixels; int64 [p] twice."""
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return np.ones_like(height), (height // self.patch) * (width // self.patch)
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return height // (self.patch * self.merge), width // (self.patch * self.merge)
+
+
 @dataclass(frozen=True, kw_only=True)
-class NativeImages(PartRule):
+class NativeImages(ResizedImages):
     """Images at their own resolution: `merge` x `merge` patches become a token.
 
     Like Qwen2-VL and Qwen2.5-VL; for Qwen3-VL, patch=16, min_pixels=65_536, max_pixels=16_777_216. The
@@ -84,17 +113,59 @@ class NativeImages(PartRule):
         factor = self.patch * self.merge
         return native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
-    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        height, width = self.resized(parts)
-        return np.ones_like(height), (height // self.patch) * (width // self.patch)
 
-    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
-        height, width = self.resized(parts)
-        return height // (self.patch * self.merge), width // (self.patch * self.merge)
+@dataclass(frozen=True)
+class SizedPatches(BytePixels):
+    """The patches of resized images, and an array that tells their sizes: what processors of both share."""
+
+    rule: ResizedImages  # pyright: ignore[reportIncompatibleVariableOverride]
+    size_field: ClassVar[PartField]
+
+    @property
+    def together(self) -> int:
+        """Side of the squares of patches that follow each other; 1 for row by row."""
+        return 1
+
+    @abstractmethod
+    def sizes_of(self, height: int, width: int) -> tuple[int, ...]:
+        """The row of a resized image, from its pixels."""
+
+    @property
+    def copies(self) -> int:
+        """Of an image, in a patch."""
+        return 1
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """pixel_values and the sizes."""
+        values = 3 * self.copies * self.rule.patch**2
+        return self.pixel_field((values,), copies=self.copies), self.size_field
+
+    def rows(self, parts: Parts) -> Mapping[str, Longs]:
+        """As many as patches, and one."""
+        return {PIXELS: self.rule.patches(parts)[1], self.size_field.name: np.ones(len(parts), np.int64)}
+
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The patches of one image."""
+        image, (height, width) = rgb_image(data, size, self.alpha), self._resized(size)
+        patches = self.squares(image, height, width, self.rule.patch, self.together)
+        return {PIXELS: patches.reshape(len(patches), -1), **self._sizes(height, width)}
+
+    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
+        """Patches of zeros, and the sizes that the image should have had."""
+        return {**super().blank(size, rows), **self._sizes(*self._resized(size))}
+
+    def _sizes(self, height: int, width: int) -> Mapping[str, Array]:
+        return {self.size_field.name: np.array([self.sizes_of(height, width)])}
+
+    def _resized(self, size: PartSize) -> tuple[int, int]:
+        """(height, width) in pixels of the resized image."""
+        height, width = self.rule.resized(size.as_image())
+        return int(height[0]), int(width[0])
 
 
 @dataclass(frozen=True)
-class NativePatches(BytePixels):
+class NativePatches(SizedPatches):
     """The patches of an image at its own resolution, with the values of Qwen2-VL's processor and its heirs.
 
     Attributes:
@@ -109,39 +180,22 @@ class NativePatches(BytePixels):
     rule: NativeImages = NativeImages()  # pyright: ignore[reportIncompatibleVariableOverride]
     _: KW_ONLY
     frames: int = 2
+    size_field: ClassVar[PartField] = PartField(name="image_grid_thw", dtype="int64", shape=(3,))
 
     @property
-    def fields(self) -> tuple[PartField, ...]:
-        """pixel_values and image_grid_thw."""
-        values = 3 * self.frames * self.rule.patch**2
-        return (
-            self.pixel_field((values,), copies=self.frames),
-            PartField(name="image_grid_thw", dtype="int64", shape=(3,)),
-        )
+    def copies(self) -> int:
+        """Of an image, in a patch."""
+        return self.frames
 
-    def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as patches, and one."""
-        return {"pixel_values": self.rule.patches(parts)[1], "image_grid_thw": np.ones(len(parts), np.int64)}
+    @property
+    def together(self) -> int:
+        """As they are merged."""
+        return self.rule.merge
 
-    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The patches of one image."""
-        image, (height, width) = rgb_image(data, size, self.alpha), self._resized(size)
-        patches = self.squares(image, height, width, self.rule.patch, self.rule.merge)
-        return {
-            PIXELS: patches.reshape(len(patches), -1),
-            "image_grid_thw": np.array([[1, height // self.rule.patch, width // self.rule.patch]]),
-        }
-
-    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
-        """Patches of zeros, and the grid that the image should have had."""
-        height, width = (side // self.rule.patch for side in self._resized(size))
-        return {**super().blank(size, rows), "image_grid_thw": np.array([[1, height, width]])}
+    def sizes_of(self, height: int, width: int) -> tuple[int, ...]:
+        """Patches of time, height and width."""
+        return 1, height // self.rule.patch, width // self.rule.patch
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Squares of merge x merge patches."""
         return int(made["image_grid_thw"].prod()) // self.rule.merge**2
-
-    def _resized(self, size: PartSize) -> tuple[int, int]:
-        """(height, width) in pixels of the resized image."""
-        height, width = self.rule.resized(size.as_image())
-        return int(height[0]), int(width[0])

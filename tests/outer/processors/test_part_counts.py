@@ -19,6 +19,7 @@ from meshfeed.processors import (
     FixedImages,
     NativeImages,
     NativeVideo,
+    RowImages,
     TiledImages,
     WhisperAudio,
 )
@@ -210,6 +211,7 @@ def test_a_video_has_frames_by_its_seconds(seconds: float, rate: float, fps: flo
 
 
 RULES = (
+    RowImages(row_end=3, end=4),
     NativeImages(),
     TiledImages(),
     AnyResImages(),

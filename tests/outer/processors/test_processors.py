@@ -20,6 +20,7 @@ from PIL import Image
 import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal import PartSize
+from meshfeed.multimodal.processor import outputs_of, template_of
 from meshfeed.parts import Parts
 from meshfeed.prepare.encoding.part_headers import size_of
 from meshfeed.processors import (
@@ -31,6 +32,8 @@ from meshfeed.processors import (
     NativeImages,
     NativePatches,
     NativeVideo,
+    RowImages,
+    RowPatches,
     TiledImages,
     TiledPixels,
     pixels,
@@ -48,6 +51,7 @@ STORED = [
 ]
 SEE_THROUGH = [(mode, kind) for mode, kind in STORED if mode[-1] == "A" or ("+" in mode and "I" not in mode)]
 HALF = (0.5, 0.5, 0.5)
+BLANK = ("pixel_values", "pixel_attention_mask")
 SQUARE = {"height": 56, "width": 56}
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 OF_TILES: dict[str, tuple[ImageProcessor, tuple[str, str], dict[str, Any]]] = {
@@ -156,14 +160,14 @@ def made(processor: ImageProcessor, data: bytes, height: int, width: int) -> Any
     size = PartSize(height, width, 1, 0.0)
     arrays = processor(data, size, mf.order.rng(0, 0, 0))
     parts = Parts.of_images([(height, width)])
-    assert processor.num_tokens(arrays) == processor.rule.tokens(parts)[0]
+    assert processor.num_tokens(arrays) == outputs_of(processor.rule, parts)[0]
     rows = {name: int(count[0]) for name, count in processor.rows(parts).items()}
     blank = processor.blank(size, rows)
     for field in processor.fields:
         array = arrays[field.name]
         assert (array.dtype, array.shape) == (field.dtype, (rows[field.name], *field.shape))
         assert (blank[field.name].dtype, blank[field.name].shape) == (array.dtype, array.shape)
-        assert np.array_equal(blank[field.name], array * (field.name != "pixel_values"))
+        assert np.array_equal(blank[field.name], array * (field.name not in BLANK))
     return arrays
 
 
@@ -267,7 +271,8 @@ def feed_of(folder: Path, ours: ImageProcessor, stored_parts: Any, **options: An
 
 
 OURS = {name: of[0] for name, of in OF_TILES.items()} | {
-    "Qwen": NativePatches(NativeImages(max_pixels=9_000))
+    "Qwen": NativePatches(NativeImages(max_pixels=9_000)),
+    "Pixtral": RowPatches(RowImages(row_end=70_000, end=70_001, longest=96)),
 }
 
 
@@ -286,8 +291,14 @@ def test_a_feed_gives_them(family: str, dtype: Any, tmp_path: Path, monkeypatch:
         assert np.array_equal(microbatch[field.name], np.concatenate(expected))
         assert microbatch[field.name].numpy().dtype == field.dtype
     index = microbatch["image_index"]
-    assert index.max() + 1 == (index >= 0).sum() == microbatch["tokens"].numel() - 8
-    sequences, patches = ours.rule.patches(Parts.of_images([size for size, _ in documents]))
+    parts = Parts.of_images([size for size, _ in documents])
+    assert index.max() + 1 == (index >= 0).sum() == outputs_of(ours.rule, parts).sum()
+    assert ours.rule.tokens(parts).sum() == microbatch["tokens"].numel() - 8
+    template = template_of(ours.rule, parts)
+    named = template.ids[template.names].repeat(template.sizes[template.names])
+    tokens = microbatch["tokens"][0]
+    assert tokens[(tokens != 5) & (tokens != 7) & (tokens != 9)].tolist() == named.tolist()
+    sequences, patches = ours.rule.patches(parts)
     assert microbatch["image_cu_seqlens"].tolist() == [0, *np.cumsum(patches.repeat(sequences))]
 
 

@@ -55,6 +55,11 @@ class EncoderPlan:
         for array in (*entries, self.loads):
             array.flags.writeable = False
 
+    def is_near(self, rank: int) -> npt.NDArray[np.bool_]:
+        """Which entries a rank encodes, or may need the output of; bool [k]."""
+        in_group = (self.first_rank <= rank) & (rank < self.first_rank + self.cp_size)
+        return in_group | (self.rank == rank)
+
     @property
     def handed(self) -> FloatArray:
         """Work of all parts that each rank gets in each microbatch; float64, as `loads`.

@@ -59,6 +59,7 @@ def encoder_routes(
     tokens: npt.ArrayLike,
     rank: int,
     *,
+    part: npt.ArrayLike | None = None,
     split: CpSplit = "zigzag",
     order: Sequence[int] | None = None,
 ) -> list[EncoderRoute]:
@@ -67,12 +68,14 @@ def encoder_routes(
     Routes agree: what rank a sends to rank b, and in which order, is what b expects from a.
 
     made: of the plan, by `plan_encoder`.
-    start, tokens: the first token of each part in its sequence, and how many it has: a row of the encoder's
-        output is for each; int [p].
+    start, tokens: the first token of each run of outputs in its sequence, and how many it has: a row of the
+        encoder's output is for each; int [runs]. Those of parts that are not near the rank may lack; see
+        `EncoderPlan.is_near`.
     rank: the dp_cp rank.
+    part: which of the parts each run is of, ascending; int [runs]. None: each part is one run.
     split: how cp groups cut their packs.
     order: the place of each dp_cp rank in the process group of the exchange; None if in order.
-    Raises PlanError for another rank, other places, fewer tokens than parts, or an unknown split.
+    Raises PlanError for another rank, other places, other runs, or an unknown split.
     """
     check_split(split)
     num_microbatches, num_ranks = made.loads.shape
@@ -82,16 +85,21 @@ def encoder_routes(
         raise PlanError(f"rank={rank}: the plan is for dp_cp ranks 0 to {num_ranks - 1}")
     if not np.array_equal(np.sort(places), np.arange(num_ranks)):
         raise PlanError(f"order={str(order)[:80]}: give each of 0 to {num_ranks - 1} once, one for each rank")
-    if not begins.size == rows.size > made.part.max(initial=-1) or (rows < 0).any():
+    num_parts = int(made.part.max(initial=-1)) + 1
+    parts = np.arange(rows.size) if part is None else np.asarray(part, np.int64).ravel()
+    if not begins.size == rows.size == parts.size or (rows < 0).any():
         raise PlanError(
-            f"start of {begins.size} and tokens of {rows.size} parts, from {rows.min(initial=0)}: give both "
-            f"for each of the {made.part.max(initial=-1) + 1} parts, tokens 0 or more"
+            f"start of {begins.size}, tokens of {rows.size} and part of {parts.size} runs, from "
+            f"{rows.min(initial=0)}: give all for each run, tokens 0 or more"
         )
-    is_mine = made.rank == rank
-    is_near = is_mine | ((made.first_rank <= rank) & (rank < made.first_rank + made.cp_size))
-    found = _Runs.of(made, plan, np.flatnonzero(is_near), begins, rows, split)
+    is_mine, is_near = made.rank == rank, np.flatnonzero(made.is_near(rank))
+    if (np.diff(parts) < 0).any() or not np.isin(made.part[is_near], parts).all():
+        raise PlanError(
+            f"{rows.size} runs: give them in the order of {num_parts} parts, of each that is near the rank"
+        )
+    found = _Runs.of(made, plan, is_near, begins, rows, parts, split)
     sent, received = found.take(is_mine[found.entry]), found.take(found.receiver == rank)
-    rows = rows[made.part]
+    rows = np.bincount(parts, rows, num_parts).astype(np.int64)[made.part]
     routes: list[EncoderRoute] = []
     for microbatch in range(num_microbatches):
         encodes = np.flatnonzero(is_mine & (made.microbatch == microbatch))
@@ -123,12 +131,12 @@ def _sums(of: LongArray, counts: LongArray, size: int) -> LongArray:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Runs of a part's tokens that one rank has.
+    """Runs of a part's outputs that one rank has the tokens of.
 
     Attributes:
         entry: of the EncoderPlan; int64 [k].
         receiver: the dp_cp rank that has the tokens; int64 [k].
-        first: the first of them among the part's; int64 [k].
+        first: the first of them among the part's outputs; int64 [k].
         count: how many; int64 [k].
         at: the first one's place in its row, or in its pack if that is cut as a whole; int64 [k].
     """
@@ -151,18 +159,23 @@ class _Runs:
         entries: LongArray,
         begins: LongArray,
         tokens: LongArray,
+        parts: LongArray,
         split: CpSplit,
     ) -> _Runs:
-        """Those of some entries: each part is cut where its row ends, and where the cp split cuts."""
-        row, part = made.row[entries].astype(np.int64), made.part[entries]
+        """Those of some entries: each run is cut where its row ends, and where the cp split cuts."""
+        begin_run, end_run = (np.searchsorted(parts, made.part[entries], side) for side in ("left", "right"))
+        run, entries = numbers_in(begin_run, end_run - begin_run), entries.repeat(end_run - begin_run)
+        outputs = np.cumsum(tokens) - tokens
+        earlier = (outputs - outputs[np.searchsorted(parts, parts)])[run]
+        row = made.row[entries].astype(np.int64)
         padded, before, whole = (each[row] for each in rows_in_packs(plan))
         offset, cut = (before, whole) if cuts_packs(split) else (0 * before, padded)
         size = made.cp_size[entries].astype(np.int64)
         num_chunks = np.where((split == "zigzag") & (size > 1), 2 * size, size)
         chunk_size = cut // num_chunks
-        begin = begins[part] - plan.start[row] + offset
+        begin = begins[run] - plan.start[row] + offset
         low = np.maximum(begin, offset)
-        high = np.minimum(begin + tokens[part], offset + plan.lengths[row])
+        high = np.minimum(begin + tokens[run], offset + plan.lengths[row])
         first_chunk = low // chunk_size
         num = np.where(low < high, (high - 1) // chunk_size - first_chunk + 1, 0)
         of, number = numbered(num)
@@ -171,4 +184,4 @@ class _Runs:
         stop = np.minimum(high[of], (chunk + 1) * chunk_size[of])
         holder = np.minimum(chunk, num_chunks[of] - 1 - chunk) if split == "zigzag" else chunk
         receiver = made.first_rank[entries].astype(np.int64)[of] + holder
-        return cls(entries[of], receiver, at - begin[of], stop - at, at)
+        return cls(entries[of], receiver, (earlier - begin)[of] + at, stop - at, at)
