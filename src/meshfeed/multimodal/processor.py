@@ -163,6 +163,7 @@ def check_processor(where: str, given: Any) -> None:
 _OF_RULE = {
     "NativeImages": "NativePatches",
     "RowImages": "RowPatches",
+    "PlacedTiles": "PlacedPixels",
     "FixedImages": "FixedPixels",
     "TiledImages": "TiledPixels",
     "AnyResImages": "AnyResPixels",

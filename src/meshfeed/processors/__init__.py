@@ -10,6 +10,7 @@ The default `alpha` of each rule is 6 x the width of its usual encoder: a layer 
 of 4 d spends 24 d^2 FLOPs on a patch, and 4 d on each of its pairs with another.
 """
 
+from meshfeed.processors.idefics import PlacedPixels, PlacedTiles
 from meshfeed.processors.patches import NativeImages, NativePatches
 from meshfeed.processors.pixels import ImageProcessor, rgb_image
 from meshfeed.processors.pixtral import RowImages, RowPatches
@@ -33,6 +34,8 @@ __all__ = [
     "NativeImages",
     "NativePatches",
     "NativeVideo",
+    "PlacedPixels",
+    "PlacedTiles",
     "RowImages",
     "RowPatches",
     "TiledImages",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.native import ARRAY, WHOLE, compiled
 
-Resample = Literal["bilinear", "bicubic"]
+Resample = Literal["bilinear", "bicubic", "lanczos"]
 Floats = npt.NDArray[np.float64]
 LinesFirst = Callable[[int, int, int, int], bool]
 """Whether Pillow resizes along lines first: (height, width, new height, new width) -> bool."""
@@ -30,7 +30,7 @@ _resize_squares = compiled(
     *(WHOLE, WHOLE, ARRAY, ARRAY, ARRAY),
 )
 
-_FILTERS = {"bilinear": 2, "bicubic": 3}  # PIL.Image.Resampling
+_FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3}  # PIL.Image.Resampling
 _REACH = {"bilinear": 1.0, "bicubic": 2.0}
 _WEIGHT_BITS = 22  # as in loops.c
 _MOST_TABLES = 256  # some 10 KiB each
@@ -131,7 +131,7 @@ def _share(distance: Floats, resample: Resample) -> Floats:
 @cache
 def pillows_order(resample: Resample) -> LinesFirst | None:
     """The order with which the loop gives this Pillow's bits of noise of some sizes; None for none."""
-    if _resize_squares is None:
+    if _resize_squares is None or resample not in _REACH:
         return None
     from PIL import Image
 

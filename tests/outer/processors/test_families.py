@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,13 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from test_part_counts import images
-from test_processors import made, picture, published, stored
+from test_processors import made, picture, published, published_class, stored
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import RecipeError, StoreError
 from meshfeed.multimodal.processor import outputs_of, template_of
 from meshfeed.parts import PLACEHOLDER, PartRule, Parts
-from meshfeed.processors import RowImages, RowPatches
+from meshfeed.processors import PlacedPixels, PlacedTiles, RowImages, RowPatches
 from soak import cases
 
 SIZES = [size for size in images(cases(150, 1000)) if max(size) < 60 * min(size)]
@@ -111,10 +112,67 @@ def pixtral(**options: Any) -> Family:
     return Family(rule, words, "[IMG]", "[IMG]", text)
 
 
+def idefics(family: str, newlines: bool, **options: Any) -> Family:
+    """newlines: whether a token stands for two of them."""
+    places = [[f"<row_{row}_col_{column}>" for column in range(1, 7)] for row in range(1, 7)]
+    names = ("<image>", "<fake_token_around_image>", "<global-img>", *itertools.chain(*places))
+    words = tokenizer(*names, merges=(("Ċ", "Ċ"),) if newlines else ())
+    of = words.token_to_id
+    rule = PlacedTiles(
+        places=tuple(tuple(map(of, row)) for row in places),
+        around=of("<fake_token_around_image>"),
+        whole=of("<global-img>"),
+        newline=tuple(words.encode("\n").ids),
+        blank_line=tuple(words.encode("\n\n").ids),
+        **options,
+    )
+    text = importlib.import_module(f"transformers.models.{family}.processing_{family}")
+    kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[family]
+    theirs = SimpleNamespace(
+        image_token="<image>",
+        fake_image_token="<fake_token_around_image>",
+        global_image_tag="<global-img>",
+        global_image_token="<global-img>",
+        image_seq_len=rule.tokens_per_tile,
+    )
+    pixels = published_class(family, kind)
+    side = {"longest_edge": rule.tile}
+
+    class Sizes(pixels):
+        """Theirs, where nothing but shapes is made: (3, height, width)."""
+
+        def resize(self, image: Any, size: Any, resample: Any = None, **_: Any) -> Any:
+            new = (size.height, size.width)
+            if size.longest_edge:
+                new = module.get_resize_output_image_size(image, resolution_max_side=size.longest_edge)
+            return np.broadcast_to(np.uint8(0), (3, *new))
+
+    module = importlib.import_module(pixels.__module__)
+    sizes = Sizes(size={"longest_edge": rule.longest}, max_image_size=side)
+
+    def of_image(height: int, width: int) -> str:
+        image = np.broadcast_to(np.uint8(0), (3, height, width))
+        image = sizes.resize(image, sizes.size)
+        image = sizes.resize_for_vision_encoder(image, rule.tile)
+        _, rows, columns = sizes.split_images(image, side)
+        if not rule.splits:
+            rows = columns = 0
+        return getattr(text, f"{kind}Processor").replace_image_token(
+            theirs, {"rows": [[rows]], "cols": [[columns]]}, 0
+        )
+
+    return Family(rule, words, "<image>", "<image>", of_image)
+
+
+SMOL: dict[str, Any] = {"longest": 2048, "tile": 512, "patch": 16, "tokens_per_tile": 64}
 MISTRAL: dict[str, Any] = {"patch": 14, "merge": 2, "longest": 1540}
 FAMILIES: dict[str, Callable[[], Family]] = {
     "Pixtral": pixtral,
     "Mistral 3": lambda: pixtral(**MISTRAL),
+    "Idefics3": lambda: idefics("idefics3", True),
+    "Idefics3, whole": lambda: idefics("idefics3", False, splits=False),
+    "SmolVLM": lambda: idefics("smolvlm", False, **SMOL),
+    "SmolVLM, one tile": lambda: idefics("smolvlm", True, **SMOL | {"longest": 512}),
 }
 
 
@@ -142,3 +200,27 @@ def test_the_pixels_of_pixtral_are_the_published_ones(options: dict[str, Any]) -
         assert np.array_equal(whole, wanted["pixel_values"])
     with pytest.raises(StoreError, match="part 1, 1000 pixels wide x 1 high: too long for longest=128"):
         replace(rule, longest=128).tokens(Parts.of_images([(20, 30), (1, 1000)]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"longest": 112}, {"longest": 150}, {"longest": 28}, {"splits": False}], ids=str
+)
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_the_pixels_of_idefics_are_the_published_ones(family: str, options: dict[str, Any]) -> None:
+    rule = idefics(family, True, **{"longest": 112, "tile": 28, "tokens_per_tile": 4} | options).rule
+    assert isinstance(rule, PlacedTiles)
+    theirs = published_class(family, {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[family])(
+        size={"longest_edge": rule.longest},
+        max_image_size={"longest_edge": 28},
+        do_image_splitting=rule.splits,
+    )
+    for size in SOME:
+        data = stored(picture(*size))
+        ours = made(PlacedPixels(rule), data, *size)
+        wanted = theirs(Image.open(io.BytesIO(data)), return_tensors="np")
+        assert wanted["pixel_attention_mask"].all()
+        assert np.array_equal(ours["pixel_values"], wanted["pixel_values"][0])
+    with pytest.raises(
+        RecipeError, match=r"longest=5000\): at most 4096, and 179 rows and columns of places"
+    ):
+        replace(rule, longest=5000)

@@ -19,6 +19,7 @@ from meshfeed.processors import (
     FixedImages,
     NativeImages,
     NativeVideo,
+    PlacedTiles,
     RowImages,
     TiledImages,
     WhisperAudio,
@@ -212,6 +213,7 @@ def test_a_video_has_frames_by_its_seconds(seconds: float, rate: float, fps: flo
 
 RULES = (
     RowImages(row_end=3, end=4),
+    PlacedTiles(places=((7,) * 4,) * 4, around=8, whole=9, newline=(3,), blank_line=(3, 3)),
     NativeImages(),
     TiledImages(),
     AnyResImages(),

@@ -32,6 +32,8 @@ from meshfeed.processors import (
     NativeImages,
     NativePatches,
     NativeVideo,
+    PlacedPixels,
+    PlacedTiles,
     RowImages,
     RowPatches,
     TiledImages,
@@ -51,7 +53,6 @@ STORED = [
 ]
 SEE_THROUGH = [(mode, kind) for mode, kind in STORED if mode[-1] == "A" or ("+" in mode and "I" not in mode)]
 HALF = (0.5, 0.5, 0.5)
-BLANK = ("pixel_values", "pixel_attention_mask")
 SQUARE = {"height": 56, "width": 56}
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 OF_TILES: dict[str, tuple[ImageProcessor, tuple[str, str], dict[str, Any]]] = {
@@ -167,13 +168,17 @@ def made(processor: ImageProcessor, data: bytes, height: int, width: int) -> Any
         array = arrays[field.name]
         assert (array.dtype, array.shape) == (field.dtype, (rows[field.name], *field.shape))
         assert (blank[field.name].dtype, blank[field.name].shape) == (array.dtype, array.shape)
-        assert np.array_equal(blank[field.name], array * (field.name not in BLANK))
+        assert np.array_equal(blank[field.name], array * (field.name != "pixel_values"))
     return arrays
 
 
-def published(family: str, name: str, **options: Any) -> Any:
+def published_class(family: str, name: str) -> Any:
     module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
-    return getattr(module, f"{name}ImageProcessorPil")(**options)
+    return getattr(module, f"{name}ImageProcessorPil")
+
+
+def published(family: str, name: str, **options: Any) -> Any:
+    return published_class(family, name)(**options)
 
 
 @pytest.mark.parametrize("patch", [14, 16])
@@ -272,6 +277,18 @@ def feed_of(folder: Path, ours: ImageProcessor, stored_parts: Any, **options: An
 
 OURS = {name: of[0] for name, of in OF_TILES.items()} | {
     "Qwen": NativePatches(NativeImages(max_pixels=9_000)),
+    "Idefics3": PlacedPixels(
+        PlacedTiles(
+            places=((70_000, 70_001, 70_002), (70_003, 70_004, 70_005), (70_006, 70_007, 70_008)),
+            around=70_010,
+            whole=70_011,
+            newline=(70_012,),
+            blank_line=(70_012, 70_012),
+            longest=84,
+            tile=28,
+            tokens_per_tile=4,
+        )
+    ),
     "Pixtral": RowPatches(RowImages(row_end=70_000, end=70_001, longest=96)),
 }
 
