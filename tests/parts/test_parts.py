@@ -77,7 +77,8 @@ def test_templates_in_samples_token_by_token() -> None:
         whole.put_ids(mine, template, every)
         assert mine.tolist() == tokens and whole.outputs(template, every).tolist() == index
         rows, columns = np.array([each for some in grids for each in some], int).reshape(-1, 2).T
-        assert whole.mrope(template, rows, columns).tolist() == positions
+        still = np.ones(rows.size, np.float32)
+        assert whole.mrope(template, rows, columns, still).tolist() == positions
         some = every[rng.random(every.size) < 0.5]
         found = whole.outputs(Template.of([runs[i] for i in some]), some)
         assert (found >= 0).sum() == found.max(initial=-1) + 1 == sum(template.outputs[some])

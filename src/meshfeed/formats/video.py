@@ -69,7 +69,9 @@ def is_mp4(data: bytes) -> bool:
 
 
 def video_header(data: bytes) -> VideoHeader:
-    """The header of an MP4 or MOV. Raises PartError as `read_header`."""
+    """The header of an MP4 or MOV. Raises PartError as `read_header`, and for other files."""
+    if not is_mp4(data):
+        raise PartError("not MP4 or MOV video")
     return read_header(lambda begin, end: data[begin:end], len(data))
 
 

@@ -502,7 +502,7 @@ def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
     rule = recipe.sequence
     if not isinstance(rule, Multimodal) or rule.positions == "mrope":
         return
-    if rule.image is not None and any(hasattr(module, "get_rope_index") for module in model.modules()):
+    if (rule.image or rule.video) and any(hasattr(module, "get_rope_index") for module in model.modules()):
         raise RecipeError(
             f"{type(model).__name__} has a multimodal rope, whose positions it cannot compute for packs; "
             f"make them by Multimodal(..., positions='mrope')"

@@ -21,6 +21,7 @@ from meshfeed.multimodal.processor import (
     PartField,
     Processor,
     grid_of,
+    interval_of,
     named,
     rows_of,
     template_of,
@@ -123,12 +124,14 @@ class PartsOfDraws:
     def mrope(self) -> Longs:
         """The positions of all tokens of the documents; see `Expansion.mrope`."""
         made = self.template(np.arange(len(self.parts)))
-        rows, columns = np.zeros((2, int(made.is_output.sum())), np.int64)
-        kinds = self.parts.kind[made.part[made.is_output]]
+        part = made.part[made.is_output]
+        rows, columns = np.zeros((2, part.size), np.int64)
+        kinds, interval = self.parts.kind[part], np.ones(len(self.parts), np.float32)
         for kind, mine in self.by_kind():
             of = kinds == KINDS.index(kind)
             rows[of], columns[of] = self.ask(grid_of, self.processors[kind].rule, mine)
-        return self.whole.mrope(made, rows, columns)
+            interval[mine] = self.ask(interval_of, self.processors[kind].rule, mine)
+        return self.whole.mrope(made, rows, columns, interval[part])
 
     def template(self, places: Longs) -> Template:
         """Which tokens some parts become; int64 [k], ascending."""

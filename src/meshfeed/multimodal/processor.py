@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
-from meshfeed.parts import PLACEHOLDER, PartRule, Parts, Template
+from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts, Template
 from meshfeed.roles import StageKind
 from meshfeed.sequence.runs import Longs
 
@@ -36,6 +36,12 @@ class PartSize(NamedTuple):
     def as_image(self) -> Parts:
         """The part alone, for what a rule says of an image of its height and width."""
         return Parts.of_images([(self.height, self.width)])
+
+    def as_video(self) -> Parts:
+        """The part alone, for what a rule says of a video of its size."""
+        image, kind = self.as_image(), np.array([KINDS.index("video")])
+        length, rate = np.array([self.length]), np.array([self.rate], np.float64)
+        return replace(image, kind=kind, length=length, rate=rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +159,8 @@ def check_processor(where: str, given: Any) -> None:
         cure = (
             "give the one that makes the same arrays: NativePatches() for Qwen2-VL, FixedPixels() for CLIP, "
             "SigLIP and LLaVA-1.5, TiledPixels() for InternVL, AnyResPixels() for LLaVA-NeXT, "
-            "WhisperFeatures() for Whisper, or a Processor of yours that calls this one"
+            "VideoPatches() for video of Qwen2-VL, WhisperFeatures() for Whisper, or a Processor of yours "
+            "that calls this one"
         )
     else:
         cure = "give one that ships, such as NativePatches(), or write one: it also declares fields and rows"
@@ -162,6 +169,7 @@ def check_processor(where: str, given: Any) -> None:
 
 _OF_RULE = {
     "NativeImages": "NativePatches",
+    "NativeVideo": "VideoPatches",
     "RowImages": "RowPatches",
     "PlacedTiles": "PlacedPixels",
     "FixedImages": "FixedPixels",
@@ -215,16 +223,25 @@ def work_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float64]:
 
 
 def grid_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
-    """`rule.grid`; int64 [runs] twice. Raises RecipeError unless each run of outputs fills its grid."""
+    """`rule.grid`; int64 [runs] twice. Raises RecipeError unless each run of outputs fills whole grids."""
     if (grid := rule.grid(parts)) is None:
         raise RecipeError("grid: None; a multimodal rope needs the rows and columns of tokens of every part")
     made = template_of(rule, parts)
     tokens = made.sizes[made.is_output]
     rows, columns = (_counts("grid", each, tokens.size, least=1) for each in grid)
-    if wrong := np.flatnonzero(rows * columns != tokens).tolist():
+    cells = rows * columns
+    if wrong := np.flatnonzero(tokens % cells if rule.kind == "video" else tokens != cells).tolist():
         at = wrong[0]
         raise RecipeError(f"grid: {rows[at]} x {columns[at]} for {tokens[at]} tokens")
     return rows, columns
+
+
+def interval_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float32]:
+    """`rule.interval`; float32 [p]. Raises RecipeError unless it gives a number from 0 for each part."""
+    interval = np.asarray(rule.interval(parts), np.float32)
+    if interval.shape != (len(parts),) or not (np.isfinite(interval) & (interval >= 0)).all():
+        raise RecipeError(_wrong("interval", interval, len(parts), "number from 0"))
+    return interval
 
 
 def rows_of(processor: Processor, parts: Parts) -> dict[str, Longs]:

@@ -76,12 +76,16 @@ class Expansion:
         index[numbers_in(begins, sizes)] = np.arange(sizes.sum())
         return index
 
-    def mrope(self, template: Template, rows: Longs, columns: Longs) -> Longs:
+    def mrope(
+        self, template: Template, rows: Longs, columns: Longs, interval: npt.NDArray[np.float32]
+    ) -> Longs:
         """Positions in time, height and width of each token, from 0 in each sample; int64 [sum(lengths), 3].
 
-        Those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191) for images: text counts on in all three; an
-        image stands still in time, and what follows it comes after the longer side of its grid.
-        template: of all parts. rows, columns: of each run of outputs, which is such an image; int64 twice.
+        Those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191): text counts on in all three; an image stands
+        still in time, the grids of a video are an interval apart, rounded down (Bai et al. 2025, arXiv
+        2502.13923), and what follows comes after the longer side of the grid.
+        template: of all parts. rows, columns: of each run of outputs, which is such an image, or several
+        grids of that size; int64 twice. interval: see `PartRule`; float32, of each run.
         """
         sizes, lengths = template.sizes[template.is_output], self.lengths
         begins = self._all_runs(template, np.arange(len(self.parts)))[template.is_output]
@@ -92,8 +96,10 @@ class Expansion:
         before = np.append(0, np.cumsum(steps))
         positions = before[:-1] - before[np.cumsum(lengths) - lengths].repeat(lengths)
         positions = positions[:, None].repeat(3, axis=1)
-        number, wide = of_run - begins.repeat(sizes), columns.repeat(sizes)
-        positions[of_run, 1] += number // wide
+        number, wide, tall = of_run - begins.repeat(sizes), columns.repeat(sizes), rows.repeat(sizes)
+        passed = (number // (wide * tall)).astype(np.float32) * interval.repeat(sizes)
+        positions[of_run, 0] += passed.astype(np.int64)
+        positions[of_run, 1] += number // wide % tall
         positions[of_run, 2] += number % wide
         return positions
 

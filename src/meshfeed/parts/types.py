@@ -214,10 +214,14 @@ class PartRule(ABC):
     def grid(self, parts: Parts) -> tuple[Longs, Longs] | None:
         """(rows, columns) that the tokens of each run of outputs form, row after row; int64 twice.
 
-        Without a template, each part is such a run. The positions of a multimodal rope follow it. By default
-        None: the tokens form no grid.
+        Without a template, each part is such a run; one of a video may be several grids, one after the other
+        in time. The positions of a multimodal rope follow it. By default None: the tokens form no grid.
         """
         return None
+
+    def interval(self, parts: Parts) -> npt.NDArray[np.float32]:
+        """Positions of a multimodal rope from one grid of a part to its next; float32 [p]. 1 by default."""
+        return np.ones(len(parts), np.float32)
 
     def work(self, parts: Parts) -> npt.NDArray[np.float64]:
         """Work of the encoder on each part, `sequences * patches * (patches + alpha)`; float64 [p]."""

@@ -22,7 +22,7 @@ from meshfeed.processors.tiles import (
     TiledImages,
     TiledPixels,
 )
-from meshfeed.processors.video import NativeVideo
+from meshfeed.processors.video import NativeVideo, VideoPatches
 from meshfeed.processors.whisper import WhisperAudio, WhisperFeatures
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "RowPatches",
     "TiledImages",
     "TiledPixels",
+    "VideoPatches",
     "WhisperAudio",
     "WhisperFeatures",
     "rgb_image",

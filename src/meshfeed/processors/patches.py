@@ -17,7 +17,7 @@ from meshfeed.errors import StoreError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import Kind, PartRule, Parts
 from meshfeed.parts.types import check_options, in_pixels
-from meshfeed.processors.pixels import PIXELS, BytePixels, rgb_image
+from meshfeed.processors.pixels import PIXELS, ImageProcessor, rgb_image
 from meshfeed.sequence.runs import Longs
 
 _MOST_ELONGATED = 200
@@ -115,7 +115,7 @@ class NativeImages(ResizedImages):
 
 
 @dataclass(frozen=True)
-class SizedPatches(BytePixels):
+class SizedPatches(ImageProcessor):
     """The patches of resized images, and an array that tells their sizes: what processors of both share."""
 
     rule: ResizedImages  # pyright: ignore[reportIncompatibleVariableOverride]

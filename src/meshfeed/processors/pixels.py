@@ -1,4 +1,4 @@
-"""What processors of images share: decoding, resizing and normalizing, with Pillow, of the extra "vlm"."""
+"""What processors of pixels share: their values; of images, decoding by Pillow (extra "vlm") and resizing."""
 
 from __future__ import annotations
 
@@ -35,36 +35,76 @@ _log = logging.getLogger("meshfeed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageProcessor(Processor):
-    """A processor of images with the options that all of them have.
+class PixelProcessor(Processor):
+    """A processor whose pixels travel as bytes, and get their values in the last copy.
+
+    A subclass with a `__call__` of its own sends what that makes, as fields.
 
     Attributes:
         mean, std: of red, green and blue, from 0 to 1; CLIP's.
-        resample: the filter that resizes.
         dtype: "float32", or "uint8" for the bytes of the resized image. They take a quarter of the memory and
             traffic; normalize them on the device: (x / 255 - mean) / std.
-        alpha: what becomes of transparent pixels, of palettes and GIFs too: "white" lays them on white, as
-            transformers 5; "drop" takes the colors stored under them, most often black, as transformers 4.
 
-    An image whose size is not the one in the index is broken. Raises RecipeError for other options.
+    Raises RecipeError for other options.
     """
 
     mean: Color = (0.48145466, 0.4578275, 0.40821073)
     std: Color = (0.26862954, 0.26130258, 0.27577711)
-    resample: Resample = "bicubic"
     dtype: Dtype = "float32"
-    alpha: Alpha = "white"
 
     def __post_init__(self) -> None:
-        check_choice(self, "resample", get_args(Resample))
         check_choice(self, "dtype", get_args(Dtype))
-        check_choice(self, "alpha", get_args(Alpha))
         check_counts(self)
         mean, std = np.array(self.mean, float), np.array(self.std, float)
         if not (mean.shape == std.shape == (3,) and np.isfinite([mean, std]).all() and (std > 0).all()):
             raise RecipeError(
                 f"{type(self).__name__}(mean={self.mean}, std={self.std}): three numbers each, std above 0"
             )
+
+    @abstractmethod
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """Decode a part: field -> array, with bytes for pixels; nothing is drawn."""
+
+    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
+        """Decode a part; nothing is drawn."""
+        made = self.bytes_of(data, size)
+        return {each.name: each.joined([made[each.name]], np.empty) for each in self.fields}
+
+    @property
+    def columns(self) -> tuple[PartField, ...]:
+        """Its fields, with bytes for pixels."""
+        if not self._sends_bytes:
+            return self.fields
+        return tuple(each.column if isinstance(each, PixelField) else each for each in self.fields)
+
+    def decoded(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
+        """Decode a part: column -> array; nothing is drawn."""
+        return self.bytes_of(data, size) if self._sends_bytes else self(data, size, rng)
+
+    @property
+    def _sends_bytes(self) -> bool:
+        return type(self).__call__ is PixelProcessor.__call__
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessor(PixelProcessor):
+    """A processor of images with the options that all of them have.
+
+    Attributes:
+        resample: the filter that resizes.
+        alpha: what becomes of transparent pixels, of palettes and GIFs too: "white" lays them on white, as
+            transformers 5; "drop" takes the colors stored under them, most often black, as transformers 4.
+
+    An image whose size is not the one in the index is broken. Raises RecipeError for other options.
+    """
+
+    resample: Resample = "bicubic"
+    alpha: Alpha = "white"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "resample", get_args(Resample))
+        check_choice(self, "alpha", get_args(Alpha))
 
     def resized(self, image: Any, height: int, width: int) -> Any:
         """An image of that many pixels. Raises PartError for more than Pillow decodes."""
@@ -75,38 +115,6 @@ class ImageProcessor(Processor):
         """The squares of an RGB image of that many pixels; see `squares_of`. Raises as `resized`."""
         _refuse_huge(image, height, width)
         return resized_squares(image, height, width, self.resample, side, merge)
-
-
-@dataclass(frozen=True)
-class BytePixels(ImageProcessor):
-    """An ImageProcessor whose pixels travel as bytes, and get their values in the last copy.
-
-    A subclass with a `__call__` of its own sends what that makes, as fields.
-    """
-
-    @abstractmethod
-    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """Decode an image: field -> array, with bytes for pixel_values; nothing is drawn."""
-
-    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
-        """Decode an image; nothing is drawn."""
-        made = self.bytes_of(data, size)
-        return {each.name: each.joined([made[each.name]], np.empty) for each in self.fields}
-
-    @property
-    def columns(self) -> tuple[PartField, ...]:
-        """Its fields, with bytes for pixel_values."""
-        if not self._sends_bytes:
-            return self.fields
-        return tuple(each.column if isinstance(each, PixelField) else each for each in self.fields)
-
-    def decoded(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
-        """Decode an image: column -> array; nothing is drawn."""
-        return self.bytes_of(data, size) if self._sends_bytes else self(data, size, rng)
-
-    @property
-    def _sends_bytes(self) -> bool:
-        return type(self).__call__ is BytePixels.__call__
 
     def pixel_field(self, shape: tuple[int, ...], *, copies: int = 1) -> PixelField:
         """The field pixel_values, of rows of that shape."""
@@ -122,11 +130,14 @@ class PixelField(PartField):
     Attributes:
         mean, std: of red, green and blue, which follow each other in a row; for dtype "float32".
         copies: of each channel, one after the other.
+        fused: whether values are rounded as by processors of transformers that use torch: see
+            `values_of_bytes`.
     """
 
     mean: Color
     std: Color
     copies: int = 1
+    fused: bool = False
 
     @property
     def column(self) -> PartField:
@@ -144,17 +155,22 @@ class PixelField(PartField):
         if self.dtype == "uint8":
             to[...] = read
             return
-        values = values_of_bytes(self.mean, self.std)
+        values = values_of_bytes(self.mean, self.std, self.fused)
         if _widen_pixels is None:
             to[...] = values[np.arange(3)[:, None, None], read]
         else:
             _widen_pixels(rows, size, self.copies, np.ascontiguousarray(read), values, to)
 
 
-def values_of_bytes(mean: Color, std: Color) -> npt.NDArray[np.float32]:
-    """What each byte of each channel becomes, rounded as by transformers; float32 [3, 256]."""
-    shares = (np.arange(256) * (1 / 255)).astype(np.float32)
+def values_of_bytes(mean: Color, std: Color, fused: bool = False) -> npt.NDArray[np.float32]:
+    """What each byte of each channel becomes, rounded as by transformers; float32 [3, 256].
+
+    fused: (byte - 255 mean) / (255 std), as with torch; otherwise (byte / 255 - mean) / std, as with NumPy.
+    """
     by_channel = np.array([mean, std], np.float32)[:, :, None]
+    if fused:
+        by_channel *= np.float32(255)
+    shares = np.arange(256, dtype=np.float32) if fused else (np.arange(256) * (1 / 255)).astype(np.float32)
     return (shares - by_channel[0]) / by_channel[1]
 
 

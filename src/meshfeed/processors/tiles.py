@@ -14,7 +14,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import Kind, PartRule, Parts
 from meshfeed.parts.types import check_options
-from meshfeed.processors.pixels import PIXELS, BytePixels, Color, check_choice, framed, rgb_image
+from meshfeed.processors.pixels import PIXELS, Color, ImageProcessor, check_choice, framed, rgb_image
 from meshfeed.processors.resizing import squares_of
 from meshfeed.sequence.runs import Longs
 
@@ -55,7 +55,7 @@ class FixedImages(PartRule):
 
 
 @dataclass(frozen=True)
-class FixedPixels(BytePixels):
+class FixedPixels(ImageProcessor):
     """Images of one size, with the values of the processors of CLIP, SigLIP, LLaVA-1.5 and Gemma 3.
 
     Attributes:
@@ -172,7 +172,7 @@ class TiledImages(PartRule):
 
 
 @dataclass(frozen=True)
-class TiledPixels(BytePixels):
+class TiledPixels(ImageProcessor):
     """Square tiles of an image, and a small copy of the whole, with the values of InternVL's processor.
 
     Attributes:
@@ -292,7 +292,7 @@ class AnyResImages(PartRule):
 
 
 @dataclass(frozen=True)
-class AnyResPixels(BytePixels):
+class AnyResPixels(ImageProcessor):
     """A small copy of an image, and its tiles, with the values of the processors of LLaVA-NeXT and OneVision.
 
     Attributes:

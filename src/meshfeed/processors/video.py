@@ -1,17 +1,26 @@
-"""Rules for video."""
+"""Video as Qwen2-VL and its heirs take it: NativeVideo, and VideoPatches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from meshfeed.errors import RecipeError, StoreError
+from meshfeed.columns import Array
+from meshfeed.errors import PartError, RecipeError, StoreError
+from meshfeed.formats.video import Frame, decoded_frames, video_header
+from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import Kind, PartRule, Parts
-from meshfeed.parts.types import check_options
+from meshfeed.parts.types import check_options, in_pixels
 from meshfeed.processors.patches import native_size
+from meshfeed.processors.pixels import PixelField, PixelProcessor
 from meshfeed.sequence.runs import Longs
+
+PIXELS, GRID = "pixel_values_videos", "video_grid_thw"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,8 @@ class NativeVideo(PartRule):
         min_pixels, max_pixels: limits of each resized frame.
         max_video_tokens: the context that a long video shares among its frames, `max_video_tokens` of the
             processor under `cap_pixels_per_frame`; None for no such limit.
+        tokens_per_second: positions in time of a multimodal rope, of the model's vision config, as for
+            Qwen2.5-VL; None for one position for each merged frames, as for Qwen2-VL.
 
     Raises RecipeError for options below 1.
     """
@@ -41,6 +52,7 @@ class NativeVideo(PartRule):
     min_pixels: int = 128 * 28 * 28
     max_pixels: int = 768 * 28 * 28
     max_video_tokens: int | None = None
+    tokens_per_second: int | None = None
     alpha: float = 6 * 1280
     kind: Kind = "video"
 
@@ -51,6 +63,50 @@ class NativeVideo(PartRule):
 
     def frames(self, parts: Parts) -> Longs:
         """Frames sampled of each video; int64 [p]. Raises StoreError for one with fewer than merge_frames."""
+        frames = self._asked(parts)
+        # sampled at multiples of length / frames, below length
+        return np.ceil(parts.length / (parts.length / frames)).astype(np.int64)
+
+    def numbers(self, size: PartSize) -> list[int]:
+        """The numbers of the frames that are sampled of a video, ascending. Raises as `frames`.
+
+        By torch.arange, as transformers computes them: in float32, whose rounding may choose the frame
+        before.
+        """
+        asked = int(self._asked(size.as_video())[0])
+        return torch.arange(0, size.length, size.length / asked).int().tolist()
+
+    def tokens(self, parts: Parts) -> Longs:
+        groups, patches = self.patches(parts)
+        return groups * (patches // self.merge**2)
+
+    def resized(self, parts: Parts) -> tuple[Longs, Longs]:
+        """(height, width) of the resized frames, in pixels; int64 [p] twice. Raises as `frames`
+        and `native_size`."""
+        frames, factor = self.frames(parts), self.patch * self.merge
+        most = np.full_like(frames, self.max_pixels)
+        if self.max_video_tokens is not None:
+            total = int(self.max_video_tokens * factor * factor * 0.9)
+            share = np.minimum(self.max_pixels, total * self.merge_frames // frames)
+            most = np.maximum(share, int(self.min_pixels * 1.05))
+        return native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=most)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return -(-self.frames(parts) // self.merge_frames), (height // self.patch) * (width // self.patch)
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return height // (self.patch * self.merge), width // (self.patch * self.merge)
+
+    def interval(self, parts: Parts) -> npt.NDArray[np.float32]:
+        if self.tokens_per_second is None:
+            return super().interval(parts)
+        seconds = self.merge_frames / (self.frames(parts) / parts.length * parts.rate)
+        return np.float32(self.tokens_per_second) * seconds.astype(np.float32)
+
+    def _asked(self, parts: Parts) -> npt.NDArray[np.float64]:
+        """Frames to sample; float64 [p], whole numbers."""
         short = np.flatnonzero(parts.length < self.merge_frames)
         if short.size:
             raise StoreError(
@@ -59,23 +115,89 @@ class NativeVideo(PartRule):
             )
         most = self._merged(np.minimum(self.max_frames, parts.length).astype(np.float64))
         asked = np.maximum(parts.length / parts.rate * self.fps, self.min_frames)
-        frames = self._merged(np.minimum(np.minimum(asked, most), parts.length))
-        # sampled at multiples of length / frames, below length
-        return np.ceil(parts.length / (parts.length / frames)).astype(np.int64)
-
-    def tokens(self, parts: Parts) -> Longs:
-        groups, patches = self.patches(parts)
-        return groups * (patches // self.merge**2)
-
-    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        frames, factor = self.frames(parts), self.patch * self.merge
-        most = np.full_like(frames, self.max_pixels)
-        if self.max_video_tokens is not None:
-            total = int(self.max_video_tokens * factor * factor * 0.9)
-            share = np.minimum(self.max_pixels, total * self.merge_frames // frames)
-            most = np.maximum(share, int(self.min_pixels * 1.05))
-        height, width = native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=most)
-        return -(-frames // self.merge_frames), (height // self.patch) * (width // self.patch)
+        return self._merged(np.minimum(np.minimum(asked, most), parts.length))
 
     def _merged(self, frames: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.floor(frames / self.merge_frames) * self.merge_frames
+
+
+@dataclass(frozen=True)
+class VideoPatches(PixelProcessor):
+    """The patches of a video's frames, with the values of Qwen2-VL's video processor; decoded by PyAV.
+
+    A frame is resized by torch, as there. A video whose size, frames or rate are not those of the index is
+    broken.
+
+    Attributes:
+        rule: which frames, and sizes of these and of patches.
+
+    Fields, both for the first stage: pixel_values_videos, dtype [patches, 3 * merge_frames * patch * patch],
+    squares of merge x merge patches one after the other; video_grid_thw int64 [videos, 3], patches of time,
+    height and width. Other options: see `PixelProcessor`.
+    """
+
+    rule: NativeVideo = NativeVideo()  # pyright: ignore[reportIncompatibleVariableOverride]
+    _: KW_ONLY
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """pixel_values_videos and video_grid_thw."""
+        shape = (3 * self.rule.merge_frames * self.rule.patch**2,)
+        pixels = PixelField(
+            name=PIXELS, dtype=self.dtype, shape=shape, mean=self.mean, std=self.std, fused=True
+        )
+        return pixels, PartField(name=GRID, dtype="int64", shape=(3,))
+
+    def rows(self, parts: Parts) -> Mapping[str, Longs]:
+        """As many as patches of all merged frames, and one."""
+        groups, patches = self.rule.patches(parts)
+        return {PIXELS: groups * patches, GRID: np.ones(len(parts), np.int64)}
+
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The patches of one video."""
+        header = video_header(data)
+        found = PartSize(header.height, header.width, header.frames, header.rate)
+        if found != size:
+            raise PartError(f"{_told(found)}, and the index says {_told(size)}")
+        rule, grid = self.rule, self._grid(size)
+        _, rows, columns = grid
+        numbers, (height, width) = rule.numbers(size), (rows * rule.patch, columns * rule.patch)
+        frames = np.empty((grid[0] * rule.merge_frames, height, width, 3), np.uint8)
+        for frame, into in zip(decoded_frames(data, numbers), frames):
+            into[:] = _resized(frame, height, width)
+        frames[len(numbers) :] = frames[len(numbers) - 1]
+        merge, side = rule.merge, rule.patch
+        split = frames.reshape(
+            -1, rule.merge_frames, rows // merge, merge, side, columns // merge, merge, side, 3
+        )
+        patches = split.transpose(
+            0, 2, 5, 3, 6, 8, 1, 4, 7
+        )  # group, square, patch of it, channel, frame, pixel
+        return {PIXELS: patches.reshape(math.prod(grid), -1), GRID: np.array([grid])}
+
+    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
+        """Patches of zeros, and the grid that the video should have had."""
+        return {**super().blank(size, rows), GRID: np.array([self._grid(size)])}
+
+    def num_tokens(self, made: Mapping[str, Array]) -> int:
+        """Squares of merge x merge patches."""
+        return int(made[GRID].prod()) // self.rule.merge**2
+
+    def _grid(self, size: PartSize) -> tuple[int, int, int]:
+        """Patches of time, height and width."""
+        video = size.as_video()
+        (groups,), (height,), (width,) = (self.rule.patches(video)[0], *self.rule.resized(video))
+        return int(groups), int(height) // self.rule.patch, int(width) // self.rule.patch
+
+
+def _resized(frame: Frame, height: int, width: int) -> Array:
+    """A frame of that many pixels; uint8 [height, width, 3]."""
+    if frame.shape[:2] == (height, width):
+        return frame
+    pixels = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None]
+    made = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
+    return made[0].permute(1, 2, 0).numpy()
+
+
+def _told(size: PartSize) -> str:
+    return f"{size.length} frames at {size.rate:g} a second, {in_pixels(size.height, size.width)}"

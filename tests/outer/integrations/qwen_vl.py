@@ -1,9 +1,10 @@
-"""Documents with images for models of Qwen's vision family, and what transformers makes of them."""
+"""Documents with images and videos for models of Qwen's vision family, and what transformers makes of them."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,16 +17,21 @@ import torch
 from PIL import Image
 
 import meshfeed as mf
-from meshfeed.multimodal import MultimodalWriter
-from meshfeed.parts import Parts
-from meshfeed.processors import NativeImages, NativePatches
+from meshfeed.multimodal import MultimodalWriter, PartSize
+from meshfeed.parts import KINDS, Parts
+from meshfeed.processors import NativeImages, NativePatches, NativeVideo, VideoPatches
+from videos import video
 
-IMAGE, BEGIN, END = 100, 101, 102
-"""The placeholder, and the tokens that stand around it."""
+IMAGE, BEGIN, END, VIDEO = 100, 101, 102, 103
+"""The placeholder of an image, the tokens that stand around a part, and the placeholder of a video."""
 PATCHES = NativePatches(NativeImages(min_pixels=28 * 28, max_pixels=84 * 84))
+FRAMES = VideoPatches(NativeVideo(min_pixels=28 * 28, max_pixels=56 * 84))
+TIMED = VideoPatches(replace(FRAMES.rule, tokens_per_second=2))
+"""For Qwen2-VL, and for Qwen2.5-VL."""
 
-Document = Sequence[int | tuple[int, int]]
-"""Tokens of text below IMAGE, and images as (height, width)."""
+Video = tuple[int, int, int, float]
+Document = Sequence[int | tuple[int, int] | Video]
+"""Tokens of text below IMAGE, images as (height, width), videos as (height, width, frames, rate)."""
 
 
 def picture(height: int, width: int) -> bytes:
@@ -36,35 +42,68 @@ def picture(height: int, width: int) -> bytes:
     return stream.getvalue()
 
 
+def stored(part: tuple[int, int] | Video) -> bytes:
+    """An image or a video whose pixels follow from its size."""
+    return picture(*part) if len(part) == 2 else video(*part)
+
+
 def write_documents(folder: Path, documents: Sequence[Document], *, broken: bool = False) -> Any:
-    """A store of documents. broken: nothing of their images can be decoded."""
+    """A store of documents. broken: nothing of their parts can be decoded."""
     with MultimodalWriter(folder, {"tokens": np.uint16}) as writer:
         for document in documents:
-            sizes = [each for each in document if isinstance(each, tuple)]
+            parts = [each for each in document if isinstance(each, tuple)]
             text = [
-                t for each in document for t in ([each] if isinstance(each, int) else [BEGIN, IMAGE, END])
+                t for each in document for t in ([each] if isinstance(each, int) else [BEGIN, pad(each), END])
             ]
-            data = [b"no picture" if broken else picture(*size) for size in sizes]
-            numbers = np.array([len(each) for each in data], np.int64)
-            at, starts = np.flatnonzero(np.array(text) == IMAGE), np.array([0, len(sizes)])
+            data = [b"no picture" if broken else stored(each) for each in parts]
+            height, width, frames = (
+                np.array([(*each, 1)[axis] for each in parts], np.int64) for axis in range(3)
+            )
             writer.add_document(tokens=np.array(text, np.uint16))
-            writer.add_parts(replace(Parts.of_images(sizes), num_bytes=numbers, at=at, starts=starts), data)
+            writer.add_parts(
+                Parts(
+                    kind=np.array(
+                        [KINDS.index("image" if len(each) == 2 else "video") for each in parts], np.int64
+                    ),
+                    height=height,
+                    width=width,
+                    length=frames,
+                    rate=np.array([each[3] if len(each) == 4 else 0 for each in parts], np.float64),
+                    num_bytes=np.array([len(each) for each in data], np.int64),
+                    at=np.flatnonzero(np.isin(text, (IMAGE, VIDEO))),
+                    starts=np.array([0, len(parts)]),
+                ),
+                data,
+            )
     return mf.open(folder)
 
 
-def grid_of(height: int, width: int) -> tuple[int, int, int]:
-    """image_grid_thw of an image, by transformers."""
+def pad(part: tuple[int, int] | Video) -> int:
+    """The placeholder of a part."""
+    return IMAGE if len(part) == 2 else VIDEO
+
+
+def grid_of(height: Any, width: Any, *length: Any) -> tuple[int, int, int]:
+    """The grid of an image or a video, resized by transformers."""
     module = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    rule = PATCHES.rule
+    rule = FRAMES.rule if length else PATCHES.rule
     resized = module.smart_resize(height, width, 28, rule.min_pixels, rule.max_pixels)
-    return (1, resized[0] // 14, resized[1] // 14)
+    groups = -(-len(sampled(height, width, *length)) // 2) if length else 1
+    return (groups, resized[0] // 14, resized[1] // 14)
+
+
+def sampled(*size: Any) -> list[int]:
+    """The numbers of a video's frames that are sampled: test_video_processor compares them with transformers."""
+    return FRAMES.rule.numbers(PartSize(*size))
 
 
 def expanded(document: Document) -> list[int]:
     """The tokens of a document, its placeholders repeated by transformers' sizes."""
     made: list[int] = []
     for each in document:
-        tokens = [each] if isinstance(each, int) else [BEGIN, *[IMAGE] * (np.prod(grid_of(*each)) // 4), END]
+        tokens = (
+            [each] if isinstance(each, int) else [BEGIN, *[pad(each)] * (math.prod(grid_of(*each)) // 4), END]
+        )
         made += tokens
     return made
 
@@ -80,6 +119,20 @@ def positions(document: Document, family: str = "qwen2_vl.Qwen2VLModel") -> torc
     )
     self.get_vision_position_ids = partial(model.get_vision_position_ids, self)
     tokens = torch.tensor([expanded(document)])
-    grids = torch.tensor([grid_of(*each) for each in document if isinstance(each, tuple)]).reshape(-1, 3)
-    ids, _ = model.get_rope_index(self, tokens, (tokens == IMAGE).int(), image_grid_thw=grids)
+    parts = [each for each in document if isinstance(each, tuple)]
+    images, videos = (
+        torch.tensor([grid_of(*each) for each in parts if len(each) == size], dtype=torch.int64).reshape(
+            -1, 3
+        )
+        for size in (2, 4)
+    )
+    seconds = [2 / (len(sampled(*each)) / each[2] * each[3]) for each in parts if len(each) == 4]
+    ids, _ = model.get_rope_index(
+        self,
+        tokens,
+        (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
+        image_grid_thw=images,
+        video_grid_thw=videos,
+        second_per_grid_ts=torch.tensor(seconds),
+    )
     return ids[:, 0]

@@ -511,7 +511,7 @@ def test_what_is_no_processor_is_refused_with_the_cure() -> None:
         ),
         (lambda data: data, "function, which is not a .*or write one: it also declares fields and rows"),
         (FixedImages(), r"FixedImages, a rule, .* such as FixedPixels\(FixedImages\("),
-        (NativeVideo(), r"NativeVideo, a rule, .* such as YourProcessor\(NativeVideo\("),
+        (NativeVideo(), r"NativeVideo, a rule, .* such as VideoPatches\(NativeVideo\("),
         (FixedPixels, r"the class FixedPixels; give one: FixedPixels\(\)"),
         ("native", "str, which is not a"),
     ]

@@ -1,0 +1,183 @@
+"""Video for Qwen's models: frames, sizes and values of transformers' processor, bit for bit; and broken videos."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+from meshfeed.errors import PartError, RecipeError
+from meshfeed.formats.video import video_header
+from meshfeed.multimodal import MultimodalWriter, PartSize
+from meshfeed.processors import NativeVideo, VideoPatches
+from qwen_videos import Asked, Made, by_transformers
+from soak import SEED, cases
+from videos import CODECS, UNEVEN, all_frames, video
+
+SMALL: dict[str, Any] = {"min_pixels": 4 * 784, "max_pixels": 20 * 784}
+
+
+@cache
+def drawn() -> list[tuple[bytes, VideoPatches, dict[str, Any]]]:
+    """Videos, our processor, and the options of transformers' one."""
+    rng = random.Random(SEED)
+    made = [(video(times=UNEVEN), VideoPatches(NativeVideo(**SMALL)), dict(SMALL))]
+    for _ in range(cases(6, 60)):
+        size = (2 * rng.randrange(18, 70), 2 * rng.randrange(18, 70), rng.randrange(2, 90))
+        rate = rng.choice([2, 3, 5, 10, 25, 29.97, 60])
+        codec = rng.choice([*CODECS])
+        data = video(*size, rate, codec, form="mp4" if codec == "VP9" else "mov")
+        given: dict[str, Any] = {
+            "min_pixels": 784 * rng.choice([1, 4, 9]),
+            "max_pixels": 784 * rng.choice([9, 20, 40]),
+            "min_frames": rng.choice([4, 8]),
+            "max_frames": rng.choice([8, 16, 768]),
+        }
+        ours = NativeVideo(**given)
+        if rng.random() < 0.5:
+            ours = replace(ours, max_video_tokens=60)
+            given |= {"cap_pixels_per_frame": True, "max_video_tokens": 60}
+        made.append((data, VideoPatches(ours), given))
+    return made
+
+
+def size_of(data: bytes) -> PartSize:
+    header = video_header(data)
+    return PartSize(header.height, header.width, header.frames, header.rate)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Made]:
+    asked = [
+        Asked(np.stack(all_frames(data)[1]), video_header(data).rate, options) for data, _, options in drawn()
+    ]
+    return by_transformers(asked)
+
+
+def test_arrays_are_those_of_transformers(wanted: list[Made]) -> None:
+    lengths: set[int] = set()
+    for (data, processor, options), theirs in zip(drawn(), wanted, strict=True):
+        size = size_of(data)
+        made = processor(data, size, np.random.default_rng(0))
+        assert np.array_equal(made["video_grid_thw"], theirs.grid), (size, options)
+        assert np.array_equal(made["pixel_values_videos"], theirs.pixels), (size, options)
+        sent = processor.decoded(data, size, np.random.default_rng(0))
+        assert sent["pixel_values_videos"].dtype == np.uint8
+        parts = size.as_video()
+        rows = processor.rows(parts)
+        assert rows["pixel_values_videos"][0] == len(theirs.pixels)
+        tokens = processor.rule.tokens(parts)[0]
+        assert tokens == processor.num_tokens(made) == theirs.grid.prod() // 4
+        timed = replace(processor.rule, tokens_per_second=2).interval(parts)
+        assert timed[0] == 2 * torch.tensor(theirs.seconds)  # as Qwen2.5-VL multiplies it
+        lengths.add(int(theirs.grid[0, 0]))
+    assert len(lengths) > 2
+
+
+def test_bytes_are_those_of_the_values(wanted: list[Made]) -> None:
+    data, processor, _ = drawn()[0]
+    made = replace(processor, dtype="uint8")(data, size_of(data), np.random.default_rng(0))
+    mean, std = (np.array(each, np.float32)[:, None] for each in (processor.mean, processor.std))
+    values = (made["pixel_values_videos"].reshape(-1, 3, 392) / np.float32(255) - mean) / std
+    assert np.allclose(values.reshape(len(values), -1), wanted[0].pixels, atol=1e-5)
+
+
+def test_a_turned_video_is_resized_as_displayed() -> None:
+    data = video(48, 96)
+    at = data.index(b"tkhd") + 44
+    turned = data[:at] + bytes(4) + b"\0\1\0\0" + bytes(4) + b"\xff\xff\0\0" + bytes(4) + data[at + 20 :]
+    processor = VideoPatches(NativeVideo(**SMALL))
+    assert size_of(turned)[:2] == (96, 48)
+    made = processor(turned, size_of(turned), np.random.default_rng(0))
+    assert made["video_grid_thw"].tolist() == [[2, 6, 4]]
+
+
+def stored(folder: Path, parts: list[tuple[bytes, PartSize]]) -> Any:
+    """A store of one video each."""
+    with MultimodalWriter(folder, {"tokens": np.uint16}) as writer:
+        for i, (data, size) in enumerate(parts):
+            part = size.as_video()
+            writer.add_document(tokens=np.array([1, 9, 2, 3 + i], np.uint16))
+            writer.add_parts(replace(part, num_bytes=np.array([len(data)]), at=np.array([1])), [data])
+    return mf.open(folder)
+
+
+def recipe_of(folder: Path, parts: list[tuple[bytes, PartSize]], **options: Any) -> mf.Recipe:
+    rule = mf.Multimodal(video=VideoPatches(NativeVideo(**SMALL)), positions="mrope", **options)
+    return mf.Recipe(
+        data=stored(folder, parts), sequence=rule, batch=mf.Batch(sequences=len(parts)), shuffle="none"
+    )
+
+
+GOOD = [(data, size_of(data)) for data in (video(seed=i, frames=12 + i) for i in range(4))]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_videos_are_decoded_in_workers_or_by_the_reader(tmp_path: Path, workers: int) -> None:
+    recipe = recipe_of(tmp_path / "store", GOOD)
+    machine, packing = mf.Machine(workers=workers), mf.Packing(capacity=512, policy="in_order")
+    with mf.Feed(recipe, packing=packing, machine=machine) as feed:
+        step = next(iter(feed))
+        (microbatch,) = step.microbatches
+    wanted = [VideoPatches(NativeVideo(**SMALL))(*each, np.random.default_rng(0)) for each in GOOD]
+    for name in ("pixel_values_videos", "video_grid_thw"):
+        joined = np.concatenate([each[name] for each in wanted])
+        assert np.array_equal(microbatch[name].numpy(), joined)
+    groups = np.concatenate(
+        [[each["video_grid_thw"][0, 1:].prod()] * each["video_grid_thw"][0, 0] for each in wanted]
+    )
+    assert microbatch["video_cu_seqlens"].tolist() == [0, *groups.cumsum().tolist()]
+    assert (microbatch["video_index"] >= 0).sum() == groups.sum() // 4
+
+
+def wrong(at: int, **other: Any) -> list[tuple[bytes, PartSize]]:
+    """GOOD with a part whose index says something else."""
+    return [
+        (data, size._replace(**other)) if i == at else (data, size) for i, (data, size) in enumerate(GOOD)
+    ]
+
+
+CUT = GOOD[1][0][:-700]
+NO_FRAMES = GOOD[1][0].replace(b"avc1", b"avc9")
+BAD = {
+    "other frames": (wrong(1, length=12), r"document 1, part 0 .*13 frames at 10 a second, 64 .* says 12 frames"),
+    "another rate": (wrong(2, rate=25.0), r"document 2, part 0 .*14 frames at 10 .* says 14 frames at 25 a second"),
+    "another size": (wrong(3, height=64, width=48), r"document 3, part 0 .*48 high, and .* 48 pixels wide x 64 high"),
+    "cut off": ([GOOD[0], (CUT, GOOD[1][1])], r"document 1, part 0 .* video (that was cut off|without its header)"),
+    "not decoded": ([GOOD[0], (NO_FRAMES, GOOD[1][1])], r"document 1, part 0 .*(cannot be decoded|does not decode)"),
+    "a picture": ([GOOD[0], (b"GIF89a" + bytes(50), GOOD[1][1])], r"document 1, part 0 .*not MP4 or MOV video"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_broken_video_stops_the_job_by_name_or_becomes_blank(name: str, tmp_path: Path) -> None:
+    parts, said = BAD[name]
+    packing = mf.Packing(capacity=512, policy="in_order")
+    with pytest.raises(PartError, match=said):
+        list(mf.simulate(recipe_of(tmp_path / "a", parts), mf.Layout(), 1, packing=packing))
+    blank = recipe_of(tmp_path / "b", parts, on_bad="blank")
+    (step,) = mf.simulate(blank, mf.Layout(), 1, packing=packing)
+    (made,) = step.microbatches
+    ends = np.append(0, np.asarray(made["video_grid_thw"]).prod(1).cumsum())
+    (at,) = np.asarray(made["bad_parts"])[:, 0].tolist()
+    assert at == int(said[len("document ")])
+    pixels = np.asarray(made["pixel_values_videos"])
+    assert not pixels[ends[at] : ends[at + 1]].any() and pixels[: ends[at]].any()
+
+
+def test_wrong_options_are_refused() -> None:
+    wrong: tuple[dict[str, Any], ...] = ({"std": (1, 1, 0)}, {"dtype": "float16"})
+    for options in wrong:
+        with pytest.raises(RecipeError, match=r"VideoPatches\("):
+            VideoPatches(**options)
+    with pytest.raises(RecipeError, match=r"tokens_per_second=0\): a whole number from 1"):
+        NativeVideo(tokens_per_second=0)
+    rule = mf.Multimodal(video=VideoPatches(NativeVideo(fps=1)))
+    assert "fps=1" in rule.summary()
