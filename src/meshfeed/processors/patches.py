@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -83,14 +83,16 @@ class ResizedImages(PartRule):
 class NativeImages(ResizedImages):
     """Images at their own resolution: `merge` x `merge` patches become a token.
 
-    Like Qwen2-VL and Qwen2.5-VL; for Qwen3-VL, patch=16, min_pixels=65_536, max_pixels=16_777_216. The
-    encoder attends over the whole image.
+    Like Qwen2-VL and Qwen2.5-VL; for Qwen3-VL, patch=16, min_pixels=65_536, max_pixels=16_777_216; for
+    GLM-4.1V and GLM-4.5V, grow_first=True, min_pixels=6272, max_pixels=5_880_000, half of the processor's,
+    which counts two frames. The encoder attends over the whole image.
 
     Attributes:
         patch: side of a patch, in pixels.
         merge: side of the square of patches that become one token.
         min_pixels, max_pixels: limits of the resized image, "shortest_edge" and "longest_edge" of the
             processor's size.
+        grow_first: whether an image with a side below a token's is first scaled up, so that it has it.
 
     Raises RecipeError for options below 1.
     """
@@ -99,6 +101,7 @@ class NativeImages(ResizedImages):
     merge: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
+    grow_first: bool = False
     alpha: float = 6 * 1280
     kind: Kind = "image"
 
@@ -111,6 +114,10 @@ class NativeImages(ResizedImages):
     def resized(self, parts: Parts) -> tuple[Longs, Longs]:
         """(height, width) of the resized images, in pixels; int64 [p] twice. Raises as `native_size`."""
         factor = self.patch * self.merge
+        if self.grow_first:
+            scale = np.maximum(np.maximum(factor / parts.height, factor / parts.width), 1)
+            height, width = ((side * scale).astype(np.int64) for side in (parts.height, parts.width))
+            parts = replace(parts, height=height, width=width)
         return native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
 

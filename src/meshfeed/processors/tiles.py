@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
@@ -12,8 +13,8 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
-from meshfeed.parts import Kind, PartRule, Parts
-from meshfeed.parts.types import check_options
+from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
+from meshfeed.parts.types import TokenId, check_options
 from meshfeed.processors.pixels import PIXELS, Color, ImageProcessor, check_choice, framed, rgb_image
 from meshfeed.processors.resizing import squares_of
 from meshfeed.sequence.runs import Longs
@@ -22,18 +23,46 @@ Fit = Literal["crop", "stretch", "pad"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedImages(PartRule):
+class Framed(PartRule):
+    """A rule whose outputs may have other tokens around them.
+
+    Attributes:
+        before, after: ids of the tokens around all outputs of a part; PLACEHOLDER for its own.
+        output: id of the token of each output; by default the placeholder.
+    """
+
+    before: tuple[TokenId, ...] = ()
+    after: tuple[TokenId, ...] = ()
+    output: TokenId = PLACEHOLDER
+
+    @abstractmethod
+    def outputs(self, parts: Parts) -> Longs:
+        """Outputs of the encoder for each part; int64 [p]."""
+
+    def tokens(self, parts: Parts) -> Longs:
+        return self.outputs(parts) + len(self.before) + len(self.after)
+
+    def template(self, parts: Parts) -> Template:
+        before, after = map(Repeat, self.before), map(Repeat, self.after)
+        begin, end = [*before], [*after]
+        made = self.outputs(parts).tolist()
+        return Template.of([*begin, Repeat(self.output, count, is_output=True), *end] for count in made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedImages(Framed):
     """Images of one size: as many tokens whatever they were.
 
-    Like LLaVA-1.5 over CLIP (576 tokens of 336 pixels); for Gemma 3 over SigLIP, size=896, patch=14,
-    tokens_per_image=256.
+    Like LLaVA-1.5 over CLIP (576 tokens of 336 pixels); for Gemma 3 over SigLIP, without pan and scan,
+    size=896, patch=14, tokens_per_image=256, and where <start_of_image> is the placeholder,
+    before=(PLACEHOLDER,), output= the id of <image_soft_token>, after= that of <end_of_image>.
 
     Attributes:
         size: side of the resized image, in pixels.
         patch: side of a patch, in pixels.
         tokens_per_image: of the language model; None for one per patch.
 
-    Raises RecipeError for options below 1.
+    Other options: see `Framed`. Raises RecipeError for options below 1.
     """
 
     size: int = 336
@@ -45,7 +74,7 @@ class FixedImages(PartRule):
     def __post_init__(self) -> None:
         check_options(self)
 
-    def tokens(self, parts: Parts) -> Longs:
+    def outputs(self, parts: Parts) -> Longs:
         patches = self.patches(parts)[1]
         return patches if self.tokens_per_image is None else np.full_like(patches, self.tokens_per_image)
 
@@ -92,7 +121,7 @@ class FixedPixels(ImageProcessor):
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """As the rule says of an image."""
         images = Parts.of_images([made[PIXELS].shape[2:]] * len(made[PIXELS]))
-        return int(self.rule.tokens(images).sum())
+        return int(self.rule.outputs(images).sum())
 
     def _square(self, image: Any) -> Array:
         side, shorter, longer = self.rule.size, min(image.size), max(image.size)
@@ -109,10 +138,11 @@ class FixedPixels(ImageProcessor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledImages(PartRule):
+class TiledImages(Framed):
     """Images cut into equal square tiles in the grid nearest to their shape, and a small copy of the whole.
 
-    Like InternVL 1.5 and later (Chen et al. 2024, arXiv 2404.16821). An image of one tile has no further
+    Like InternVL 1.5 to 3.5 (Chen et al. 2024, arXiv 2404.16821), with the ids of <img> and </img> in before
+    and after, unless they are in the text. An image of one tile has no further
     copy. The encoder attends within a tile.
 
     Attributes:
@@ -122,7 +152,7 @@ class TiledImages(PartRule):
         min_tiles, max_tiles: of an image, the copy not counted.
         thumbnail: whether an image of several tiles has the copy.
 
-    Raises RecipeError for options below 1, or more than max_tiles.
+    Other options: see `Framed`. Raises RecipeError for options below 1, or more than max_tiles.
     """
 
     tile: int = 448
@@ -141,7 +171,7 @@ class TiledImages(PartRule):
                 f"TiledImages(min_tiles={self.min_tiles}, max_tiles={self.max_tiles}): at most that"
             )
 
-    def tokens(self, parts: Parts) -> Longs:
+    def outputs(self, parts: Parts) -> Longs:
         return self.patches(parts)[0] * self.tokens_per_tile
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:

@@ -17,13 +17,23 @@ import numpy as np
 import pytest
 from PIL import Image
 from test_part_counts import images
-from test_processors import made, picture, published, published_class, stored
+from test_processors import OF_TILES, made, picture, published, published_class, stored
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+import meshfeed
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.multimodal.processor import outputs_of, template_of
-from meshfeed.parts import PLACEHOLDER, PartRule, Parts
-from meshfeed.processors import PlacedPixels, PlacedTiles, RowImages, RowPatches
+from meshfeed.parts import PLACEHOLDER, Expansion, PartRule, Parts
+from meshfeed.processors import (
+    FixedImages,
+    NativeImages,
+    NativePatches,
+    PlacedPixels,
+    PlacedTiles,
+    RowImages,
+    RowPatches,
+    TiledImages,
+)
 from soak import cases
 
 SIZES = [size for size in images(cases(150, 1000)) if max(size) < 60 * min(size)]
@@ -38,12 +48,12 @@ def tokenizer(*special: str, merges: tuple[tuple[str, str], ...] = ()) -> Tokeni
     return words
 
 
-def method(family: str, module: str, name: str) -> Callable[..., str]:
+def method(family: str, module: str, name: str, **names: Any) -> Callable[..., str]:
     """A method of a processor of transformers, of its source: not all can be imported without torchvision."""
     (folder,) = find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
     tree = ast.parse((Path(folder) / "models" / family / f"{module}.py").read_text())
     (found,) = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == name)
-    found.decorator_list, scope = [], dict[str, Any](np=np)
+    found.decorator_list, scope = [], {"np": np, **names}
     exec(compile(ast.unparse(found), module, "exec"), scope)
     return scope[name]
 
@@ -164,6 +174,73 @@ def idefics(family: str, newlines: bool, **options: Any) -> Family:
     return Family(rule, words, "<image>", "<image>", of_image)
 
 
+def internvl(**options: Any) -> Family:
+    words = tokenizer("<IMG_CONTEXT>", "<img>", "</img>")
+    rule = TiledImages(before=(words.token_to_id("<img>"),), after=(words.token_to_id("</img>"),), **options)
+    theirs = SimpleNamespace(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<IMG_CONTEXT>",
+        image_seq_length=rule.tokens_per_tile,
+    )
+    replaced = method("internvl", "processing_internvl", "replace_image_token")
+    pixels = published(
+        "got_ocr2",
+        "GotOcr2",
+        size={"height": rule.tile, "width": rule.tile},
+        crop_to_patches=True,
+        min_patches=rule.min_tiles,
+        max_patches=rule.max_tiles,
+    )
+
+    def text(height: int, width: int) -> str:
+        return replaced(theirs, {"num_patches": [pixels.get_number_of_image_patches(height, width)]}, 0)
+
+    return Family(rule, words, "<IMG_CONTEXT>", "<IMG_CONTEXT>", text)
+
+
+def gemma() -> Family:
+    words = tokenizer(
+        "<start_of_image>", "<image_soft_token>", "<end_of_image>", merges=(("Ċ", "Ċ"), ("ĊĊ", "Ċ"))
+    )
+    soft, end = map(words.token_to_id, ("<image_soft_token>", "<end_of_image>"))
+    rule = FixedImages(size=896, tokens_per_image=256, before=(PLACEHOLDER,), output=soft, after=(end,))
+    return Family(
+        rule, words, "<start_of_image>", "<image_soft_token>", lambda height, width: gemmas(words).strip()
+    )
+
+
+def gemmas(words: Tokenizer, crops: int = 0) -> str:
+    """What its processor puts in place of <start_of_image>."""
+    special = {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    }
+    theirs = SimpleNamespace()
+    init = method(
+        "gemma3", "processing_gemma3", "__init__", super=lambda: SimpleNamespace(__init__=lambda **_: None)
+    )
+    init(theirs, None, SimpleNamespace(**special, boi_token_id=0))
+    return method("gemma3", "processing_gemma3", "replace_image_token")(theirs, {"num_crops": [crops]}, 0)
+
+
+def native(family: str, module: str, name: str, rule: NativeImages, **options: Any) -> Family:
+    """Of a grid of patches: theirs from a module of pixels, of a class name, under options."""
+    words = tokenizer("<|image|>")
+    replaced = method(family, f"processing_{family}", "replace_image_token")
+    pixels = published(module, name, patch_size=rule.patch, **options)
+    theirs = SimpleNamespace(image_token="<|image|>", image_processor=pixels)
+
+    def text(height: int, width: int) -> str:
+        grid = np.array([[1, 1, pixels.get_number_of_image_patches(height, width)]])
+        return replaced(theirs, {"image_grid_thw": grid}, 0)
+
+    return Family(rule, words, "<|image|>", "<|image|>", text)
+
+
+QWEN3: dict[str, Any] = {"patch": 16, "min_pixels": 65_536, "max_pixels": 16_777_216}
+GLM: dict[str, Any] = {"grow_first": True, "min_pixels": 6272, "max_pixels": 5_880_000}
 SMOL: dict[str, Any] = {"longest": 2048, "tile": 512, "patch": 16, "tokens_per_tile": 64}
 MISTRAL: dict[str, Any] = {"patch": 14, "merge": 2, "longest": 1540}
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -172,6 +249,18 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "Idefics3": lambda: idefics("idefics3", True),
     "Idefics3, whole": lambda: idefics("idefics3", False, splits=False),
     "SmolVLM": lambda: idefics("smolvlm", False, **SMOL),
+    "InternVL 3.5": internvl,
+    "Qwen3-VL": lambda: native(
+        "qwen3_vl",
+        "qwen2_vl",
+        "Qwen2VL",
+        NativeImages(**QWEN3),
+        size={"shortest_edge": 65_536, "longest_edge": 16_777_216},
+    ),
+    "GLM-4.5V": lambda: native("glm4v", "glm4v", "Glm4v", NativeImages(**GLM)),
+    "GLM-4.6V": lambda: native("glm46v", "glm46v", "Glm46V", NativeImages(**GLM)),
+    "InternVL, few tiles": lambda: internvl(min_tiles=2, max_tiles=6),
+    "Gemma 3": gemma,
     "SmolVLM, one tile": lambda: idefics("smolvlm", True, **SMOL | {"longest": 512}),
 }
 
@@ -179,6 +268,27 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_the_published_ones(family: str) -> None:
     FAMILIES[family]().check(SIZES)
+
+
+@pytest.mark.parametrize(
+    "text", ["<start_of_image>", "user\n<start_of_image>what?", "a\n\n<start_of_image>\n<start_of_image> b"]
+)
+def test_text_around_an_image_of_gemma_is_encoded_with_its_neighbours(text: str) -> None:
+    """Its processor puts blank lines around images: they are text of the stored document, whose newlines merge."""
+    family = gemma()
+    words, rule = family.words, family.rule
+    theirs = words.encode(text.replace("<start_of_image>", gemmas(words))).ids
+    document = np.array(words.encode(text.replace("<start_of_image>", "\n\n<start_of_image>\n\n")).ids)
+    (at,) = np.nonzero(document == words.token_to_id("<start_of_image>"))
+    sizes = Parts.of_images([(30, 40)] * at.size)
+    parts = replace(sizes, at=at, starts=np.array([0, at.size]))
+    template, whole = (
+        template_of(rule, parts),
+        Expansion(parts, rule.tokens(parts), np.array([document.size])),
+    )
+    tokens = document.repeat(whole.repeats)
+    whole.put_ids(tokens, template, np.arange(at.size))
+    assert tokens.tolist() == theirs and tokens.size > document.size
 
 
 SOME = [(30, 40), (64, 64), (1, 16), (17, 90), (200, 300), (301, 150)]
@@ -224,3 +334,33 @@ def test_the_pixels_of_idefics_are_the_published_ones(family: str, options: dict
         RecipeError, match=r"longest=5000\): at most 4096, and 179 rows and columns of places"
     ):
         replace(rule, longest=5000)
+
+
+def test_the_pixels_of_glm_are_the_published_ones() -> None:
+    rule = NativeImages(**GLM | {"max_pixels": 20_000})
+    theirs = published("glm4v", "Glm4v", size={"shortest_edge": 112 * 112, "longest_edge": 40_000})
+    for size in [*SOME, (3, 300), (20, 27)]:
+        data = stored(picture(*size))
+        ours, wanted = (
+            made(NativePatches(rule), data, *size),
+            theirs(Image.open(io.BytesIO(data)), return_tensors="np"),
+        )
+        assert np.array_equal(ours["pixel_values"], wanted["pixel_values"])
+        assert np.array_equal(ours["image_grid_thw"], wanted["image_grid_thw"])
+
+
+def test_the_page_names_the_families_that_are_tested() -> None:
+    page = (Path(meshfeed.__file__).parents[2] / "docs" / "multimodal.md").read_text()
+    table = page.split("| family | images | video | sound |\n|---|---|---|---|\n")[1].split("\n\n")[0]
+    trained: dict[str, set[str]] = {"images": set(), "video": set(), "sound": set()}
+    for line in table.splitlines():
+        family, *cells = line.strip("| ").split(" | ")
+        for kind, cell in zip(trained, cells, strict=True):
+            trained[kind] |= set(family.split(", ")) if cell.startswith("trained") else set()
+    ours = {name.split(",")[0] for name in (*FAMILIES, *OF_TILES)} - {"InternVL", "InternVL 3.5"}
+    tested_elsewhere = {"Qwen2-VL", "Qwen2.5-VL", "GLM-4.1V", "InternVL 1.5 to 3.5"}
+    assert trained == {
+        "images": ours | tested_elsewhere,
+        "video": {"Qwen2-VL", "Qwen2.5-VL"},
+        "sound": {"Qwen2-Audio"},
+    }
