@@ -16,7 +16,7 @@ import numpy as np
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from meshfeed.cli.command import OK, Console, print_json, say
+from meshfeed.cli.command import OK, WRONG, Console, print_json, say
 from meshfeed.cli.inspect import as_ids, decoder_of, marked
 from meshfeed.cli.options import Command, argument, given, option, required
 from meshfeed.errors import PrepareError
@@ -282,7 +282,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         else:
             share = f"{bear:,} of {counted(of, 'token')} bear loss ({bear / max(of, 1):.1%})"
             say(f"\n{counted(len(found), 'document')}: {share}; {len(refused)} refused; nothing was written")
-        return OK
+        return OK if found else WRONG
 
     def _encoding(self) -> Encoding:
         """Raises PrepareError for options without effect."""

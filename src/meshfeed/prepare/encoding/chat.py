@@ -210,6 +210,12 @@ class ChatEncoder:
                 while after < tokens.size and rendered.text[begins[after] : ends[after]].isspace():
                     after += 1
                 mask[after : after + 1] = stops[after : after + 1]
+            elif is_special[last : last + 1].any() and not is_special[first:last][-2:].any():
+                token = self._tokenizer.id_to_token(int(tokens[last]))
+                raise StoreError(
+                    f"a {{% generation %}} block ends before {token!r}, so the model would never learn to "
+                    f"stop; end the block after it, or name what ends an answer: end= (--chat-end {token!r})"
+                )
             mask[first:last] = 1
         if rendered.trims and is_special.any() and not ended:
             if given:

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.prepare.inputs.conversation import REASONING, Conversation, texts_of
+from meshfeed.prepare.inputs.conversation import NOTHING, REASONING, Arguments, Conversation, texts_of
 
 Beside = Mapping[str, Any]
 """What a conversation gives its template beside the messages; see `Conversation.given`."""
@@ -27,23 +27,25 @@ Spans = list[tuple[int, int]]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates, if there are several."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""What templates print by their name."""
 MOST_CHARACTERS = 16 << 20
 """Limit of a conversation's text: tokenizing it takes a hundred times as much memory."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
-_PLUMBING = {"role", "content", "tool_call_id", "id"}
+_PLUMBING = {"role", "content", "tool_call_id", "id", "type", "index"}
 """Keys of messages that need not be in the text."""
 _NOW, _THINKS = "strftime_now", "enable_thinking"
 _EACH = 'make a conversation for each answer by train_on="each" (--train-on each)'
 _OPEN_NAME, _CLOSE_NAME = "meshfeed_open", "meshfeed_close"
 
 
-class Turn(dict[str, Any]):
-    """A message that knows which of its keys a template has read."""
+class Noted(dict[str, Any]):
+    """An object that knows which of its keys a template has read, as do the objects in it."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+        super().__init__((name, _noted(value)) for name, value in given.items())
         self.read = set[str]()
 
     def __getitem__(self, name: str) -> Any:
@@ -54,15 +56,43 @@ class Turn(dict[str, Any]):
         self.read.add(name)
         return super().get(name, default)
 
-    def _whole(self) -> Turn:
+    def __iter__(self) -> Iterator[str]:  # without it, dict(...) would read past this class
+        return iter([*super().keys()])
+
+    def _whole(self) -> Noted:
         self.read |= {*super().keys()}
         return self
 
     def items(self) -> Any:
-        return super(Turn, self._whole()).items()
+        return super(Noted, self._whole()).items()
 
     def values(self) -> Any:
-        return super(Turn, self._whole()).values()
+        return super(Noted, self._whole()).values()
+
+    def __repr__(self) -> str:
+        return super(Noted, self._whole()).__repr__()
+
+    def unread(self) -> Iterator[str]:
+        """The keys, here and in objects that were read, whose values nobody has read and which have one."""
+        for name, value in super().items():
+            if name in self.read:
+                for each in cast(list[Any], value) if isinstance(value, list) else [value]:
+                    inside = each.unread() if isinstance(each, Noted) else ()
+                    yield from (key for key in inside if key != "name")  # a call's may be within its id
+            elif value not in NOTHING:
+                yield name
+
+
+class _NotedArguments(Noted, Arguments):
+    pass
+
+
+def _noted(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_noted(each) for each in cast(list[Any], value)]
+    if isinstance(value, dict):
+        return (_NotedArguments if isinstance(value, Arguments) else Noted)(cast(dict[str, Any], value))
+    return value
 
 
 @dataclass(frozen=True)
@@ -98,9 +128,17 @@ class ChatTemplate:
         """The variables that its source names."""
         return self._compiled[2]
 
+    @cached_property
+    def takes_parts_alone(self) -> bool:
+        """Whether it prints content that is a list of parts, and no content that is text, as LLaVA's do."""
+        word = "meshfeed"
+        forms: tuple[Any, Any] = word, [{"type": "text", "text": word}]
+        plain, parts = (_prints(self, [Noted({"role": "user", "content": each})], word) for each in forms)
+        return parts and not plain
+
     def text(
         self,
-        messages: list[Turn],
+        messages: list[Noted],
         beside: Beside,
         *,
         prompt: bool = False,
@@ -123,7 +161,7 @@ class ChatTemplate:
             hint = asks if _NOW in str(error) else ""
             raise StoreError(f"{self.where}: {error or type(error).__name__}{hint}") from error
 
-    def blocks(self, messages: list[Turn], beside: Beside) -> tuple[str, Spans]:
+    def blocks(self, messages: list[Noted], beside: Beside) -> tuple[str, Spans]:
         """All messages as one text, and begin and end, in characters, of each {% generation %} block in it
         that is not empty."""
         marked = self.text(messages, beside, marks=(_OPEN, _CLOSE))
@@ -251,7 +289,7 @@ class Conversations:
 
     def render(self, talk: Conversation) -> Rendered:
         """The text of a conversation. Raises StoreError."""
-        messages, beside = [Turn(each) for each in talk.messages], {"documents": None, **talk.given}
+        messages, beside = [Noted(each) for each in talk.messages], {"documents": None, **talk.given}
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise StoreError("no message of the assistant, so nothing bears loss; leave it out")
@@ -262,18 +300,28 @@ class Conversations:
         if name not in self.templates:
             raise StoreError(f"{self.path}: no template {name!r} among {', '.join(self.templates)}")
         template = self.templates[name]
+        if template.takes_parts_alone:
+            talk = talk.in_parts()
+            messages = [Noted(each) for each in talk.messages]
+        _refuse_unknown_roles(template, talk.messages)
         text = _whole(template, messages, beside)
-        _refuse_printed_parts(messages, text)
-        if template.has_blocks:
-            for k in said if self.end else []:
-                if k < len(messages) - 1 and not any(text for _, text in texts_of(messages[k])):
+        _refuse_printed_parts(talk.messages, text)
+        try:
+            if template.has_blocks:
+                spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
+            else:
+                spans = [_added(template, messages, beside, k, text) for k in said]
+        except StoreError as error:
+            if self.train_on != "each":
+                raise
+            raise StoreError(str(error).replace(_EACH, "leave it out, or use another template")) from error
+        if template.has_blocks and self.end:
+            for k in said:
+                if k < len(messages) - 1 and not any(text for _, text in texts_of(talk.messages[k])):
                     raise StoreError(f"message {k} (assistant): empty, and no block tells its end; remove it")
-            spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
-        else:
-            spans = [_added(template, messages, beside, k, text) for k in said]
         pieces = [text[begin:end] for begin, end in spans]
         own = dict.fromkeys(said, "".join(pieces)) if template.has_blocks else dict(zip(said, pieces))
-        _refuse_lost(messages, own, text, self.ignore)
+        _refuse_lost(talk.messages, own, text, self.ignore)
         self._refuse_unread(talk, messages, template.reads)
         end = self._end_of(messages[-1])
         if turns[-1] == len(messages) - 1 and not text.rstrip().endswith(end):
@@ -284,7 +332,7 @@ class Conversations:
                 spans.append((begin, len(text)))
         return Rendered(text, spans, trims=not template.has_blocks)
 
-    def _end_of(self, message: Turn) -> str:
+    def _end_of(self, message: Noted) -> str:
         """What ends a last answer, or a last call. Raises StoreError for a call of which that is unknown."""
         if not self.end or not dict.get(message, "tool_calls"):
             return self.end[0] if self.end else ""
@@ -295,7 +343,7 @@ class Conversations:
             )
         return self.end[1]
 
-    def _refuse_unread(self, talk: Conversation, messages: list[Turn], names: set[str]) -> None:
+    def _refuse_unread(self, talk: Conversation, messages: list[Noted], names: set[str]) -> None:
         """Raises StoreError for what neither the template nor prepare has read."""
         known = _PLUMBING.union(self.ignore)
         if any(message.read & {*REASONING} for message in messages):
@@ -305,7 +353,7 @@ class Conversations:
         unread = {
             name: f"message {k} ({dict.get(message, 'role')}) has {name!r}"
             for k, message in reversed([*enumerate(messages)])
-            for name in message.keys() - known - message.read
+            for name in {*message.unread()} - known
             if (dict.get(message, "role"), name) != ("tool", "name")  # that of the call
         }
         unread |= {name: f"the record has {name!r}" for name in talk.unread if name not in self.ignore}
@@ -323,7 +371,7 @@ class Conversations:
 
 
 def _blocks_of(
-    template: ChatTemplate, messages: list[Turn], beside: Beside, text: str, said: Sequence[int] | None
+    template: ChatTemplate, messages: list[Noted], beside: Beside, text: str, said: Sequence[int] | None
 ) -> Spans:
     """A template's blocks, or those of messages `said`. Raises StoreError if prefixes do not tell them."""
     if _OPEN in text or _CLOSE in text:
@@ -350,7 +398,7 @@ def _blocks_of(
     return [block for k in said for block in blocks[num_blocks[k] : num_blocks[k + 1]]]
 
 
-def _whole(template: ChatTemplate, messages: list[Turn], beside: Beside) -> str:
+def _whole(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str:
     """The text of all messages. Raises StoreError that names the first message from which on it has none."""
     try:
         return template.text(messages, beside)
@@ -361,48 +409,76 @@ def _whole(template: ChatTemplate, messages: list[Turn], beside: Beside) -> str:
         raise StoreError(f"message {k} ({messages[k]['role']}): {error}{parts}") from error
 
 
-def _has_parts(message: Turn) -> bool:
+def _has_parts(message: Noted) -> bool:
     return isinstance(message.get("content"), list)
 
 
-def _refuse_printed_parts(messages: list[Turn], text: str) -> None:
-    """Refuse content in parts that a template, which knows of text alone, prints as Python would."""
+def _refuse_unknown_roles(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse roles that many templates print like any other, so that what they say bears no loss."""
     for k, message in enumerate(messages):
-        parts = message.get("content")
-        if not isinstance(parts, list):
-            continue
-        printed = str(cast(list[Any], parts)), json.dumps(parts, ensure_ascii=False)
-        if any(each in text for each in printed):
+        role = message["role"]
+        if role not in _ROLES and not any(f"{mark}{role}{mark}" in template.source for mark in "'\""):
             raise StoreError(
-                f"message {k} ({message['role']}): its content is a list of parts, which this template "
-                f"does not support; join them to one text"
+                f"message {k}: role {role!r} is none of {', '.join(_ROLES)}, and the template does not name "
+                f"it; rename it, and make a call a message of the assistant with tool_calls"
             )
 
 
-def _refuse_lost(messages: list[Turn], loss: Mapping[int, str], text: str, ignore: Sequence[str]) -> None:
+def _refuse_printed_parts(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuse content in parts that a template, which knows of text alone, prints as Python or JSON would."""
+    for k, message in enumerate(messages):
+        parts = message["content"]
+        for each in [parts, *cast(list[Any], parts)] if isinstance(parts, list) and parts else []:
+            if isinstance(each, list | dict) and (str(each) in text or _as_json(each) in text):
+                raise StoreError(
+                    f"message {k} ({message['role']}): its content is a list of parts, which this template "
+                    f"does not support; join them to one text"
+                )
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _refuse_lost(
+    messages: Sequence[Mapping[str, Any]], loss: Mapping[int, str], text: str, ignore: Sequence[str]
+) -> None:
     """Refuse a message of which the template prints nothing: its text, thoughts or call would be lost.
 
     loss: what bears it, of messages that do. Thoughts matter in these alone: templates that know of them
     drop earlier ones.
     """
-    for k, message in enumerate(messages):
-        wanted = Counter(texts_of({**message}))
-        for (key, said), times in wanted.items():
-            if key in ignore or (key == REASONING[0] and k not in loss):
+    found = [[(key, said.strip()) for key, said in texts_of(each)] for each in messages]
+    contents = "\0".join(said for each in found for key, said in each if key == "content")
+
+    def refuse(k: int, key: str) -> NoReturn:
+        cure = f", or give ignore=[{key!r}] (--ignore-keys {key})" * (key == REASONING[0])
+        raise StoreError(
+            f"message {k} ({messages[k]['role']}): the template does not print its {key}, so it would be "
+            f"lost; use a template that does{cure}"
+        )
+
+    for k, pieces in enumerate(found):
+        for (key, said), times in Counter(each for each in pieces if each[1]).items():
+            if key == REASONING[0] and (key in ignore or k not in loss):
                 continue
-            where, shown = loss.get(k, text), said.strip()
-            # templates quote what a call is given in many ways
-            pieces = re.split(r"[\"'\\\s]+", shown) if key == "tool_calls" else [shown]
-            as_json = json.dumps(shown, ensure_ascii=False)[1:-1]
-            if where.count(as_json) < times and any(where.count(piece) < times for piece in pieces):
-                cure = f", or give ignore=[{key!r}] (--ignore-keys {key})" * (key == REASONING[0])
-                raise StoreError(
-                    f"message {k} ({dict.get(message, 'role')}): the template does not print its {key}, so "
-                    f"it would be lost; use a template that does{cure}"
-                )
+            if key == "tool_calls" and key in ignore and messages[k]["content"]:
+                continue
+            if not _is_printed(key, said, loss.get(k, text), times):
+                refuse(k, key)
+    for k, pieces in enumerate(found):
+        for said in {said for key, said in pieces if key == "content" and said}:
+            if not _is_printed("content", said, text, contents.count(said)):  # it is only part of another's
+                refuse(k, "content")
 
 
-def _can(template: ChatTemplate, messages: list[Turn], beside: Beside) -> bool:
+def _is_printed(key: str, said: str, where: str, times: int) -> bool:
+    # templates quote what a call is given in many ways
+    pieces = re.split(r"[\"'\\\s]+", said) if key == "tool_calls" else [said]
+    return where.count(_as_json(said)[1:-1]) >= times or all(where.count(each) >= times for each in pieces)
+
+
+def _can(template: ChatTemplate, messages: list[Noted], beside: Beside) -> bool:
     try:
         template.text(messages, beside)
     except StoreError:
@@ -410,8 +486,15 @@ def _can(template: ChatTemplate, messages: list[Turn], beside: Beside) -> bool:
     return True
 
 
+def _prints(template: ChatTemplate, messages: list[Noted], word: str) -> bool:
+    try:
+        return word in template.text(messages, {})
+    except StoreError:
+        return False
+
+
 def _added(
-    template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, text: str
+    template: ChatTemplate, messages: list[Noted], beside: Beside, k: int, text: str
 ) -> tuple[int, int]:
     """What message k adds to the text before it, in characters."""
     try:
@@ -421,6 +504,11 @@ def _added(
         prompts = _prompts(template, messages[:k], beside, thinks=thinks)
         prompt = next((each for each in prompts if turn.startswith(each)), None)
     except StoreError as error:
+        if not k:
+            raise StoreError(
+                "message 0 (assistant): the template has no prompt without a question before it; give it "
+                "weight 0, or leave it out"
+            ) from error
         raise StoreError(
             f"message {k} (assistant): cannot be rendered without what follows: {error}"
         ) from error
@@ -438,7 +526,7 @@ def _added(
     return len(prompt), len(turn)
 
 
-def _prompts(template: ChatTemplate, messages: list[Turn], beside: Beside, *, thinks: bool) -> Iterator[str]:
+def _prompts(template: ChatTemplate, messages: list[Noted], beside: Beside, *, thinks: bool) -> Iterator[str]:
     """Texts that an answer may follow: the template's prompt; for an answer without thoughts also the prompt
     for one, and the prompt without the <think> at its end."""
     yield (prompt := template.text(messages, beside, prompt=True))
@@ -449,7 +537,7 @@ def _prompts(template: ChatTemplate, messages: list[Turn], beside: Beside, *, th
 
 
 def _refuse_header(
-    template: ChatTemplate, messages: list[Turn], beside: Beside, k: int, prompt: str, turn: str
+    template: ChatTemplate, messages: list[Noted], beside: Beside, k: int, prompt: str, turn: str
 ) -> None:
     """Refuse a template that prints a header before an answer, but not as its generation prompt.
 

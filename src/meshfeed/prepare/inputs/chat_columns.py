@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +14,12 @@ from meshfeed.prepare.inputs.conversation import TRAINED, Conversation, conversa
 
 CHAT_KEYS = ("messages", "conversations", "conversation")
 """Columns of a list of messages; the first that a record has counts."""
-_ANSWERS = {"prompt": ("completion", "response"), "instruction": ("output", "response")}
+_ANSWERS = {
+    "prompt": ("completion", "response"),
+    "instruction": ("output", "response"),
+    "question": ("answer", "response"),
+    "inputs": ("targets",),
+}
 """Column of a question -> columns of its answer, where there is no list of messages."""
 _INPUTS = ("input", "context")
 """What Alpaca and Dolly have an instruction applied to; it follows the instruction, on a line of its own."""
@@ -87,7 +94,12 @@ def conversation_of(value: Any) -> Conversation:
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
-    """A prompt or a completion: messages already, or the text of one."""
+    """A prompt or a completion: messages already, also as JSON text, or the text of one."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            found = json.loads(value)
+            if found and all(isinstance(each, dict) and "role" in each for each in found):
+                return found
     return cast(list[Any], value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 

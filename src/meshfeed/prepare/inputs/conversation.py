@@ -8,6 +8,7 @@ become one form here, and what is not understood is refused by name.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,8 +25,12 @@ _ROLE_OF_SPEAKER = {
 TRAINED = ("weight", "loss", "train", "trainable", "loss_mask", "train_on_turn", "masked")
 """Keys of a message that say whether it bears loss: 1 or 0, of `masked` the other way round."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values that say nothing."""
 _BESIDE = ("tools", "functions", "documents", "system", "system_prompt", "chat_template_kwargs")
 """Columns beside the messages that change the text."""
+_SCHEMA = ("properties", "$ref", "anyOf", "oneOf", "allOf")
+"""Keys of a JSON schema of an object, one of which it has if it does not say so."""
 _OWN = {"messages", "tools", "documents", "add_generation_prompt"}
 """What every template is given; a conversation has no other ones."""
 
@@ -59,6 +64,15 @@ class Conversation:
     given: Mapping[str, Any]
     unread: Sequence[str] = ()
 
+    def in_parts(self) -> Conversation:
+        """With each content as a list of parts."""
+        found = list[dict[str, Any]]()
+        for each in self.messages:
+            text = each["content"]
+            parts = [{"type": "text", "text": text}]
+            found.append(each | {"content": parts} if isinstance(text, str) else each)
+        return replace(self, messages=found)
+
     def each_answer(self) -> list[Conversation]:
         """One for each message of the assistant that bears loss, which is its last; itself without any."""
         found: list[Conversation] = [
@@ -83,10 +97,14 @@ def conversation(value: Any, beside: Mapping[str, Any]) -> Conversation:
         found = "an empty list" if value == [] else type(value).__name__
         raise StoreError(f"{found} where a list of messages belongs")
     read = [_message(k, each) for k, each in enumerate(cast(list[Any], value))]
-    system = [beside[name] for name in ("system", "system_prompt") if beside.get(name)]
+    told = [beside[name] for name in ("system", "system_prompt") if beside.get(name) not in NOTHING]
+    if any(not isinstance(each, str) for each in told):
+        raise StoreError("a system prompt that is no text")
+    first = read[0][0]
+    system = [each for each in told if (first["role"], first["content"]) != ("system", each)]
     if system:
-        if len(system) > 1 or not isinstance(system[0], str) or read[0][0]["role"] == "system":
-            raise StoreError("more than one system prompt, or one that is no text; keep one of them")
+        if len({*system}) > 1 or first["role"] == "system":
+            raise StoreError("more than one system prompt; keep one of them")
         read.insert(0, ({"role": "system", "content": system[0]}, None))
     variables = parsed(beside.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, dict):
@@ -96,8 +114,9 @@ def conversation(value: Any, beside: Mapping[str, Any]) -> Conversation:
             f"chat_template_kwargs: {', '.join(own)}: every template has it already; leave it out"
         )
     messages, trained = [message for message, _ in read], [bears for _, bears in read]
+    variables = {name: each for name, each in cast(dict[str, Any], variables).items() if each not in NOTHING}
     given = {"tools": _tools(beside), "documents": _listed(beside, "documents"), **variables}
-    repeated = ["", [], {}, *(message.get("content") for message in messages)]
+    repeated = [*NOTHING, *(message["content"] for message in messages)]
     unread = [name for name, each in beside.items() if name not in _BESIDE and not _is_in(each, repeated)]
     return Conversation(messages, trained, given, sorted(set(unread) - {"id"}))
 
@@ -149,8 +168,12 @@ def texts_of(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for part in cast(list[Any], content) if isinstance(content, list) else [content]:
         values = cast(dict[str, Any], part).items() if isinstance(part, dict) else [("text", part)]
         for text in [value for name, value in values if name != "type" and isinstance(value, str)]:
-            thoughts, _, said = text.rpartition("</think>")
-            yield REASONING[0], thoughts.rpartition("<think>")[2]  # a template may print them elsewhere
+            # a template may print thoughts elsewhere, and drop what is before them
+            *thought, said = re.split("</think>", text)
+            for each in thought:
+                before, _, thoughts = each.rpartition("<think>")
+                yield "content", before
+                yield REASONING[0], thoughts
             yield "content", said
     thoughts = next((text for name in REASONING if (text := message.get(name))), None)
     if isinstance(thoughts, str):
@@ -177,8 +200,28 @@ def _tools(beside: Mapping[str, Any]) -> list[Any] | None:
     if functions := _listed(beside, "functions"):
         if tools:
             raise StoreError("functions beside tools; give one list of JSON schemas, as tools")
-        return [{"type": "function", "function": each} for each in functions]
-    return tools
+        return [{"type": "function", "function": _tool(k, each)} for k, each in enumerate(functions)]
+    return tools and [_tool(k, each) for k, each in enumerate(tools)]
+
+
+def _tool(k: int, given: Any) -> dict[str, Any]:
+    """A tool, whose objects may be JSON text. Raises StoreError for one that templates print in part."""
+    tool = parsed(given, f"tool {k}")
+    if not isinstance(tool, dict):
+        raise StoreError(f"tool {k}: {type(tool).__name__} where an object with name and parameters belongs")
+    found = cast(dict[str, Any], tool)
+    if "function" in found:
+        return found | {"function": _tool(k, found["function"])}
+    if "parameters" not in found:
+        return found
+    schema = parsed(found["parameters"], f"tool {k}: its parameters")
+    is_schema = isinstance(schema, dict) and (schema.get("type") == "object" or {*_SCHEMA} & schema.keys())
+    if schema not in NOTHING and not is_schema:
+        raise StoreError(
+            f"tool {k}: its parameters are no JSON schema, such as "
+            f'{{"type": "object", "properties": {{...}}}}; templates would leave them out'
+        )
+    return found | {"parameters": schema}
 
 
 def _listed(beside: Mapping[str, Any], name: str) -> list[Any] | None:
@@ -196,7 +239,7 @@ def _message(k: int, given: Any) -> tuple[dict[str, Any], bool | None]:
         raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
     # As transformers has it: null is as if the key were not there, and thoughts go by several names.
     named = with_role(k, cast(dict[str, Any], given))
-    message = {name: value for name, value in named.items() if value is not None}
+    message = {name: value for name, value in named.items() if name == "content" or value not in NOTHING}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise StoreError(
@@ -219,8 +262,10 @@ def _message(k: int, given: Any) -> tuple[dict[str, Any], bool | None]:
         if isinstance(part, dict) and (keys := sorted({*TRAINED} & cast(dict[str, Any], part).keys())):
             raise StoreError(f"message {k} ({role}): {keys[0]} of a part; a message bears loss as a whole")
     trained = _trained(k, role, message)
-    if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [_call(k, each) for each in cast(list[Any], calls)]
+    if "tool_calls" in message:
+        calls = parsed(message["tool_calls"], f"message {k}: its tool_calls")
+        calls = cast(list[Any], calls) if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_call(f"message {k}: call {i}", each) for i, each in enumerate(calls)]
     if content is None:
         message["content"] = ""  # as templates that join it to a call need it
     if thoughts is not None:
@@ -253,17 +298,24 @@ def _trained(k: int, role: str, message: dict[str, Any]) -> bool | None:
     return trained
 
 
-def _call(k: int, given: Any) -> Any:
-    """A tool call with its arguments as an object, which chat APIs give as JSON text."""
-    if not isinstance(given, dict):
-        return given
-    call = cast(dict[str, Any], given)
-    function = call.get("function")
-    if isinstance(function, dict):
-        return call | {"function": _call(k, function)}
-    text = call.get("arguments")
-    found = parsed(text, f"message {k}: the arguments of a tool call") if str(text).strip() else {}
-    return call | {"arguments": Arguments(found)} if isinstance(found, dict) else call
+def _call(where: str, given: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object; both may be JSON text, as chat APIs have it."""
+    call = parsed(given, where)
+    if not isinstance(call, dict):
+        raise StoreError(f"{where}: {type(call).__name__} where an object with name and arguments belongs")
+    found = cast(dict[str, Any], call)
+    if "function" in found:
+        return found | {"function": _call(where, found["function"])}
+    if not isinstance(found.get("name"), str) or not found["name"]:
+        raise StoreError(f"{where}: no name; found keys {', '.join(map(repr, found)) or 'none'}")
+    if "arguments" not in found and "parameters" in found:  # as Llama writes its calls
+        found = {{"parameters": "arguments"}.get(name, name): each for name, each in found.items()}
+    text = found.get("arguments")
+    nothing = text is None or (isinstance(text, str) and not text.strip())
+    made = {} if nothing else parsed(text, f"{where}: its arguments")
+    if not isinstance(made, dict):
+        raise StoreError(f"{where}: its arguments are {type(made).__name__}; an object belongs there")
+    return found | {"arguments": Arguments(made)}
 
 
 def parsed(given: Any, what: str) -> Any:
