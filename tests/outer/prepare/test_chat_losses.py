@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,10 @@ def test_a_template_that_takes_parts_alone_gets_them(shown: Shown, template: str
 @st.composite
 def talks(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]]:
     """Messages, and each word that must be in their text, with whether it bears loss."""
-    messages, words = list[dict[str, Any]](), list[tuple[str, bool]]()
+    messages, words, number = list[dict[str, Any]](), list[tuple[str, bool]](), count()
 
     def word(bears: bool) -> str:
-        words.append((f"w{len(words)}w", bears))
+        words.append((f"w{next(number)}w", bears))
         return words[-1][0]
 
     def anywhere(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -227,14 +228,14 @@ def talks(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]
 
     for _ in range(draw(st.integers(1, 3))):
         messages.append(anywhere(asked(word(False)), "mood"))
-        weight = draw(st.sampled_from([0, 1, None]))
+        weight = draw(st.sampled_from([0, 1, None, None]))
         loss, kind = weight != 0, draw(st.sampled_from(["text", "thought", "call", "thought and call"]))
         more: dict[str, Any] = {"weight": weight}
         if "thought" in kind:
             more["reasoning_content"] = word(loss) if loss else "before"
         if "call" in kind:
             value: Any = draw(st.sampled_from([word(loss), {"deep": word(loss)}, [word(loss)]]))
-            words[:] = [each for each in words if each[0] in json.dumps([messages, more, value])]
+            words[:] = [each for each in words if f'"{each[0]}"' in json.dumps([messages, more, value])]
             function = anywhere({"name": "move", "arguments": {"x": value}}, "strict")
             as_text = draw(st.booleans())
             if as_text:
@@ -244,7 +245,7 @@ def talks(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[tuple[str, bool]]
             messages.append(
                 {"role": "tool", "tool_call_id": "call00001", "name": "move", "content": word(False)}
             )
-            weight = draw(st.sampled_from([0, 1, None]))
+            weight = draw(st.sampled_from([0, 1, None, None]))
             messages.append(said(word(weight != 0), weight=weight))
         else:
             messages.append(said(word(loss), **more))
