@@ -5,11 +5,12 @@ functions; a process of its own has these, so that no other test sees them.
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.machinery import ModuleSpec
@@ -50,11 +51,17 @@ class Made:
 
 def by_transformers(asked: Sequence[Asked]) -> list[Made]:
     """What the processors of transformers make of videos."""
+    return with_torchvision(_made_of, list(asked))
+
+
+def with_torchvision(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of a module gives in the other process."""
     with tempfile.TemporaryDirectory() as folder:
         there, made = Path(folder, "asked"), Path(folder, "made")
-        there.write_bytes(pickle.dumps(list(asked)))
+        there.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
         code = f"import qwen_videos; qwen_videos.main({str(there)!r}, {str(made)!r})"
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | paths)
         return pickle.loads(made.read_bytes())
 
 
@@ -134,8 +141,12 @@ def _made(asked: Asked) -> Made:
     return Made(out["pixel_values_videos"].numpy(), out["video_grid_thw"].numpy(), seconds)
 
 
+def _made_of(asked: Sequence[Asked]) -> list[Made]:
+    return [_made(each) for each in asked]
+
+
 def main(asked: str, made: str) -> None:
-    """What `by_transformers` starts."""
+    """What `with_torchvision` starts."""
     _with_torchvision()
-    every = pickle.loads(Path(asked).read_bytes())
-    Path(made).write_bytes(pickle.dumps([_made(each) for each in every]))
+    module, name, args = pickle.loads(Path(asked).read_bytes())
+    Path(made).write_bytes(pickle.dumps(getattr(importlib.import_module(module), name)(*args)))

@@ -15,7 +15,7 @@ from meshfeed.multimodal import MultimodalStore
 from meshfeed.multimodal.processor import tokens_of
 from meshfeed.parts import KINDS, Parts, Rules
 from meshfeed.parts.types import in_pixels
-from meshfeed.report.thumbnails import thumbnail
+from meshfeed.report.thumbnails import strip, thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.store import StreamStore
 from meshfeed.store.loss_columns import LABELS, LOSS_MASK, count_bearing
@@ -37,7 +37,7 @@ class ShownPart:
         size: in words.
         num_bytes: as stored.
         tokens: that its rule makes of it; None without a rule, or if the rule refuses it.
-        picture: data URL; None for audio, video and images that cannot be decoded.
+        picture: data URL, of some frames of a video; None for audio and what cannot be decoded.
         wrong: why there is no picture, or no tokens.
     """
 
@@ -184,9 +184,11 @@ def _shown(part: Parts, data: bytes, rules: Rules) -> ShownPart:
             tokens = int(tokens_of(rules[kind], part)[0])
         except Exception as error:  # a rule may be user code
             wrong.append(f"{type(rules[kind]).__name__}: {str(error).removeprefix('part 0, ')}")
-    if kind == "image":
+    if kind != "audio":
         try:
-            picture = thumbnail(data, height, width)
+            picture = (
+                thumbnail(data, height, width) if kind == "image" else strip(data, height, width, length)
+            )
         except Exception as error:  # each format has its own
             wrong.append(f"cannot be shown: {error or type(error).__name__}")
     pixels = in_pixels(height, width)

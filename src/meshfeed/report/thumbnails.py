@@ -1,4 +1,4 @@
-"""Small pictures of stored images, as data URLs."""
+"""Small pictures of stored images and videos, as data URLs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import io
 import warnings
 from typing import Any
 
+import numpy as np
+
 from meshfeed.formats.images import opened_image
+from meshfeed.formats.video import decoded_frames, video_header
 from meshfeed.parts.types import in_pixels
 
 _WIDTH, _HEIGHT = 480, 240  # pixels, at most
 _LOSSLESS_PIXELS = 96 * 96
+_FRAMES = 4  # of a strip
 
 
 def thumbnail(data: bytes, height: int, width: int) -> str:
@@ -29,6 +33,29 @@ def thumbnail(data: bytes, height: int, width: int) -> str:
                     f"{in_pixels(image.height, image.width)}, the index says {in_pixels(height, width)}"
                 )
             return _data_url(_small(image))
+
+
+def strip(data: bytes, height: int, width: int, length: int) -> str:
+    """A data URL of some frames of a video, from its first to its last, side by side, in 480 x 240 pixels.
+
+    height, width, length: from the index. Raises ValueError for another size, PartError, and ImportError
+    without Pillow or PyAV.
+    """
+    from PIL import Image
+
+    header = video_header(data)
+    if (header.height, header.width, header.frames) != (height, width, length):
+        found, told = in_pixels(header.height, header.width), in_pixels(height, width)
+        raise ValueError(f"{header.frames} frames, {found}, the index says {length} frames, {told}")
+    numbers = sorted({k * (length - 1) // (_FRAMES - 1) for k in range(_FRAMES)})
+    small: list[Any] = []
+    for frame in decoded_frames(data, numbers):
+        small.append(Image.fromarray(np.ascontiguousarray(frame)))
+        small[-1].thumbnail((_WIDTH // _FRAMES, _HEIGHT))
+    whole = Image.new("RGB", (sum(each.width for each in small), small[0].height))
+    for k, each in enumerate(small):
+        whole.paste(each, (k * each.width, 0))
+    return _data_url(whole)
 
 
 def _small(image: Any) -> Any:

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from meshfeed.cli.main import main
-from meshfeed.multimodal import MultimodalWriter
+from meshfeed.multimodal import MultimodalWriter, PartSize
 from meshfeed.parts import Parts
 from meshfeed.text import visible
+from videos import video
 
 HOSTILE = (
     'a "cat" $path <script>alert(1)</script><img src=x onerror=alert(2)> & \x00\x1b[2J\x9b31m\u202egrößer'
@@ -168,3 +169,22 @@ def test_documents_and_rules_are_chosen(store, capsys):
     ):
         assert main(["inspect", str(store), *options]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_video_is_shown_as_a_strip_of_frames(tmp_path, capsys):
+    data, path = video(48, 96), tmp_path / "store"
+    with MultimodalWriter(path, {"tokens": np.uint16}) as writer:
+        for frames in (16, 17):  # the index is wrong about the second
+            part = PartSize(48, 96, frames, 10.0).as_video()
+            writer.add_document(tokens=np.array([104, MARK], np.uint16))
+            writer.add_parts(replace(part, num_bytes=np.array([len(data)]), at=np.array([1])), [data])
+    seen, told = page_of(path, "--tokenizer", "bytes", "--part-rule", "NativeVideo()", capsys=capsys)
+    (url,) = [value for name, value in seen.attributes if name == "src"]
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as strip:
+        assert strip.size == (4 * 96, 48)
+        first, last = (np.asarray(strip.convert("L"))[:4, 96 * k : 96 * k + 8].mean() for k in (0, 3))
+    assert first < 40 and last > 140  # its corner becomes lighter
+    assert "96 pixels wide x 48 high, 16 frames, 1.60 s" in seen.text
+    (wrong,) = told["wrong"]
+    assert (wrong["document"], wrong["part"]) == (1, 0)
+    assert "16 frames, 96 pixels wide x 48 high, the index says 17 frames" in wrong["why"]
