@@ -25,6 +25,7 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.multimodal.processor import outputs_of, template_of
 from meshfeed.parts import PLACEHOLDER, Expansion, PartRule, Parts
 from meshfeed.processors import (
+    AnyResImages,
     FixedImages,
     NativeImages,
     NativePatches,
@@ -239,6 +240,29 @@ def native(family: str, module: str, name: str, rule: NativeImages, **options: A
     return Family(rule, words, "<|image|>", "<|image|>", text)
 
 
+def onevision() -> Family:
+    """Of documents of one image."""
+    rule, words = AnyResImages.onevision(), tokenizer("<image>")
+    module = importlib.import_module("transformers.models.llava_onevision.processing_llava_onevision")
+    side = {"height": rule.tile, "width": rule.tile}
+    theirs = SimpleNamespace(
+        image_token="<image>",
+        num_image_tokens=729,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+        image_processor=published("llava_onevision", "LlavaOnevision", size=side, crop_size=rule.tile),
+    )
+    for name in ("_get_number_of_features", "_get_unpadded_features"):
+        setattr(theirs, name, getattr(module.LlavaOnevisionProcessor, name).__get__(theirs))
+    tile = np.broadcast_to(np.uint8(0), (1, 1, 3, rule.tile, rule.tile))
+
+    def text(height: int, width: int) -> str:
+        made = {"batch_num_images": [1], "image_sizes": [(height, width)], "pixel_values": tile}
+        return module.LlavaOnevisionProcessor.replace_image_token(theirs, made, 0)
+
+    return Family(rule, words, "<image>", "<image>", text)
+
+
 QWEN3: dict[str, Any] = {"patch": 16, "min_pixels": 65_536, "max_pixels": 16_777_216}
 GLM: dict[str, Any] = {"grow_first": True, "min_pixels": 6272, "max_pixels": 5_880_000}
 SMOL: dict[str, Any] = {"longest": 2048, "tile": 512, "patch": 16, "tokens_per_tile": 64}
@@ -261,6 +285,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "GLM-4.6V": lambda: native("glm46v", "glm46v", "Glm46V", NativeImages(**GLM)),
     "InternVL, few tiles": lambda: internvl(min_tiles=2, max_tiles=6),
     "Gemma 3": gemma,
+    "LLaVA-OneVision": onevision,
     "SmolVLM, one tile": lambda: idefics("smolvlm", True, **SMOL | {"longest": 512}),
 }
 
