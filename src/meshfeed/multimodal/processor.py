@@ -171,6 +171,7 @@ _OF_RULE = {
     "NativeImages": "NativePatches",
     "NativeVideo": "VideoPatches",
     "RowImages": "RowPatches",
+    "BudgetImages": "BudgetPatches",
     "PlacedTiles": "PlacedPixels",
     "FixedImages": "FixedPixels",
     "TiledImages": "TiledPixels",

@@ -10,6 +10,7 @@ The default `alpha` of each rule is 6 x the width of its usual encoder: a layer 
 of 4 d spends 24 d^2 FLOPs on a patch, and 4 d on each of its pairs with another.
 """
 
+from meshfeed.processors.gemma import BudgetImages, BudgetPatches
 from meshfeed.processors.idefics import PlacedPixels, PlacedTiles
 from meshfeed.processors.patches import NativeImages, NativePatches
 from meshfeed.processors.pixels import ImageProcessor, rgb_image
@@ -28,6 +29,8 @@ from meshfeed.processors.whisper import WhisperAudio, WhisperFeatures
 __all__ = [
     "AnyResImages",
     "AnyResPixels",
+    "BudgetImages",
+    "BudgetPatches",
     "FixedImages",
     "FixedPixels",
     "ImageProcessor",

@@ -134,8 +134,8 @@ class SizedPatches(ImageProcessor):
         return 1
 
     @abstractmethod
-    def sizes_of(self, height: int, width: int) -> tuple[int, ...]:
-        """The row of a resized image, from its pixels."""
+    def sizes_of(self, height: int, width: int) -> Array:
+        """The rows of a resized image, from its pixels."""
 
     @property
     def copies(self) -> int:
@@ -163,7 +163,7 @@ class SizedPatches(ImageProcessor):
         return {**super().blank(size, rows), **self._sizes(*self._resized(size))}
 
     def _sizes(self, height: int, width: int) -> Mapping[str, Array]:
-        return {self.size_field.name: np.array([self.sizes_of(height, width)])}
+        return {self.size_field.name: self.sizes_of(height, width)}
 
     def _resized(self, size: PartSize) -> tuple[int, int]:
         """(height, width) in pixels of the resized image."""
@@ -199,9 +199,9 @@ class NativePatches(SizedPatches):
         """As they are merged."""
         return self.rule.merge
 
-    def sizes_of(self, height: int, width: int) -> tuple[int, ...]:
+    def sizes_of(self, height: int, width: int) -> Array:
         """Patches of time, height and width."""
-        return 1, height // self.rule.patch, width // self.rule.patch
+        return np.array([[1, height // self.rule.patch, width // self.rule.patch]])
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Squares of merge x merge patches."""

@@ -87,9 +87,9 @@ class RowPatches(SizedPatches):
     rule: RowImages  # pyright: ignore[reportIncompatibleVariableOverride]
     size_field: ClassVar[PartField] = PartField(name="image_sizes", dtype="int64", shape=(2,))
 
-    def sizes_of(self, height: int, width: int) -> tuple[int, ...]:
+    def sizes_of(self, height: int, width: int) -> Array:
         """In pixels."""
-        return height, width
+        return np.array([[height, width]])
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Squares of merge x merge patches."""

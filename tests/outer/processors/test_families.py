@@ -26,6 +26,8 @@ from meshfeed.multimodal.processor import outputs_of, template_of
 from meshfeed.parts import PLACEHOLDER, Expansion, PartRule, Parts
 from meshfeed.processors import (
     AnyResImages,
+    BudgetImages,
+    BudgetPatches,
     FixedImages,
     NativeImages,
     NativePatches,
@@ -263,6 +265,27 @@ def onevision() -> Family:
     return Family(rule, words, "<image>", "<image>", text)
 
 
+def gemma4(**options: Any) -> Family:
+    words = tokenizer("<|image|>", "<start_of_image>", "<end_of_image>")
+    edges = [(words.token_to_id(each),) for each in ("<start_of_image>", "<end_of_image>")]
+    rule = BudgetImages(before=edges[0], after=edges[1], **options)
+    module = importlib.import_module(published_class("gemma4", "Gemma4").__module__)
+    replaced = method("gemma4", "processing_gemma4", "replace_image_token")
+    theirs = SimpleNamespace(
+        image_token="<|image|>", boi_token="<start_of_image>", eoi_token="<end_of_image>"
+    )
+
+    def text(height: int, width: int) -> str:
+        tall, wide = module.get_aspect_ratio_preserving_size(
+            height, width, rule.patch, rule.max_tokens * rule.merge**2, rule.merge
+        )
+        return replaced(
+            theirs, {"num_soft_tokens_per_image": [tall * wide // (rule.patch * rule.merge) ** 2]}, 0
+        )
+
+    return Family(rule, words, "<|image|>", "<|image|>", text)
+
+
 QWEN3: dict[str, Any] = {"patch": 16, "min_pixels": 65_536, "max_pixels": 16_777_216}
 GLM: dict[str, Any] = {"grow_first": True, "min_pixels": 6272, "max_pixels": 5_880_000}
 SMOL: dict[str, Any] = {"longest": 2048, "tile": 512, "patch": 16, "tokens_per_tile": 64}
@@ -285,6 +308,8 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "GLM-4.6V": lambda: native("glm46v", "glm46v", "Glm46V", NativeImages(**GLM)),
     "InternVL, few tiles": lambda: internvl(min_tiles=2, max_tiles=6),
     "Gemma 3": gemma,
+    "Gemma 4": gemma4,
+    "Gemma 4, few tokens": lambda: gemma4(max_tokens=70),
     "LLaVA-OneVision": onevision,
     "SmolVLM, one tile": lambda: idefics("smolvlm", True, **SMOL | {"longest": 512}),
 }
@@ -389,3 +414,19 @@ def test_the_page_names_the_families_that_are_tested() -> None:
         "video": {"Qwen2-VL", "Qwen2.5-VL"},
         "sound": {"Qwen2-Audio"},
     }
+
+
+def test_the_pixels_of_gemma_4_are_the_published_ones() -> None:
+    rule, theirs = BudgetImages(max_tokens=70), published("gemma4", "Gemma4", max_soft_tokens=70)
+    for size in [*SOME, (3, 300), (300, 2)]:
+        data = stored(picture(*size))
+        ours, wanted = (
+            made(BudgetPatches(rule), data, *size),
+            theirs(Image.open(io.BytesIO(data)), return_tensors="np"),
+        )
+        for name in ("pixel_values", "image_position_ids"):
+            assert np.array_equal(ours[name], wanted[name][0, : len(ours[name])])
+        assert (wanted["image_position_ids"][0, len(ours["pixel_values"]) :] == -1).all()
+        assert outputs_of(rule, Parts.of_images([size])).tolist() == list(wanted["num_soft_tokens_per_image"])
+    with pytest.raises(RecipeError, match="the same for all colors"):
+        BudgetPatches(rule, mean=(0, 0, 1))

@@ -16,6 +16,7 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.parts import KINDS, PartRule, Parts
 from meshfeed.processors import (
     AnyResImages,
+    BudgetImages,
     FixedImages,
     NativeImages,
     NativeVideo,
@@ -213,6 +214,7 @@ def test_a_video_has_frames_by_its_seconds(seconds: float, rate: float, fps: flo
 
 RULES = (
     RowImages(row_end=3, end=4),
+    BudgetImages(),
     PlacedTiles(places=((7,) * 4,) * 4, around=8, whole=9, newline=(3,), blank_line=(3, 3)),
     NativeImages(),
     TiledImages(),

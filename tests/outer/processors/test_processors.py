@@ -26,6 +26,8 @@ from meshfeed.prepare.encoding.part_headers import size_of
 from meshfeed.processors import (
     AnyResImages,
     AnyResPixels,
+    BudgetImages,
+    BudgetPatches,
     FixedImages,
     FixedPixels,
     ImageProcessor,
@@ -289,6 +291,7 @@ OURS = {name: of[0] for name, of in OF_TILES.items()} | {
             tokens_per_tile=4,
         )
     ),
+    "Gemma 4": BudgetPatches(BudgetImages(before=(70_000,), after=(70_001,), max_tokens=7, merge=2, patch=8)),
     "Pixtral": RowPatches(RowImages(row_end=70_000, end=70_001, longest=96)),
 }
 
