@@ -10,15 +10,21 @@ import datetime
 import importlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.prepare.inputs.conversation import NOTHING, REASONING, Arguments, Conversation, texts_of
+from meshfeed.prepare.encoding.chat_lost import (
+    Noted,
+    refuse_lost,
+    refuse_printed_parts,
+    refuse_unknown_roles,
+    refuse_unread,
+)
+from meshfeed.prepare.inputs.conversation import REASONING, Conversation, texts_of
 
 Beside = Mapping[str, Any]
 """What a conversation gives its template beside the messages; see `Conversation.given`."""
@@ -27,72 +33,14 @@ Spans = list[tuple[int, int]]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates, if there are several."""
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""What templates print by their name."""
 MOST_CHARACTERS = 16 << 20
 """Limit of a conversation's text: tokenizing it takes a hundred times as much memory."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
-_PLUMBING = {"role", "content", "tool_call_id", "id", "type", "index"}
-"""Keys of messages that need not be in the text."""
 _NOW, _THINKS = "strftime_now", "enable_thinking"
 _EACH = 'make a conversation for each answer by train_on="each" (--train-on each)'
 _OPEN_NAME, _CLOSE_NAME = "meshfeed_open", "meshfeed_close"
-
-
-class Noted(dict[str, Any]):
-    """An object that knows which of its keys a template has read, as do the objects in it."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__((name, _noted(value)) for name, value in given.items())
-        self.read = set[str]()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
-
-    def __iter__(self) -> Iterator[str]:  # without it, dict(...) would read past this class
-        return iter([*super().keys()])
-
-    def _whole(self) -> Noted:
-        self.read |= {*super().keys()}
-        return self
-
-    def items(self) -> Any:
-        return super(Noted, self._whole()).items()
-
-    def values(self) -> Any:
-        return super(Noted, self._whole()).values()
-
-    def __repr__(self) -> str:
-        return super(Noted, self._whole()).__repr__()
-
-    def unread(self) -> Iterator[str]:
-        """The keys, here and in objects that were read, whose values nobody has read and which have one."""
-        for name, value in super().items():
-            if name in self.read:
-                for each in cast(list[Any], value) if isinstance(value, list) else [value]:
-                    inside = each.unread() if isinstance(each, Noted) else ()
-                    yield from (key for key in inside if key != "name")  # a call's may be within its id
-            elif value not in NOTHING:
-                yield name
-
-
-class _NotedArguments(Noted, Arguments):
-    pass
-
-
-def _noted(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_noted(each) for each in cast(list[Any], value)]
-    if isinstance(value, dict):
-        return (_NotedArguments if isinstance(value, Arguments) else Noted)(cast(dict[str, Any], value))
-    return value
 
 
 @dataclass(frozen=True)
@@ -303,9 +251,9 @@ class Conversations:
         if template.takes_parts_alone:
             talk = talk.in_parts()
             messages = [Noted(each) for each in talk.messages]
-        _refuse_unknown_roles(template, talk.messages)
+        refuse_unknown_roles(template.source, talk.messages)
         text = _whole(template, messages, beside)
-        _refuse_printed_parts(talk.messages, text)
+        refuse_printed_parts(talk.messages, text)
         try:
             if template.has_blocks:
                 spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
@@ -321,8 +269,8 @@ class Conversations:
                     raise StoreError(f"message {k} (assistant): empty, and no block tells its end; remove it")
         pieces = [text[begin:end] for begin, end in spans]
         own = dict.fromkeys(said, "".join(pieces)) if template.has_blocks else dict(zip(said, pieces))
-        _refuse_lost(talk.messages, own, text, self.ignore)
-        self._refuse_unread(talk, messages, template.reads)
+        refuse_lost(talk.messages, own, text, self.ignore)
+        refuse_unread(talk, messages, template.reads, self.ignore)
         end = self._end_of(messages[-1])
         if turns[-1] == len(messages) - 1 and not text.rstrip().endswith(end):
             text += end
@@ -342,32 +290,6 @@ class Conversations:
                 "end=['<|user|>', '<|observation|>'] (--chat-end '<|user|>,<|observation|>')"
             )
         return self.end[1]
-
-    def _refuse_unread(self, talk: Conversation, messages: list[Noted], names: set[str]) -> None:
-        """Raises StoreError for what neither the template nor prepare has read."""
-        known = _PLUMBING.union(self.ignore)
-        if any(message.read & {*REASONING} for message in messages):
-            known |= {*REASONING}  # those of an earlier answer may be dropped, whatever its branch reads
-        else:
-            known |= {*REASONING[1:]}
-        unread = {
-            name: f"message {k} ({dict.get(message, 'role')}) has {name!r}"
-            for k, message in reversed([*enumerate(messages)])
-            for name in {*message.unread()} - known
-            if (dict.get(message, "role"), name) != ("tool", "name")  # that of the call
-        }
-        unread |= {name: f"the record has {name!r}" for name in talk.unread if name not in self.ignore}
-        unread |= {
-            name: f"the record has {name!r}"
-            for name, value in talk.given.items()
-            if value is not None and name not in names and name not in self.ignore
-        }
-        if unread:
-            keys = sorted({*self.ignore, *unread})
-            raise StoreError(
-                f"{', '.join(unread[name] for name in sorted(unread))}: nothing reads that, so it would be "
-                f"lost; if that is right, give ignore={keys} (--ignore-keys {','.join(keys)})"
-            )
 
 
 def _blocks_of(
@@ -411,71 +333,6 @@ def _whole(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str
 
 def _has_parts(message: Noted) -> bool:
     return isinstance(message.get("content"), list)
-
-
-def _refuse_unknown_roles(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse roles that many templates print like any other, so that what they say bears no loss."""
-    for k, message in enumerate(messages):
-        role = message["role"]
-        if role not in _ROLES and not any(f"{mark}{role}{mark}" in template.source for mark in "'\""):
-            raise StoreError(
-                f"message {k}: role {role!r} is none of {', '.join(_ROLES)}, and the template does not name "
-                f"it; rename it, and make a call a message of the assistant with tool_calls"
-            )
-
-
-def _refuse_printed_parts(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Refuse content in parts that a template, which knows of text alone, prints as Python or JSON would."""
-    for k, message in enumerate(messages):
-        parts = message["content"]
-        for each in [parts, *cast(list[Any], parts)] if isinstance(parts, list) and parts else []:
-            if isinstance(each, list | dict) and (str(each) in text or _as_json(each) in text):
-                raise StoreError(
-                    f"message {k} ({message['role']}): its content is a list of parts, which this template "
-                    f"does not support; join them to one text"
-                )
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse_lost(
-    messages: Sequence[Mapping[str, Any]], loss: Mapping[int, str], text: str, ignore: Sequence[str]
-) -> None:
-    """Refuse a message of which the template prints nothing: its text, thoughts or call would be lost.
-
-    loss: what bears it, of messages that do. Thoughts matter in these alone: templates that know of them
-    drop earlier ones.
-    """
-    found = [[(key, said.strip()) for key, said in texts_of(each)] for each in messages]
-    contents = "\0".join(said for each in found for key, said in each if key == "content")
-
-    def refuse(k: int, key: str) -> NoReturn:
-        cure = f", or give ignore=[{key!r}] (--ignore-keys {key})" * (key == REASONING[0])
-        raise StoreError(
-            f"message {k} ({messages[k]['role']}): the template does not print its {key}, so it would be "
-            f"lost; use a template that does{cure}"
-        )
-
-    for k, pieces in enumerate(found):
-        for (key, said), times in Counter(each for each in pieces if each[1]).items():
-            if key == REASONING[0] and (key in ignore or k not in loss):
-                continue
-            if key == "tool_calls" and key in ignore and messages[k]["content"]:
-                continue
-            if not _is_printed(key, said, loss.get(k, text), times):
-                refuse(k, key)
-    for k, pieces in enumerate(found):
-        for said in {said for key, said in pieces if key == "content" and said}:
-            if not _is_printed("content", said, text, contents.count(said)):  # it is only part of another's
-                refuse(k, "content")
-
-
-def _is_printed(key: str, said: str, where: str, times: int) -> bool:
-    # templates quote what a call is given in many ways
-    pieces = re.split(r"[\"'\\\s]+", said) if key == "tool_calls" else [said]
-    return where.count(_as_json(said)[1:-1]) >= times or all(where.count(each) >= times for each in pieces)
 
 
 def _can(template: ChatTemplate, messages: list[Noted], beside: Beside) -> bool:
