@@ -23,7 +23,7 @@ from meshfeed.processors.tiles import (
     TiledImages,
     TiledPixels,
 )
-from meshfeed.processors.video import NativeVideo, VideoPatches
+from meshfeed.processors.video import NativeVideo, TimedVideo, VideoPatches
 from meshfeed.processors.whisper import WhisperAudio, WhisperFeatures
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "RowPatches",
     "TiledImages",
     "TiledPixels",
+    "TimedVideo",
     "VideoPatches",
     "WhisperAudio",
     "WhisperFeatures",

@@ -32,7 +32,7 @@ def native_size(
     From Qwen2-VL (Wang et al. 2024, arXiv 2409.12191). Raises StoreError for an image more than 200 times as
     long as wide, which its processor refuses too.
     """
-    _refuse_elongated(parts)
+    refuse_elongated(parts)
     sides = np.stack((parts.height, parts.width))
     rounded = np.rint(sides / factor).astype(np.int64) * factor
     area, resized = sides.prod(axis=0).astype(np.float64), rounded.prod(axis=0)
@@ -43,7 +43,8 @@ def native_size(
     return height, width
 
 
-def _refuse_elongated(parts: Parts) -> None:
+def refuse_elongated(parts: Parts) -> None:
+    """Raises StoreError for parts with one side more than 200 times the other."""
     longer, shorter = np.maximum(parts.height, parts.width), np.minimum(parts.height, parts.width)
     bad = np.flatnonzero(longer / np.maximum(shorter, 1) > _MOST_ELONGATED)
     if bad.size:

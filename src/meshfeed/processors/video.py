@@ -1,10 +1,10 @@
-"""Video as Qwen2-VL and its heirs take it: NativeVideo, and VideoPatches."""
+"""Video as Qwen2-VL and its heirs take it: NativeVideo, TimedVideo, and VideoPatches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,9 @@ from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.video import Frame, decoded_frames, video_header
 from meshfeed.multimodal.processor import PartField, PartSize
-from meshfeed.parts import Kind, PartRule, Parts
-from meshfeed.parts.types import check_options, in_pixels
-from meshfeed.processors.patches import native_size
+from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
+from meshfeed.parts.types import TokenId, check_options, in_pixels
+from meshfeed.processors.patches import native_size, refuse_elongated
 from meshfeed.processors.pixels import PixelField, PixelProcessor
 from meshfeed.sequence.runs import Longs
 
@@ -107,15 +107,18 @@ class NativeVideo(PartRule):
 
     def _asked(self, parts: Parts) -> npt.NDArray[np.float64]:
         """Frames to sample; float64 [p], whole numbers."""
+        self._refuse_short(parts)
+        most = self._merged(np.minimum(self.max_frames, parts.length).astype(np.float64))
+        asked = np.maximum(parts.length / parts.rate * self.fps, self.min_frames)
+        return self._merged(np.minimum(np.minimum(asked, most), parts.length))
+
+    def _refuse_short(self, parts: Parts) -> None:
         short = np.flatnonzero(parts.length < self.merge_frames)
         if short.size:
             raise StoreError(
                 f"part {short[0]}: a video of {parts.length[short[0]]} frames, and {self.merge_frames} are "
                 f"needed; give it as an image, or leave it out when preparing the data"
             )
-        most = self._merged(np.minimum(self.max_frames, parts.length).astype(np.float64))
-        asked = np.maximum(parts.length / parts.rate * self.fps, self.min_frames)
-        return self._merged(np.minimum(np.minimum(asked, most), parts.length))
 
     def _merged(self, frames: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.floor(frames / self.merge_frames) * self.merge_frames
@@ -201,3 +204,87 @@ def _resized(frame: Frame, height: int, width: int) -> Array:
 
 def _told(size: PartSize) -> str:
     return f"{size.length} frames at {size.rate:g} a second, {in_pixels(size.height, size.width)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedVideo(NativeVideo):
+    """NativeVideo for Qwen3-VL: the time is written before each merged frames, and all frames share a size.
+
+    Frames are sampled from the first to the last one; `min_pixels` and `max_pixels` are of all of them
+    together. Merged frames are spelled "<0.2 seconds>", start, outputs, end: the time in the middle of them.
+
+    Attributes:
+        digits: ids of "0" to "9".
+        before, point, after: ids of "<", of ".", and of " seconds>".
+        start, end: ids of "<|vision_start|>" and "<|vision_end|>".
+    """
+
+    digits: tuple[TokenId, ...]
+    before: tuple[TokenId, ...]
+    point: TokenId
+    after: tuple[TokenId, ...]
+    start: TokenId
+    end: TokenId
+    patch: int = 16
+    min_pixels: int = 128 * 32 * 32
+    max_pixels: int = 768 * 32 * 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ids = (*self.digits, *self.before, *self.after)
+        if len(self.digits) != 10 or not all(isinstance(each, int) and each >= 0 for each in ids):
+            raise RecipeError(f"TimedVideo(digits={self.digits}, ...): the ids of 0 to 9, and others from 0")
+        if self.max_video_tokens is not None or self.tokens_per_second is not None:
+            raise RecipeError(
+                "TimedVideo: leave max_video_tokens and tokens_per_second out, which it does not use"
+            )
+
+    def frames(self, parts: Parts) -> Longs:
+        self._refuse_short(parts)
+        asked = (parts.length / parts.rate * self.fps).astype(np.int64)
+        return np.minimum(np.minimum(np.maximum(asked, self.min_frames), self.max_frames), parts.length)
+
+    def numbers(self, size: PartSize) -> list[int]:
+        frames = int(self.frames(size.as_video())[0])
+        return np.linspace(0, size.length - 1, frames).round().astype(int).tolist()
+
+    def resized(self, parts: Parts) -> tuple[Longs, Longs]:
+        frames, factor = self.frames(parts), self.patch * self.merge
+        sides = np.stack((parts.height, parts.width))
+        small = sides.min(axis=0) < factor
+        sides = np.where(small, (sides * (factor / sides).max(axis=0)).astype(np.int64), sides)
+        refuse_elongated(replace(parts, height=sides[0], width=sides[1]))
+        rounded = np.rint(sides / factor).astype(np.int64) * factor
+        total = (
+            np.rint(frames / self.merge_frames).astype(np.int64) * self.merge_frames * rounded.prod(axis=0)
+        )
+        area = (frames * sides.prod(axis=0)).astype(np.float64)
+        shrunk = np.maximum(np.floor(sides / np.sqrt(area / self.max_pixels) / factor), 1) * factor
+        grown = np.ceil(sides * np.sqrt(self.min_pixels / area) / factor) * factor
+        made = np.where(total > self.max_pixels, shrunk, np.where(total < self.min_pixels, grown, rounded))
+        height, width = made.astype(np.int64)
+        return height, width
+
+    def tokens(self, parts: Parts) -> Longs:
+        return self.template(parts).tokens
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        rows, columns = super().grid(parts)
+        groups = self.patches(parts)[0]
+        return rows.repeat(groups), columns.repeat(groups)
+
+    def template(self, parts: Parts) -> Template:
+        rows, columns = super().grid(parts)
+        cells = (rows * columns).tolist()
+        return Template.of(self._runs(PartSize.of(parts, i), cells[i]) for i in range(len(parts)))
+
+    def _runs(self, size: PartSize, outputs: int) -> list[Repeat]:
+        numbers, merged = self.numbers(size), self.merge_frames
+        numbers += numbers[-1:] * (-len(numbers) % merged)
+        runs: list[Repeat] = []
+        for first, last in zip(numbers[::merged], numbers[merged - 1 :: merged]):
+            whole, _, tenths = f"{(first / size.rate + last / size.rate) / 2:.1f}".partition(".")
+            spelled = [self.digits[int(each)] for each in whole], [self.digits[int(each)] for each in tenths]
+            ids = (*self.before, *spelled[0], self.point, *spelled[1], *self.after, self.start)
+            runs += [*map(Repeat, ids), Repeat(PLACEHOLDER, outputs, is_output=True), Repeat(self.end)]
+        return runs

@@ -1,0 +1,145 @@
+"""Video for Qwen3-VL: tokens with the times, positions and arrays of transformers' processor and model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import meshfeed as mf
+from meshfeed.errors import RecipeError
+from meshfeed.formats.video import video_header
+from meshfeed.multimodal import MultimodalWriter, PartSize
+from meshfeed.processors import TimedVideo, VideoPatches
+from qwen_videos import with_torchvision
+from soak import SEED, cases
+from videos import all_frames, video
+
+SPECIAL = ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>", "<|image_pad|>")
+WHOLE = "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+def words() -> Tokenizer:
+    """Byte by byte, and SPECIAL."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL))
+    return made
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(words().encode(text, add_special_tokens=False).ids)
+
+
+def rule(**options: Any) -> TimedVideo:
+    start, _, end, _ = (ids(each)[0] for each in SPECIAL)
+    spelled: dict[str, Any] = {"digits": ids("0123456789"), "before": ids("<"), "point": ids(".")[0]}
+    return TimedVideo(**spelled, after=ids(" seconds>"), start=start, end=end, **options)
+
+
+Asked = tuple[bytes, str, dict[str, Any]]
+
+
+def made_of(asked: list[Asked]) -> list[dict[str, Any]]:
+    """By the whole processor of transformers, and positions by its model; runs where torchvision is."""
+    from transformers import PreTrainedTokenizerFast, Qwen3VLProcessor
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    class Ours(Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: Any, argument: Any) -> Any:
+            """Takes no processor of images."""
+
+    vision = SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2)
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    model.get_vision_position_ids = partial(Qwen3VLModel.get_vision_position_ids, model)
+    found: list[dict[str, Any]] = []
+    for data, text, options in asked:
+        rate, frames = all_frames(data)
+        processor: Any = Ours(
+            None, PreTrainedTokenizerFast(tokenizer_object=words()), Qwen3VLVideoProcessor(**options)
+        )
+        given = torch.stack([torch.from_numpy(each).permute(2, 0, 1) for each in frames])
+        metadata = VideoMetadata(total_num_frames=len(frames), fps=rate)
+        made = processor(text=[text], videos=[given], video_metadata=[metadata], return_tensors="pt")
+        tokens = made["input_ids"]
+        kinds = 2 * (tokens == processor.video_token_id).int()
+        positions, _ = Qwen3VLModel.get_rope_index(
+            model,
+            tokens,
+            kinds,
+            video_grid_thw=made["video_grid_thw"],
+        )
+        arrays = {name: made[name].numpy() for name in ("pixel_values_videos", "video_grid_thw")}
+        found.append({**arrays, "tokens": tokens[0].tolist(), "positions": positions[:, 0].T.numpy()})
+    return found
+
+
+def drawn() -> list[Asked]:
+    rng = random.Random(SEED)
+    made: list[Asked] = []
+    for k in range(cases(7, 60)):
+        size = (2 * rng.randrange(18, 80), 2 * rng.randrange(18, 80), rng.randrange(2, 70))
+        data = video(*size, rng.choice([1, 2, 5, 10, 29.97]), seed=k)
+        limits = {"shortest_edge": 1024 * rng.choice([1, 8, 64]), "longest_edge": 1024 * rng.choice([64, 99])}
+        made.append((data, f"so{WHOLE}it is {k}", {"size": limits, "max_frames": rng.choice([5, 768])}))
+    return made
+
+
+def test_tokens_positions_and_arrays_are_those_of_transformers(tmp_path: Path) -> None:
+    asked, runs = drawn(), set[int]()
+    for k, ((data, text, options), wanted) in enumerate(
+        zip(asked, with_torchvision(made_of, asked), strict=True)
+    ):
+        header, stored = video_header(data), ids(text)
+        size = PartSize(header.height, header.width, header.frames, header.rate)
+        with MultimodalWriter(tmp_path / str(k), {"tokens": np.uint16}) as writer:
+            at = np.array([stored.index(ids(SPECIAL[1])[0])])
+            writer.add_document(tokens=np.array(stored, np.uint16))
+            writer.add_parts(replace(size.as_video(), num_bytes=np.array([len(data)]), at=at), [data])
+        limits = {
+            "min_pixels": options["size"]["shortest_edge"],
+            "max_pixels": options["size"]["longest_edge"],
+        }
+        half = (0.5, 0.5, 0.5)
+        processor = VideoPatches(rule(**limits, max_frames=options["max_frames"]), mean=half, std=half)
+        recipe = mf.Recipe(
+            data=mf.open(tmp_path / str(k)),
+            sequence=mf.Multimodal(video=processor, positions="mrope"),
+            batch=mf.Batch(sequences=1),
+        )
+        (step,) = mf.simulate(recipe, mf.Layout(), 1, packing=mf.Packing(capacity=4096))
+        (made,) = step.microbatches
+        length = len(wanted["tokens"])
+        assert made["tokens"][0, :length].tolist() == wanted["tokens"], (size, options)
+        assert not made["padding_mask"][0, :length].any() and made["padding_mask"][0, length:].all()
+        assert np.array_equal(made["mrope_position_ids"][0, :length], wanted["positions"])
+        is_pad = np.array(wanted["tokens"]) == ids(SPECIAL[1])[0]
+        assert np.array_equal(np.asarray(made["video_index"][0, :length]) >= 0, is_pad)
+        assert not np.asarray(made["loss_mask"][0, :length])[:-1][is_pad[1:]].any()
+        for name in ("video_grid_thw", "pixel_values_videos"):
+            assert np.array_equal(made[name], wanted[name]), (name, size, options)
+        runs.add(int(wanted["video_grid_thw"][0, 0]))
+    assert len(runs) > 2
+
+
+def test_wrong_options_are_refused() -> None:
+    for wrong, said in (
+        ({"digits": (1, 2)}, "the ids of 0 to 9"),
+        ({"after": (-1,)}, "the ids of 0 to 9, and others from 0"),
+        ({"max_video_tokens": 768}, "leave max_video_tokens and tokens_per_second out"),
+        ({"fps": 0}, "fps=0"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            replace(rule(), **wrong)
