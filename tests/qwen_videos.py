@@ -1,5 +1,7 @@
 """What transformers makes of videos for Qwen's models. Its processor of video asks for torchvision, of which it takes two
-functions; a process of its own has these, so that no other test sees them.
+functions; a process of its own has these, so that no other test sees them. They are written here after torchvision's: what is
+held against transformers is which frames, which size, the order and the values of patches; that torchvision resizes by the same
+kernel of torch is not.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ class Asked:
         frames: all of it; uint8 [frames, height, width, 3].
         rate: frames per second.
         options: of the processor.
+        fps: frames sampled per second.
         family: module and class of the processor.
     """
 
     frames: npt.NDArray[np.uint8]
     rate: float
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    fps: float = 2
     family: tuple[str, str] = ("qwen2_vl", "Qwen2VLVideoProcessor")
 
 
@@ -134,7 +138,7 @@ def _made(asked: Asked) -> Made:
     processor = getattr(made, name)(**asked.options)
     metadata = VideoMetadata(total_num_frames=len(asked.frames), fps=asked.rate)
     video = torch.from_numpy(asked.frames).permute(0, 3, 1, 2)
-    given = {"do_sample_frames": True, "fps": 2, "return_tensors": "pt", "return_metadata": True}
+    given = {"do_sample_frames": True, "fps": asked.fps, "return_tensors": "pt", "return_metadata": True}
     out = processor(videos=[video], video_metadata=[metadata], **given)
     (told,) = out["video_metadata"]
     seconds = processor.temporal_patch_size / told.sampled_fps

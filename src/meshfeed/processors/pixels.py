@@ -210,7 +210,6 @@ def _as_rgb(image: Any) -> Any:
 
 @cache
 def warn_of_depth() -> None:
-    """Log, once, that 16 bits are cut to 8."""
     """Warn once of an image of more than 8 bits a pixel."""
     _log.warning(
         "an image has more than 8 bits a pixel, of which all above 255 become white, as in transformers; "

@@ -40,7 +40,7 @@ class NativeVideo(PartRule):
         tokens_per_second: positions in time of a multimodal rope, of the model's vision config, as for
             Qwen2.5-VL; None for one position for each merged frames, as for Qwen2-VL.
 
-    Raises RecipeError for options below 1.
+    Raises RecipeError for options below 1, and frames below merge_frames.
     """
 
     fps: float = 2.0
@@ -60,21 +60,24 @@ class NativeVideo(PartRule):
         check_options(self)
         if not (np.isfinite(self.fps) and self.fps > 0):
             raise RecipeError(f"NativeVideo(fps={self.fps}): above 0")
+        if min(self.min_frames, self.max_frames) < self.merge_frames:
+            raise RecipeError(
+                f"{type(self).__name__}(min_frames={self.min_frames}, max_frames={self.max_frames}): at "
+                f"least merge_frames, {self.merge_frames}"
+            )
 
     def frames(self, parts: Parts) -> Longs:
         """Frames sampled of each video; int64 [p]. Raises StoreError for one with fewer than merge_frames."""
-        frames = self._asked(parts)
-        # sampled at multiples of length / frames, below length
-        return np.ceil(parts.length / (parts.length / frames)).astype(np.int64)
+        return self._asked(parts).astype(np.int64)
 
     def numbers(self, size: PartSize) -> list[int]:
         """The numbers of the frames that are sampled of a video, ascending. Raises as `frames`.
 
         By torch.arange, as transformers computes them: in float32, whose rounding may choose the frame
-        before.
+        before. Where rounding gives one more, behind the last frame, transformers raises; it is left out.
         """
         asked = int(self._asked(size.as_video())[0])
-        return torch.arange(0, size.length, size.length / asked).int().tolist()
+        return torch.arange(0, size.length, size.length / asked).int()[:asked].tolist()
 
     def tokens(self, parts: Parts) -> Longs:
         groups, patches = self.patches(parts)

@@ -16,7 +16,7 @@ from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.sound import decoded_audio
 from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
-from videos import video
+from videos import mp4, video
 
 
 def decoded(data):
@@ -231,6 +231,10 @@ def test_a_video_has_the_frames_of_its_header():
     assert size_of(video(form="mov", sound=True, frames=9)) == Size("video", 48, 64, 9, 10.0)
     with pytest.raises(StoreError, match="64 pixels wide x 48 high, more than --max-pixels 3000"):
         size_of(video(), 3000)
+    with pytest.raises(StoreError, match="a video of one frame; give it as an image"):
+        size_of(video(frames=1))
+    with pytest.raises(StoreError, match=r"4.1943e\+06 frames a second, more than 1000"):
+        size_of(mp4(scale=(1 << 22) - 1))
 
 
 def test_an_image_may_be_larger_if_the_user_says_so():

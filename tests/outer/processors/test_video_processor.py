@@ -1,4 +1,4 @@
-"""Video for Qwen's models: frames, sizes and values of transformers' processor, bit for bit; and broken videos."""
+"""Video for Qwen's models: frames, sizes and values of transformers' processor; and broken videos."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def drawn() -> list[tuple[bytes, VideoPatches, dict[str, Any]]]:
     """Videos, our processor, and the options of transformers' one."""
     rng = random.Random(SEED)
     made = [(video(times=UNEVEN), VideoPatches(NativeVideo(**SMALL)), dict(SMALL))]
-    for _ in range(cases(6, 60)):
-        size = (2 * rng.randrange(18, 70), 2 * rng.randrange(18, 70), rng.randrange(2, 90))
+    for _ in range(cases(12, 60)):
+        size = (2 * rng.randrange(18, 70), 2 * rng.randrange(18, 70), rng.choice([rng.randrange(2, 90), 367]))
         rate = rng.choice([2, 3, 5, 10, 25, 29.97, 60])
         codec = rng.choice(
             [each for each in CODECS if each != "H.265" or min(size[:2]) >= 64]
@@ -42,11 +42,13 @@ def drawn() -> list[tuple[bytes, VideoPatches, dict[str, Any]]]:
             "min_frames": rng.choice([4, 8]),
             "max_frames": rng.choice([8, 16, 768]),
         }
-        ours = NativeVideo(**given)
+        ours = NativeVideo(**given, fps=rng.choice([0.5, 1, 2, 3.7]))
         if rng.random() < 0.5:
             ours = replace(ours, max_video_tokens=60)
             given |= {"cap_pixels_per_frame": True, "max_video_tokens": 60}
-        made.append((data, VideoPatches(ours), given))
+        frames = int(ours.frames(size_of(data).as_video())[0])
+        if len(torch.arange(0, size[2], size[2] / frames)) == frames:  # or transformers raises
+            made.append((data, VideoPatches(ours), given))
     return made
 
 
@@ -58,7 +60,8 @@ def size_of(data: bytes) -> PartSize:
 @pytest.fixture(scope="module")
 def wanted() -> list[Made]:
     asked = [
-        Asked(np.stack(all_frames(data)[1]), video_header(data).rate, options) for data, _, options in drawn()
+        Asked(np.stack(all_frames(data)[1]), video_header(data).rate, options, processor.rule.fps)
+        for data, processor, options in drawn()
     ]
     return by_transformers(asked)
 
@@ -99,6 +102,29 @@ def test_a_turned_video_is_resized_as_displayed() -> None:
     assert size_of(turned)[:2] == (96, 48)
     made = processor(turned, size_of(turned), np.random.default_rng(0))
     assert made["video_grid_thw"].tolist() == [[2, 6, 4]]
+    upright = processor(data, size_of(data), np.random.default_rng(0))["pixel_values_videos"]
+    assert upright.shape == made["pixel_values_videos"].shape
+    # [squares of rows, of columns, rows, columns, channel, frame, y, x]
+    before = upright.reshape(2, 2, 3, 2, 2, 3, 2, 14, 14).transpose(0, 5, 6, 1, 3, 7, 2, 4, 8)
+    after = (
+        made["pixel_values_videos"].reshape(2, 3, 2, 2, 2, 3, 2, 14, 14).transpose(0, 5, 6, 1, 3, 7, 2, 4, 8)
+    )
+    whole, turned_one = before.reshape(2, 3, 2, 56, 84), after.reshape(2, 3, 2, 84, 56)
+    assert np.abs(np.rot90(whole, -1, (3, 4)) - turned_one).mean() < 0.05
+    assert np.abs(np.rot90(whole, 1, (3, 4)) - turned_one).mean() > 0.2
+
+
+def test_numbers_of_any_video_are_of_its_frames() -> None:
+    """Rounding would give one more of some: of 367 frames at 24 a second, its end."""
+    rng = random.Random(SEED)
+    lengths = [367, 382, 670, 713, *(rng.randrange(2, 1500) for _ in range(cases(300, 20_000)))]
+    for rule in (NativeVideo(), NativeVideo(max_frames=99_999, fps=60), NativeVideo(merge_frames=1, fps=3)):
+        for length in lengths:
+            for rate in (24, 29.97, 60):
+                size = PartSize(48, 64, length, float(rate))
+                numbers, (frames,) = rule.numbers(size), rule.frames(size.as_video())
+                assert numbers == sorted(set(numbers)) and len(numbers) == frames, size
+                assert numbers[0] >= 0 and numbers[-1] < length and frames <= rule.max_frames, size
 
 
 def stored(folder: Path, parts: list[tuple[bytes, PartSize]]) -> Any:
@@ -179,6 +205,14 @@ def test_wrong_options_are_refused() -> None:
     for options in wrong:
         with pytest.raises(RecipeError, match=r"VideoPatches\("):
             VideoPatches(**options)
+    few: tuple[dict[str, Any], ...] = (
+        {"max_frames": 1},
+        {"min_frames": 1, "fps": 0.1},
+        {"merge_frames": 5},
+    )
+    for options in few:
+        with pytest.raises(RecipeError, match=r"NativeVideo\(min_frames=.*: at least merge_frames"):
+            NativeVideo(**options)
     with pytest.raises(RecipeError, match=r"tokens_per_second=0\): a whole number from 1"):
         NativeVideo(tokens_per_second=0)
     rule = mf.Multimodal(video=VideoPatches(NativeVideo(fps=1)))

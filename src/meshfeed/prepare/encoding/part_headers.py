@@ -27,6 +27,7 @@ MOST_PIXELS = 89_478_485
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
 _XMP, _MOST_TEXT = "XML:com.adobe.xmp", 1 << 20
+_MOST_RATE = 1000  # frames per second of a video
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _PAGE = re.compile(rb"\s*<(?:!doctype\s+)?html", re.IGNORECASE)
 
@@ -204,4 +205,8 @@ def _size_of_video(data: bytes, max_pixels: int) -> Size:
     except PartError as error:
         raise StoreError(str(error)) from error
     _refuse_large(header.height, header.width, max_pixels)
+    if header.frames < 2:
+        raise StoreError("a video of one frame; give it as an image, or leave its sample out")
+    if header.rate > _MOST_RATE:
+        raise StoreError(f"a video of {header.rate:g} frames a second, more than {_MOST_RATE}; leave it out")
     return Size("video", header.height, header.width, header.frames, header.rate)
