@@ -131,7 +131,7 @@ def mp4(
     fragments = (box(b"mvex", *mvex),) if mvex else ()
     moov = box(
         b"moov",
-        box(b"mvhd", words(0, 0, 0, 1000, 1600, *[0] * 20)),
+        box(b"mvhd", words(0, 0, 0, 1000, 1600, 1 << 16, 0, 0, 0, *IDENTITY, *[0] * 7)),
         box(b"trak", tkhd, *edts, mdia),
         *fragments,
         *more,

@@ -227,6 +227,7 @@ class _Movie:
             )
         (trak,) = traks[b"vide"]
         number, turns = self._track(trak)
+        turns = (turns + self._turns(self._box(self.moov, b"mvhd"), 36)) % 4
         height, width = self._size(trak)
         durations = self._durations(trak, number)
         if not 0 < durations.frames <= self.size_bytes:
@@ -265,15 +266,18 @@ class _Movie:
         return scale
 
     def _track(self, trak: _Box) -> tuple[int, int]:
-        """(its number, quarter turns clockwise until displayed). Raises PartError for a mirrored one."""
+        """(its number, quarter turns clockwise by it alone). Raises PartError for a mirrored one."""
         box = self._box(trak, b"tkhd")
-        wide = 12 if self.boxes.body(box, 1)[0] else 0
-        body = self.boxes.body(box, 84 + wide)
-        number = int.from_bytes(body[12 + 2 * wide // 3 : 16 + 2 * wide // 3], "big")
-        a, b, _, c, d = np.frombuffer(body[40 + wide : 60 + wide], ">i4").tolist()
+        at = 20 if self.boxes.body(box, 1)[0] else 12
+        return int.from_bytes(self.boxes.body(box, at + 4)[at:], "big"), self._turns(box, 40)
+
+    def _turns(self, box: _Box, at: int) -> int:
+        """Quarter turns clockwise by the matrix of a tkhd or mvhd, where it is of version 0."""
+        at += 12 if self.boxes.body(box, 1)[0] else 0
+        a, b, _, c, d = np.frombuffer(self.boxes.body(box, at + 36)[at : at + 20], ">i4").tolist()
         if (turns := _TURNS.get((a, b, c, d))) is None:
             raise PartError(f"video that is mirrored, scaled or slanted when displayed; {_CONVERT}")
-        return number, turns
+        return turns
 
     def _size(self, trak: _Box) -> tuple[int, int]:
         """(height, width) of a frame as stored, in pixels."""
@@ -397,11 +401,11 @@ def decoded_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
     """Some frames, as displayed, one at a time; uint8 [height, width, 3], red, green and blue.
 
     Decoded from the last keyframe before the first one on; keyframes and what follows them are passed over
-    where no frame is wanted.
+    where no frame is wanted. A keyframe that turns out to be none is not believed: all is decoded.
 
     data: MP4 or MOV. numbers: of the frames, in the order of display, ascending and below those of
-    `video_header`. Raises PartError for a video that cannot be decoded or contradicts its header, and
-    ImportError without PyAV.
+    `video_header`. Raises PartError for a video that cannot be decoded, contradicts its header, or of
+    which the decoder says that it is damaged, and ImportError without PyAV.
     """
     header = video_header(data)
     try:
@@ -431,32 +435,86 @@ def _frames(
     # the format is named, so that no other reader, of playlists or the like, is ever tried
     how = {"format": "mov", "options": {"ignore_editlist": "1"}, "metadata_errors": "replace"}
     with av.open(io.BytesIO(data), "r", **how) as container:
-        stream: Any = next(iter(container.streams.video), None)
+        picture = av.stream.Disposition.attached_pic  # of a cover
+        streams: Any = (each for each in container.streams.video if not each.disposition & picture)
+        stream: Any = next(streams, None)
         if stream is None or (codec := stream.codec_context) is None:
             raise PartError("video in a format that PyAV does not decode")
         codec.thread_count = 1
         codec.options = {"max_pixels": str((stored[0] + _AROUND_PIXELS) * (stored[1] + _AROUND_PIXELS))}
-        packets = [packet for packet in container.demux(stream) if packet.size]
+        packets, left = list[Any](), len(data)
+        for packet in container.demux(stream):
+            left -= packet.size
+            if left < 0:  # or memory would grow with what is not there
+                raise PartError(f"video whose frames are more than its {len(data)} bytes; get it again")
+            if packet.size:
+                packets.append(packet)
         times = np.array([-1 if each.pts is None else each.pts for each in packets], np.int64)
         order = np.argsort(times, kind="stable")
         if len(packets) != header.frames or (np.diff(times[order]) <= 0).any():
             raise PartError(f"video of {len(packets)} frames, and its header says {header.frames}")
         keys = np.array([i for i, each in enumerate(packets) if each.is_keyframe], np.int64)
-        fed, ready = 0, iter(())
+        decoding = _Decoding(codec, packets, times, av.error.FFmpegError)
         for number in numbers:
             at = int(order[number])
             before = keys[(keys <= at) & (times[keys] <= times[at])]
-            if before.size and before[-1] > fed:
-                codec.flush_buffers()
-                fed, ready = int(before[-1]), iter(())
-            while True:
-                frame = next(ready, None)
-                if frame is not None:
-                    if frame.pts == times[at]:
-                        yield frame
-                        break
-                elif fed <= len(packets):
-                    ready = iter(codec.decode(packets[fed] if fed < len(packets) else None))
-                    fed += 1
-                else:
-                    raise PartError(f"video whose frame {number} cannot be decoded")
+            if before.size and before[-1] > decoding.fed:
+                decoding.begin(int(before[-1]))
+            frame = decoding.frame(at)
+            if frame is None and decoding.begun:  # what is said to be keyframes is not, or is damaged
+                keys = keys[:0]
+                decoding.begin(0)
+                frame = decoding.frame(at)
+            if frame is None:
+                raise PartError(f"video whose frame {number} is damaged or cannot be decoded")
+            yield frame
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """Frames of a track, one after the other.
+
+    Attributes:
+        codec, packets, error: PyAV's.
+        times: of the frames in packets, in ticks; int64.
+        begun, fed: the first packet that was decoded, and the next one.
+        is_sure: whether it began at the first packet, or at one that turned out to be a keyframe.
+    """
+
+    codec: Any
+    packets: Sequence[Any]
+    times: npt.NDArray[np.int64]
+    error: type[Exception]
+    begun: int = 0
+    fed: int = 0
+    is_sure: bool = True
+    _ready: Iterator[Any] = field(default_factory=lambda: iter(()), repr=False)
+
+    def begin(self, packet: int) -> None:
+        """Go on at a packet."""
+        self.codec.flush_buffers()
+        self.begun = self.fed = packet
+        self.is_sure, self._ready = packet == 0, iter(())
+
+    def frame(self, packet: int) -> Any:
+        """The frame in a packet; None if it does not come, is damaged, or is_sure is false.
+
+        Raises what PyAV does where decoding began at the first packet.
+        """
+        while True:
+            frame = next(self._ready, None)
+            if frame is not None:
+                self.is_sure |= frame.pts == self.times[self.begun] and bool(frame.key_frame)
+                if frame.pts == self.times[packet]:
+                    return frame if self.is_sure and not frame.is_corrupt else None
+            elif self.fed > len(self.packets):
+                return None
+            else:
+                try:
+                    next_one = self.packets[self.fed] if self.fed < len(self.packets) else None
+                    self._ready = iter(self.codec.decode(next_one))
+                except self.error:
+                    if self.begun == 0:
+                        raise
+                    return None
+                self.fed += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.error import FFmpegError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,7 +88,7 @@ def test_groups_of_frames_without_a_wanted_one_are_not_decoded(monkeypatch: pyte
 
     class Stream:
         def __init__(self, stream: Any) -> None:
-            self.codec_context = Counting(stream.codec_context)
+            self.codec_context, self.disposition = Counting(stream.codec_context), stream.disposition
 
     data, opened = video(frames=70, codec="H.264"), av.open  # a keyframe every 7 frames
 
@@ -142,6 +144,67 @@ def test_a_turned_video_is_as_displayed(turns: int) -> None:
         assert clockwise == 90 * turns
     _, frames = all_frames(data)
     assert np.array_equal(next(decoded_frames(turned, [0])), np.rot90(frames[0], -turns))
+
+
+def test_the_turn_of_a_whole_movie_counts_too() -> None:
+    data = video()
+    at = data.index(b"mvhd") + 4 + 36
+    turned = data[:at] + words(0, 1 << 16, 0, -1 << 16, 0) + data[at + 20 :]
+    header = video_header(turned)
+    assert (header.height, header.width, header.turns) == (64, 48, 1)
+    with av.open(io.BytesIO(turned), "r") as container:
+        assert next(container.decode(video=0)).rotation == -90  # type: ignore[attr-defined]
+    wanted = np.rot90(all_frames(data)[1][0], -1)
+    assert np.array_equal(next(decoded_frames(turned, [0])), wanted)
+    at = data.index(b"tkhd") + 4 + 40
+    both = turned[:at] + words(0, -1 << 16, 0, 1 << 16, 0) + turned[at + 20 :]
+    assert video_header(both) == video_header(data)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_frames_that_are_wrongly_said_to_be_keyframes_are_not_believed(codec: str) -> None:
+    """Without stss, every frame is said to be one."""
+    data = video(codec=codec, frames=30)
+    _, whole = all_frames(data)
+    lying = data.replace(b"stss", b"free")
+    assert lying != data
+    for numbers in ([3], [11], [17, 18], [2, 16, 29]):
+        found = list(decoded_frames(lying, numbers))
+        assert all(map(np.array_equal, found, [whole[number] for number in numbers])), numbers
+
+
+def test_a_cover_is_no_frame() -> None:
+    data = video()
+    png = b"\x89PNG\r\n\x1a\n" + bytes(50)
+    meta = (
+        box(b"hdlr", words(0, 0), b"mdirappl", bytes(9)),
+        box(b"ilst", box(b"covr", box(b"data", words(14, 0), png))),
+    )
+    udta = box(b"udta", box(b"meta", words(0), *meta))
+    at = data.index(b"trak") - 4
+    moov = data.index(b"moov") - 4
+    size = int.from_bytes(data[moov : moov + 4], "big") + len(udta)
+    covered = data[:moov] + words(size) + data[moov + 4 : at] + udta + data[at:]
+    with av.open(io.BytesIO(covered), "r") as container:
+        assert len(container.streams.video) == 2
+    assert all(map(np.array_equal, decoded_frames(covered, [0, 9]), decoded_frames(data, [0, 9])))
+
+
+def test_damaged_pixels_are_refused_where_the_decoder_sees_them() -> None:
+    data, refused = video(height=96, width=128, codec="H.264"), 0
+    begin, end = data.index(b"mdat") + 800, data.index(b"moov")
+    for at in np.random.default_rng(SEED).integers(begin, end, 40).tolist():
+        bad = data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
+        numbers = list(range(16))
+        with av.open(io.BytesIO(bad), "r") as container:
+            corrupt = True
+            with contextlib.suppress(FFmpegError):
+                corrupt = any(each.is_corrupt for each in container.decode(video=0))
+        if corrupt:
+            refused += 1
+            with pytest.raises(PartError, match="cannot be decoded"):
+                list(decoded_frames(bad, numbers))
+    assert refused > 5
 
 
 def test_a_header_that_nobody_wrote_is_read() -> None:
