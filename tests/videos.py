@@ -98,18 +98,22 @@ def mp4(
     *,
     stts: bytes | None = None,
     stsz: bytes | None = None,
+    stsc: bytes = words(0, 1, 1, 16, 1),
+    stco: bytes = words(0, 1, 0),
+    sizes: bytes = b"stsz",
     elst: bytes | None = None,
     matrix: Sequence[int] = IDENTITY,
     sides: tuple[int, int] = (48, 64),
     scale: int = 10,
     form: bytes = b"avc1",
+    tables: Sequence[bytes] = (),
     more: Sequence[bytes] = (),
     mvex: Sequence[bytes] = (),
     after: Sequence[bytes] = (),
 ) -> bytes:
     """An MP4 of 16 frames whose header is as given; its frames are bytes of nothing.
 
-    stts, stsz, elst: bodies of these boxes. sides: (height, width). more: in moov. after: behind it.
+    stts, stsz, stsc, stco, elst: bodies of these boxes. sizes: name of the box of stsz. sides: (height, width). tables: in stbl. more: in moov. after: behind it.
     """
     entry = (
         bytes(6) + b"\0\1" + bytes(16) + sides[1].to_bytes(2, "big") + sides[0].to_bytes(2, "big") + bytes(50)
@@ -118,7 +122,10 @@ def mp4(
         b"stbl",
         box(b"stsd", words(0, 1), box(form, entry)),
         box(b"stts", words(0, 1, 16, 1) if stts is None else stts),
-        box(b"stsz", words(0, 0, 16, *[4] * 16) if stsz is None else stsz),
+        box(b"stsc", stsc),
+        box(b"stco", stco),
+        box(sizes, words(0, 0, 16, *[4] * 16) if stsz is None else stsz),
+        *tables,
     )
     mdia = box(
         b"mdia",

@@ -22,7 +22,10 @@ Read = Callable[[int, int], bytes]
 """The bytes begin..end of a file."""
 Frame = npt.NDArray[np.uint8]
 
-_BEGINS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+_BEGINS = (
+    *(b"ftyp", b"styp", b"moov", b"mdat", b"moof", b"sidx"),
+    *(b"wide", b"free", b"skip", b"uuid", b"pnot"),
+)
 _MOST_BOXES = 1 << 17  # of a file, also of one in fragments of a second over a day
 _CHUNK_BYTES = 1 << 16
 _UNITY = 1 << 16  # 1 in fixed point
@@ -98,11 +101,12 @@ def read_header(read: Read, size_bytes: int) -> VideoHeader:
 
 
 class _Box(NamedTuple):
-    """A box: its name, and where its body lies."""
+    """A box: its name, where its body lies, and where the box begins."""
 
     name: bytes
     begin: int
     end: int
+    at: int = 0
 
     @property
     def size(self) -> int:
@@ -134,7 +138,7 @@ class _Boxes:
                     f"video that was cut off or is damaged: box {_shown(head[4:8])} at byte {at} tells of "
                     f"{size} bytes, and {outer.end - at} are there; get the whole file"
                 )
-            yield _Box(head[4:8], body, at + size)
+            yield _Box(head[4:8], body, at + size, at)
             at += size
 
     def inside(self, outer: _Box, *names: bytes) -> _Box | None:
@@ -169,16 +173,19 @@ class _Boxes:
 
 @dataclass(slots=True)
 class _Durations:
-    """How long frames last, summed run by run.
+    """How long frames last, and their bytes, summed run by run.
 
     Attributes:
-        frames, ticks: so far.
+        frames, ticks, num_bytes: so far.
+        offset: ticks from when the first frame of fragments is decoded to when it is displayed.
         first, last: ticks of these frames.
         least, most: ticks of any frame but the last.
     """
 
     frames: int = 0
     ticks: int = 0
+    num_bytes: int = 0
+    offset: int = 0
     first: int = 0
     last: int = 0
     least: int = 1 << 32
@@ -232,6 +239,11 @@ class _Movie:
         durations = self._durations(trak, number)
         if not 0 < durations.frames <= self.size_bytes:
             raise PartError(f"video of {durations.frames} frames in {self.size_bytes} bytes; get it again")
+        if durations.num_bytes > self.size_bytes:
+            raise PartError(
+                f"video that is damaged: frames of {durations.num_bytes} bytes in {self.size_bytes}; get it "
+                "again"
+            )
         if not durations.ticks:
             raise PartError(f"video whose frames last no time; {_CONVERT}")
         scale = self._scale(self._box(trak, b"mdia", b"mdhd"))
@@ -301,47 +313,111 @@ class _Movie:
         rows = int.from_bytes(self.boxes.body(stts, 8)[4:8], "big")
         for counts, ticks in (each.T for each in self.boxes.table(stts, 8, rows, 2)):
             found.add(counts, ticks)
-        if found.frames != (stored := self._stored(stbl)):
+        if found.frames > 1 and not found.least:
+            raise PartError(f"video with a frame that lasts no time; {_CONVERT}")
+        sizes = self._sizes(stbl)
+        if found.frames != len(sizes):
             raise PartError(
-                f"video that is damaged: durations of {found.frames} frames, and {stored} frames; {_CONVERT}"
+                f"video that is damaged: durations of {found.frames} frames, and {len(sizes)} frames; "
+                f"{_CONVERT}"
             )
+        if len(sizes):
+            self._check_places(stbl, sizes)
+            found.num_bytes = int(sizes.sum())
         trex = self._trex(number)
         for moof in self.moofs:
+            base: int | None = moof.at
             for traf in (box for box in self.boxes.within(moof) if box.name == b"traf"):
-                self._add_fragment(found, traf, number, trex)
+                self._add_fragment(found, moof, traf, base, number, trex)
+                base = None  # behind the bytes of the track before
         return found
 
-    def _stored(self, stbl: _Box) -> int:
-        """Frames of a track without its fragments, by their sizes."""
+    def _sizes(self, stbl: _Box) -> npt.NDArray[np.int64]:
+        """Bytes of each frame without fragments; int64 [frames]. Raises PartError for a frame of none."""
         box = self._inside(stbl, b"stsz")
         if box is None:
             box = self._box(stbl, b"stz2")
         body = self.boxes.body(box, 12)
         size, count = int.from_bytes(body[4:8], "big"), int.from_bytes(body[8:12], "big")
-        room = self.size_bytes // size if box.name == b"stsz" and size else 2 * (box.size - 12)
+        is_small, bits = box.name == b"stz2", size & 255
+        if is_small and bits not in (4, 8, 16):
+            raise PartError(f"video that is damaged: sizes of frames in {bits} bits; get it again")
+        bits = bits if is_small else 32
+        room = self.size_bytes // size if size and not is_small else 8 * (box.size - 12) // bits
         if count > room:
             raise PartError(f"video that is damaged: {count} frames in room for {room}; get it again")
-        return count
+        if is_small:
+            read = self.boxes.read(box.begin + 12, box.begin + 12 + (count * bits + 7) // 8)
+            sizes = np.frombuffer(read, ">u2" if bits == 16 else np.uint8).astype(np.int64)
+            sizes = np.stack((sizes >> 4, sizes & 15), axis=1).ravel()[:count] if bits == 4 else sizes
+        else:
+            sizes = np.full(count, size) if size else self._table(box, 12, count, 1)[:, 0]
+        if not sizes.all():
+            raise PartError(f"video with a frame of 0 bytes; {_CONVERT}")
+        return sizes
 
-    def _trex(self, number: int) -> int:
-        """Ticks of a frame in fragments that do not tell; 0 without any."""
+    def _check_places(self, stbl: _Box, sizes: npt.NDArray[np.int64]) -> None:
+        """Raises PartError for frames that lie beyond the end of the file. sizes: of each, in bytes."""
+        box, columns = self._inside(stbl, b"stco"), 1
+        if box is None:
+            box, columns = self._box(stbl, b"co64"), 2
+        offsets = self._table(box, 8, int.from_bytes(self.boxes.body(box, 8)[4:], "big"), columns)
+        begins = offsets[:, -1] + (offsets[:, 0].clip(max=1 << 30) << 32 if columns == 2 else 0)
+        box = self._box(stbl, b"stsc")
+        runs = self._table(box, 8, int.from_bytes(self.boxes.body(box, 8)[4:], "big"), 3)
+        firsts = np.append(runs[:, 0] - 1, len(begins)).clip(max=len(begins))  # chunk of each run
+        if firsts[0] != 0 or (np.diff(firsts) < 0).any():
+            raise PartError("video that is damaged: it does not tell where its frames lie; get it again")
+        lasts = runs[:, 1].repeat(np.diff(firsts)).cumsum()  # frames up to each chunk's end
+        if not lasts.size or lasts[-1] < len(sizes):
+            raise PartError(f"video that is damaged: {len(sizes)} frames, and room for fewer; get it again")
+        summed = np.append(0, sizes.cumsum())[np.append(0, lasts.clip(max=len(sizes)))]
+        self._check_end(int((begins + np.diff(summed))[np.diff(summed) > 0].max()))
+
+    def _check_end(self, end: int) -> None:
+        if end > self.size_bytes:
+            raise PartError(
+                f"video that was cut off or is damaged: its frames end at byte {end}, and it has "
+                f"{self.size_bytes}; get the whole file"
+            )
+
+    def _table(self, box: _Box, at: int, rows: int, columns: int) -> npt.NDArray[np.int64]:
+        """All of a table; int64 [rows, columns]."""
+        return np.concatenate([np.zeros((0, columns), np.int64), *self.boxes.table(box, at, rows, columns)])
+
+    def _trex(self, number: int) -> tuple[int, int]:
+        """(ticks, bytes) of a frame in fragments that do not tell; 0 without any."""
         mvex = self._inside(self.moov, b"mvex")
         for box in () if mvex is None else self.boxes.within(mvex):
             if box.name == b"trex":
                 body = self.boxes.body(box, 24)
                 if int.from_bytes(body[4:8], "big") == number:
-                    return int.from_bytes(body[12:16], "big")
-        return 0
+                    return int.from_bytes(body[12:16], "big"), int.from_bytes(body[16:20], "big")
+        return 0, 0
 
-    def _add_fragment(self, found: _Durations, traf: _Box, number: int, ticks: int) -> None:
-        """Add the frames of a fragment, if it is of that track. ticks: of a frame that does not tell."""
-        head = self._box(traf, b"tfhd")
+    def _add_fragment(
+        self, found: _Durations, moof: _Box, traf: _Box, base: int | None, number: int, trex: tuple[int, int]
+    ) -> None:
+        """Add the frames of a fragment, if it is of that track.
+
+        base: of the offsets of its bytes where it tells none, None if not known. trex: see `_trex`.
+        """
+        (ticks, size), head = trex, self._box(traf, b"tfhd")
         body = self.boxes.body(head, 8)
         if int.from_bytes(body[4:8], "big") != number:
             return
-        at = 8 + 8 * (body[3] & 1) + 4 * (body[3] >> 1 & 1)
-        if body[3] & 8:
+        flags = int.from_bytes(body[1:4], "big")
+        at = 8 + 8 * (flags & 1) + 4 * (flags >> 1 & 1)
+        if flags & 8:
             ticks = int.from_bytes(self.boxes.body(head, at + 4)[at:], "big")
+            at += 4
+        if flags & 16:
+            size = int.from_bytes(self.boxes.body(head, at + 4)[at:], "big")
+        if flags & 1:
+            base = int.from_bytes(self.boxes.body(head, 16)[8:], "big")
+        elif flags & 0x20000:
+            base = moof.at
+        end = base
         for box in (each for each in self.boxes.within(traf) if each.name == b"trun"):
             body = self.boxes.body(box, 8)
             flags, count = int.from_bytes(body[2:4], "big"), int.from_bytes(body[4:8], "big")
@@ -350,12 +426,23 @@ class _Movie:
                 raise PartError(
                     f"video that is damaged: {count} frames in {self.size_bytes} bytes; get it again"
                 )
-            rows = self.boxes.table(box, 8 + 4 * (flags & 1) + 4 * (flags >> 2 & 1), count, columns)
+            rows = self._table(box, 8 + 4 * (flags & 1) + 4 * (flags >> 2 & 1), count, columns)
+            if flags & 0x800 and count and not found.frames:
+                found.offset = max((int(rows[0, -1]) ^ 1 << 31) - (1 << 31), 0)  # of 32 bits, signed
             if flags & 0x100:
-                for each in rows:
-                    found.add(np.ones(len(each), np.int64), each[:, 0])
+                found.add(np.ones(count, np.int64), rows[:, 0])
             else:
                 found.add(np.array([count]), np.array([ticks]))
+            sizes = rows[:, flags >> 8 & 1] if flags & 0x200 else np.full(min(count, 1), size)
+            if not sizes.all():
+                raise PartError(f"video with a frame of 0 bytes; {_CONVERT}")
+            num_bytes = int(sizes.sum()) if flags & 0x200 else count * size
+            found.num_bytes += num_bytes
+            if base is not None and flags & 1:
+                end = base + int.from_bytes(self.boxes.body(box, 12)[8:], "big", signed=True)
+            if end is not None:
+                end += num_bytes
+                self._check_end(end)
 
     def _check_edits(self, trak: _Box, durations: _Durations, scale: int) -> None:
         """Raises PartError for an edit list that leaves frames out, repeats or slows them.
@@ -375,17 +462,17 @@ class _Movie:
             if begin != (1 << (64 if wide else 32)) - 1:  # -1: nothing is displayed yet
                 edits.append((duration, begin, row[-1]))
         (duration, begin, speed), *more = edits or [(0, 0, _UNITY)]
-        start = self._first_offset(trak)
+        start = self._first_offset(trak, durations)
         end = begin + (duration + 1) * scale / self._scale(self._box(self.moov, b"mvhd"))
         is_whole = duration == 0 or end >= start + durations.ticks - durations.last
         if count > 64 or more or speed != _UNITY or begin >= start + max(durations.first, 1) or not is_whole:
             raise PartError(f"video with an edit list that leaves out or repeats frames; {_CONVERT}")
 
-    def _first_offset(self, trak: _Box) -> int:
+    def _first_offset(self, trak: _Box, durations: _Durations) -> int:
         """Ticks from when the first frame is decoded to when it is displayed."""
         ctts = self._inside(trak, b"mdia", b"minf", b"stbl", b"ctts")
         if ctts is None or int.from_bytes(self.boxes.body(ctts, 8)[4:8], "big") == 0:
-            return 0
+            return durations.offset
         offset = int.from_bytes(self.boxes.body(ctts, 16)[12:16], "big", signed=True)
         return max(offset, 0)
 

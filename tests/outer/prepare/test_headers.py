@@ -16,7 +16,7 @@ from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.sound import decoded_audio
 from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
-from videos import mp4, video
+from videos import box, mp4, video
 
 
 def decoded(data):
@@ -189,6 +189,10 @@ def boxes(*brands):
         (2 * sound("OGG", 999), "Ogg audio of several streams"),
         (bytes(4) + b"ftypisom" + bytes(99), "video without its header"),
         (video()[:2000], "video that was cut off"),
+        *(
+            (box(name, bytes(9)), "video without its header")
+            for name in (b"styp", b"uuid", b"pnot", b"moof", b"sidx")
+        ),
         (boxes(b"heic", b"mif1"), "a HEIC image, whose size prepare cannot read; convert it to JPEG"),
         (boxes(b"mif1", b"heic"), "a HEIC image"),
         (boxes(b"msf1", b"hevc"), "a HEIC image"),
