@@ -136,3 +136,31 @@ def positions(document: Document, family: str = "qwen2_vl.Qwen2VLModel") -> torc
         second_per_grid_ts=torch.tensor(seconds),
     )
     return ids[:, 0]
+
+
+def model() -> Any:
+    """A tiny Qwen2-VL, with the same weights each time."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    text: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        "initializer_range": 0.3,  # so that attention is uneven, and positions matter
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    tokens: Any = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": BEGIN,
+        "vision_end_token_id": END,
+    }
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    return Qwen2VLForConditionalGeneration(config)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from parallel import GatherSequence, Place
 from PIL import Image
-from qwen_vl import BEGIN, END, FRAMES, IMAGE, PATCHES, VIDEO, Document, picture, write_documents
+from qwen_vl import BEGIN, END, FRAMES, IMAGE, PATCHES, VIDEO, Document, model, picture, write_documents
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
@@ -40,34 +40,6 @@ RULE = mf.Multimodal(image=PATCHES, video=FRAMES, positions="mrope")
 
 def recipe(folder: str) -> mf.Recipe:
     return mf.Recipe(data=mf.open(folder), sequence=RULE, batch=mf.Batch(sequences=SEQUENCES), seed=3)
-
-
-def model() -> Any:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    torch.manual_seed(0)
-    text: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        "initializer_range": 0.3,  # so that attention is uneven, and positions matter
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
-    tokens: Any = {
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "vision_start_token_id": BEGIN,
-        "vision_end_token_id": END,
-    }
-    return Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
-    ).train()
 
 
 # -- by its own processor ---------------------------------------------------------------------------------
@@ -134,7 +106,7 @@ def rows_of(batches: list[list[Document]]) -> list[dict[str, torch.Tensor]]:
 
 def by_hand(steps: list[list[int]]) -> list[float]:
     """The losses of one process that trains on those rows."""
-    own = model()
+    own = model().train()
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
     losses: list[float] = []
     for rows in with_torchvision(rows_of, [[DOCUMENTS[number] for number in step] for step in steps]):
@@ -194,7 +166,7 @@ def loss_of(own: Any, microbatch: Any, place: Place) -> torch.Tensor:
 def trained(rank: int, folder: str, layout: str, until: int, dies: bool) -> list[tuple[list[int], float]]:
     """Documents and loss of each step from the checkpoint, if there is one; dies in the last one before its end."""
     shape, saved = mf.Layout.parse(layout), Path(folder, "checkpoint")
-    own, place = model(), Place(shape, rank)
+    own, place = model().train(), Place(shape, rank)
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
     feed = mf.Feed(
         recipe(f"{folder}/store"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, picture, write_documents
+from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, model, picture, write_documents
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -32,27 +32,6 @@ RULE = mf.Multimodal(image=PATCHES, positions="mrope")
 def recipe(folder: Path, rule: mf.Multimodal = RULE) -> mf.Recipe:
     """Two documents a step, in their order; those of the third step have no image."""
     return mf.Recipe(data=mf.open(folder), sequence=rule, batch=mf.Batch(sequences=2), shuffle="none")
-
-
-def model() -> Any:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    torch.manual_seed(0)
-    text: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    }
-    text["initializer_range"] = 0.3  # so that attention is uneven, and positions matter
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
-    tokens: Any = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
-    text |= {"bos_token_id": None, "eos_token_id": None}
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
-    return Qwen2VLForConditionalGeneration(config)
 
 
 def processor() -> Any:

@@ -178,9 +178,8 @@ def _xmp_in(body: bytes) -> str | None:
         return None
     text = rest[2:].split(b"\0", 2)[-1]
     with contextlib.suppress(zlib.error):  # Pillow passes over what it cannot read, too
-        return (zlib.decompressobj().decompress(text, _MOST_TEXT) if rest[0] else text).decode(
-            "utf-8", "replace"
-        )
+        plain = zlib.decompressobj().decompress(text, _MOST_TEXT) if rest[0] else text
+        return plain.decode("utf-8", "replace")
     return None
 
 
