@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
 from meshfeed.multimodal import encoders
-from meshfeed.multimodal.encoders import plan_encoder
-from meshfeed.plan import Packing, fill, plan_step
+from meshfeed.multimodal.encoders import assign, plan_encoder
+from meshfeed.plan import Packing, plan_step
 from meshfeed.plan.types import Encoder
 from planning import some_parts
 from services.needs import needs_compiled
@@ -92,12 +92,17 @@ def test_a_step_without_parts() -> None:
 @CALM
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(1, 9))
 def test_the_compiled_loop_takes_the_same_rank(seed: int, num_parts: int, ranks: int) -> None:
+    """Pools side by side, of some ranks each, and equal work, where ties decide."""
     needs_compiled()
-    work = np.random.default_rng(seed).choice([0.0, 1, 1, 2.5, 7], num_parts)
-    compiled = fill.longest_first(work, ranks)
+    rng = np.random.default_rng(seed)
+    work, pool = rng.choice([0.0, 1, 1, 2.5, 7], num_parts), rng.integers(0, 3, num_parts)
+    begins = np.concatenate([[0], np.cumsum(rng.integers(1, ranks + 1, 3))])
+    arguments = work, begins[pool], np.diff(begins)[pool], int(begins[-1])
+    given = assign.share(*arguments)
+    assert ((begins[pool] <= given) & (given < begins[pool + 1])).all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill, "_place", None)
-        np.testing.assert_array_equal(fill.longest_first(work, ranks), compiled)
+        patch.setattr(assign, "_share", None)
+        np.testing.assert_array_equal(assign.share(*arguments), given)
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ typedef struct {
 
 static int precedes(entry a, entry b)
 {
-    return a.key < b.key || (a.key == b.key && a.group < b.group);
+    return (a.key < b.key) | ((a.key == b.key) & (a.group < b.group)); /* without a jump */
 }
 
 static void push(entry *heap, int64_t *size, entry added)
@@ -342,6 +342,22 @@ int64_t mf_place(int64_t num_sequences, const int64_t *lengths, const int64_t *p
             push(lightest, &num_lightest, (entry){loads[chosen], chosen});
     }
     return num_members;
+}
+
+/* Give each piece of work to the least loaded rank of its pool: `share` of multimodal/encoders/assign.py.
+
+   order: the pieces, as they are given. first, size: of the pool of each; pools are the same or apart. Writes `rank`.
+   ranks: a load of 0 and a rank for each rank, ascending. */
+int64_t mf_share(int64_t num_pieces, const int64_t *order, const int64_t *first, const int64_t *size,
+                 const double *work, int64_t *rank, entry *ranks)
+{
+    for (int64_t i = 0; i < num_pieces; i++) {
+        int64_t piece = order[i], left = size[piece];
+        entry *pool = ranks + first[piece], least = pop(pool, &left);
+        rank[piece] = least.group;
+        push(pool, &left, (entry){least.key + work[piece], least.group});
+    }
+    return num_pieces;
 }
 
 typedef struct {

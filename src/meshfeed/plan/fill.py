@@ -298,21 +298,6 @@ def place(
     return np.array(group, np.int32)
 
 
-def longest_first(work: FloatArray, num_groups: int) -> IntArray:
-    """Give each piece of work to the least loaded group, the largest first; its group, int32 [n].
-
-    work: float64 [n].
-    """
-    order, zeros = np.argsort(-work, kind="stable"), np.zeros(num_groups, np.int64)
-    nothing, slots = np.zeros(work.size, np.int64), np.full(num_groups, work.size + 1)
-    group = np.empty(work.size, np.int32)
-    group[order] = place(
-        *(nothing, nothing[None], work[order][None]),
-        *(np.arange(work.size), nothing, zeros, zeros.copy(), slots, np.zeros(num_groups)),
-    )
-    return group
-
-
 # -- reach: groups that take sequences until each holds its target ------------------------------------------
 
 
