@@ -42,6 +42,7 @@ _PRELOADED_FOR_ALL = (
     "lightning.pytorch",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
+    "vlm_models",
     "megatron_world",
     "torch.distributed.checkpoint",
     "world_preload",

@@ -6,7 +6,7 @@ import importlib
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from PIL import Image
 import meshfeed as mf
 from meshfeed.multimodal import MultimodalWriter, PartSize
 from meshfeed.parts import KINDS, Parts
-from meshfeed.processors import NativeImages, NativePatches, NativeVideo, VideoPatches
+from meshfeed.processors import NativeImages, NativePatches, NativeVideo, TimedVideo, VideoPatches
 from videos import video
 
 IMAGE, BEGIN, END, VIDEO = 100, 101, 102, 103
@@ -138,9 +138,49 @@ def positions(document: Document, family: str = "qwen2_vl.Qwen2VLModel") -> torc
     return ids[:, 0]
 
 
-def model() -> Any:
-    """A tiny Qwen2-VL, with the same weights each time."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+@dataclass(frozen=True)
+class Family:
+    """A model of transformers, and what makes its arrays. name: of its module; classes: what they begin with."""
+
+    name: str
+    classes: str
+    image: NativePatches
+    video: VideoPatches
+
+    @property
+    def rule(self) -> mf.Multimodal:
+        """With its positions."""
+        return mf.Multimodal(image=self.image, video=self.video, positions="mrope")
+
+
+HALF = (0.5, 0.5, 0.5)
+SPELLED = {**{str(digit): 104 + digit for digit in range(10)}, "<": 114, ".": 115, " seconds>": 116}
+"""Tokens of the times that Qwen3-VL writes before the frames."""
+QWEN2 = Family("qwen2_vl", "Qwen2VL", PATCHES, FRAMES)
+QWEN3 = Family(
+    "qwen3_vl",
+    "Qwen3VL",
+    NativePatches(NativeImages(patch=16, min_pixels=32 * 32, max_pixels=96 * 96), mean=HALF, std=HALF),
+    VideoPatches(
+        TimedVideo(
+            digits=tuple(range(104, 114)),
+            before=(SPELLED["<"],),
+            point=SPELLED["."],
+            after=(SPELLED[" seconds>"],),
+            start=BEGIN,
+            end=END,
+            min_pixels=32 * 32,
+            max_pixels=6 * 64 * 96,
+        ),
+        mean=HALF,
+        std=HALF,
+    ),
+)
+
+
+def model(family: Family = QWEN2) -> Any:
+    """A tiny one, with the same weights each time."""
+    import transformers
 
     torch.manual_seed(0)
     text: dict[str, Any] = {
@@ -155,12 +195,18 @@ def model() -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    vision: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    if family == QWEN3:
+        text |= {"head_dim": 16}
+        vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+        vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     tokens: Any = {
         "image_token_id": IMAGE,
         "video_token_id": VIDEO,
         "vision_start_token_id": BEGIN,
         "vision_end_token_id": END,
     }
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
-    return Qwen2VLForConditionalGeneration(config)
+    config = getattr(transformers, f"{family.classes}Config")(
+        text_config=text, vision_config=vision, **tokens
+    )
+    return getattr(transformers, f"{family.classes}ForConditionalGeneration")(config)

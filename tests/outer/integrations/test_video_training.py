@@ -1,5 +1,5 @@
-"""A tiny Qwen2-VL trains on videos, images and text under tensor, context and data parallelism; killed, it goes on in another
-layout. Its losses are those of its own processor's padded rows."""
+"""A tiny Qwen2-VL and a tiny Qwen3-VL train on videos, images and text under tensor, context and data parallelism; killed, they
+go on in another layout. Their losses are those of their own processors' padded rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,30 @@ import io
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel import GatherSequence, Place
+from parallel import EnterSplit, GatherSequence, LeaveSplit, Place
 from PIL import Image
-from qwen_vl import BEGIN, END, FRAMES, IMAGE, PATCHES, VIDEO, Document, model, picture, write_documents
-from tokenizers import Tokenizer, models, pre_tokenizers
+from qwen_vl import (
+    BEGIN,
+    END,
+    IMAGE,
+    QWEN2,
+    QWEN3,
+    SPELLED,
+    VIDEO,
+    Document,
+    Family,
+    model,
+    picture,
+    write_documents,
+)
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 import world
@@ -34,83 +48,118 @@ DOCUMENTS: list[Document] = [
     [21, (56, 56), 22, 23],
     [31, 32, (40, 80, 8, 4)],
 ]
-SEQUENCES, STEPS, RATE = 4, 4, 0.1
-RULE = mf.Multimodal(image=PATCHES, video=FRAMES, positions="mrope")
-
-
-def recipe(folder: str) -> mf.Recipe:
-    return mf.Recipe(data=mf.open(folder), sequence=RULE, batch=mf.Batch(sequences=SEQUENCES), seed=3)
+SEQUENCES, STEPS, RATE = 4, 4, 0.02
+world.preload("vlm_models")
 
 
 # -- by its own processor ---------------------------------------------------------------------------------
 
 
-def rows_of(batches: list[list[Document]]) -> list[dict[str, torch.Tensor]]:
-    """Padded rows of documents, by the whole processor of transformers; runs where torchvision is."""
-    from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
+def processor(family: Family) -> Any:
+    """The family's own, over a vocabulary whose words are numbers; runs where torchvision is."""
+    import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-    from transformers.video_utils import VideoMetadata
 
-    special = {
-        "<|image_pad|>": IMAGE,
-        "<|video_pad|>": VIDEO,
-        "<|vision_start|>": BEGIN,
-        "<|vision_end|>": END,
-    }
-    words = Tokenizer(
-        models.WordLevel({str(n): n for n in range(100)} | special | {"<pad>": 127}, unk_token="<pad>")
+    base: Any = getattr(transformers, f"{family.classes}Processor")
+    video_base: Any = getattr(transformers, f"{family.classes}VideoProcessor")
+    special = dict(
+        zip(
+            ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+            (IMAGE, VIDEO, BEGIN, END),
+        )
     )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary = {f"t{n}": n for n in range(IMAGE)} | special | SPELLED | {"<pad>": 127}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"t\d+| seconds>|[0-9<.]"), "isolated")
     words.add_special_tokens([*special, "<pad>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", padding_side="right")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", padding_side="right"
+    )
 
-    class Ours(Qwen2VLProcessor):
+    class Ours(base):
         def check_argument_for_proper_class(self, argument_name: Any, argument: Any) -> Any:
             """Takes the processor of images that uses Pillow, as we do."""
 
     images, videos = (
-        {"shortest_edge": each.rule.min_pixels, "longest_edge": each.rule.max_pixels}
-        for each in (PATCHES, FRAMES)
+        {
+            "size": {"shortest_edge": each.rule.min_pixels, "longest_edge": each.rule.max_pixels},
+            "patch_size": each.rule.patch,
+            "image_mean": each.mean,
+            "image_std": each.std,
+        }
+        for each in (family.image, family.video)
     )
-    processor = Ours(Qwen2VLImageProcessorPil(size=images), tokenizer, Qwen2VLVideoProcessor(size=videos))
-    made: list[dict[str, torch.Tensor]] = []
-    for documents in batches:
-        text: list[str] = []
-        given: dict[str, list[Any]] = {"images": [], "videos": [], "video_metadata": []}
-        for document in documents:
-            spelled: list[str] = []
-            for each in document:
-                if isinstance(each, int):
-                    spelled.append(str(each))
-                elif len(each) == 2:
-                    given["images"].append(Image.open(io.BytesIO(picture(*each))))
-                    spelled.append("<|vision_start|><|image_pad|><|vision_end|>")
-                else:
-                    rate, frames = all_frames(video(*each))
-                    given["videos"].append(
-                        torch.stack([torch.from_numpy(f).permute(2, 0, 1) for f in frames])
-                    )
-                    given["video_metadata"].append(VideoMetadata(total_num_frames=len(frames), fps=rate))
-                    spelled.append("<|vision_start|><|video_pad|><|vision_end|>")
-            text.append(" ".join(spelled))
-        options: dict[str, Any] = {name: some for name, some in given.items() if some}
-        if given["videos"]:
-            options |= {"do_sample_frames": True, "fps": 2}
-        options |= {"text": text, "padding": True, "return_tensors": "pt"}
-        row = dict(processor(**options))
-        kept = (row["attention_mask"] > 0) & ~torch.isin(row["input_ids"], torch.tensor([IMAGE, VIDEO]))
-        made.append({**row, "labels": row["input_ids"].where(kept, -100)})
+    return Ours(Qwen2VLImageProcessorPil(**images), tokenizer, video_base(**videos))
+
+
+def spelled(document: Document, given: dict[str, list[Any]]) -> str:
+    """The text of a document; what stands in it is added to what is given."""
+    made = ""
+    for each in document:
+        if isinstance(each, int):
+            made += f"t{each}"
+        elif len(each) == 2:
+            given["images"].append(Image.open(io.BytesIO(picture(*each))))
+            made += "<|vision_start|><|image_pad|><|vision_end|>"
+        else:
+            rate, frames = all_frames(video(*each))
+            given["videos"].append(torch.stack([torch.from_numpy(f).permute(2, 0, 1) for f in frames]))
+            given["video_metadata"].append({"total_num_frames": len(frames), "fps": rate})
+            made += "<|vision_start|><|video_pad|><|vision_end|>"
     return made
 
 
-def by_hand(steps: list[list[int]]) -> list[float]:
+def rows_of(family: Family, batches: list[list[Document]]) -> list[dict[str, torch.Tensor]]:
+    """Padded rows of documents, by the whole processor of transformers; runs where torchvision is."""
+    own, made = processor(family), list[dict[str, torch.Tensor]]()
+    for documents in batches:
+        given: dict[str, list[Any]] = {"images": [], "videos": [], "video_metadata": []}
+        text = [spelled(document, given) for document in documents]
+        options: dict[str, Any] = {name: some for name, some in given.items() if some}
+        if given["videos"]:
+            options |= {"do_sample_frames": True, "fps": 2}
+        row = dict(own(**options, text=text, padding=True, return_tensors="pt"))
+        tokens: torch.Tensor = row["input_ids"]
+        of_parts = torch.isin(tokens, torch.tensor([IMAGE, VIDEO, *SPELLED.values()]))
+        if family == QWEN3:  # the start and end of each two frames
+            before = tokens.roll(1, dims=1)
+            of_parts |= (tokens == BEGIN) & (before == SPELLED[" seconds>"])
+            of_parts |= (tokens == END) & (before == VIDEO)
+        kept = (row["attention_mask"] > 0) & ~of_parts
+        made.append({**row, "labels": tokens.where(kept, -100)})
+    return made
+
+
+def rows_of_all(batches: list[list[Document]]) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Those of each family, in one process."""
+    return {family.name: rows_of(family, batches) for family in (QWEN2, QWEN3)}
+
+
+def recipe(folder: Path, family: Family) -> mf.Recipe:
+    data = mf.open(folder / "store")
+    return mf.Recipe(data=data, sequence=family.rule, batch=mf.Batch(sequences=SEQUENCES), seed=3)
+
+
+Rows = tuple[list[list[int]], dict[str, list[dict[str, torch.Tensor]]]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The documents of each step, which are those of both families, and their padded rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    write_documents(folder / "store", DOCUMENTS)
+    steps = mf.simulate(recipe(folder, QWEN2), mf.Layout(), STEPS, packing=mf.Packing(capacity=512))
+    numbers = [sorted(n for m in step.microbatches for n in m.draws.index.tolist()) for step in steps]
+    return numbers, with_torchvision(rows_of_all, [[DOCUMENTS[n] for n in step] for step in numbers])
+
+
+def by_hand(family: Family, batches: list[dict[str, torch.Tensor]]) -> list[float]:
     """The losses of one process that trains on those rows."""
-    own = model().train()
+    own = model(family).train()
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
     losses: list[float] = []
-    for rows in with_torchvision(rows_of, [[DOCUMENTS[number] for number in step] for step in steps]):
-        loss = own(**rows).loss
+    for batch in batches:
+        loss = own(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,19 +170,28 @@ def by_hand(steps: list[list[int]]) -> list[float]:
 # -- by the feed ------------------------------------------------------------------------------------------
 
 
-def embedded(own: Any, microbatch: Any, place: Place) -> torch.Tensor:
-    """The tokens of this rank, with its encoder's outputs, and those that other ranks made for it; [1, t, hidden]."""
+def embedded(own: Any, microbatch: Any, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of this rank, with its encoder's outputs, and those that other ranks made for it; and which these are.
+
+    [1, t, hidden * (1 + k)], with outputs for k layers of the language model behind each token; bool [1, t].
+    """
     x = own.model.get_input_embeddings()(microbatch["tokens"])
+    visual, hidden = own.model.visual, x.shape[-1]
+    num_layers = len(getattr(visual, "deepstack_visual_indexes", ()))
+    x = torch.nn.functional.pad(x, (0, hidden * num_layers))
+    found = torch.zeros_like(microbatch["tokens"], dtype=torch.bool)
     kinds: tuple[tuple[Kind, str], ...] = (("image", "pixel_values"), ("video", "pixel_values_videos"))
     for kind, pixels in kinds:
         grid = microbatch[f"{kind}_grid_thw"]
         made = x.new_zeros(0, x.shape[-1])
         if len(grid):
-            made = own.model.visual(microbatch[pixels], grid_thw=grid).pooler_output
+            out = visual(microbatch[pixels], grid_thw=grid)
+            made = torch.cat((out.pooler_output, *getattr(out, "deepstack_features", ())), dim=-1)
         made = mf.exchange_encoded(made, microbatch, kind, place.replicas)
         index = microbatch[f"{kind}_index"]
         x = x.masked_scatter((index >= 0)[..., None], made[index[index >= 0].long()])
-    return x
+        found |= index >= 0
+    return x, found
 
 
 def loss_of(own: Any, microbatch: Any, place: Place) -> torch.Tensor:
@@ -142,38 +200,62 @@ def loss_of(own: Any, microbatch: Any, place: Place) -> torch.Tensor:
     group = place.cp[tuple(place.layout.group_of(place.rank, "cp").tolist())] if cp > 1 else None
     bounds = microbatch["cu_seqlens_padded"] // cp
     sequence = torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff())[None]
-    at = torch.stack((sequence, microbatch["position_ids"], microbatch["padding_mask"].long()), dim=-1)
+    x, found = embedded(own, microbatch, place)
+    at = (sequence, microbatch["position_ids"], microbatch["padding_mask"].long(), found.long())
     mine = torch.full_like(sequence, place.coord.cp)
-    fields = torch.cat((at, microbatch["mrope_position_ids"], mine[..., None]), dim=-1)
+    fields = torch.cat((torch.stack((*at, mine), dim=-1), microbatch["mrope_position_ids"]), dim=-1)
     (fields,) = GatherSequence.apply(fields, group)
-    (x,) = GatherSequence.apply(embedded(own, microbatch, place), group)
+    (x,) = GatherSequence.apply(x, group)
     kept = [i for i in range(len(fields)) if not fields[i, 2]]
     order = sorted(kept, key=lambda i: (int(fields[i, 0]), int(fields[i, 1])))
-    whole = fields[order]
-    position_ids = torch.cat((whole[:, 1:2], whole[:, 3:6]), dim=1).T[:, None]  # text, time, height, width
+    whole, (embeds, *layers) = fields[order], x[order].split(own.config.text_config.hidden_size, dim=-1)
+    position_ids = torch.cat((whole[:, 1:2], whole[:, 5:8]), dim=1).T[:, None]  # text, time, height, width
+    found = whole[:, 3] > 0
+    deep: dict[str, Any] = {}
+    if layers:
+        deep = {
+            "visual_pos_masks": found[None],
+            "deepstack_visual_embeds": [each[found] for each in layers],
+        }
     out = own.model.language_model(
-        inputs_embeds=x[order][None],
+        inputs_embeds=embeds[None],
         position_ids=position_ids,
         use_cache=False,  # whose mask knows no packs
+        **deep,
     ).last_hidden_state
-    logits = own.lm_head(out[0, whole[:, 6] == place.coord.cp])
+    logits = own.lm_head(out[0, whole[:, 4] == place.coord.cp])
     first = place.coord.cp * sequence.shape[1]  # of its own tokens among those gathered
     my_order = [i - first for i in order if 0 <= i - first < sequence.shape[1]]
     labels, mask = microbatch["labels"][0, my_order], microbatch["loss_mask"][0, my_order]
     return (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * mask).sum()
 
 
-def trained(rank: int, folder: str, layout: str, until: int, dies: bool) -> list[tuple[list[int], float]]:
+def split(own: Any, place: Place) -> set[int]:
+    """Let each tp rank compute its columns of the language model's MLPs; the weights of which it does, by id."""
+    found = set[int]()
+    for layer in own.model.language_model.layers:
+        layer.mlp.forward = partial(_split_mlp, layer.mlp, place)
+        found |= {id(each) for each in layer.mlp.parameters()}
+    return found
+
+
+def _split_mlp(mlp: Any, place: Place, x: torch.Tensor) -> Any:
+    width = mlp.down_proj.weight.shape[1] // place.layout.tp
+    mine = slice(place.coord.tp * width, (place.coord.tp + 1) * width)
+    x = EnterSplit.apply(x, place.tp)
+    gate, up = (torch.nn.functional.linear(x, each.weight[mine]) for each in (mlp.gate_proj, mlp.up_proj))
+    y = torch.nn.functional.linear(mlp.act_fn(gate) * up, mlp.down_proj.weight[:, mine])
+    return LeaveSplit.apply(y, place.tp)
+
+
+def trained(
+    rank: int, folder: Path, family: Family, layout: str, until: int, dies: bool
+) -> list[tuple[list[int], float]]:
     """Documents and loss of each step from the checkpoint, if there is one; dies in the last one before its end."""
-    shape, saved = mf.Layout.parse(layout), Path(folder, "checkpoint")
-    own, place = model().train(), Place(shape, rank)
-    optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
-    feed = mf.Feed(
-        recipe(f"{folder}/store"),
-        shape,
-        packing=mf.Packing(capacity=96),
-        encoder="group",
-    )
+    shape, saved = mf.Layout.parse(layout), folder / "checkpoint"
+    own, place = model(family).train(), Place(shape, rank)
+    optimizer, in_parts = torch.optim.SGD(own.parameters(), lr=RATE), split(own, place)
+    feed = mf.Feed(recipe(folder, family), shape, packing=mf.Packing(capacity=96), encoder="group")
     if saved.exists():
         state = torch.load(saved)
         own.load_state_dict(state["model"])
@@ -194,7 +276,7 @@ def trained(rank: int, folder: str, layout: str, until: int, dies: bool) -> list
             for parameter in own.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= shape.tp  # every tp rank has made it all
+                parameter.grad /= 1 if id(parameter) in in_parts else shape.tp  # whose ranks made it all
             optimizer.step()
             optimizer.zero_grad()
             every: list[Any] = [None] * dist.get_world_size()
@@ -210,16 +292,27 @@ def trained(rank: int, folder: str, layout: str, until: int, dies: bool) -> list
     return told
 
 
-def test_losses_are_those_of_its_own_processor_before_and_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [(QWEN2, "cp2-dp2", "tp2-cp2"), (QWEN3, "tp2-cp2-dp2", "cp4")],
+    ids=["Qwen2-VL", "Qwen3-VL"],
+)
+def test_losses_are_those_of_its_own_processor_before_and_after_a_kill(
+    tmp_path: Path, rows: Rows, family: Family, before: str, after: str
+) -> None:
     write_documents(tmp_path / "store", DOCUMENTS)
-    killed = world.start(trained, 4, str(tmp_path), "cp2-dp2", STEPS, True).join()
-    assert [outcome.exitcode for outcome in killed] == [-signal.SIGKILL] * 4, killed[0].trace
+    size = mf.Layout.parse(before).world_size
+    killed = world.start(trained, size, tmp_path, family, before, STEPS, True).join()
+    assert -signal.SIGKILL in [outcome.exitcode for outcome in killed], killed[0].trace
+    assert all(outcome.exitcode for outcome in killed)  # some by what the first left open
     told = torch.load(tmp_path / "checkpoint")["told"]
     assert len(told) == 2
-    resumed, *others = world.run(trained, 4, str(tmp_path), "tp2-cp2", STEPS, False)
+    size = mf.Layout.parse(after).world_size
+    resumed, *others = world.run(trained, size, tmp_path, family, after, STEPS, False)
     assert all(each == resumed for each in others)
     told += resumed
-    assert len(told) == STEPS and all(len(numbers) == SEQUENCES for numbers, _ in told)
-    assert sorted(number for numbers, _ in told[:2] for number in numbers) == list(range(len(DOCUMENTS)))
-    wanted = by_hand([numbers for numbers, _ in told])
+    numbers, batches = rows
+    assert [each for each, _ in told] == numbers
+    assert sorted(number for step in numbers[:2] for number in step) == list(range(len(DOCUMENTS)))
+    wanted = by_hand(family, batches[family.name])
     assert [loss for _, loss in told] == pytest.approx(wanted, rel=1e-5)
