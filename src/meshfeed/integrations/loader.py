@@ -26,7 +26,7 @@ from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import SequenceRule, encoder_of
+from meshfeed.sequence import SequenceRule
 from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
@@ -103,15 +103,6 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     if "loss_mask" not in microbatch:
         return labels
     return labels.masked_fill(microbatch["loss_mask"] == 0, IGNORED)
-
-
-def check_encoder(recipe: Recipe) -> None:
-    """Raises RecipeError if other ranks encode: models of trainers do not exchange encoder outputs."""
-    if (encoder := encoder_of(recipe.sequence)) != "with sample":
-        raise RecipeError(
-            f"encoder={encoder!r} needs mf.exchange_encoded between encoder and language model, "
-            f"which this trainer's model does not call; choose encoder='with sample'"
-        )
 
 
 def pads_rows(recipe: Recipe, dp: int) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from meshfeed.integrations.loader import (
     Settings,
     TrainLoader,
     changed_options,
-    check_encoder,
     check_feed_options,
     for_evaluation,
     framework,
@@ -37,10 +36,11 @@ from meshfeed.integrations.loader import (
     refuse_options,
 )
 from meshfeed.layout import Layout
-from meshfeed.multimodal import MROPE, Multimodal
+from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
+from meshfeed.parts import KINDS, Kind
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import contents_of
+from meshfeed.sequence import contents_of, encoder_of
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 
@@ -51,6 +51,7 @@ _CAUSAL = frozenset(
 _MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_ids"})
 """The fields that `masked_batch` uses or ignores."""
 _SHIFTED = "shift_labels"
+_ROUTES = "encoder_routes"  # of a batch, until the model is called
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
@@ -184,6 +185,8 @@ class FeedTrainer(_Base):
         without rows is left out: these models take no pixel_values of no image. Override it for models with
         other inputs.
 
+    With feed_options={"encoder": "balanced"}, ranks share the encoder's work: see `share_encoders`.
+
     compute_loss_func and metrics get `labels`, each at its own token; label_smoothing_factor uses the exact
     `shift_labels`. CONFIG_FIELDS says how each option is treated; one without effect is refused.
 
@@ -260,11 +263,16 @@ class FeedTrainer(_Base):
                 del made[
                     _SHIFTED
                 ]  # it sees labels alone, and the Trainer counts shift_labels if there are any
-        further = {name: value for name, value in microbatch.items() if name not in used and _has_rows(value)}
+        routes = encoder_routes_of(microbatch)
+        further = {
+            name: value
+            for name, value in microbatch.items()
+            if name not in used and name not in routes and (routes or _has_rows(value))
+        }
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
             further = {name: value for name, value in further.items() if name in self._signature_columns}
-        return made | further
+        return made | further | ({_ROUTES: routes} if routes else {})
 
     def get_train_dataloader(self) -> Any:
         """The training stream, from the checkpoint on."""
@@ -319,6 +327,14 @@ class FeedTrainer(_Base):
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.label_smoother = plain
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As the Trainer's; what the encoders exchange is told to the model's EncoderExchange."""
+        inputs = super()._prepare_inputs(inputs)
+        routes = inputs.pop(_ROUTES, {}) if isinstance(inputs, dict) else {}
+        for exchange in _exchanges(self.model):
+            exchange.expect(routes)
+        return inputs
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; averages losses that count the tokens of all ranks over all ranks."""
@@ -458,8 +474,100 @@ class FeedTrainer(_Base):
             pads = evaluates and pads_rows(recipe, layout.dp)
             options = {"micro_batch_size": micro_batch_size, "pad_rows": pads, **options}
         feed = Feed(recipe, layout, self.args.process_index, **options)
-        check_encoder(feed.recipe)
+        if encoder_of(feed.recipe.sequence) != "with sample":
+            self._share_encoders(feed)
         return feed
+
+    def _share_encoders(self, feed: Feed) -> None:
+        """Have the model exchange encoder outputs, in a group of its own."""
+        if not _exchanges(self.model):
+            share_encoders(self.model)
+        for exchange in _exchanges(self.model):
+            if exchange.group is None and len(feed.encoder_ranks) > 1:
+                ranks = list(feed.encoder_ranks)
+                made: Any = torch.distributed.new_group(ranks, use_local_synchronization=True)
+                exchange.group = made
+
+
+def share_encoders(model: torch.nn.Module) -> None:
+    """Let a model of transformers exchange the outputs of its encoders; `FeedTrainer` calls it where needed.
+
+    Its `get_image_features`, and those of video and audio, then encode the parts of this rank and return
+    outputs for its tokens, with `deepstack_features` if there are any. A rank without parts encodes a small
+    blank one, so that all ranks use the same weights, as DDP and FSDP need it.
+
+    Raises RecipeError for a model without these methods: call an `EncoderExchange` in it yourself.
+    """
+    exchange, kinds = EncoderExchange(), 0
+    for kind in KINDS:
+        name = f"get_{kind}_features"
+        if owners := [module for module in model.modules() if hasattr(module, name)]:
+            innermost: Any = owners[-1]  # the others call it
+            setattr(innermost, name, _Shared(getattr(innermost, name), exchange, kind, innermost.config))
+            kinds += 1
+    if not kinds:
+        raise RecipeError(
+            f"{type(model).__name__} has no get_image_features, so that nothing says where its encoder ends; "
+            f"call a meshfeed.multimodal.EncoderExchange between its encoder and its language model, or "
+            f"choose encoder='with sample'"
+        )
+    model.encoder_exchange = exchange
+
+
+def _exchanges(model: torch.nn.Module) -> list[EncoderExchange]:
+    return [module for module in model.modules() if isinstance(module, EncoderExchange)]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A model's `get_<kind>_features`, whose outputs are exchanged where ranks share the encoder's work."""
+
+    features: Any
+    exchange: EncoderExchange
+    kind: Kind
+    config: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        routes = self.exchange.routes
+        if not self.exchange.shares(self.kind):
+            return self.features(*args, **kwargs)
+        given = inspect.signature(self.features).bind(*args, **kwargs)
+        is_blank = self._filled(given.arguments)
+        self.exchange.expect({})  # that of video may call that of images
+        try:
+            out = self.features(*given.args, **given.kwargs)
+        finally:
+            self.exchange.expect(routes)
+        pooled, deep = out.pooler_output, list(getattr(out, "deepstack_features", None) or [])
+        made = torch.cat([_rows_of(each) for each in (pooled, *deep)], dim=-1)
+        made = self.exchange(made[:0] if is_blank else made, self.kind)
+        rows, *layers = made.split(made.shape[-1] // (1 + len(deep)), dim=-1)
+        out.pooler_output = rows if isinstance(pooled, torch.Tensor) else (rows,)
+        if deep:
+            out.deepstack_features = [(each,) for each in layers]
+        return out
+
+    def _filled(self, given: dict[str, Any]) -> bool:
+        """Whether there is no part, so that a blank one is put there; its pixels are the first argument."""
+        pixels, *others = (name for name, value in given.items() if isinstance(value, torch.Tensor))
+        if len(given[pixels]):
+            return False
+        side, grid = 1, f"{self.kind}_grid_thw"
+        for name in others:  # patches of an image that gives one token
+            if name != grid:
+                raise RecipeError(
+                    f"a rank without {self.kind} parts has no {name} for a blank one; choose encoder='with "
+                    f"sample'"
+                )
+            side = self.config.vision_config.spatial_merge_size
+            given[name] = given[name].new_tensor([[1, side, side]])
+        given[pixels] = given[pixels].new_zeros(side**2, *given[pixels].shape[1:])
+        return True
+
+
+def _rows_of(features: Any) -> torch.Tensor:
+    """A row for each token of all parts; [tokens, width]."""
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
 def _untied(model: torch.nn.Module, missing: set[str]) -> set[str]:

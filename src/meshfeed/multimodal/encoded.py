@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshfeed.errors import OptionError
 from meshfeed.multimodal.encoders import ROUTE
-from meshfeed.parts import Kind
+from meshfeed.parts import KINDS, Kind
 
 
 def exchange_encoded(
@@ -55,6 +55,41 @@ def exchange_encoded(
         takes_part = encoded.new_empty(0, requires_grad=torch.is_grad_enabled())
         sent = _Exchanged.apply(sent, takes_part, send, receive, group)
     return sent.index_select(0, route["receive_rows"])
+
+
+class EncoderExchange(torch.nn.Module):
+    """`exchange_encoded` for a model that a framework's loop calls without the microbatch.
+
+    The model calls it once for each kind in every forward pass, between encoder and language model. Before
+    that, `expect` tells it the microbatch: `FeedTrainer` does so by itself. Without one that is shared, such
+    as in generation, it returns what it is given.
+
+    group: of the ranks of `Feed.encoder_ranks`; None for the default group. Make it one that nothing else
+        uses: DDP sends gradients while the exchange goes backward, not in the same order on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.routes: Mapping[str, Any] = {}
+
+    def expect(self, microbatch: Mapping[str, Any]) -> None:
+        """The microbatch of the next forward pass, or its `encoder_routes`; empty where nothing is shared."""
+        self.routes = encoder_routes_of(microbatch)
+
+    def shares(self, kind: Kind) -> bool:
+        """Whether the next forward pass exchanges outputs of a kind."""
+        return f"{kind}_{ROUTE[0]}" in self.routes
+
+    def forward(self, encoded: torch.Tensor, kind: Kind = "image") -> torch.Tensor:
+        """The outputs for this rank's tokens. Arguments, result and errors as of `exchange_encoded`."""
+        return exchange_encoded(encoded, self.routes, kind, self.group) if self.shares(kind) else encoded
+
+
+def encoder_routes_of(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a microbatch that an exchange needs; empty where ranks share no encoder's work."""
+    names = (f"{kind}_{name}" for kind in KINDS for name in ROUTE)
+    return {name: microbatch[name] for name in names if name in microbatch}
 
 
 class _Exchanged(torch.autograd.Function):

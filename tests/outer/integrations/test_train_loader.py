@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
-from meshfeed.integrations.loader import EvalLoader, TrainLoader, check_encoder
+from meshfeed.integrations.loader import EvalLoader, TrainLoader
 from observe import content_of
-from pictures import Listen, LookFirst, recipe_over, write_pictures
 from soak import cases
 
 EACH = 3  # microbatches of a step
@@ -292,16 +290,6 @@ def test_every_evaluation_begins_at_the_beginning(corpus: str) -> None:
     assert [next(abandoned), next(running)] == wanted[:1] * 2
     abandoned.close()
     assert [*running] == wanted[1:]
-
-
-def test_encoders_on_other_ranks_are_refused_where_the_model_does_not_call_the_exchange(
-    tmp_path: Path,
-) -> None:
-    write_pictures(tmp_path / "store")
-    recipe = recipe_over(mf.open(tmp_path / "store"), mf.Multimodal(image=LookFirst(), audio=Listen()))
-    feed = mf.Feed(recipe, encoder="balanced", packing=mf.Packing(capacity=64))
-    with pytest.raises(RecipeError, match="which this trainer's model does not call"):
-        check_encoder(feed.recipe)
 
 
 def test_amounts_that_end_within_a_step_are_named(corpus: str) -> None:

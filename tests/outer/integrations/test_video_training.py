@@ -316,3 +316,69 @@ def test_losses_are_those_of_its_own_processor_before_and_after_a_kill(
     assert sorted(number for step in numbers[:2] for number in step) == list(range(len(DOCUMENTS)))
     wanted = by_hand(family, batches[family.name])
     assert [loss for _, loss in told] == pytest.approx(wanted, rel=1e-5)
+
+
+# -- by transformers' Trainer -----------------------------------------------------------------------------
+
+
+def by_trainer(rank: int, folder: Path, ranks: int, encoder: str, life: int) -> dict[int, float]:
+    """This rank's share of the loss of each step, by number. Its first life ends in the last one; the second resumes."""
+    from transformers import TrainingArguments
+
+    from meshfeed.integrations.transformers import FeedTrainer
+
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    losses: dict[int, float] = {}
+
+    class Watched(FeedTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            loss, step = super().training_step(model, inputs, *args), self.state.global_step
+            losses[step] = losses.get(step, 0) + float(loss) / ranks
+            if life == 1 and step == STEPS - 1:
+                Path(folder, f"told{rank}").write_text(json.dumps(losses))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+    def loss_of_all(out: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        logits = out.logits[:, :-1].flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2 // ranks,
+        optim="sgd",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    options = {"packing": mf.Packing(capacity=192), "encoder": encoder}
+    Watched(
+        model(QWEN3),
+        arguments,
+        train_dataset=recipe(folder, QWEN3),
+        feed_options=options,
+        compute_loss_func=loss_of_all,
+    ).train(resume_from_checkpoint=life == 2)
+    return losses
+
+
+def test_so_are_those_of_a_trainer_whose_ranks_share_the_encoder(tmp_path: Path, rows: Rows) -> None:
+    write_documents(tmp_path / "store", DOCUMENTS)
+    killed = world.start(by_trainer, 2, tmp_path, 2, "balanced", 1).join()
+    assert [outcome.exitcode for outcome in killed] == [-signal.SIGKILL] * 2, killed[0].trace
+    told = [json.loads(Path(tmp_path, f"told{rank}").read_text()) for rank in range(2)]
+    (resumed,) = world.run(by_trainer, 1, tmp_path, 1, "group", 2)
+    assert sorted(resumed) == [2, 3]
+    wanted = by_hand(QWEN3, rows[1][QWEN3.name])
+    before = [sum(losses[str(step)] for losses in told) for step in range(STEPS)]
+    assert before == pytest.approx(wanted, rel=1e-5)
+    assert [resumed[step] for step in (2, 3)] == pytest.approx(wanted[2:], rel=1e-5)

@@ -9,13 +9,26 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, model, picture, write_documents
+from qwen_vl import (
+    BEGIN,
+    END,
+    IMAGE,
+    PATCHES,
+    QWEN2,
+    QWEN3,
+    Document,
+    Family,
+    model,
+    picture,
+    write_documents,
+)
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
-from meshfeed.integrations.transformers import FeedTrainer
+from meshfeed.integrations.transformers import FeedTrainer, share_encoders
+from meshfeed.multimodal.encoders import ROUTE
 
 DOCUMENTS: list[Document] = [
     [7, 8, (60, 90), 9, (150, 40), 3],
@@ -167,3 +180,39 @@ def test_packs_without_the_positions_of_the_model_are_refused(tmp_path: Path) ->
     options = {"packing": mf.Packing(capacity=128)}
     with pytest.raises(RecipeError, match=r"Qwen2VLForConditionalGeneration .* positions='mrope'"):
         FeedTrainer(model(), arguments, train_dataset=plain, feed_options=options).train()
+
+
+@pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=["Qwen2-VL", "Qwen3-VL"])
+def test_a_rank_without_parts_encodes_a_blank_one_which_changes_nothing(family: Family) -> None:
+    own, tokens = model(family), torch.tensor([[1, 2, 3, 4]])
+    positions = torch.arange(4).expand(4, 1, 4)
+    text: dict[str, Any] = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "position_ids": positions,
+        "use_cache": False,
+    }
+    plain = own(**text).loss
+    share_encoders(own)
+    assert torch.equal(own(**text).loss, plain)  # as in generation, where nothing is shared
+    nothing = {
+        name: torch.zeros(int("counts" in name or "encoded" in name), dtype=torch.int64) for name in ROUTE
+    }
+    given: dict[str, torch.Tensor] = {}
+    for kind, processor, end in (("image", family.image, ""), ("video", family.video, "_videos")):
+        given |= {f"{kind}_{name}": value for name, value in nothing.items()}
+        width = processor.fields[0].shape
+        text |= {
+            f"pixel_values{end}": torch.zeros(0, *width),
+            f"{kind}_grid_thw": torch.zeros(0, 3, dtype=torch.int64),
+        }
+    own.encoder_exchange.expect(given)
+    loss = own(**text).loss
+    loss.backward()
+    assert torch.equal(loss, plain)
+    assert all(weight.grad is not None and not weight.grad.any() for weight in own.model.visual.parameters())
+
+
+def test_a_model_whose_encoder_nobody_knows_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"Linear has no get_image_features.* call a .*EncoderExchange"):
+        share_encoders(torch.nn.Linear(2, 2))
