@@ -37,7 +37,7 @@ from meshfeed.order import LeavesOut, cut_off
 from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
-from meshfeed.whole import of_kind, path_text, settle, whole
+from meshfeed.whole import of_kind, path_text, real, settle
 
 Longs = npt.NDArray[np.int64]
 
@@ -592,14 +592,9 @@ def _regular(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def _real(given: Any, where: str) -> float:
-    """A real number of any library as an int, since counts are whole, or as a float."""
-    number = whole(given)
-    try:
-        if isinstance(given, (bool, np.bool_, str, bytes)):
-            raise TypeError("no number")
-        return number if type(number) is int else float(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as bad:  # torch: of several elements
-        raise RecipeError(f"{where} has amount {given!r}: give a number") from bad
+    if (number := real(given)) is None:
+        raise RecipeError(f"{where} has amount {given!r}: give a number")
+    return number
 
 
 def _are_texts(values: Iterable[Any]) -> bool:

@@ -52,6 +52,8 @@ class Batch:
             raise RecipeError(f"Batch(last={self.last!r}): choose one of {', '.join(get_args(Last))}")
         if not self.stages:
             object.__setattr__(self, "stages", ((0, size),))
+        elif self.stages[0] != (0, size):
+            raise RecipeError(f"Batch(stages={self.stages!r}): leave them out, and add stages by `then`")
 
     @property
     def _unit(self) -> str:

@@ -17,7 +17,7 @@ from meshfeed.batch import check_next, is_past
 from meshfeed.errors import RecipeError
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
-from meshfeed.whole import of_kind
+from meshfeed.whole import of_kind, real
 
 Unit = Literal["proportion", "tokens", "repeat", "count"]
 Batches = Literal["mixed", "per_source"]
@@ -293,9 +293,9 @@ def _store_and_amount(given: float | Store | tuple[Store, float]) -> tuple[Store
         if len(given) != 2:
             raise RecipeError(f"a source of {len(given)} parts: give (store, amount)")
         return given
-    if isinstance(given, (int, float)):
+    if not isinstance(given, Store) and real(given) is not None:
         return None, given
-    return given, None
+    return cast(Store, given), None
 
 
 def _unit_of(name: str, amount: float | None, by: Unit | Mapping[str, Unit]) -> Unit | Literal["size"]:
@@ -316,12 +316,12 @@ def _unit_of(name: str, amount: float | None, by: Unit | Mapping[str, Unit]) -> 
     return unit
 
 
-def _checked(name: str, amount: float, by: str) -> float:
-    number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
-    if not number or not math.isfinite(amount) or amount < 0:
-        raise RecipeError(f"source {name!r} has {by} {amount!r}: a finite number from 0")
+def _checked(name: str, given: float, by: str) -> float:
+    amount = real(given)
+    if amount is None or not math.isfinite(amount) or amount < 0:
+        raise RecipeError(f"source {name!r} has {by} {given!r}: a finite number from 0")
     if by == "count" and type(amount) is not int:
-        raise RecipeError(f"source {name!r} has count {amount!r}: a whole number of sequences")
+        raise RecipeError(f"source {name!r} has count {given!r}: a whole number of sequences")
     return amount
 
 

@@ -354,6 +354,13 @@ class Recipe:
                 step = stop
         return step
 
+    def given_steps(self, first: int, stop: int) -> Iterator[range]:
+        """The runs of steps, from `first` to before `stop`, that no amendment leaves out; ascending."""
+        while (first := self.first_given(first)) < stop:
+            end = min([stop, *(begin for begin, _ in self.amendments.skipped if begin > first)])
+            yield range(first, end)
+            first = end
+
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Recipe):
             return self is other

@@ -56,8 +56,9 @@ def simulate(
     """The data of every rank, step by step and rank by rank, without processes or delivery.
 
     steps: a number of steps from 0, or the steps; those that an amendment skips are left out. ranks: only
-    these; None for all. The other arguments are those of `Feed`. Ends with the stream. Raises OptionError for
-    anything but a recipe, LayoutError for anything but a layout, and PlanError as a Feed does.
+    these; None for all. The other arguments are those of `Feed`; rows are padded, as under pad_rows, and
+    micro_batch_size is of rows alone. Ends with the stream. Raises OptionError for anything but a recipe,
+    LayoutError for anything but a layout, and PlanError as a Feed does.
     """
     check_recipe(recipe, "simulate")
     check_no_loss(no_loss)

@@ -59,6 +59,17 @@ def is_number(given: Any) -> bool:
         return False
 
 
+def real(given: Any) -> float | None:
+    """A number of any library as an int, since counts are whole, or as a float; None for what is none."""
+    number = whole(given)
+    try:
+        if isinstance(given, (bool, str, bytes)) or str(getattr(given, "dtype", "")).endswith("bool"):
+            return None
+        return number if type(number) is int else float(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch: of several elements
+        return None
+
+
 def of_kind(error: type[Exception], kind: type, /, **given: Any) -> None:
     """Raise `error` for an argument that is no `kind`."""
     for name, value in given.items():

@@ -337,3 +337,43 @@ def test_the_package_tells_its_version() -> None:
 def test_microbatches_are_counted_before_and_after_they_are_taken() -> None:
     assert in_first_step(lambda step: (len(step.microbatches), len([*step.microbatches]))) == (2, 2)
     assert in_first_step(lambda step: ([*step.microbatches], len(step.microbatches))[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs"), [(mf.Batch(65, last="drop"), 1), (mf.Batch(tokens=1_000, last="drop"), 1)]
+)
+def test_a_stream_without_a_step_is_refused(batch: mf.Batch, epochs: int) -> None:
+    """Before, the loop trained nothing, and ended well."""
+    with pytest.raises(mf.errors.RecipeError, match=r"no step: .* which last='drop' drops"):
+        next(iter(mf.Feed(recipe_with(batch=batch, epochs=epochs), packing=PACKING)))
+
+
+def test_a_step_that_is_left_out_has_no_microbatches() -> None:
+    """Nor is it refused where its rows would not fill a microbatch."""
+    recipe = recipe_with(sequence=mf.Windows(8), batch=mf.Batch(10), epochs=1)
+    amended = recipe.amended([(0, mf.amendments.SkipSteps(6, 7)), (0, mf.amendments.SkipSteps(1, 2))])
+    with mf.Feed(amended, micro_batch_size=5) as feed:
+        assert [feed.num_microbatches(step) for step in range(8)] == [2, 0, 2, 2, 2, 2, 0, 0]
+        assert [step.index for step in feed] == [0, 2, 3, 4, 5]
+    with pytest.raises(mf.errors.OptionError, match="step 6, the last"):
+        next(iter(mf.Feed(recipe, micro_batch_size=5)))
+
+
+def test_amounts_of_any_library() -> None:
+    """The same mixture as of Python's numbers."""
+
+    def made(kind: Callable[[Any], Any], by: Any) -> str:
+        given = {"a": (STORE, kind(2)), "b": (STORE, kind(1))}
+        return mf.Mixture(given, by=by).then(9, {"a": kind(3)}, by=by).summary()
+
+    for by in ("proportion", "repeat", "count"):
+        assert made(np.int64, by) == made(torch.tensor, by) == made(int, by)
+        assert by == "count" or made(np.float32, by) == made(float, by)
+    for wrong in (True, np.bool_(1), "1", np.array([1, 2]), float("nan"), -1):
+        with pytest.raises(mf.errors.RecipeError):
+            mf.Mixture({"a": (STORE, wrong)})
+
+
+def test_stages_are_added_by_then() -> None:
+    with pytest.raises(mf.errors.RecipeError, match="by `then`"):
+        mf.Batch(8, stages=((5, 3),))

@@ -238,6 +238,13 @@ def test_what_is_left_out_is_of_one_run(recipe: mf.Recipe) -> None:
         assert [step.index for _, step in zip(range(3), feed.run(5, leave_out=[6]))] == [5, 7, 8]
         feed.load_state_dict(mf.State.at(recipe, 5).to_json())
         assert [step.index for _, step in zip(range(3), feed)] == [5, 6, 7]
+        with feed.run(5, leave_out=[8]) as run:
+            next(run)
+        assert [step.index for _, step in zip(range(4), feed)] == [5, 6, 7, 8]
+        with feed.run(2) as run:
+            pass
+        with pytest.raises(mf.errors.StateError, match="or this one was ended"):
+            next(run)
 
 
 def test_a_run_that_fails_is_not_at_its_end(recipe: mf.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,10 @@ def test_microbatches_are_handed_out_once(corpus: Path) -> None:
         assert len(list(step.microbatches)) == step.num_microbatches - 1, "what is left of a pass"
         with pytest.raises(mf.errors.StateError, match=r"taken already.*list\(step.microbatches\)"):
             list(step.microbatches)
+        step = next(iter(feed))
+        assert len([each for _, each in zip(range(step.num_microbatches), step.microbatches)]) > 1
+        with pytest.raises(mf.errors.StateError, match="taken already"):  # counted, and not asked for more
+            list(step.microbatches)
 
 
 def test_a_microbatch_is_a_mapping_of_its_own(corpus: Path) -> None:

@@ -30,7 +30,8 @@ class Whereabouts:
     """Where a rank's loop and producer are.
 
     Attributes:
-        made, taken: microbatches that its producer has made in this run, and its loop has taken.
+        made, taken: items, of one or several microbatches, that its producer has made in this run, and its
+            loop has taken.
         loop: what its loop does, in words; "" if it waits in its feed.
         loops: the ranks whose loops its loop waits for; () if it waits for its own producer.
         producer: what its producer does, in words, if it waits for no rank.

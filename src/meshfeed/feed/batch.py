@@ -209,22 +209,25 @@ class Microbatches(Iterator[Microbatch]):
     """The microbatches of one step, each handed out once. A second pass raises StateError."""
 
     def __init__(self, taken: Generator[Microbatch], num_microbatches: int) -> None:
-        self._taken, self._num_microbatches = taken, num_microbatches
+        self._taken, self._num_microbatches, self._num_given = taken, num_microbatches, 0
 
     def __len__(self) -> int:
         """Those of the step, also of the ones that were taken."""
         return self._num_microbatches
 
     def __iter__(self) -> Iterator[Microbatch]:
-        if inspect.getgeneratorstate(self._taken) == inspect.GEN_CLOSED:
+        is_closed = inspect.getgeneratorstate(self._taken) == inspect.GEN_CLOSED
+        if is_closed or 0 < self._num_microbatches <= self._num_given:
             raise StateError(
                 "the microbatches of this step were taken already and are not kept; use "
                 "list(step.microbatches) to keep them"
             )
-        return chain(self._taken)  # which has no `close`: a generator around it closes only itself
+        return iter(self.__next__, None)  # which has no `close`: a generator around it closes only itself
 
     def __next__(self) -> Microbatch:
-        return next(self._taken)
+        microbatch = next(self._taken)
+        self._num_given += 1
+        return microbatch
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

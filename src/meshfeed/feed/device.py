@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
@@ -77,6 +78,7 @@ class OnHost:
 
     def __init__(self) -> None:
         self._made: dict[int, list[Array]] = {}
+        self._choosing = threading.Lock()  # a run that was ended may still fill, on its own thread
         self._kept = OrderedDict[tuple[int, int, int], tuple[RunField, torch.Tensor]]()
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
@@ -87,16 +89,17 @@ class OnHost:
         bits = (num_bytes - 1).bit_length()
         grain = 1 << (bits if bits > _LARGE_BITS else max(bits - 3, 6))
         room = -(-num_bytes // grain) * grain
-        made = self._made.setdefault(room, [])
-        for at in range(len(made) - 1, -1, -1):
-            if sys.getrefcount(made[at]) == _FREE:
-                made.append(made.pop(at))
-                break
-        else:
-            made.append(np.empty(room, np.uint8))
-            if len(made) > _MOST_KEPT:
-                del made[0]
-        return made[-1][:num_bytes].view(dtype).reshape(shape)
+        with self._choosing:
+            made = self._made.setdefault(room, [])
+            for at in range(len(made) - 1, -1, -1):
+                if sys.getrefcount(made[at]) == _FREE:
+                    made.append(made.pop(at))
+                    break
+            else:
+                made.append(np.empty(room, np.uint8))
+                if len(made) > _MOST_KEPT:
+                    del made[0]
+            return made[-1][:num_bytes].view(dtype).reshape(shape)
 
     def fill(self, table: FieldTable) -> Built:
         """The fields as tensors."""

@@ -19,7 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store as Rendezvous
 
 from meshfeed.amendments import Ledger
-from meshfeed.errors import DeliveryError, LayoutError, MeshfeedError, OptionError, PeerError, StateError
+from meshfeed.errors import (
+    DeliveryError,
+    LayoutError,
+    MeshfeedError,
+    OptionError,
+    PeerError,
+    RecipeError,
+    StateError,
+)
 from meshfeed.feed.batch import Step, empty_step
 from meshfeed.feed.device import OnHost
 from meshfeed.feed.launch import given_layout
@@ -52,9 +60,10 @@ _log = logging.getLogger("meshfeed")
 class Feed(StepSource[RankPlace]):
     """One rank's view of the training stream.
 
-    The constructor only stores its arguments. Entering (`with`, or the first iteration) opens what this
-    rank's role needs; leaving closes it. `iter(feed)` waits for the peers to join and starts to read, so all
-    ranks call it at the same point of the program; `next` waits for data alone.
+    The constructor reads the ledger, if there is one, and what its amendments name. Entering (`with`, or the
+    first iteration) opens what this rank's role needs; leaving closes it. `iter(feed)` waits for the peers to
+    join and starts to read, so all ranks call it at the same point of the program; so does the first `next`
+    after `amend`. Any other `next` waits for data alone.
 
     Args:
         recipe: what to train on; equal on every rank.
@@ -186,8 +195,8 @@ class Feed(StepSource[RankPlace]):
         }
 
     def num_microbatches(self, step: int) -> int | None:
-        """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
-        lengths."""
+        """Microbatches of a step for each rank, 0 past the end and where an amendment leaves the step out;
+        None with packing, which depends on lengths."""
         return replace(self._stepping, layout=self.layout).num_microbatches(step)
 
     @property
@@ -217,6 +226,12 @@ class Feed(StepSource[RankPlace]):
                         "give more of them, or fewer steps",
                         self.recipe.steps,
                     )
+            if not has_step(self.recipe, 0):
+                raise RecipeError(
+                    f"the stream has no step: its data has no sequence, or ends within the first step of "
+                    f"{self.recipe.batch!r}, which last='drop' drops; give more data, epochs or amounts, or "
+                    f"a smaller batch"
+                )
             self._stepping = replace(self._stepping, opened=stack.enter_context(opened(self.recipe)))
             if place.is_known and not self._options.pad_rows:
                 replace(self._stepping, layout=place.layout).check_filled()

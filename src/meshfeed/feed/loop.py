@@ -37,7 +37,7 @@ class FeedRun(Iterator[Step]):
 
     def __next__(self) -> Step:
         if self._steps is None and self._loop.given is not self:
-            raise StateError("another run of this feed has begun since; take the steps of that one")
+            raise StateError("another run of this feed has begun since, or this one was ended")
         try:
             self._steps = self._steps or self._loop.begin(0, 1)
             step = next(self._steps)
@@ -60,6 +60,7 @@ class FeedRun(Iterator[Step]):
         if self._loop.given is self:
             self._loop.tell(error)
             self._loop.stop()
+            self._loop.given = None
 
 
 class Loop:

@@ -176,7 +176,7 @@ class Run:
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that no view was given
         self._given = 0, 0, start  # the loop's place: so many of the microbatches of a step
-        self._taken = 0  # microbatches, in all steps
+        self._taken = 0  # items of the producer, in all steps
         self._waits, self._since = "", time.monotonic()  # what the loop waits for, since when
         self._until: float = math.inf  # the step before which it ends, if another run goes on from there
         self._is_whole = False  # all steps before that one are made, and in the views' queues

@@ -25,10 +25,11 @@ from meshfeed.roles import DeliveryName, Role, Roles, StageMap
 
 
 class StepSource(abc.ABC, Generic[P]):
-    """One rank's view of a stream of steps. The constructor only stores its arguments; `iter` acquires.
+    """One rank's view of a stream of steps. The constructor opens nothing that is read from; `iter` does.
 
-    Only `iter` waits for other ranks to join. So all ranks call it at the same point of the program, never
-    inside a pipeline schedule, where one stage waits for another.
+    A run waits for the other ranks to join where it begins: in `iter`, in the first `next` of a run that the
+    user was given, and in the first one after a change. So all ranks are at the same point of the program
+    there, never inside a pipeline schedule, where one stage waits for another.
     """
 
     _place: P

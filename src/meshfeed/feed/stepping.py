@@ -305,7 +305,7 @@ class Stepping:
                 raise self._unfilled(f"step {first}", size, cure)
         for last in (*short_steps(self.recipe), *([steps - 1] if steps else [])):
             left = len(draws_of_step(self.recipe, last))
-            if left % rows:
+            if left % rows and not self.recipe.skips(last):
                 cure = "drop it with Batch(last='drop'), fill it with the next sequences with last='pad'"
                 raise self._unfilled(
                     f"step {last}, the last{' of its amounts' * (last + 1 != steps)},", left, cure
@@ -329,6 +329,8 @@ class Stepping:
         """Microbatches of a step, 0 past the end; None with packing, which depends on lengths."""
         if self.packing is not None:
             return None
+        if self.recipe.skips(step):
+            return 0
         return -(-len(draws_of_step(self.recipe, step)) // (self.micro_batch_size * self.layout.dp))
 
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:

@@ -22,6 +22,7 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
+from meshfeed.integrations.megatron.pretrain import check_left_out
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
@@ -50,7 +51,8 @@ CONFIG_FIELDS: dict[str, str] = {
     "train.global_batch_size": "honoured: a step of another size is refused",
     "train.rampup_batch_size": "honoured: as `Batch.then`; ignored since Megatron-core 0.18",
     "train.step_batch_size_schedule": "honoured: a step of another size is refused; see `Batch.then`",
-    "train.iterations_to_skip": "honoured: their steps are left out of the data too",
+    "train.iterations_to_skip": "honoured: their steps are left out of the data too. It must name "
+    "what the recipe's amendments leave out, too",
     "validation.eval_iters": "honoured: steps of `valid=` in each evaluation, and of `test=`",
     "validation.eval_interval": "honoured: each evaluation begins at the first step of `valid=`",
     "validation.eval_micro_batch_size": "honoured: rows of a microbatch of `valid=` and `test=`",
@@ -172,6 +174,8 @@ class DatasetConfig(_Provider, _Callback):
             raise RecipeError("Bridge takes one cp group for all packs; set Packing(policy='balanced')")
         groups, train, validation = context.pg_collection, self._state.cfg.train, self._state.cfg.validation
         rows, of_step = validation.eval_micro_batch_size, validation.eval_global_batch_size
+        steps = range(self._state.train_state.step, train.train_iters)
+        check_left_out(self.recipe, train.iterations_to_skip or (), steps)
         self._streams["train"] = self._stream(self.recipe, groups, train.micro_batch_size)
         for name, recipe in (("valid", self.valid), ("test", self.test)):
             if recipe is not None:

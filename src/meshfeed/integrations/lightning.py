@@ -316,7 +316,8 @@ class _Loader(TrainLoader):
     def __len__(self) -> int:
         first, at = self._first_of_epoch(), self.position
         before = num_microbatches(self._feed, first, at) if first < at else 0
-        return super().__len__() - before + (at - first) * self._each()  # as if all were of today's size
+        # as if all were of today's size
+        return super().__len__() - before + self._num_given(first, at) * self._each()
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -371,7 +372,7 @@ class _Loader(TrainLoader):
             return
         position, before = self._start
         taken, batches = self._trainer.global_step - before, self._batches.current.processed
-        if (self.position - position, self.num_done) != (taken, batches % each):
+        if (self._num_given(position, self.position), self.num_done) != (taken, batches % each):
             raise RecipeError(
                 f"step {self.position} of the recipe has {self.num_done} microbatches trained, but Lightning "
                 f"has taken {taken} optimizer steps since step {position} and has accumulated "
@@ -389,7 +390,7 @@ class _Loader(TrainLoader):
 
     def _trained_of_epoch(self) -> int:
         """Microbatches of Lightning's epoch that were trained, counted as accumulated now."""
-        trained = (self.position - self._first_of_epoch()) * self._each()
+        trained = self._num_given(self._first_of_epoch(), self.position) * self._each()
         limit = self._trainer.limit_train_batches
         return trained % limit if isinstance(limit, int) else trained
 

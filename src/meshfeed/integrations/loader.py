@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +25,7 @@ from meshfeed.extras import install, untested
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
-from meshfeed.order import draws_of_step
+from meshfeed.order import draws_of_step, short_steps
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import SequenceRule
 from meshfeed.state import State
@@ -207,7 +208,7 @@ class TrainLoader:
             for microbatch in step.microbatches:
                 self._num_fetched += 1
                 yield self._batch_of(microbatch)
-            if step.index + 1 == last:
+            if last is not None and self._feed.recipe.first_given(step.index + 1) >= last:
                 return
 
     def __len__(self) -> int:
@@ -225,10 +226,9 @@ class TrainLoader:
 
     @property
     def num_left(self) -> int | None:
-        """Steps of the stream that are not fully trained; None for an endless stream."""
-        self._settle()
+        """Steps of the stream that are to be trained still; None for an endless stream."""
         end = self._feed.num_steps
-        return None if end is None else max(end - self.position, 0)
+        return None if end is None else self._num_given(self.position, end)
 
     @property
     def has_ended(self) -> bool:
@@ -243,7 +243,7 @@ class TrainLoader:
 
     @property
     def position(self) -> int:
-        """The first step that is not fully trained."""
+        """The next step to train, or the one in training; no step that an amendment leaves out."""
         self._settle()
         return self._position()
 
@@ -288,7 +288,12 @@ class TrainLoader:
     def _position(self) -> int:
         if self._next is None:
             self._next = self._feed.next_step
-        return self._next
+        at, end = self._feed.recipe.first_given(self._next), self._feed.num_steps
+        return at if end is None else max(min(at, end), self._next)
+
+    def _num_given(self, first: int, stop: int) -> int:
+        """Steps of a range that no amendment leaves out."""
+        return sum(map(len, self._feed.recipe.given_steps(first, stop)))
 
     def _settle(self) -> None:
         """Forget the steps that are fully trained."""
@@ -296,7 +301,7 @@ class TrainLoader:
         while self._out and done >= self._out[0].num_microbatches:
             self._recent = self._out.popleft()
             size = self._recent.num_microbatches
-            done, self._base, self._next = done - size, self._base + size, self._position() + 1
+            done, self._base, self._next = done - size, self._base + size, self._recent.index + 1
 
     def _begin(self) -> Iterator[Step]:
         """The steps from the first untrained one; fetched and dropped microbatches are made again."""
@@ -356,8 +361,11 @@ def num_microbatches(feed: Feed, first: int, end: int | None) -> int:
     """Microbatches of steps first..end on each rank. Raises TypeError if they are endless or packed."""
     if end is None or feed.num_microbatches(first) is None:
         raise TypeError("an endless or packed stream has no len(); give steps_per_epoch, or an end")
-    # the number changes with the batch size, and in a short last step
-    starts = {first, end - 1, *(step for step, _ in feed.recipe.batch.stages)}
-    starts = sorted(step for step in starts if first <= step < end)
-    sizes = [after - step for step, after in zip(starts, [*starts[1:], end])]
-    return sum(size * (feed.num_microbatches(step) or 0) for step, size in zip(starts, sizes))
+    # the number changes with the batch size, and in a step that ends with the stream, or with amounts
+    ends = [*short_steps(feed.recipe), *([] if feed.num_steps is None else [feed.num_steps - 1])]
+    changes = {*(step for step, _ in feed.recipe.batch.stages), *ends, *(step + 1 for step in ends)}
+    total = 0
+    for steps in feed.recipe.given_steps(first, end):
+        for step, after in pairwise(sorted({steps.start, steps.stop, *changes.intersection(steps)})):
+            total += (after - step) * (feed.num_microbatches(step) or 0)
+    return total

@@ -41,7 +41,7 @@ class KnownPosition(NamedTuple):
 
 
 class _Rule(Protocol):
-    """What a rule has whose `counts_tokens` is true."""
+    """What a rule has that counts tokens."""
 
     def lengths(self, recipe: Recipe, draws: Any) -> Longs: ...
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import together
 from meshfeed.order import LeavesOut, drawn_until, draws_between, draws_of_source, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.report.exposure import exposures
@@ -30,8 +28,8 @@ def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
     excluded documents that cannot be found; see `exposures`.
     """
     sums = np.zeros((len(recipe.sources), 2), np.int64)
-    for first, stop in _trained(recipe, until):
-        sums += _drawn(recipe, first, stop)
+    for steps in recipe.given_steps(0, until):
+        sums += _drawn(recipe, steps.start, steps.stop)
     gone = recipe.amendments.excluded_at(until)
     if gone and not (isinstance(recipe.sequence, LeavesOut) and recipe.sequence.keeps_tokens):
         sources = np.repeat([*gone], [documents.size for documents in gone.values()])
@@ -39,13 +37,6 @@ def drawn_of_sources(recipe: Recipe, until: int) -> tuple[Longs, Longs]:
         empty = found.excluded
         np.subtract.at(sums[:, 1], found.draws.source[empty], (found.end - found.begin)[empty])
     return sums[:, 0], sums[:, 1]
-
-
-def _trained(recipe: Recipe, until: int) -> Iterator[tuple[int, int]]:
-    """The steps before `until` that no amendment skips: first and stop of each run of them."""
-    skipped = [(first, min(stop, until)) for first, stop in recipe.amendments.skipped if first < until]
-    begins, ends = together(*np.array(skipped, np.int64).reshape(-1, 2).T)
-    return zip([0, *ends.tolist()], [*begins.tolist(), until])
 
 
 def _drawn(recipe: Recipe, first_step: int, stop_step: int) -> Longs:

@@ -58,6 +58,7 @@ class Truth:
 
     Attributes:
         counts: step -> how often each token, and each label, bears loss in it; float64 [2, VOCAB].
+        given: the steps that no amendment leaves out, which a trainer counts.
     """
 
     def __init__(self, recipe: mf.Recipe, steps: int, **options: Any) -> None:
@@ -73,12 +74,19 @@ class Truth:
         for step in range(steps):
             counts = self.counts.get(step)  # None where an amendment leaves it out
             self.before.append(self.before[-1] - (0 if counts is None else counts / counts[1].sum()))
+        self.given = [*self.counts]
 
     def check(self, model: torch.nn.Module, step: int) -> None:
         """Raises AssertionError unless a model, perhaps wrapped, has the weights after this step."""
         (weight,) = model.parameters()
         wrong = float((weight.detach() - self.before[step + 1]).abs().max())
         assert wrong < EXACT, f"after step {step}, the weights differ by {wrong}"
+
+
+def truths(recipe: mf.Recipe, steps: int) -> list[Truth]:
+    """Of a recipe, and of the one that leaves out some of its steps."""
+    skips = [(0, mf.amendments.SkipSteps(*each)) for each in ((2, 4), (7, 8))]
+    return [Truth(each, steps, micro_batch_size=SEQUENCES) for each in (recipe, recipe.amended(skips))]
 
 
 def loss_in(

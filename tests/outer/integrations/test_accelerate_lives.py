@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lives import SEQUENCES, Linear, Truth, sizes
+from lives import SEQUENCES, Linear, Truth, sizes, truths
 
 import loops
 import meshfeed as mf
@@ -110,14 +110,21 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def truth(corpus: str) -> Truth:
-    return Truth(loops.recipe(corpus, steps=STEPS), STEPS, micro_batch_size=SEQUENCES)
+def whole_and_not(corpus: str) -> list[Truth]:
+    return truths(loops.recipe(corpus, steps=STEPS), STEPS)
+
+
+@pytest.fixture(scope="module")
+def truth(whole_and_not: list[Truth]) -> Truth:
+    return whole_and_not[0]
 
 
 @settings(max_examples=cases(6, 300), deadline=None)
-@given(life=st.lists(runs, min_size=2, max_size=5))
-def test_lives(truth: Truth, tmp_path_factory: pytest.TempPathFactory, life: list[Run]) -> None:
-    job = Job(truth, tmp_path_factory.mktemp("life"))
+@given(life=st.lists(runs, min_size=2, max_size=5), skips=st.booleans())
+def test_lives(
+    whole_and_not: list[Truth], tmp_path_factory: pytest.TempPathFactory, life: list[Run], skips: bool
+) -> None:
+    job = Job(whole_and_not[skips], tmp_path_factory.mktemp("life"))
     for run in life:
         job.run(run)
 

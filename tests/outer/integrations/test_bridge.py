@@ -239,10 +239,16 @@ def options_of_no_effect(rank: int, folder: Path) -> list[str]:
         with pytest.raises(mf.errors.RecipeError) as refused:
             bw.train(bw.Job(folder, tp=1, pp=1), data, bridge.forward_step, data, **train)
         told.append(str(refused.value))
+    amended = recipe(folder).amended([(0, mf.amendments.SkipSteps(2, 4))])
+    data = bridge.DatasetConfig(recipe=amended)
+    with pytest.raises(mf.errors.RecipeError) as refused:
+        bw.train(bw.Job(folder, tp=1, pp=1), data, bridge.forward_step, data)
+    told.append(str(refused.value))
     return told
 
 
 def test_options_of_no_effect_are_refused(folder: Path) -> None:
-    ((workers, size),) = run(options_of_no_effect, 1, folder)
+    ((workers, size, skips),) = run(options_of_no_effect, 1, folder)
+    assert "leaves out 2 iterations from 3 to 4" in skips and "--iterations-to-skip 3 4" in skips
     assert workers.startswith("dataset.num_workers=0 has no effect on recipes; meshfeed reads on a thread")
     assert size.startswith("train.decrease_batch_size_if_needed=True has no effect on recipes")

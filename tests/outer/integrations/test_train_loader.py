@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
@@ -20,10 +21,18 @@ from soak import cases
 EACH = 3  # microbatches of a step
 
 
-def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, prefetch: int = 0, **options: Any) -> mf.Feed:
+def feed_of(
+    corpus: str,
+    *,
+    sequences: int = 6,
+    micro: int = 2,
+    prefetch: int = 0,
+    skipped: Sequence[tuple[int, int]] = (),
+    **options: Any,
+) -> mf.Feed:
     recipe = mf.Recipe(
         data=mf.open(corpus), sequence=mf.Windows(32), batch=mf.Batch(sequences=sequences), **options
-    )
+    ).amended([(0, mf.amendments.SkipSteps(*each)) for each in skipped])
     return mf.Feed(recipe, micro_batch_size=micro, transport=mf.Transport(prefetch=prefetch), pad_rows=True)
 
 
@@ -73,21 +82,63 @@ class Loop:
         ),
         min_size=1,
         max_size=4,
-    )
+    ),
+    skipped=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=3),
+    steps=st.one_of(st.none(), st.integers(1, 14)),
 )
-def test_whatever_the_loop_fetches_what_it_trains_is_the_stream(corpus: str, lives: list[Any]) -> None:
+def test_whatever_the_loop_fetches_what_it_trains_is_the_stream(
+    corpus: str, lives: list[Any], skipped: list[tuple[int, int]], steps: int | None
+) -> None:
+    """Steps that an amendment leaves out are neither trained nor counted, wherever a state is taken."""
+    left_out = [(first, first + num) for first, num in skipped]
+    options = {"skipped": left_out, "steps": steps}
+    given = [
+        step
+        for step in range(100 if steps is None else steps)
+        if not any(first <= step < stop for first, stop in left_out)
+    ]
     trained: list[Any] = []
     state = None
+    assume(given)
     for ahead, steps_per_epoch, epochs in lives:
-        loop = Loop(corpus, ahead, steps_per_epoch, state)
-        for steps in epochs:
-            loop.epoch(EACH * steps)
+        loop = Loop(corpus, ahead, steps_per_epoch, state, **options)
+        for most in epochs:
+            begins = (len(trained) + len(loop.trained)) // EACH
+            if begins < len(given):
+                epoch = given[begins] // (steps_per_epoch or 1_000)
+                rest = [step for step in given[begins:] if step // (steps_per_epoch or 1_000) == epoch]
+            else:
+                rest = []
+            loop.epoch(EACH * most)
+            ends = (len(trained) + len(loop.trained)) // EACH
+            assert ends == begins + min(most, len(rest))
             state = loop.loader.state_dict()
-            assert content_of(state)["step"] == (len(trained) + len(loop.trained)) // EACH
+            assert content_of(state)["step"] == (given[ends] if ends < len(given) else steps)
+            assert loop.loader.num_left == (None if steps is None else len(given) - ends)
             assert len(json.dumps(state)) <= 4096
         loop.loader.close()
         trained += loop.trained
-    assert trained == stream(corpus, 40)[: len(trained)]
+    every = stream(corpus, 100)
+    assert trained == [each for step in given for each in every[EACH * step :][:EACH]][: len(trained)]
+
+
+def test_the_microbatches_of_an_epoch_are_counted(corpus: str) -> None:
+    """Also of steps that an amendment leaves out, and that end with the amounts of a mixture."""
+    source = mf.open(corpus)
+    mixture = mf.Mixture({"a": (source, 7), "b": (source, 4)}, by="count").then(
+        3, {"a": 9, "b": 8}, by="count"
+    )
+    recipe = mf.Recipe(mixture, mf.Windows(32), mf.Batch(4).then(4, 6))
+    for skipped in ([], [(1, 3)], [(0, 1), (4, 99)]):
+        amended = recipe.amended([(0, mf.amendments.SkipSteps(*each)) for each in skipped])
+        for size in (None, 2, 3):
+            loader = TrainLoader(
+                mf.Feed(amended, micro_batch_size=2, pad_rows=True), named, steps_per_epoch=size
+            )
+            while not loader.has_ended:
+                told = len(loader)
+                assert told == len([*loader])
+            loader.close()
 
 
 def test_a_state_within_a_step_is_refused_when_it_is_taken(corpus: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lives import SEQUENCES, Linear, Truth, sizes
+from lives import SEQUENCES, Linear, Truth, sizes, truths
 
 import loops
 from meshfeed.integrations.transformers import FeedTrainer
@@ -73,7 +73,7 @@ class Job:
             path.rename(self.out / f"lost-{path.name}-{len(list(self.out.iterdir()))}")
         start: Any = get_last_checkpoint(str(self.out))
         done = int(start.rpartition("-")[2]) if start else 0
-        most = min(done + run.steps, STEPS)
+        most = min(done + run.steps, len(self.truth.given))
         # without a checkpoint, a Trainer that trains again begins at step 0 with the weights that it has
         if self.trainer is None or not run.again or run.size != self.size or start is None:
             self.trainer, self.size = self.trainer_of(run), run.size
@@ -91,7 +91,7 @@ class Job:
 
         args = TrainingArguments(
             str(self.out),
-            max_steps=STEPS,
+            max_steps=len(self.truth.given),
             per_device_train_batch_size=run.size,
             gradient_accumulation_steps=SEQUENCES // run.size,
             save_steps=run.saves,
@@ -134,20 +134,22 @@ def watch(job: Job) -> Any:
             self.count(control)
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            job.truth.check(model, state.global_step - 1)
+            job.truth.check(model, job.truth.given[state.global_step - 1])
             self.count(control)
 
     return Watch()
 
 
 @pytest.fixture(scope="module")
-def truth(corpus: str) -> Truth:
-    return Truth(loops.recipe(corpus, steps=STEPS), STEPS, micro_batch_size=SEQUENCES)
+def whole_and_not(corpus: str) -> list[Truth]:
+    return truths(loops.recipe(corpus, steps=STEPS), STEPS)
 
 
 @settings(max_examples=cases(8, 300), deadline=None)
-@given(life=st.lists(runs, min_size=2, max_size=5))
-def test_lives(truth: Truth, tmp_path_factory: pytest.TempPathFactory, life: list[Run]) -> None:
-    job = Job(truth, tmp_path_factory.mktemp("life"))
+@given(life=st.lists(runs, min_size=2, max_size=5), skips=st.booleans())
+def test_lives(
+    whole_and_not: list[Truth], tmp_path_factory: pytest.TempPathFactory, life: list[Run], skips: bool
+) -> None:
+    job = Job(whole_and_not[skips], tmp_path_factory.mktemp("life"))
     for run in life:
         job.run(run)

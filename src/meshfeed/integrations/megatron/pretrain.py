@@ -210,7 +210,7 @@ class DatasetsProvider:
         )
         recipe = made.recipe  # with the amendments of a ledger
         if name == "train":
-            _check_left_out(recipe.amendments.skipped, args)
+            check_left_out(recipe, skipped_of(args), range(args.iteration, args.train_iters))
         made.run(_first_step(name, recipe, args))
         self._feeds.enter_context(made)
         check_shape(name, made, args, rows)
@@ -257,16 +257,19 @@ def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
         )
 
 
-def _check_left_out(skipped: Sequence[tuple[int, int]], args: Any) -> None:
-    """Refuse steps that a ledger leaves out and Megatron would train. skipped: (first, stop) of each."""
-    told, end = set(skipped_of(args)), args.train_iters
-    ranges = [range(max(first, args.iteration), min(stop, end)) for first, stop in skipped]
-    if missing := {step + 1 for steps in ranges for step in steps} - told:
+def check_left_out(recipe: Recipe, told: Sequence[int], steps: range) -> None:
+    """Refuse steps that amendments leave out and Megatron would train.
+
+    told: the iterations that it skips, from 1. steps: those that it goes through, from 0.
+    """
+    if not recipe.amendments.skipped:
+        return
+    if missing := {step + 1 for step in steps if recipe.skips(step)} - {*told}:
         first, last = min(missing), max(missing)
         raise RecipeError(
             f"the ledger leaves out {len(missing)} iterations from {first} to {last} (from 1) that Megatron "
             f"would train: it skips only what its own option names; pass --iterations-to-skip "
-            f"{' '.join(map(str, sorted(told | missing)))} with the ledger"
+            f"{' '.join(map(str, sorted({*told} | missing)))} with the ledger"
         )
 
 
