@@ -12,6 +12,7 @@ from giving import ITEM_KEYS, item_of, plain, plain_plan
 
 import meshfeed as mf
 import world
+from meshfeed.exchange.items import encode
 
 LENGTHS = {  # (lengths, capacity, cp, dp): inputs that known schedulers crash on
     "fewer to move than asked": ([10, 10, 10, 10], 1024, 1, 4),
@@ -379,3 +380,20 @@ def test_two_keys_of_one_name_are_refused() -> None:
         if (pulls, uneven) != (1, "drain"):
             with pytest.raises(mf.errors.RecipeError):
                 mf.Exchange(None, packing=mf.Packing(capacity=8), pulls=pulls, uneven=uneven)  # type: ignore
+
+
+def test_who_gets_a_key_at_all() -> None:
+    """A rank with a declared field, and every rank where items have keys that nobody declared."""
+    keys = mf.exchange.Keys()
+    for names, there, gets in (
+        (["tokens"], {"tokens"}, True),
+        ([], {"tokens"}, False),
+        (["position_ids_of_nobody"], {"tokens"}, False),
+        ([], {"tokens", "reward"}, True),
+    ):
+        assert keys.any_for(names, there) == gets
+
+
+def test_an_item_without_its_length_names_what_it_has() -> None:
+    with pytest.raises(mf.errors.StoreError, match=r"'tokens' is missing, the item has only \['reward'\]"):
+        encode([{"reward": 1.0, "uid": None}], ITEM_KEYS)

@@ -127,7 +127,7 @@ class Membership:
         It is the holder with the same cp rank if every cp rank has one.
         """
         counts = np.array([len(held) for held in holders])
-        table = np.zeros((counts.size, max(counts.max(initial=1), 1)), np.int64)
+        table = np.zeros((counts.size, counts.max(initial=1)), np.int64)
         for dp_rank, held in enumerate(holders):
             table[dp_rank, : len(held)] = held
         return table[dp_ranks, self._turns[members] % np.maximum(counts, 1)[dp_ranks]]
