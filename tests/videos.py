@@ -21,6 +21,7 @@ CODECS: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "H.265": ("libx265", (("x265-params", "log-level=none:keyint=6"),)),
     "MPEG-4": ("mpeg4", (("g", "5"), ("bf", "2"))),
     "VP9": ("libvpx-vp9", (("g", "6"),)),
+    "AV1": ("libsvtav1", (("preset", "12"), ("g", "6"))),
 }
 """Name -> encoder and its options. That of H.265 spoils its own memory at some sizes below its blocks of 64."""
 UNEVEN = (0, 30, 100, 400, 410, 500, 900, 1000, 1010, 1020, 1030, 1040, 1100, 1200, 1300, 1400)

@@ -36,6 +36,7 @@ _TURNS = {
     (0, -_UNITY, _UNITY, 0): 3,
 }
 _CONVERT = "convert it: ffmpeg -i FILE OUT.mp4"
+_SKIPPING = ("h264", "hevc", "mpeg4")  # decoders that may leave out one frame; AV1's would all from then on
 _AROUND_PIXELS = 256  # that codecs add to a side, at most
 
 
@@ -488,7 +489,8 @@ def decoded_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
     """Some frames, as displayed, one at a time; uint8 [height, width, 3], red, green and blue.
 
     Decoded from the last keyframe before the first one on; keyframes and what follows them are passed over
-    where no frame is wanted. A keyframe that turns out to be none is not believed: all is decoded.
+    where no frame is wanted, and so are frames that no other needs. Where a wanted frame does not come so,
+    such as behind a keyframe that turns out to be none, all is decoded.
 
     data: MP4 or MOV. numbers: of the frames, in the order of display, ascending and below those of
     `video_header`. Raises PartError for a video that cannot be decoded, contradicts its header, or of
@@ -541,15 +543,16 @@ def _frames(
         if len(packets) != header.frames or (np.diff(times[order]) <= 0).any():
             raise PartError(f"video of {len(packets)} frames, and its header says {header.frames}")
         keys = np.array([i for i, each in enumerate(packets) if each.is_keyframe], np.int64)
-        decoding = _Decoding(codec, packets, times, av.error.FFmpegError)
+        wanted = frozenset(order[list(numbers)].tolist())
+        decoding = _Decoding(codec, packets, times, wanted, av.error.FFmpegError)
         for number in numbers:
             at = int(order[number])
             before = keys[(keys <= at) & (times[keys] <= times[at])]
             if before.size and before[-1] > decoding.fed:
                 decoding.begin(int(before[-1]))
             frame = decoding.frame(at)
-            if frame is None and decoding.begun:  # what is said to be keyframes is not, or is damaged
-                keys = keys[:0]
+            if frame is None and decoding.passes_over:  # what is said to be keyframes is not, or is damaged
+                keys, decoding.passes_over = keys[:0], False
                 decoding.begin(0)
                 frame = decoding.frame(at)
             if frame is None:
@@ -564,6 +567,8 @@ class _Decoding:
     Attributes:
         codec, packets, error: PyAV's.
         times: of the frames in packets, in ticks; int64.
+        wanted: the packets whose frames are.
+        passes_over: whether some packets are not decoded.
         begun, fed: the first packet that was decoded, and the next one.
         is_sure: whether it began at the first packet, or at one that turned out to be a keyframe.
     """
@@ -571,7 +576,9 @@ class _Decoding:
     codec: Any
     packets: Sequence[Any]
     times: npt.NDArray[np.int64]
+    wanted: frozenset[int]
     error: type[Exception]
+    passes_over: bool = True
     begun: int = 0
     fed: int = 0
     is_sure: bool = True
@@ -586,7 +593,7 @@ class _Decoding:
     def frame(self, packet: int) -> Any:
         """The frame in a packet; None if it does not come, is damaged, or is_sure is false.
 
-        Raises what PyAV does where decoding began at the first packet.
+        Raises what PyAV does where no packet is passed over.
         """
         while True:
             frame = next(self._ready, None)
@@ -597,11 +604,14 @@ class _Decoding:
             elif self.fed > len(self.packets):
                 return None
             else:
+                next_one = self.packets[self.fed] if self.fed < len(self.packets) else None
+                if self.codec.name in _SKIPPING:
+                    skips = self.passes_over and next_one is not None and self.fed not in self.wanted
+                    self.codec.skip_frame = "NONREF" if skips else "DEFAULT"
                 try:
-                    next_one = self.packets[self.fed] if self.fed < len(self.packets) else None
                     self._ready = iter(self.codec.decode(next_one))
                 except self.error:
-                    if self.begun == 0:
+                    if not self.passes_over:
                         raise
                     return None
                 self.fed += 1

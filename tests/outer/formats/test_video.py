@@ -6,6 +6,7 @@ import contextlib
 import io
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def test_wanted_frames_are_those_of_a_whole_decoding(name: str) -> None:
             assert np.array_equal(frame, frames[number]), number
 
 
-def test_groups_of_frames_without_a_wanted_one_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = 0
+def test_frames_that_no_wanted_one_needs_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = decoded = 0
 
     class Counting:
         def __init__(self, codec: Any) -> None:
@@ -82,16 +83,20 @@ def test_groups_of_frames_without_a_wanted_one_are_not_decoded(monkeypatch: pyte
         def __getattr__(self, name: str) -> Any:
             return getattr(self._codec, name)
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            (super().__setattr__ if name == "_codec" else partial(setattr, self._codec))(name, value)
+
         def decode(self, packet: Any) -> Any:
-            nonlocal decoded
-            decoded += packet is not None
-            return self._codec.decode(packet)
+            nonlocal fed, decoded
+            made = self._codec.decode(packet)
+            fed, decoded = fed + (packet is not None), decoded + len(made)
+            return made
 
     class Stream:
         def __init__(self, stream: Any) -> None:
             self.codec_context, self.disposition = Counting(stream.codec_context), stream.disposition
 
-    data, opened = video(frames=70, codec="H.264"), av.open  # a keyframe every 7 frames
+    plain, with_b_frames, opened = video(frames=70, codec="H.264"), video(frames=70), av.open
 
     class Container:
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -108,8 +113,11 @@ def test_groups_of_frames_without_a_wanted_one_are_not_decoded(monkeypatch: pyte
             self._container.close()
 
     monkeypatch.setattr(av, "open", Container)
-    assert len(list(decoded_frames(data, [1, 36]))) == 2
-    assert decoded < 3 * 7
+    assert len(list(decoded_frames(plain, [1, 36]))) == 2
+    assert decoded <= fed < 3 * 7  # a keyframe every 7 frames, and the others all need the one before
+    fed = decoded = 0
+    assert len(list(decoded_frames(with_b_frames, [*range(6, 70, 7)]))) == 10
+    assert decoded < 0.8 * fed  # half of those between keyframes are needed by no other
 
 
 def test_the_header_may_come_first(tmp_path: Path) -> None:
