@@ -40,7 +40,7 @@ AREAS = (
     ("bytes", "clients", "stream"),
     ("delivery", "join", "regroup"),
     ("exchange", "rl"),
-    ("decoding", "multimodal"),
+    ("decoding", "multimodal", "video"),
     ("prepare",),
     ("exposure", "metrics"),
 )
