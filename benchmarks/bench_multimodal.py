@@ -51,7 +51,10 @@ Draw = Callable[[int, np.random.Generator], tuple[Longs, Parts]]
 
 @dataclass(frozen=True)
 class Step:
-    """One global batch: tokens and encoder work of each sample, and of each part its sample and work."""
+    """One global batch: tokens and encoder work of each sample, and of each part its sample and work.
+
+    Work is in the unit of the plan's cost.
+    """
 
     tokens: Longs
     work: npt.NDArray[np.float64]
@@ -133,7 +136,8 @@ def step_of(mix: str, ranks: int) -> Step:
     """As many samples of a mix as fill the ranks."""
     text, parts = MIXES[mix](ranks * 60 + 200, np.random.default_rng(0))
     rule = RULES.get(mix, IMAGES)
-    tokens, work = rule.tokens(parts), rule.work(parts)
+    tokens, cost = rule.tokens(parts), PACKING.cost
+    work = rule.work(parts) / rule.alpha * cost.patch_tokens * cost.alpha
     lengths = text + parts.per_sample(tokens).astype(np.int64)
     n = int(np.searchsorted(np.cumsum(lengths), ranks * FULL * CAPACITY))
     kept = int(parts.starts[n])
@@ -164,7 +168,8 @@ def compare(mix: str, ranks: int, rounds: int) -> Iterator[Row]:
         return plan_step(step.tokens, PACKING, dp=ranks)
 
     def planned(encoder: Encoder) -> StepPlan:
-        return even_out(by_tokens(), step.tokens, step.work, PACKING, dp=ranks, encoder=encoder)
+        parts = [(step.sample, step.part_work)]
+        return even_out(by_tokens(), step.tokens, step.work, PACKING, dp=ranks, encoder=encoder, parts=parts)
 
     def assigned(plan: StepPlan, encoder: Encoder = "with sample") -> EncoderPlan:
         return plan_encoder(plan, step.sample, step.part_work, encoder=encoder)

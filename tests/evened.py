@@ -17,11 +17,13 @@ def plan_step(
     encoder_work: npt.ArrayLike | None = None,
     dp: int,
     cp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
     encoder: Any = "group",
-    **pipeline: Any,
+    **others: Any,
 ) -> plan.StepPlan:
     """`plan.plan_step`, evened out for the work of encoders if there is any."""
-    made = plan.plan_step(lengths, packing, dp=dp, cp=cp, **pipeline)
+    made = plan.plan_step(lengths, packing, dp=dp, cp=cp, pp=pp, vpp=vpp, **others)
     if encoder_work is None:
         return made
-    return even_out(made, lengths, encoder_work, packing, dp=dp, cp=cp, encoder=encoder)
+    return even_out(made, lengths, encoder_work, packing, dp=dp, cp=cp, pp=pp, vpp=vpp, encoder=encoder)

@@ -41,7 +41,10 @@ VALID: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Blocks": (mf.Blocks, {"sequences": 4, "window": 2, "lanes": 3}),
     "Cache": (mf.Cache, {"folder": "cache", "block_bytes": 4096, "limit_bytes": 8192}),
     "Chat": (mf.Chat, {"max_len": 4}),
-    "CostModel": (mf.CostModel, {"alpha": 2.0, "window": 4, "overhead": 1.0, "ring_tokens": 1.0}),
+    "CostModel": (
+        mf.CostModel,
+        {"alpha": 2.0, "window": 4, "overhead": 1.0, "ring_tokens": 1.0, "patch_tokens": 1.0},
+    ),
     "DatasetWriter": (mf.DatasetWriter, {"folder": "written", "columns": {"tokens": "u2"}}),
     "Documents": (mf.Documents, {"max_len": 4}),
     "Exchange": (exchanged, {"iterator": [], "packing": PACKING, "layout": mf.Layout(), "rank": 0}),

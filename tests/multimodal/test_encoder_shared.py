@@ -30,10 +30,6 @@ SPLIT: Any = {"packing": Packing(capacity=16, oversize="split", microbatches=12)
 SHARED: tuple[Any, ...] = ("group", "balanced")
 
 
-def _by_tokens(*_: Any) -> None:
-    """The work of encoders that others run."""
-
-
 def recipe_of(folder: str, **options: Any) -> mf.Recipe:
     rule = mf.Multimodal(**{"image": LookFirst(), "audio": Listen()} | options)
     return replace(recipe_over(mf.open(folder), rule), steps=2)  # so that nothing more is decoded ahead
@@ -79,7 +75,7 @@ def test_every_rank_receives_what_it_would_have_encoded(
     shape, seen, elsewhere = mf.Layout.parse(layout), 0, 0
     options, of_stripes = {"on_bad": "blank", "image": image}, isinstance(image, LookStriped)
     # planned by tokens alone, as packs are if all share
-    monkeypatch.setattr(mf.Multimodal, "encoder_work", _by_tokens)
+    monkeypatch.setattr(mf.Multimodal, "evened", lambda _, recipe, draws, plan, *others: plan)
     shared = list(mf.simulate(recipe_of(folder, **options), shape, 2, encoder=encoder, **SPLIT))
     alone = list(mf.simulate(recipe_of(folder, **options), shape, 2, **SPLIT))
     of = {(made.batch.step, made.rank): made.microbatches for made in shared}

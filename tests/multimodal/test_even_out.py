@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from evened import plan_step
 from meshfeed.errors import PlanError
-from meshfeed.multimodal.encoders.balance import ENCODER_WEIGHT, Contents, swap
+from meshfeed.multimodal.encoders import plan_encoder
+from meshfeed.multimodal.encoders.balance import Contents, swap
 from meshfeed.plan import Packing, StepPlan, account_of
-from meshfeed.plan.packing import TOLERANCE
 from planning import check_packs, check_plan
 from soak import SEED, cases
 
@@ -35,11 +36,16 @@ def unevenness(plan: StepPlan, cost: np.ndarray, is_shared: bool = True) -> floa
     return float(together / once * plan.num_ranks - 1) if loads.any() else 0.0
 
 
-def worst(plan: StepPlan, packing: Packing, encoder_work: np.ndarray, is_shared: bool = True) -> float:
-    """The largest unevenness of all costs, an encoder's weighed."""
-    each = encoder_work[:, plan.sequence] * ENCODER_WEIGHT
-    of = [ENCODER_WEIGHT * unevenness(plan, cost, is_shared) for cost in each]
-    return max([unevenness(plan, packing.cost.work(plan.lengths)), *of])
+def step_time(
+    plan: StepPlan, packing: Packing, encoder_work: np.ndarray, encoder: Any, bubble_share: float = 0
+) -> float:
+    """What a step takes: the largest work of any rank, of each cost, in each microbatch."""
+    of = np.arange(plan.lengths.size)
+    tops = account_of(plan, packing).loads.max(axis=1, initial=0)
+    for work in encoder_work:
+        tops = tops + plan_encoder(plan, of, work, encoder=encoder).handed.max(axis=1, initial=0)
+    overhead = plan.num_microbatches * packing.cost.microbatch_overhead
+    return float(tops.sum() + bubble_share * tops.max(initial=0) + overhead)
 
 
 @st.composite
@@ -61,16 +67,23 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Packing, int]:
 
 
 @CALM
-@given(steps(), st.floats(1e-6, 1e12), st.sampled_from(["with sample", "group"]))
-def test_plans_stay_plans_and_become_no_less_even(drawn, unit, encoder):
-    lengths, work, packing, ranks = drawn
-    text = plan_step(lengths, packing, dp=ranks)
-    plan = plan_step(lengths, packing, dp=ranks, encoder_work=work * unit, encoder=encoder)
-    check_plan(plan, lengths, packing, dp=ranks, cp=1)
+@given(
+    steps(),
+    st.floats(1e-6, 1e12),
+    st.sampled_from(["with sample", "group"]),
+    st.sampled_from([(1, 1), (4, 1), (4, 2)]),
+)
+def test_plans_stay_plans_and_steps_become_no_longer(drawn, unit, encoder, pipeline):
+    (lengths, work, packing, ranks), (pp, vpp) = drawn, pipeline
+    work = work * unit
+    text = plan_step(lengths, packing, dp=ranks, pp=pp, vpp=vpp)
+    plan = plan_step(lengths, packing, dp=ranks, pp=pp, vpp=vpp, encoder_work=work, encoder=encoder)
+    check_plan(plan, lengths, packing, dp=ranks, cp=1, quantum=pp if vpp > 1 else 1)
     check_packs(plan, packing)
-    assert plan.num_microbatches == text.num_microbatches
-    shared = encoder == "group"
-    assert worst(plan, packing, work, shared) <= worst(text, packing, work, shared) + 1e-9
+    if pp == 1 or packing.microbatches:
+        assert plan.num_microbatches == text.num_microbatches
+    before, after = (step_time(each, packing, work, encoder, (pp - 1) / vpp) for each in (text, plan))
+    assert after <= before * (1 + 1e-9)
 
 
 def test_packs_that_are_nearly_full_stay_within_their_limits():
@@ -107,55 +120,49 @@ def test_encoders_without_work_change_nothing(policy):
     assert plan_step([], packing, dp=4, encoder_work=[]).num_microbatches == 0
 
 
-def test_groups_become_narrow_where_each_rank_encodes_all_parts_of_its_pack():
+@pytest.mark.parametrize("encoder", ["group", "with sample"])
+def test_groups_become_as_narrow_as_they_can_be(encoder):
     """But for the group of the one sequence that needs two ranks, which is cut in two; microbatches stay."""
     rng = np.random.default_rng(4)
     lengths = np.append(rng.integers(100, 4_000, 150), 9_000)
-    work = rng.uniform(1, 2, lengths.size) * rng.choice([0, 1], lengths.size)
+    work = rng.uniform(1, 2, lengths.size) * rng.choice([0, 1], lengths.size) * 3e7
     packing = Packing(capacity=8_192, policy="dynamic_cp")
-    shared, alone = (
-        plan_step(lengths, packing, dp=16, encoder_work=work, encoder=each)
-        for each in ("group", "with sample")
-    )
-    assert np.bincount(shared.cp_size)[2:].sum() > 10
-    wide = alone.cp_size > 1
-    assert set(alone.microbatch[wide].tolist()) == {alone.microbatch[150]} and alone.cp_size.max() == 2
-    check_plan(alone, lengths, packing, dp=16, cp=1)
-    assert unevenness(alone, work, is_shared=False) < 0.3 < 1 < unevenness(shared, work, is_shared=False)
-    assert account_of(alone, packing).efficiency > 0.9
+    text = plan_step(lengths, packing, dp=16)
+    plan = plan_step(lengths, packing, dp=16, encoder_work=work, encoder=encoder)
+    assert np.bincount(text.cp_size)[2:].sum() > 10
+    wide = plan.cp_size > 1
+    assert set(plan.microbatch[wide].tolist()) == {plan.microbatch[150]} and plan.cp_size.max() == 2
+    check_plan(plan, lengths, packing, dp=16, cp=1)
+    assert unevenness(plan, work, is_shared=False) < 0.5 < 1 < unevenness(text, work, is_shared=False)
+    assert account_of(plan, packing).efficiency > 0.9
 
 
 def test_every_encoder_becomes_even():
-    """One or two encoders, whatever the unit of their work; no encoder twice is one."""
+    """One or two encoders; one that is given twice does twice the work."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(100, 2000, 300)
     packing = Packing(capacity=16_384)
-    images, audio = rng.pareto(2, 300) * 1e9, rng.choice([0.0, 1.0], 300)
+    images, audio = rng.pareto(2, 300) * 1e7, rng.choice([0.0, 1e7], 300)
     text, plan = (plan_step(lengths, packing, dp=4, encoder_work=w) for w in (None, [images, audio]))
     assert account_of(plan, packing).efficiency > 0.98
     for cost in (images, audio):
         assert unevenness(plan, cost) <= 0.06 < 0.1 < unevenness(text, cost)
-    once, twice = (plan_step(lengths, packing, dp=4, encoder_work=w) for w in (images, [images, images]))
-    assert np.array_equal(once.microbatch, twice.microbatch)
-    assert np.array_equal(once.first_rank, twice.first_rank)
 
 
 def test_small_steps_come_near_the_optimum_of_all_assignments():
-    """Seven sequences on two ranks: within 1 % of the language model's mean, and 4 % of the encoder's, mostly."""
-    far = []
-    for seed in range(cases(20)):
+    """Seven sequences on two ranks: mostly the shortest step, and hardly longer in the mean."""
+    longer = []
+    for seed in range(cases(40)):
         rng = np.random.default_rng(seed)
-        lengths, work = rng.integers(10, 1000, 7), rng.pareto(2, 7) * rng.choice([0, 1], 7)
+        lengths, work = rng.integers(10, 1000, 7), rng.pareto(2, 7) * rng.choice([0, 1], 7) * 1e7
         costs = np.stack((TWO.cost.work(lengths), work))
-        means = np.maximum(costs.sum(axis=1) / 2, 1e-9)
         sides = np.array(list(product([False, True], repeat=7)))
-        tops = np.maximum(sides @ costs.T, ~sides @ costs.T) / means - 1
-        least = np.maximum(tops[:, 0], tops[:, 1] * ENCODER_WEIGHT).min()
+        least = np.maximum(sides @ costs.T, ~sides @ costs.T).sum(axis=1).min()
         plan = plan_step(lengths, TWO, dp=2, encoder_work=work)
-        ours = worst(plan, TWO, work[None])
-        assert ours >= least - 1e-9
-        far.append(ours - max(least, TOLERANCE))
-    assert np.mean(far) < 0.02 and np.median(far) < 1e-9
+        ours = step_time(plan, TWO, work[None], "group") - TWO.cost.microbatch_overhead
+        longer.append(ours / least - 1)
+    assert min(longer) > -1e-9 and max(longer) < 0.2
+    assert np.mean(longer) < 0.005 and np.median(longer) < 1e-9
 
 
 def contents_of(loads: list[list[tuple[float, float]]], free: int) -> Contents:

@@ -10,6 +10,7 @@ import pytest
 import meshfeed as mf
 import pictures
 from meshfeed.feed.stepping import Stepping
+from meshfeed.multimodal.parts import PartsOfDraws
 from meshfeed.plan.packing import Policy
 
 
@@ -34,22 +35,22 @@ def test_every_part_is_encoded_for_the_row_that_holds_it(recipe: mf.Recipe) -> N
             assert batch is not None
             plans = stepping.rule.encoder_plans(recipe, batch.draws, batch.plan)
             assert list(plans) == ["image", "audio"]
-            work = stepping.rule.encoder_work(recipe, batch.draws)
-            assert work is not None
             parts = store.parts(batch.draws.index)
-            for kind, made, of_sequence in zip(plans, plans.values(), work):
+            for kind, made in plans.items():
                 assert made.part.size == np.unique(made.part).size, "no part is in two rows"
                 assert (made.rank == batch.plan.first_rank[made.row]).all(), "cp is 1"
                 part, first = np.unique(made.part, return_index=True)
                 assert part.size == parts.of_kind(kind).size
-                sums = np.bincount(batch.plan.sequence[made.row[first]], made.work[first], work.shape[1])
-                np.testing.assert_allclose(sums, of_sequence)
+                mine = parts.take(parts.of_kind(kind))
+                sums = np.bincount(batch.plan.sequence[made.row[first]], made.work[first], len(batch.draws))
+                work = stepping.rule.processors[kind].rule.work(mine)
+                np.testing.assert_allclose(sums, mine.per_sample(work))
                 seen += batch.plan.oversize.size
     assert seen, "some documents are split"
 
 
 def test_packs_in_order_ask_for_no_work(recipe: mf.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mf.Multimodal, "encoder_work", None)  # cannot be called
+    monkeypatch.setattr(PartsOfDraws, "work", None)  # cannot be called
     with recipe.sources[0]:
         batch = stepping_of(recipe, "in_order").global_batch(0)
         assert batch is not None and batch.plan.num_microbatches

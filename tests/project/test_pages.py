@@ -30,7 +30,7 @@ def test_multimodal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planner() -> None:
-    run_page("planner.md", 24)
+    run_page("planner.md", 25)
 
 
 def test_choices() -> None:

@@ -352,7 +352,9 @@ class Stepping:
             )
             if not isinstance(self.rule, TakesParts):
                 return plan
-            return self.rule.evened(self.recipe, draws, plan, self.packing, self.layout, self.cp_split)
+            return self.rule.evened(
+                self.recipe, draws, plan, self.packing, self.layout, self.cp_split, self.vpp
+            )
         except PlanError as error:
             longest = int(lengths.argmax())
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]

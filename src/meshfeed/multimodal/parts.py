@@ -31,7 +31,7 @@ from meshfeed.multimodal.processor import (
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, Template
 from meshfeed.parts.store import parts_in
-from meshfeed.plan import StepPlan
+from meshfeed.plan import CostModel, StepPlan
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.documents import document_lengths, located
@@ -113,13 +113,15 @@ class PartsOfDraws:
             tokens[mine] = self.ask(tokens_of, self.processors[kind].rule, mine)
         return Expansion(self.parts, tokens, document_lengths(self.recipe, self.draws))
 
-    def work(self) -> npt.NDArray[np.float64]:
-        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]."""
-        work = {kind: np.zeros(len(self.parts)) for kind in self.processors}
+    def work(self, cost: CostModel) -> list[tuple[Longs, npt.NDArray[np.float64]]]:
+        """The document of each part of each kind, and its encoder's work on it in units of load."""
+        work = {kind: (np.zeros(0, np.int64), np.zeros(0)) for kind in self.processors}
         for kind, mine in self.by_kind():
-            work[kind][mine] = self.ask(work_of, self.processors[kind].rule, mine)
-        sums = [self.parts.per_sample(each) for each in work.values()]
-        return np.stack(sums) if sums else np.zeros((0, len(self.draws)))
+            rule = self.processors[kind].rule
+            # work over alpha is in patches
+            unit = cost.patch_tokens * cost.alpha / max(rule.alpha, 1)
+            work[kind] = self.parts.sample[mine], self.ask(work_of, rule, mine) * unit
+        return list(work.values())
 
     def mrope(self) -> Longs:
         """The positions of all tokens of the documents; see `Expansion.mrope`."""

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import OptionError, RecipeError
@@ -255,11 +254,6 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         first, stop = labels_of(whole, starts, lengths)
         return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
 
-    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
-        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]. None if all ranks
-        share the parts."""
-        return None if self._encoder == "balanced" else self._among(recipe, draws).work()
-
     def uncut(self, recipe: Recipe, draws: Draws) -> Uncut:
         """The tokens of each part."""
         whole = self.expansion(recipe, draws)
@@ -273,13 +267,25 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         packing: Packing,
         layout: Layout,
         cp_split: CpSplit,
+        vpp: int,
     ) -> StepPlan:
         """The plan with packs that are even for the encoders, too; as it is if all ranks share the parts."""
-        work = None if packing.policy == "in_order" else self.encoder_work(recipe, draws)
-        if work is None:
+        if packing.policy == "in_order" or self._encoder == "balanced":
             return plan
-        lengths, dp, cp = self.lengths(recipe, draws), layout.dp, layout.cp
-        return even_out(plan, lengths, work, packing, dp=dp, cp=cp, cp_split=cp_split, encoder=self._encoder)
+        parts, num = self._among(recipe, draws).work(packing.cost), len(draws)
+        return even_out(
+            plan,
+            self.lengths(recipe, draws),
+            np.reshape([np.bincount(of, work, num) for of, work in parts], (-1, num)),
+            packing,
+            dp=layout.dp,
+            cp=layout.cp,
+            pp=layout.pp,
+            vpp=vpp,
+            cp_split=cp_split,
+            encoder=self._encoder,
+            parts=parts,
+        )
 
     def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
         """The plan of each kind's encoder, of a kind without parts in the step too."""

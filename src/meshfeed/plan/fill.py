@@ -255,7 +255,7 @@ def place(
     members: indices in these. size_at: index into the sizes of the narrowest group that may take each; int64
     [k], never ascending. index_of_group: that of each group; int64 [num_groups], never ascending.
     free, slots, loads: the padded tokens and the sequences that each group can still take, and its load;
-    int64, int64, float64 [num_groups]. loads is updated; the others may be.
+    int64, int64, float64 [num_groups]. All three are updated.
     """
     if _place is not None:
         placed, heaps = np.empty(members.size, np.int32), np.empty((2 * free.size, 2))
@@ -295,6 +295,7 @@ def place(
         else:
             heapq.heappop(lightest)
         group.append(chosen)
+    free[:], slots[:] = room, spare
     return np.array(group, np.int32)
 
 

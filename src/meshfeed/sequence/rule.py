@@ -276,6 +276,7 @@ class TakesParts(ABC):
         packing: Packing,
         layout: Layout,
         cp_split: CpSplit,
+        vpp: int,
     ) -> StepPlan:
         """The plan of some draws, its packs evened out for what runs beside the language model."""
 

@@ -3,42 +3,52 @@
 The packs of `choose` are equal for the language model. The work of an encoder follows the sizes of images
 and the seconds of audio and video, so packs of equal tokens differ in it.
 
-*Start.* The packs of `choose`; or, where encoders are far from even, the same groups of ranks filled again:
-each sequence goes to the group with the least of the cost that is its largest, the encoders' sequences first.
+*Step.* All costs have one unit. The ranks of a microbatch wait for each other, behind the encoders and behind
+the language model, so it takes the largest work of any rank, of each cost, together. What is made here
+replaces the packs of `choose` only where the step becomes shorter.
 
-*Target.* What a rank should do in each microbatch. The ranks of a microbatch wait for each other, but two
-microbatches need not be equal: sequences that exceed the mean share a microbatch.
+*Fill.* All sequences are placed anew, in groups no wider than they need: each goes to the group with the
+least of the language model's work; or the encoders' sequences first, each to the group with the least of
+theirs.
+
+*Order.* Packs of one size trade places, so that those of a microbatch are alike.
+
+*Target.* What a rank should do in each microbatch. Two microbatches need not be equal: sequences that exceed
+the mean share a microbatch.
 
 *Swap.* Each pack above a target, the furthest first, tries packs that are far below the same target. The two
 swap up to two sequences each for the other's, if that makes the larger excess of the two smaller.
-
-Costs are compared relative to their means, those of encoders times `ENCODER_WEIGHT`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbered
+from meshfeed.multimodal.encoders.assign import descending, share
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.fill import place
-from meshfeed.plan.packing import TOLERANCE, Packing
+from meshfeed.plan.packing import TOLERANCE, CostModel, Packing
 from meshfeed.plan.problem import Placement, Room, room_of
-from meshfeed.plan.types import CpSplit, Encoder, FloatArray, LongArray, StepPlan
+from meshfeed.plan.step import choose
+from meshfeed.plan.types import CpSplit, Encoder, FloatArray, IntArray, LongArray, StepPlan
 
-ENCODER_WEIGHT = 0.25
-"""Weight of an uneven encoder beside an equally uneven language model, which does several times its work: an
-encoder of 0.7B parameters with four patches a token does a third of the work of 8B on an image, and none
-on text."""
+N = TypeVar("N", np.float64, np.int64)
+Parts = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
 
-FAR = 0.08
-"""If encoders, so weighted, are further from even than this, the groups are filled again."""
+FAR = 0.06
+"""Where packs make the step longer than even ones by more, as a share of the language model's time, they are
+made in another way, too."""
+
+TEXT = 0.1
+"""From this share of the language model's work on, sequences without parts make it even behind the others."""
 
 MOST_SHARE = 1.5
 """A microbatch takes at most this many times its share of an encoder's work, however large its largest."""
@@ -46,7 +56,7 @@ MOST_SHARE = 1.5
 MOST_COSTS = 4
 """As many as loops.c has places for."""
 
-TRIES, MOST_SWEEPS = 4, 12
+TRIES, MOST_SWEEPS = 2, 12
 """How many other packs a pack above its target tries in a sweep; the number of sweeps."""
 
 ENOUGH = 0.25
@@ -57,9 +67,6 @@ WORTH = 4
 
 MOST_CHOSEN = 8
 """How many sequences of a pack are considered, evenly spread from its first to its last."""
-
-WORTH_UNEVEN = 16
-"""Replaces WORTH if the language model is uneven by tokens alone: few swaps help, but each does."""
 
 GROWTH = 8
 """How many sequences beyond the largest pack's number a pack can gain while it swaps."""
@@ -83,37 +90,73 @@ def even_out(
     *,
     dp: int,
     cp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
     cp_split: CpSplit = "zigzag",
     encoder: Encoder = "group",
+    parts: Parts | None = None,
 ) -> StepPlan:
     """A plan with packs that are balanced for encoders as well as for the language model.
 
-    Where every rank of a cp group encodes all parts of its pack, groups that are wider than their sequences
-    need may become several narrow ones.
+    The step is shorter by what it is predicted to take, or the plan is the one given. Groups that are wider
+    than their sequences need may become several narrow ones. In a pipeline, it may have fewer microbatches:
+    the largest images of many microbatches outlast the bubble of few.
 
     plan: of `plan_step` with the other arguments; "in_order" stays as it is. lengths: as given to it.
-    encoder_work: work of an encoder on the images, audio or video of each sequence, in any unit, on the ranks
-        that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders.
+    encoder_work: work of an encoder on the images, audio or video of each sequence, on the ranks that hold
+        the sequence, in the unit of the packing's cost: see `CostModel.patch_tokens`; float [n], or
+        [num_encoders, n] for up to 3 encoders.
+    pp, vpp: pipeline stages and virtual stages per rank. Stages count as equal: one with encoders has fewer
+        layers of the language model.
     encoder: whether these ranks share the work ("group"), or each does all of it ("with sample"). If all
         ranks share it, there is nothing to even out.
+    parts: of each encoder, the sequence and the work of each image, say; int [p] and float [p]. Ranks can
+        share them one by one. None, or where sequences are cut: as if each sequence had one.
 
     Raises PlanError for work that is negative or of another shape.
     """
     whole = np.asarray(lengths, np.int64).ravel()
     works = _works(encoder_work, whole.size)
     (kept,) = np.nonzero(plan.microbatch >= 0)
-    if encoder == "balanced" or packing.policy == "in_order" or not kept.size:
+    if encoder == "balanced" or packing.policy == "in_order" or not (kept.size and works.any()):
         return plan
-    mine, of = plan.lengths[kept], plan.sequence[kept]
+    mine, of, room = plan.lengths[kept], plan.sequence[kept], room_of(packing, dp=dp, cp=cp, split=cp_split)
     given = Placement(plan.microbatch[kept], plan.first_rank[kept], plan.cp_size[kept], plan.num_microbatches)
     # a piece of a sequence has its share of the parts
-    work, room = works[:, of] * (mine / whole[of]), room_of(packing, dp=dp, cp=cp, split=cp_split)
-    placed = evened(given, mine, work, packing, room, is_shared=encoder == "group")
+    work = works[:, of] * (mine / whole[of]) if plan.oversize.size else works[:, of]
+    some, bubble_share = np.flatnonzero(work.any(axis=1)), (pp - 1) / vpp
+    work, shared = work[some], None
+    is_wide = bool(bubble_share) or plan.cp_size[kept].max() > 1
+    if encoder == "group" and not is_wide:
+        shared = []  # nobody to share with
+    elif encoder == "group":
+        shared = [_kept(*parts[c], of) for c in some.tolist()] if parts and not plan.oversize.size else []
+        shared = shared or [(np.arange(mine.size), each) for each in work]
+
+    def tried(start: Placement) -> tuple[float, Placement]:
+        return evened(start, mine, work, packing, room, bubble_share, shared)
+
+    best = tried(given)
+    if bubble_share and packing.microbatches is None and not packing.fixed_shapes:
+        quantum = packing.quantum or (pp if vpp > 1 else 1)
+        count = _best_count(
+            packing.cost, mine, work, room.num_ranks, bubble_share, quantum, given.num_microbatches
+        )
+        if count < given.num_microbatches:
+            asked = replace(packing, microbatches=count)
+            fewer = tried(choose(mine, asked, room, quantum=quantum, bubble_share=bubble_share))
+            best = min(best, fewer, key=lambda each: each[0])
+    placed = best[1]
     changed = plan.microbatch.copy(), plan.first_rank.copy(), plan.cp_size.copy()
     for new, some in zip(changed, (placed.microbatch, placed.first_rank, placed.cp_size)):
         new[kept] = some
-    microbatch, first_rank, cp_size = changed
-    return replace(plan, microbatch=microbatch, first_rank=first_rank, cp_size=cp_size)
+    return replace(
+        plan,
+        microbatch=changed[0],
+        first_rank=changed[1],
+        cp_size=changed[2],
+        num_microbatches=placed.num_microbatches,
+    )
 
 
 def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
@@ -131,53 +174,85 @@ def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
     return works.astype(np.float64)
 
 
+def _kept(sequence: npt.ArrayLike, work: npt.ArrayLike, kept: IntArray) -> tuple[LongArray, FloatArray]:
+    """The parts of sequences that are kept, each with the place of its sequence among these."""
+    of = np.asarray(sequence, np.int64)
+    place = np.searchsorted(kept, of)
+    mine = np.append(kept, -1)[place] == of
+    return place[mine], np.asarray(work, np.float64)[mine]
+
+
+def _best_count(
+    cost: CostModel,
+    lengths: LongArray,
+    encoder_work: FloatArray,
+    num_ranks: int,
+    bubble_share: float,
+    quantum: int,
+    most: int,
+) -> int:
+    """The number of microbatches, up to `most`, with the shortest step if the language model is even."""
+    model = float(cost.work(lengths).sum()) / num_ranks
+    largest = [np.sort(each)[::-1][::num_ranks].tolist() for each in encoder_work]
+    even = (encoder_work.sum(axis=1) / num_ranks).tolist()
+
+    def time_of(count: int) -> float:
+        time = bubble_share * model / count + count * cost.microbatch_overhead
+        for each, total in zip(largest, even):
+            targets = _targets([total / count] * count, each[:count])
+            time += sum(targets) + bubble_share * max(targets)
+        return time
+
+    return min(range(most, 0, -quantum), key=time_of)
+
+
+def _targets(means: Sequence[float], largest: Sequence[float]) -> list[float]:
+    """What a rank should do in each microbatch: the mean of what is left, or the largest sequence left.
+
+    largest: the largest sequence left for each microbatch if those before took one for each of their ranks.
+    """
+    targets, rest, share = list[float](), sum(means), sum(means)
+    for m, whole in enumerate(means):
+        mean = whole * rest / share if share > 0 else 0.0
+        targets.append(max(mean, largest[m] if m < len(largest) else 0.0))
+        rest = max(rest - min(targets[-1], MOST_SHARE * mean), 0.0)
+        share -= whole
+    return targets
+
+
 def evened(
     placed: Placement,
     lengths: LongArray,
     encoder_work: FloatArray,
     packing: Packing,
     room: Room,
-    *,
-    is_shared: bool = True,
-) -> Placement:
-    """More even packs on the same groups of ranks, or on parts of them; `placed` itself if none are found.
-
-    The largest weighted cost, relative to its mean, becomes smaller.
+    bubble_share: float,
+    parts: Sequence[tuple[LongArray, FloatArray]] | None,
+) -> tuple[float, Placement]:
+    """Packs that make the step shorter, on the same groups of ranks or on parts of them; or `placed` itself.
 
     lengths: as given to `choose`; int64 [n], n >= 1.
-    encoder_work: of each encoder on each sequence; float64 [num_encoders, n], num_encoders < MOST_COSTS.
-    is_shared: whether the ranks of a group share it. Otherwise, groups may become narrower.
+    encoder_work: of each encoder on each sequence, some of it above 0; float64 [num_encoders, n],
+        num_encoders < MOST_COSTS.
+    bubble_share: the pipeline idles for this many times the largest microbatch.
+    parts: of each encoder, which the ranks of a group share; None if each does all of the work.
+    Returns the time of the step, in units of load, too.
     """
-    encoder_work = encoder_work[encoder_work.any(axis=1)]
-    if not encoder_work.size:
-        return placed
     groups, pack = _Groups.of(placed, room.num_ranks)
-    size = placed.cp_size
-    work = np.vstack([packing.cost.load(lengths, size) * size, encoder_work])
-    packs = _Packs.of(groups, lengths, work, packing, room, is_shared)
-    loads = packs.loads(pack)
-    uneven = packs.unevenness(loads)
-    least, best = uneven.max(), placed
-    narrow = groups if is_shared else groups.narrowed(pack, lengths, room)
+    num_places = room.num_ranks * placed.num_microbatches
+    model = float((packing.cost.load(lengths, placed.cp_size) * placed.cp_size).sum()) / num_places
+    shared = None if parts is None else [(of, each / model) for of, each in parts]
+    costs = encoder_work / model, model, packing, room, bubble_share, shared
+    given = _Filled.of(_Packs.of(groups, lengths, *costs), pack)
+    best, packs, narrow = given, given.packs, groups.narrowed(pack, lengths, room)
     if narrow.size.size > groups.size.size:
-        narrower = _Packs.of(narrow, lengths, work, packing, room, is_shared)
-        fills = (narrower.refilled(lengths, room.max_sequences, by_tokens=each) for each in (False, True))
-        filled = next((each for each in fills if each is not None), None)
-        if filled is not None:
-            of_filled = narrower.loads(filled)
-            before = narrower.unevenness(of_filled)
-            swapped = narrower.swapped(filled, of_filled, room.max_sequences, before)
-            after = narrower.unevenness(narrower.loads(swapped)).max()
-            if after < least:
-                least, best = after, narrow.placement(swapped)
-            if after <= FAR:
-                return best
-    if uneven.max() > FAR:
-        again = packs.refilled(lengths, room.max_sequences)
-        if again is not None and packs.unevenness(of_again := packs.loads(again)).max() < uneven.max():
-            pack, loads = again, of_again
-    swapped = packs.swapped(pack, loads, room.max_sequences, uneven)
-    return groups.placement(swapped) if packs.unevenness(packs.loads(swapped)).max() < least else best
+        packs = _Packs.of(narrow, lengths, *costs)
+    for start in (packs.filled(lengths, room.max_sequences), given):
+        if start is not None and best.longer > (0 if best is given else FAR):
+            best = min(best, start.ordered().swapped(room.max_sequences), key=lambda each: each.longer)
+    even = (1 + bubble_share / placed.num_microbatches) * float(packs.even.sum())
+    time = placed.num_microbatches * ((best.longer + even) * model + packing.cost.microbatch_overhead)
+    return time, placed if best is given else best.packs.groups.placement(best.pack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,16 +310,20 @@ class _Packs:
         size_at: index into the sizes that occur, of each pack; int64 [num_packs].
         limits: padded tokens that each pack can hold; int64 [num_packs].
         cost: each cost of each sequence on a rank of a group of each size, over what a rank does on average
-            in a microbatch if each part is encoded once; the language model's, then the encoders'; float64
-            [num_costs, num_sizes, n].
+            in a microbatch for the language model, which is the first; float64 [num_costs, num_sizes, n].
+        even: mean of each cost over ranks and microbatches if each part is encoded once; float64 [num_costs].
         padded: padded tokens of each sequence on such a group; int64 [num_sizes, n].
+        bubble_share, parts: see `evened`; the work of parts over the same as cost.
     """
 
     groups: _Groups
     size_at: LongArray
     limits: LongArray
     cost: FloatArray
+    even: FloatArray
     padded: LongArray
+    bubble_share: float
+    parts: Sequence[tuple[LongArray, FloatArray]] | None
 
     @classmethod
     def of(
@@ -252,53 +331,63 @@ class _Packs:
         groups: _Groups,
         lengths: LongArray,
         work: FloatArray,
+        model: float,
         packing: Packing,
         room: Room,
-        is_shared: bool,
+        bubble_share: float,
+        parts: Sequence[tuple[LongArray, FloatArray]] | None,
     ) -> _Packs:
         """The packs of some groups.
 
-        work: of the language model on each sequence as planned, on all of its ranks together; then of each
-            encoder, some of it above 0; float64 [num_costs, n].
+        model: what a rank does on average in a microbatch for the language model.
+        work: of each encoder on each sequence, over that; float64 [num_encoders, n].
         """
         sizes = np.flatnonzero(np.bincount(groups.size)).astype(np.int32)
         size_at = np.searchsorted(sizes, groups.size)
-        cost = np.empty((len(work), sizes.size, lengths.size))
-        cost[0] = packing.cost.load(lengths, sizes[:, None])
-        np.divide(work[1:, None], sizes[:, None] if is_shared else 1, out=cost[1:])
-        cost /= (work.sum(axis=1) / (room.num_ranks * groups.num_microbatches))[:, None, None]
+        cost = np.empty((1 + len(work), sizes.size, lengths.size))
+        np.divide(packing.cost.load(lengths, sizes[:, None]), model, out=cost[0])
+        np.divide(work[:, None], 1 if parts is None else sizes[:, None], out=cost[1:])
         return cls(
             groups=groups,
             size_at=size_at,
             limits=room.align.limit(packing.capacity, sizes)[size_at],
             cost=cost,
+            even=np.append(1.0, work.sum(axis=1) / (room.num_ranks * groups.num_microbatches)),
             padded=room.align.padded(lengths, sizes[:, None]),
+            bubble_share=bubble_share,
+            parts=parts,
         )
 
-    @property
-    def weights(self) -> FloatArray:
-        """Weight of the unevenness of each cost; float64 [num_costs]."""
-        return np.where(np.arange(len(self.cost)) > 0, ENCODER_WEIGHT, 1.0)
+    def own(self, of_sizes: npt.NDArray[N], pack: LongArray) -> npt.NDArray[N]:
+        """What each sequence has on groups of the size of its pack; [n]. of_sizes: [num_sizes, n]."""
+        return of_sizes[0] if len(of_sizes) == 1 else of_sizes[self.size_at[pack], np.arange(pack.size)]
 
-    def load(self, cost: FloatArray, pack: LongArray) -> FloatArray:
-        """One cost of each pack on each of its ranks; float64 [num_packs].
-
-        cost: float64 [num_sizes, n]. pack: of each sequence, -1 for none; int64 [n].
-        """
-        at = np.flatnonzero(pack >= 0)
-        sums = np.bincount(pack[at], cost[self.size_at[pack[at]], at], self.groups.size.size)
-        return sums.astype(np.float64)
+    def sums(self, values: FloatArray | LongArray, pack: LongArray) -> FloatArray:
+        """Of the sequences of each pack; float64 [num_packs]."""
+        return np.bincount(pack, values, self.groups.size.size).astype(np.float64, copy=False)
 
     def loads(self, pack: LongArray) -> FloatArray:
         """Each cost of each pack; float64 [num_costs, num_packs]."""
-        return np.stack([self.load(each, pack) for each in self.cost])
+        loads = np.stack([self.sums(self.own(each, pack), pack) for each in self.cost])
+        sizes = self.groups.size
+        if self.parts is not None and sizes.max() > 1:
+            first, num_ranks = np.cumsum(sizes) - sizes, int(sizes.sum())
+            for load, (of, work) in zip(loads[1:], self.parts):
+                rank = share(work, first[pack[of]], sizes[pack[of]], num_ranks)
+                np.maximum.reduceat(np.bincount(rank, work, num_ranks), first, out=load)
+        return loads
 
-    def unevenness(self, loads: FloatArray) -> FloatArray:
-        """How much longer each cost makes the step than if it were even, weighted; float64 [num_costs]."""
-        tops = np.zeros((len(loads), self.groups.num_microbatches))
-        for top, load in zip(tops, loads):
-            np.maximum.at(top, self.groups.microbatch, load)
-        return (tops.sum(axis=1) / self.groups.num_microbatches - 1) * self.weights
+    def filled(self, lengths: LongArray, max_sequences: int) -> _Filled | None:
+        """All sequences placed anew, in the better way of two; None if there is no room."""
+        found = list[_Filled]()
+        model, has_parts = self.cost[0, 0], self.cost[1:, 0].any(axis=0)
+        has_text = bool(model[~has_parts].sum() > TEXT * model.sum())
+        for by_tokens in (not has_text, has_text):
+            pack = self.refilled(lengths, max_sequences, by_tokens=by_tokens)
+            found += [] if pack is None else [_Filled.of(self, pack).ordered()]
+            if found and found[0].longer <= FAR:
+                break
+        return min(found, key=lambda each: each.longer, default=None)
 
     def means(self, load: FloatArray) -> FloatArray:
         """Mean of one cost over the ranks of each microbatch; float64 [num_microbatches]."""
@@ -314,18 +403,11 @@ class _Packs:
         If the largest sequences exceed the mean, the first microbatch takes as many of them as it has packs,
         one each, and leaves less to the next.
         """
+        if own.max() <= means.min():
+            return means
         num_packs = np.bincount(self.groups.microbatch, minlength=self.groups.num_microbatches)
-        # the largest sequence left for each microbatch
         taken = np.minimum(np.cumsum(num_packs) - num_packs, own.size - 1)
-        largest = -np.partition(-own, taken)[taken]
-        targets = np.zeros(self.groups.num_microbatches)
-        rest = share = float(means.sum())
-        for m, top in enumerate(largest.tolist()):
-            mean = means.item(m) * rest / share if share > 0 else 0.0
-            targets[m] = max(mean, top)
-            rest = max(rest - min(targets.item(m), MOST_SHARE * mean), 0.0)
-            share -= means.item(m)
-        return targets
+        return np.array(_targets(means.tolist(), (-np.partition(-own, taken)[taken]).tolist()))
 
     def refilled(
         self, lengths: LongArray, max_sequences: int, *, by_tokens: bool = False
@@ -336,44 +418,34 @@ class _Packs:
         the pack furthest below its target, the most costly first. by_tokens: by the language model's alone,
         which leaves less room unused.
         """
-        pack = np.full(lengths.size, -1)
+        pack, done = np.zeros(lengths.size, np.int64), np.zeros(0, np.int64)
         free, slots = self.limits.copy(), np.full(self.groups.size.size, max_sequences)
-        largest = self.cost[: 1 if by_tokens else None, 0].argmax(axis=0)
-        even = np.ones(self.groups.num_microbatches)
+        largest, most = np.zeros(lengths.size, np.int8), self.cost[0, 0]
+        for c in range(1, 1 if by_tokens else len(self.cost)):
+            relative = self.cost[c, 0] / self.even[c]
+            largest[relative > most] = c
+            most = np.maximum(most, relative)
         for c in (*range(1, len(self.cost)), 0):
             members = np.flatnonzero(largest == c)
-            members = members[np.argsort(-self.cost[c, 0, members], kind="stable")]
-            gaps, any_size = self.load(self.cost[c], pack), np.zeros(members.size, np.int64)
+            members = members[descending(self.cost[c, 0, members])]
+            gaps = self.sums(self.cost[c, self.size_at[pack[done]], done], pack[done])
             if c:
+                even = np.full(self.groups.num_microbatches, self.even[c])
                 gaps -= self.targets(self.cost[c, 0], even)[self.groups.microbatch]
+            any_size = np.zeros(members.size, np.int64)
             into = place(
                 *(lengths, self.padded, self.cost[c], members, any_size),
-                *(self.size_at, free.copy(), slots.copy(), gaps),
+                *(self.size_at, free, slots, gaps),
             )
-            if (into < 0).any():
+            if into.min(initial=0) < 0:
                 return None
-            pack[members] = into
-            np.subtract.at(free, into, self.padded[self.size_at[into], members])
-            np.subtract.at(slots, into, 1)
+            pack[members], done = into, np.append(done, members)
         return pack
 
-    def swapped(
-        self, pack: LongArray, loads: FloatArray, max_sequences: int, before: FloatArray
-    ) -> LongArray:
-        """The pack of each sequence once packs have swapped; int64 [n].
-
-        loads: of the packs. before: the `unevenness` of each cost as planned or filled; float64 [num_costs].
-        """
-        contents = self.contents(pack, loads, TOLERANCE, max_sequences)
-        swap(contents, TOLERANCE, WORTH if before[0] <= TOLERANCE else WORTH_UNEVEN)
-        held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
-        swapped = np.empty_like(pack)
-        swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
-        return swapped
-
-    def contents(self, pack: LongArray, loads: FloatArray, tolerance: float, max_sequences: int) -> Contents:
+    def contents(self, pack: LongArray, tolerance: float, max_sequences: int) -> Contents:
         """The contents of packs, and how far each is above its targets."""
-        own = self.cost[:, self.size_at[pack], np.arange(pack.size)]
+        own = [self.own(each, pack) for each in self.cost]
+        loads = np.stack([self.sums(each, pack) for each in own])
         longest = np.zeros(self.groups.num_microbatches)
         np.maximum.at(longest, self.groups.microbatch[pack], own[0])
         # excess above the tolerance is more than this share of the mean
@@ -384,19 +456,61 @@ class _Packs:
         # NumPy sorts small types several times faster
         by_pack = np.argsort(pack.astype(np.uint16) if counts.size <= 1 << 16 else pack, kind="stable")
         members[np.arange(members.shape[1]) < counts[:, None]] = by_pack
-        held = np.zeros(counts.size, np.int64)
-        np.add.at(held, pack, self.padded[self.size_at[pack], np.arange(pack.size)])
-        no_sequence = ((0, 0),) * (self.cost.ndim - 1) + ((0, 1),)
         return Contents(
-            cost=np.pad(self.cost * self.weights[:, None, None], no_sequence),
-            padded=np.pad(self.padded, no_sequence[1:]),
+            cost=self.cost,
+            padded=self.padded,
             size_at=self.size_at,
-            free=self.limits - held,
+            free=self.limits - self.sums(self.own(self.padded, pack), pack).astype(np.int64),
             slots=np.minimum(max_sequences, members.shape[1]) - counts,
-            excess=(loads - np.stack(targets)[:, self.groups.microbatch]) * self.weights[:, None],
+            excess=loads - np.stack(targets)[:, self.groups.microbatch],
             members=members,
             counts=counts,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """The packs of a step with their sequences.
+
+    Attributes:
+        pack: of each sequence; int64 [n].
+        loads: each cost of each pack; float64 [num_costs, num_packs].
+        longer: how much longer the step is than with even packs, over the time of an even language model
+            without a bubble.
+    """
+
+    packs: _Packs
+    pack: LongArray
+    loads: FloatArray
+    longer: float
+
+    @classmethod
+    def of(cls, packs: _Packs, pack: LongArray, loads: FloatArray | None = None) -> _Filled:
+        """loads: if they are known."""
+        loads = packs.loads(pack) if loads is None else loads
+        groups, tops = packs.groups, np.zeros((len(loads), packs.groups.num_microbatches))
+        for top, load in zip(tops, loads):
+            np.maximum.at(top, groups.microbatch, load)
+        excess = tops.sum(axis=0) - packs.even.sum()
+        longer = excess.sum() + packs.bubble_share * excess.max()
+        return cls(packs, pack, loads, float(longer) / groups.num_microbatches)
+
+    def ordered(self) -> _Filled:
+        """Packs of one size in descending order, so that those of a microbatch are alike; or as they are."""
+        sizes, now = self.packs.size_at, np.empty_like(self.packs.size_at)
+        slots, order = np.argsort(sizes, kind="stable"), np.lexsort((-self.loads.sum(axis=0), sizes))
+        now[order], loads = slots, np.empty_like(self.loads)
+        loads[:, slots] = self.loads[:, order]
+        return min(self, _Filled.of(self.packs, now[self.pack], loads), key=lambda each: each.longer)
+
+    def swapped(self, max_sequences: int) -> _Filled:
+        """Once packs have swapped sequences."""
+        contents = self.packs.contents(self.pack, TOLERANCE, max_sequences)
+        swap(contents, TOLERANCE)
+        held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
+        pack = np.empty_like(self.pack)
+        pack[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
+        return _Filled.of(self.packs, pack).ordered()
 
 
 # -- swapping ------------------------------------------------------------------------------------------------
@@ -427,13 +541,16 @@ class Contents:
     counts: LongArray
 
 
-def swap(contents: Contents, tolerance: float, worth: int = WORTH) -> int:
+def swap(contents: Contents, tolerance: float) -> int:
     """Swap until no excess is above the tolerance, or few swaps help; returns how many were made.
 
-    contents: its arrays are changed; at most MOST_COSTS costs. worth: see `WORTH`.
+    contents: its arrays are changed; at most MOST_COSTS costs.
     """
     if _swap is not None:
-        return _swapped(_swap, contents, tolerance, worth)
+        return _swapped(_swap, contents, tolerance)
+    no_sequence = ((0, 0),) * 2 + ((0, 1),)
+    contents.cost = np.pad(contents.cost, no_sequence)
+    contents.padded = np.pad(contents.padded, no_sequence[1:])
     num_packs, num_swaps = contents.counts.size, 0
     for sweep in range(MOST_SWEEPS):
         before, worst = num_swaps, contents.excess.max(axis=0)
@@ -460,16 +577,16 @@ def swap(contents: Contents, tolerance: float, worth: int = WORTH) -> int:
             if best is not None:
                 _make(contents, p, *best)
                 num_swaps += 1
-        if (num_swaps - before) * worth <= len(above):
+        if (num_swaps - before) * WORTH <= len(above):
             break
     return num_swaps
 
 
-def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: float, worth: int) -> int:
+def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: float) -> int:
     """`swap` in one compiled call."""
     num_costs, num_sizes, num_columns = contents.cost.shape
     num_packs = contents.counts.size
-    bounds = np.array([MOST_SWEEPS, TRIES, worth], np.int64)
+    bounds = np.array([MOST_SWEEPS, TRIES, WORTH], np.int64)
     limits = np.array([tolerance, tolerance / 10, ENOUGH])
     lowest, heaps = np.empty((num_costs, num_packs), np.int64), np.empty((num_costs, num_packs, 2))
     above = np.empty((num_packs, 2))
