@@ -53,10 +53,11 @@ def test_even_at_the_least_number_of_microbatches_and_more_so_at_two_more(ranks)
 
 
 def test_sequences_are_not_spread_more_than_they_need():
-    lengths = traces(32)["lognormal"]
-    plan = plan_step(lengths, Packing(capacity=CAPACITY, policy="dynamic_cp"), dp=32)
-    mean_cp = float((lengths * plan.cp_size).sum() / lengths.sum())
-    assert mean_cp < 12  # all ranks, always even, would be 32
+    """All ranks, always even, would be 32. Equal ones are on 21, where each incomplete group is widened again."""
+    for name, most in {"lognormal": 7, "equal": 2.5, "two": 2}.items():
+        lengths = traces(32)[name]
+        plan = plan_step(lengths, Packing(capacity=CAPACITY, policy="dynamic_cp"), dp=32)
+        assert float((lengths * plan.cp_size).sum() / lengths.sum()) < most, name
 
 
 @pytest.mark.parametrize("ranks", [32, 56])

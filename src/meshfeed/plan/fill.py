@@ -40,11 +40,15 @@ import numpy.typing as npt
 from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.packing import TOLERANCE
-from meshfeed.plan.problem import EXACT, Microbatch, Sequences, narrowest_holding, narrowest_sizes
+from meshfeed.plan.problem import EXACT, WORTH, Microbatch, Sequences, narrowest_holding, narrowest_sizes
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 MAX_WIDENING = 3
 """How many times the groups that stay incomplete are widened."""
+
+FAR = 0.1
+"""Groups that miss more than this share of their target are widened more than once. If all incomplete ones
+were, the mean cp would be a quarter higher, for 0.06 % of a step."""
 
 FULL = 0.998
 """Share of its target at which a group is complete. A larger share needs wider groups and the shortest
@@ -75,19 +79,10 @@ class Filled:
 
 
 def fill_step(sequences: Sequences, num_microbatches: int) -> Filled:
-    """Fill the microbatches of a step; fewer where fewer suffice.
-
-    If communication has a price, the step is also filled without widening groups; the better result wins.
-    """
-    if not sequences.cost.ring_tokens:
-        return _filled(sequences, num_microbatches, MAX_WIDENING)
-    # either one alone makes steps up to seven times as long, in few microbatches of full ranks
-    steps = [_filled(sequences, num_microbatches, widenings) for widenings in (MAX_WIDENING, 0)]
-    return min(steps, key=lambda step: (sequences.tokens(step.left), sum(m.top for m in step.microbatches)))
-
-
-def _filled(sequences: Sequences, num_microbatches: int, widenings: int) -> Filled:
-    """widenings: see `reach`."""
+    """Fill the microbatches of a step; fewer where fewer suffice."""
+    cost = sequences.cost
+    # where keys and values cross nodes, widening makes steps up to 1.5 times as long
+    widenings = MAX_WIDENING if 2 * cost.ring_tokens <= (WORTH - 1) * cost.alpha else 0
     left, made = np.arange(sequences.lengths.size), list[Microbatch]()
     for remaining in range(num_microbatches, 1, -1):
         if left.size:
@@ -467,7 +462,7 @@ def reach_all(
         at, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
         groups = Groups.of(sequences, left[at], size_at, target)
         left = complete(sequences, _without(left, at), groups)
-        still_open = groups.open()
+        still_open = groups.open() & (groups.missing > (FAR if tightness else 0) * groups.goal)
         if tightness == widenings or not still_open.any():
             done.append(groups)
             break
