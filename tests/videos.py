@@ -42,7 +42,10 @@ def video(
     sound: bool = False,
     seed: int = 0,
 ) -> bytes:
-    """Squares that move. times: of each frame in ms. flags: movflags of FFmpeg's writer."""
+    """Squares that move. times: of each frame in ms. flags: movflags of FFmpeg's writer.
+
+    Another process may get other bytes, and other pixels: libx264 takes what lies beside small frames in memory, too.
+    """
     encoder, options = CODECS[codec]
     squares = np.random.default_rng((seed, height, width)).integers(0, 256, (4, 4, 3), np.uint8)
     out = io.BytesIO()

@@ -206,6 +206,7 @@ class FeedTrainer(_Base):
         self._train_loader: TrainLoader | None = None
         self._skips_none: _SkipsNone | None = None
         self._evaluating = False  # on a recipe
+        self._exchanges: list[EncoderExchange] = []
         check_feed_options("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
@@ -332,13 +333,26 @@ class FeedTrainer(_Base):
         """As the Trainer's; what the encoders exchange is told to the model's EncoderExchange."""
         inputs = super()._prepare_inputs(inputs)
         routes = inputs.pop(_ROUTES, {}) if isinstance(inputs, dict) else {}
-        for exchange in _exchanges(self.model):
-            exchange.expect(routes)
+        self._expect(routes)
         return inputs
+
+    def _expect(self, routes: Mapping[str, Any]) -> None:
+        for exchange in self._exchanges:
+            exchange.expect(routes)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a callback may call the model afterwards, without an exchange."""
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._expect({})
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; averages losses that count the tokens of all ranks over all ranks."""
-        loss, *rest = super().prediction_step(*args, **kwargs)
+        try:
+            loss, *rest = super().prediction_step(*args, **kwargs)
+        finally:
+            self._expect({})
         of_all = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if self._evaluating and loss is not None and of_all and self.args.average_tokens_across_devices:
             loss = self.accelerator.gather(loss).mean()
@@ -480,11 +494,11 @@ class FeedTrainer(_Base):
 
     def _share_encoders(self, feed: Feed) -> None:
         """Have the model exchange encoder outputs, in a group of its own."""
-        if not _exchanges(self.model):
+        if not _exchanges_in(self.model):
             share_encoders(self.model)
-        for exchange in _exchanges(self.model):
-            if exchange.group is None and len(feed.encoder_ranks) > 1:
-                ranks = list(feed.encoder_ranks)
+        self._exchanges, ranks = _exchanges_in(self.model), list(feed.encoder_ranks)
+        for exchange in self._exchanges:
+            if exchange.group is None and len(ranks) > 1:
                 made: Any = torch.distributed.new_group(ranks, use_local_synchronization=True)
                 exchange.group = made
 
@@ -514,7 +528,7 @@ def share_encoders(model: torch.nn.Module) -> None:
     model.encoder_exchange = exchange
 
 
-def _exchanges(model: torch.nn.Module) -> list[EncoderExchange]:
+def _exchanges_in(model: torch.nn.Module) -> list[EncoderExchange]:
     return [module for module in model.modules() if isinstance(module, EncoderExchange)]
 
 

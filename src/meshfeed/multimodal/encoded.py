@@ -73,6 +73,10 @@ class EncoderExchange(torch.nn.Module):
         self.group = group
         self.routes: Mapping[str, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group, which cannot be copied or pickled."""
+        return {**self.__dict__, "group": None, "routes": {}}
+
     def expect(self, microbatch: Mapping[str, Any]) -> None:
         """The microbatch of the next forward pass, or its `encoder_routes`; empty where nothing is shared."""
         self.routes = encoder_routes_of(microbatch)

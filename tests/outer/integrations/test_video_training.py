@@ -26,6 +26,7 @@ from qwen_vl import (
     VIDEO,
     Document,
     Family,
+    Video,
     model,
     picture,
     write_documents,
@@ -48,7 +49,7 @@ DOCUMENTS: list[Document] = [
     [21, (56, 56), 22, 23],
     [31, 32, (40, 80, 8, 4)],
 ]
-SEQUENCES, STEPS, RATE = 4, 4, 0.02
+SEQUENCES, STEPS, RATE = 4, 4, 0.1
 world.preload("vlm_models")
 
 
@@ -92,7 +93,10 @@ def processor(family: Family) -> Any:
     return Ours(Qwen2VLImageProcessorPil(**images), tokenizer, video_base(**videos))
 
 
-def spelled(document: Document, given: dict[str, list[Any]]) -> str:
+Films = dict[Video, bytes]
+
+
+def spelled(document: Document, films: Films, given: dict[str, list[Any]]) -> str:
     """The text of a document; what stands in it is added to what is given."""
     made = ""
     for each in document:
@@ -102,19 +106,19 @@ def spelled(document: Document, given: dict[str, list[Any]]) -> str:
             given["images"].append(Image.open(io.BytesIO(picture(*each))))
             made += "<|vision_start|><|image_pad|><|vision_end|>"
         else:
-            rate, frames = all_frames(video(*each))
+            rate, frames = all_frames(films[each])
             given["videos"].append(torch.stack([torch.from_numpy(f).permute(2, 0, 1) for f in frames]))
             given["video_metadata"].append({"total_num_frames": len(frames), "fps": rate})
             made += "<|vision_start|><|video_pad|><|vision_end|>"
     return made
 
 
-def rows_of(family: Family, batches: list[list[Document]]) -> list[dict[str, torch.Tensor]]:
+def rows_of(family: Family, batches: list[list[Document]], films: Films) -> list[dict[str, torch.Tensor]]:
     """Padded rows of documents, by the whole processor of transformers; runs where torchvision is."""
     own, made = processor(family), list[dict[str, torch.Tensor]]()
     for documents in batches:
         given: dict[str, list[Any]] = {"images": [], "videos": [], "video_metadata": []}
-        text = [spelled(document, given) for document in documents]
+        text = [spelled(document, films, given) for document in documents]
         options: dict[str, Any] = {name: some for name, some in given.items() if some}
         if given["videos"]:
             options |= {"do_sample_frames": True, "fps": 2}
@@ -130,9 +134,9 @@ def rows_of(family: Family, batches: list[list[Document]]) -> list[dict[str, tor
     return made
 
 
-def rows_of_all(batches: list[list[Document]]) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """Those of each family, in one process."""
-    return {family.name: rows_of(family, batches) for family in (QWEN2, QWEN3)}
+def rows_of_all(batches: list[list[Document]], films: Films) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Those of each family, in one process. films: as they are stored: each process would encode others."""
+    return {family.name: rows_of(family, batches, films) for family in (QWEN2, QWEN3)}
 
 
 def recipe(folder: Path, family: Family) -> mf.Recipe:
@@ -150,7 +154,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     write_documents(folder / "store", DOCUMENTS)
     steps = mf.simulate(recipe(folder, QWEN2), mf.Layout(), STEPS, packing=mf.Packing(capacity=512))
     numbers = [sorted(n for m in step.microbatches for n in m.draws.index.tolist()) for step in steps]
-    return numbers, with_torchvision(rows_of_all, [[DOCUMENTS[n] for n in step] for step in numbers])
+    films = {
+        each: video(*each)
+        for document in DOCUMENTS
+        for each in document
+        if isinstance(each, tuple) and len(each) == 4
+    }
+    return numbers, with_torchvision(rows_of_all, [[DOCUMENTS[n] for n in step] for step in numbers], films)
 
 
 def by_hand(family: Family, batches: list[dict[str, torch.Tensor]]) -> list[float]:
@@ -333,6 +343,9 @@ def by_trainer(rank: int, folder: Path, ranks: int, encoder: str, life: int) -> 
     class Watched(FeedTrainer):
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
             loss, step = super().training_step(model, inputs, *args), self.state.global_step
+            assert (
+                not self.model.encoder_exchange.routes
+            )  # or a callback that calls the model would wait for others
             losses[step] = losses.get(step, 0) + float(loss) / ranks
             if life == 1 and step == STEPS - 1:
                 Path(folder, f"told{rank}").write_text(json.dumps(losses))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ def test_a_rank_without_parts_encodes_a_blank_one_which_changes_nothing(family: 
             f"{kind}_grid_thw": torch.zeros(0, 3, dtype=torch.int64),
         }
     own.encoder_exchange.expect(given)
+    assert not copy.deepcopy(own).encoder_exchange.routes
     loss = own(**text).loss
     loss.backward()
     assert torch.equal(loss, plain)
