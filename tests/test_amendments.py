@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -1102,6 +1103,31 @@ def _amends_unless(
                 feed.amend(change)
             if step.index == 12:
                 raise AssertionError
+
+
+def _comes_late(rank: int, folder: Path, ledger: Path, layout: str, late: int, step: int) -> list[int]:
+    """Trains without a collective; one rank makes its feed when the others have long amended."""
+    if rank == late:
+        time.sleep(1.5)
+    options: Any = {"packing": PACKING, "ledger": ledger}
+    with mf.Feed(recipe_of(folder), mf.Layout.parse(layout), **options) as feed:
+        sizes = list[int]()
+        for each in feed:
+            sizes.append(np.unique(each.plan.sequence).size)
+            if each.index == step:
+                feed.amend(mf.amendments.BatchSize(9))
+            if each.index == step + 3:
+                return sizes
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("layout", "late", "step"), [("dp2", 1, 0), ("tp2-pp2", 3, 2), ("tp2-pp2", 0, 2)])
+def test_a_rank_may_come_late(folder: Path, tmp_path: Path, layout: str, late: int, step: int) -> None:
+    """It does not read of an amendment that it has not made yet."""
+    size, ledger = mf.Layout.parse(layout).world_size, tmp_path / "l.jsonl"
+    told = world.run(_comes_late, size, folder, ledger, layout, late, step)
+    assert told == [[*[recipe_of(folder).batch.sequences] * (step + 1), 9, 9, 9]] * size
+    assert len(mf.amendments.Ledger.read(ledger)) == 1
 
 
 WORLDS = [

@@ -128,7 +128,8 @@ class Failures:
         A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
         from different steps: they have no step in common.
         """
-        if isinstance(error, PeerError) and not isinstance(error, LeftBehindError):
+        is_loss = isinstance(error, PeerError) and self._rank not in error.ranks  # not what ranks disagree on
+        if is_loss and not isinstance(error, LeftBehindError):
             self._notice(look=True)
             if (left := self._left_at()) is not None:  # so the lost rank has left this run
                 error = left[1]

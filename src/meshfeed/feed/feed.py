@@ -518,8 +518,10 @@ class Feed(StepSource[RankPlace]):
                 )
         _log.info("amended from step %d on: %s", step, json.dumps(self.ledger.lines[-1]))
         try:
+            if run is not None and place.is_first:  # or one that comes late begins with what it reads
+                run.wait_until_begun()
             self._keep()
-        except StateError as bad:
+        except (StateError, DeliveryError) as bad:
             raise StateError(
                 f"amend: the amendment is in force from step {step}; the ledger could not be written: {bad}. "
                 f"It is written with the next state, or by the same call again"
