@@ -282,3 +282,19 @@ def test_made_up_json_raises_nothing_but_our_errors(
     except MeshfeedError:
         return
     assert store.num_tokens == 3
+
+
+@pytest.mark.parametrize(("weight", "dtype"), [(1e-60, "f8"), (1e300, "f8"), (np.nan, "f4"), (np.inf, "f4")])
+def test_a_weight_counts_as_the_field_has_it(tmp_path: Path, weight: float, dtype: str) -> None:
+    """One too small for float32 bears no loss, and is not counted; one that is not finite is refused."""
+    tokens, weights = np.array([1, 2, 3], "u2"), np.array([0, weight, 1], dtype)
+    with mf.DatasetWriter(tmp_path / "corpus", {"tokens": "u2", "loss_mask": dtype}) as writer:
+        writer.add_document(tokens=tokens, loss_mask=weights)
+    recipe = mf.Recipe(mf.open(tmp_path / "corpus"), mf.Documents(), batch=1, steps=1)
+    steps = mf.simulate(recipe, mf.Layout(), 1, packing=mf.Packing(capacity=8))
+    if weight < 1:
+        (step,) = steps
+        assert step.batch.valid_tokens == np.count_nonzero(step.microbatches[0]["loss_mask"]) == 1
+    else:
+        with pytest.raises(mf.errors.StoreError, match=r"token 1 .* no finite number in float32"):
+            list(steps)

@@ -101,6 +101,11 @@ class Meeting:
         """
         return self.rendezvous.say(f"{self.prefix}/{key}", text, self.timeout_s, num_speakers)
 
+    def said(self, key: str) -> str:
+        """The text that a rank of this run has written under a key; "" if none has. Raises DeliveryError."""
+        key = f"{self.prefix}/{key}"
+        return self.call(lambda store: store.get(key).decode() if store.check([key]) else "")
+
     @property
     def prefix(self) -> str:
         """This run's key prefix: equal on all ranks of the job, different from other runs. Does not wait."""
@@ -204,25 +209,6 @@ class Meeting:
     def _claim_of(self, rank: int) -> str:
         """The key under which a rank's process has written its identity."""
         return f"{self.prefix.rpartition('/')[0]}/rank/{rank}"
-
-    def wait_until_begun(self, ranks: Sequence[int]) -> None:
-        """Wait until each of the ranks has begun a run of this name, this one or one before.
-
-        Raises PeerError that names those missing after `timeout_s`, DeliveryError for a lost store.
-        """
-        claims = {rank: self._claim_of(rank) for rank in ranks}
-        began, pause = time.monotonic(), 0.001
-        while not self.call(lambda store: store.check([*claims.values()])):
-            if time.monotonic() - began >= self.timeout_s:
-                absent = self.call(lambda store: [at for at, key in claims.items() if not store.check([key])])
-                raise PeerError(
-                    f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {_short(absent)} to begin "
-                    f"their first run (are they running?)",
-                    absent,
-                )
-            if self.cancelled.wait(pause):
-                return
-            pause = min(2 * pause, 0.05)
 
     def places(self, ranks: Sequence[int], within_s: float) -> list[str]:
         """Each of these ranks with its host and pid, as far as they are known. Raises DeliveryError."""

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store as Rendezvous
 
 from meshfeed.amendments import Ledger
+from meshfeed.deliver import Meeting
 from meshfeed.errors import (
     DeliveryError,
     LayoutError,
@@ -133,6 +134,7 @@ class Feed(StepSource[RankPlace]):
         super().__init__(options)
         given, self._machine = run_by(recipe, machine, encoder)
         self._terms = Terms.of(given, Ledger() if ledger is None else Ledger.read(ledger, missing_ok=True))
+        self._has_met = False  # the other ranks, in a run
         self.packing, self.cp_split = packing, cp_split
         self.micro_batch_size = micro_batch_size or 1
         self._stepping = Stepping(
@@ -314,6 +316,13 @@ class Feed(StepSource[RankPlace]):
 
     def _has_step(self, step: int) -> bool:
         return has_step(self.recipe, step)
+
+    def _meets(self, meeting: Meeting | None) -> None:
+        """For a rank that comes late: its ledger may have amendments that others made in the present run."""
+        is_first, self._has_met = not self._has_met, True
+        if meeting is not None and is_first and self.ledger and (count := meeting.said("ledger")):
+            made = Ledger(self.ledger.amendments[: int(count)])
+            self._become(Terms.of(self._terms.given, made))
 
     def _producer(self) -> SequenceProducer:
         return SequenceProducer(
@@ -502,7 +511,7 @@ class Feed(StepSource[RankPlace]):
                 "ranks that do, in the same step"
             )
         with self._loop.changing:
-            first = self._loop.next_begun
+            first, before = self._loop.next_begun, len(self.ledger)
             step = first if at is None else at
             if step < first:
                 raise OptionError(
@@ -518,8 +527,8 @@ class Feed(StepSource[RankPlace]):
                 )
         _log.info("amended from step %d on: %s", step, json.dumps(self.ledger.lines[-1]))
         try:
-            if run is not None and place.is_first:  # or one that comes late begins with what it reads
-                run.wait_until_begun()
+            if run is not None and place.is_first:
+                run.say("ledger", str(before))
             self._keep()
         except (StateError, DeliveryError) as bad:
             raise StateError(

@@ -70,7 +70,7 @@ class Loop:
         produce: makes the producer of the next run.
         place: this rank's in the next run.
         recorder: records the costs of each step.
-        enter: called before a run begins.
+        enter, meets: called before a run begins; meets with where its ranks meet.
         has_step: whether the stream has a step.
         ended: called when the stream has ended, with whether virtual stages shared the run.
 
@@ -90,11 +90,12 @@ class Loop:
         recorder: Recorder,
         *,
         enter: Callable[[], None],
+        meets: Callable[[Meeting | None], None],
         has_step: Callable[[int], bool],
         ended: Callable[[bool], None],
     ) -> None:
         self._produce, self._place, self._recorder = produce, place, recorder
-        self._enter, self._has_step, self._ended = enter, has_step, ended
+        self._enter, self._meets, self._has_step, self._ended = enter, meets, has_step, ended
         self._line: list[Run] = []  # those that go on from each other, as far as a view has not left them
         self.changing = threading.RLock()
         self._num_stops = 0
@@ -201,6 +202,7 @@ class Loop:
         step = self.begins_at
         meeting = self._place().meeting(step)
         try:
+            self._meets(meeting)
             run = Run(
                 self._produce(),
                 meeting,

@@ -228,10 +228,10 @@ class Run:
         self._until = step
         self._failures.leave(step, why, without_others=without_others)
 
-    def wait_until_begun(self) -> None:
-        """Wait until all ranks have begun it. Raises PeerError that names who has not, DeliveryError."""
+    def say(self, key: str, text: str) -> None:
+        """Tell ranks that begin it later, unless one has told them before. Raises DeliveryError."""
         if self._meeting is not None:
-            self._meeting.wait_until_begun(self.producer.place.layout.ranks().tolist())
+            self._meeting.say(key, text)
 
     def pass_over(self, step: int) -> None:
         """Count a step that is left out, the next one, as given to all views."""

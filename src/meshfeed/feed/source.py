@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, Self
 
 from torch.utils.data import get_worker_info
 
+from meshfeed.deliver import Meeting
 from meshfeed.errors import DeliveryError, StateError
 from meshfeed.feed.batch import Step
 from meshfeed.feed.loop import Loop
@@ -42,6 +43,7 @@ class StepSource(abc.ABC, Generic[P]):
             lambda: self._place,
             self._recorder,
             enter=self._enter,
+            meets=self._meets,
             has_step=self._has_step,
             ended=self._ended,
         )
@@ -51,6 +53,9 @@ class StepSource(abc.ABC, Generic[P]):
     @abc.abstractmethod
     def _producer(self) -> Producer[Any]:
         """What makes the items of a run that begins now."""
+
+    def _meets(self, meeting: Meeting | None) -> None:
+        """Called before a run begins, with where its ranks meet."""
 
     def _has_step(self, step: int) -> bool:
         return True

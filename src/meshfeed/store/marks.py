@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
+from meshfeed.errors import StoreError
 from meshfeed.files import Cache
 from meshfeed.store.base import StreamStore
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
@@ -71,18 +71,31 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = 
 def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Cache) -> Marks:
     """The marks of tokens that bear loss by a column of labels, a loss mask, or both; at least one is given.
 
-    A label below 0 bears none. Made once per node, which reads all of both. Raises StoreError.
+    A label below 0 bears none, nor does a weight that is 0 in float32, as fields have it. Made once per node,
+    which reads all of both. Raises StoreError, also for a weight that is not finite there.
     """
-    if labels is None:
-        return marks_of(cast(StreamStore, loss_mask), cache)
-    masks = {} if loss_mask is None else {"loss_mask": loss_mask.fingerprint}
-    key = key_of_parts(kind="marks", version=VERSION, content=labels.fingerprint, bearing=True, **masks)
+    columns = {"labels": labels, "loss_mask": loss_mask}
+    given = {name: store for name, store in columns.items() if store is not None}
+    of = {name: store.fingerprint for name, store in given.items()}
+    key = key_of_parts(kind="bearing", version=VERSION, **of)
 
     def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:
-        bears = _values(labels, begin, end) >= 0
-        return bears if loss_mask is None else bears & (_values(loss_mask, begin, end) != 0)
+        bears = np.ones(end - begin, np.bool_) if labels is None else _values(labels, begin, end) >= 0
+        return bears if loss_mask is None else bears & (_weights(loss_mask, begin, end) != 0)
 
-    return _made(key, labels.num_tokens, marked, cache)
+    return _made(key, next(iter(given.values())).num_tokens, marked, cache)
+
+
+def _weights(store: StreamStore, begin: int, end: int) -> npt.NDArray[np.float32]:
+    stored = _values(store, begin, end)
+    with np.errstate(over="ignore"):
+        weights = stored.astype(np.float32)
+    if wrong := np.flatnonzero(~np.isfinite(weights)).tolist():
+        raise StoreError(
+            f"{store.path}: token {begin + wrong[0]} of the stream has loss weight {stored[wrong[0]]}, which "
+            f"is no finite number in float32; write the column again"
+        )
+    return weights
 
 
 def _values(store: StreamStore, begin: int, end: int) -> Array:
