@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,7 +35,7 @@ class SimulatedStep:
 
     rank: int
     coord: Coord
-    batch: GlobalBatch
+    batch: GlobalBatch = field(repr=False)
     microbatches: tuple[Microbatch, ...]
 
 

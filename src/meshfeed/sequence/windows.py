@@ -29,7 +29,8 @@ from meshfeed.store.base import extents_of
 class Windows(Rows, TokenRule, FindsDocuments, JoinsShards):
     """Windows of the unshuffled token stream, next token as label.
 
-    The options are those of Megatron's GPTDataset, with document ends taken from the index.
+    The stream is a ring: in epochs after the first, the windows begin at another token, and one may continue
+    at token 0. The options are those of Megatron's GPTDataset, with document ends taken from the index.
 
     Attributes:
         length: tokens per window.

@@ -108,7 +108,7 @@ def _used_as(store: StreamStore, labels: LabelsAre | None, ignore: frozenset[str
 
 
 def _none_there(place: Place) -> StoreError:
-    expected = f"expected {'; '.join(form.lies_at for form in formats())}"
+    expected = f"expected {'; '.join(dict.fromkeys(form.lies_at for form in formats()))}"
     inside = stores_inside(place.within)
     if inside:
         return MissingError(f"{place.shown}: not a token store itself; give the path of one{inside}")
