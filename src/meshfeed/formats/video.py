@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import PartError
 from meshfeed.extras import install
+from meshfeed.formats.matroska import is_matroska, matroska_header
+from meshfeed.formats.video_header import CONVERT, VideoHeader
 
 Read = Callable[[int, int], bytes]
 """The bytes begin..end of a file."""
@@ -35,36 +37,8 @@ _TURNS = {
     (-_UNITY, 0, 0, -_UNITY): 2,
     (0, -_UNITY, _UNITY, 0): 3,
 }
-_CONVERT = "convert it: ffmpeg -i FILE OUT.mp4"
 _SKIPPING = ("h264", "hevc", "mpeg4")  # decoders that may leave out one frame; AV1's would all from then on
 _AROUND_PIXELS = 256  # that codecs add to a side, at most
-
-
-@dataclass(frozen=True, slots=True)
-class VideoHeader:
-    """What the header of a video says.
-
-    Attributes:
-        height, width: of a frame as displayed, after the turns; pixels.
-        frames: of the whole video.
-        rate: frames per second, on average.
-        is_variable: whether frames last unequally long.
-        turns: quarter turns clockwise from a frame as stored to one as displayed; 0 to 3.
-        has_sound: whether it has a sound track, too.
-    """
-
-    height: int
-    width: int
-    frames: int
-    rate: float
-    is_variable: bool
-    turns: int
-    has_sound: bool
-
-    @property
-    def seconds(self) -> float:
-        """How long it lasts."""
-        return self.frames / self.rate
 
 
 def is_mp4(data: bytes) -> bool:
@@ -73,9 +47,11 @@ def is_mp4(data: bytes) -> bool:
 
 
 def video_header(data: bytes) -> VideoHeader:
-    """The header of an MP4 or MOV. Raises PartError as `read_header`, and for other files."""
+    """The header of MP4, MOV, Matroska or WebM. Raises PartError as `read_header`, and for other files."""
+    if is_matroska(data):
+        return matroska_header(data)
     if not is_mp4(data):
-        raise PartError("not MP4 or MOV video")
+        raise PartError(f"not MP4, MOV, Matroska or WebM video; {CONVERT}")
     return read_header(lambda begin, end: data[begin:end], len(data))
 
 
@@ -90,7 +66,7 @@ def read_header(read: Read, size_bytes: int) -> VideoHeader:
     for box in boxes.within(_Box(b"", 0, size_bytes)):
         if box.name == b"moov":
             if moov is not None:
-                raise PartError(f"video with two headers; {_CONVERT}")
+                raise PartError(f"video with two headers; {CONVERT}")
             moov = box
         elif box.name == b"moof":
             moofs.append(box)
@@ -127,7 +103,7 @@ class _Boxes:
         while at + 8 <= outer.end:
             self.left -= 1
             if self.left < 0:
-                raise PartError(f"video of more than {_MOST_BOXES} boxes; {_CONVERT}")
+                raise PartError(f"video of more than {_MOST_BOXES} boxes; {CONVERT}")
             head = self.read(at, min(at + 16, outer.end))
             size, body = int.from_bytes(head[:4], "big"), at + 8
             if size == 0 and not outer.name:  # to the end of the file
@@ -246,7 +222,7 @@ class _Movie:
                 "again"
             )
         if not durations.ticks:
-            raise PartError(f"video whose frames last no time; {_CONVERT}")
+            raise PartError(f"video whose frames last no time; {CONVERT}")
         scale = self._scale(self._box(trak, b"mdia", b"mdhd"))
         self._check_edits(trak, durations, scale)
         if turns % 2:
@@ -289,7 +265,7 @@ class _Movie:
         at += 12 if self.boxes.body(box, 1)[0] else 0
         a, b, _, c, d = np.frombuffer(self.boxes.body(box, at + 36)[at : at + 20], ">i4").tolist()
         if (turns := _TURNS.get((a, b, c, d))) is None:
-            raise PartError(f"video that is mirrored, scaled or slanted when displayed; {_CONVERT}")
+            raise PartError(f"video that is mirrored, scaled or slanted when displayed; {CONVERT}")
         return turns
 
     def _size(self, trak: _Box) -> tuple[int, int]:
@@ -298,7 +274,7 @@ class _Movie:
         body = self.boxes.body(box, 44)
         entries, form = int.from_bytes(body[4:8], "big"), body[12:16]
         if entries != 1:
-            raise PartError(f"video of {entries} formats in one track, where one belongs; {_CONVERT}")
+            raise PartError(f"video of {entries} formats in one track, where one belongs; {CONVERT}")
         if form == b"encv":
             raise PartError("video that is encrypted; leave it out")
         height, width = int.from_bytes(body[42:44], "big"), int.from_bytes(body[40:42], "big")
@@ -315,12 +291,12 @@ class _Movie:
         for counts, ticks in (each.T for each in self.boxes.table(stts, 8, rows, 2)):
             found.add(counts, ticks)
         if found.frames > 1 and not found.least:
-            raise PartError(f"video with a frame that lasts no time; {_CONVERT}")
+            raise PartError(f"video with a frame that lasts no time; {CONVERT}")
         sizes = self._sizes(stbl)
         if found.frames != len(sizes):
             raise PartError(
                 f"video that is damaged: durations of {found.frames} frames, and {len(sizes)} frames; "
-                f"{_CONVERT}"
+                f"{CONVERT}"
             )
         if len(sizes):
             self._check_places(stbl, sizes)
@@ -354,7 +330,7 @@ class _Movie:
         else:
             sizes = np.full(count, size) if size else self._table(box, 12, count, 1)[:, 0]
         if not sizes.all():
-            raise PartError(f"video with a frame of 0 bytes; {_CONVERT}")
+            raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
         return sizes
 
     def _check_places(self, stbl: _Box, sizes: npt.NDArray[np.int64]) -> None:
@@ -436,7 +412,7 @@ class _Movie:
                 found.add(np.array([count]), np.array([ticks]))
             sizes = rows[:, flags >> 8 & 1] if flags & 0x200 else np.full(min(count, 1), size)
             if not sizes.all():
-                raise PartError(f"video with a frame of 0 bytes; {_CONVERT}")
+                raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
             num_bytes = int(sizes.sum()) if flags & 0x200 else count * size
             found.num_bytes += num_bytes
             if base is not None and flags & 1:
@@ -467,7 +443,7 @@ class _Movie:
         end = begin + (duration + 1) * scale / self._scale(self._box(self.moov, b"mvhd"))
         is_whole = duration == 0 or end >= start + durations.ticks - durations.last
         if count > 64 or more or speed != _UNITY or begin >= start + max(durations.first, 1) or not is_whole:
-            raise PartError(f"video with an edit list that leaves out or repeats frames; {_CONVERT}")
+            raise PartError(f"video with an edit list that leaves out or repeats frames; {CONVERT}")
 
     def _first_offset(self, trak: _Box, durations: _Durations) -> int:
         """Ticks from when the first frame is decoded to when it is displayed."""
@@ -485,18 +461,19 @@ def _shown(name: bytes) -> str:
 # -- frames -----------------------------------------------------------------------------------------------
 
 
-def decoded_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
+def decoded_frames(data: bytes, numbers: Sequence[int], header: VideoHeader | None = None) -> Iterator[Frame]:
     """Some frames, as displayed, one at a time; uint8 [height, width, 3], red, green and blue.
 
     Decoded from the last keyframe before the first one on; keyframes and what follows them are passed over
     where no frame is wanted, and so are frames that no other needs. Where a wanted frame does not come so,
     such as behind a keyframe that turns out to be none, all is decoded.
 
-    data: MP4 or MOV. numbers: of the frames, in the order of display, ascending and below those of
-    `video_header`. Raises PartError for a video that cannot be decoded, contradicts its header, or of
-    which the decoder says that it is damaged, and ImportError without PyAV.
+    data: MP4, MOV, Matroska or WebM. numbers: of the frames, in the order of display, ascending and below
+    those of `video_header`. header: what that gives, where it is known. Raises PartError for a video that
+    cannot be decoded, contradicts its header, or of which the decoder says that it is damaged, and
+    ImportError without PyAV.
     """
-    header = video_header(data)
+    header = header or video_header(data)
     try:
         import av.error
         from av.video.reformatter import VideoReformatter
@@ -522,8 +499,10 @@ def _frames(
 ) -> Iterator[Any]:
     """The frames as PyAV has them."""
     # the format is named, so that no other reader, of playlists or the like, is ever tried
-    how = {"format": "mov", "options": {"ignore_editlist": "1"}, "metadata_errors": "replace"}
-    with av.open(io.BytesIO(data), "r", **how) as container:
+    how: dict[str, Any] = {"format": "mov", "options": {"ignore_editlist": "1"}}
+    if is_matroska(data):
+        how = {"format": "matroska"}
+    with av.open(io.BytesIO(data), "r", metadata_errors="replace", **how) as container:
         picture = av.stream.Disposition.attached_pic  # of a cover
         streams: Any = (each for each in container.streams.video if not each.disposition & picture)
         stream: Any = next(streams, None)

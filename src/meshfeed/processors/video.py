@@ -169,7 +169,7 @@ class VideoPatches(PixelProcessor):
         _, rows, columns = grid
         numbers, (height, width) = rule.numbers(size), (rows * rule.patch, columns * rule.patch)
         frames = np.empty((grid[0] * rule.merge_frames, height, width, 3), np.uint8)
-        for frame, into in zip(decoded_frames(data, numbers), frames):
+        for frame, into in zip(decoded_frames(data, numbers, header), frames):
             into[:] = _resized(frame, height, width)
         frames[len(numbers) :] = frames[len(numbers) - 1]
         merge, side = rule.merge, rule.patch

@@ -49,7 +49,7 @@ def strip(data: bytes, height: int, width: int, length: int) -> str:
         raise ValueError(f"{header.frames} frames, {found}, the index says {length} frames, {told}")
     numbers = sorted({k * (length - 1) // (_FRAMES - 1) for k in range(_FRAMES)})
     small: list[Any] = []
-    for frame in decoded_frames(data, numbers):
+    for frame in decoded_frames(data, numbers, header):
         small.append(Image.fromarray(np.ascontiguousarray(frame)))
         small[-1].thumbnail((_WIDTH // _FRAMES, _HEIGHT))
     whole = Image.new("RGB", (sum(each.width for each in small), small[0].height))

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed.errors import PartError
+from meshfeed.formats.matroska import is_matroska
 from meshfeed.formats.video import VideoHeader, decoded_frames, is_mp4, read_header, video_header
 from soak import SEED, cases
 from videos import CODECS, IDENTITY, UNEVEN, all_frames, box, mp4, video, words
@@ -32,11 +33,18 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "fragments with sound": {"flags": "frag_keyframe+empty_moov", "sound": True},
     "fragments after frames": {"flags": "frag_keyframe"},
     "fragments with an edit list": {"flags": "frag_keyframe+delay_moov"},
+    "WebM": {"form": "webm", "codec": "VP9"},
+    "WebM of AV1": {"form": "webm", "codec": "AV1"},
+    "Matroska with sound": {"form": "matroska", "sound": True},
+    "Matroska of 30000/1001": {"form": "matroska", "codec": "MPEG-4", "rate": Fraction(30000, 1001)},
+    "Matroska, uneven": {"form": "matroska", "times": UNEVEN},
 }
 
 
 def counted(data: bytes) -> tuple[VideoHeader, int]:
-    """The header, and how many bytes were read for it."""
+    """The header, and how many bytes were read for it; 0 where all are given."""
+    if is_matroska(data):
+        return video_header(data), 0
     read = 0
 
     def ranged(begin: int, end: int) -> bytes:
@@ -52,8 +60,10 @@ def test_a_header_says_what_decoding_gives(name: str) -> None:
     data = video(**WRITTEN[name])
     rate, frames = all_frames(data)
     header, read = counted(data)
-    assert is_mp4(data) and read < 4000
+    assert is_mp4(data) != is_matroska(data) and read < 4000
     assert (header.frames, header.height, header.width) == (len(frames), *frames[0].shape[:2]) == (16, 48, 64)
+    if name == "Matroska, uneven":
+        rate = 15 / 1.4  # FFmpeg tells how finely times are told
     assert header.rate == pytest.approx(rate, rel=1e-12) and header.seconds == pytest.approx(16 / rate)
     assert header.is_variable == ("times" in WRITTEN[name]) and header.has_sound == ("sound" in WRITTEN[name])
     assert header.turns == 0
@@ -350,7 +360,7 @@ def test_words_about_a_video_may_be_in_any_encoding() -> None:
 def test_a_damaged_file_is_a_video_or_is_refused(name: str, data: st.DataObject) -> None:
     """Never another error; what is read of it grows with the file alone, and so do the frames that it has."""
     bad = bytearray(video(**WRITTEN[name]))
-    moov = bad.index(b"moov")
+    moov = 4 if is_matroska(bad) else bad.index(b"moov")
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(moov - 4, len(bad) - 1) | st.integers(0, len(bad) - 1))
         what = data.draw(
@@ -384,3 +394,94 @@ def test_a_header_that_decoding_contradicts_is_refused() -> None:
         list(decoded_frames(smaller, [0]))
     with pytest.raises(PartError, match=r"video of 0 frames|cannot be decoded"):
         list(decoded_frames(mp4(), [0]))
+
+
+# -- Matroska and WebM ------------------------------------------------------------------------------------
+
+
+def element(name: int, *bodies: bytes, size: bytes = b"") -> bytes:
+    """An element of bodies. size: as written, where it is another."""
+    body = b"".join(bodies)
+    return (
+        name.to_bytes((name.bit_length() + 7) // 8, "big")
+        + (size or (1 << 56 | len(body)).to_bytes(8, "big"))
+        + body
+    )
+
+
+UNKNOWN = b"\x01" + b"\xff" * 7  # a size that was not known when it was written
+
+
+def track(*more: bytes, kind: int = 1, number: int = 1) -> bytes:
+    sides = element(0xE0, element(0xB0, b"\x40"), element(0xBA, b"\x30"), *more)
+    return element(0xAE, element(0xD7, bytes([number])), element(0x83, bytes([kind])), sides)
+
+
+def block(time: int, flags: int = 0x80, number: int = 1) -> bytes:
+    return element(
+        0xA3, bytes([0x80 | number]), time.to_bytes(2, "big", signed=True), bytes([flags]), b"\x10"
+    )
+
+
+def matroska(
+    *tracks: bytes, clusters: list[bytes] | None = None, size: bytes = b"", scale: int = 1_000_000
+) -> bytes:
+    """16 frames of nothing, ten a second, in two clusters."""
+    if clusters is None:
+        clusters = [
+            element(
+                0x1F43B675,
+                element(0xE7, time.to_bytes(2, "big")),
+                *(block(100 * k) for k in range(8)),
+                size=size,
+            )
+            for time in (0, 800)
+        ]
+    info = element(0x1549A966, element(0x2AD7B1, scale.to_bytes(4, "big")))
+    told = element(0x1654AE6B, *(tracks or (track(),)))
+    return element(0x1A45DFA3, b"") + element(0x18538067, info, told, *clusters, size=size)
+
+
+def test_matroska_is_counted_block_by_block() -> None:
+    wanted = VideoHeader(48, 64, 16, 10.0, False, 0, False)
+    assert video_header(matroska()) == video_header(matroska(size=UNKNOWN)) == wanted
+    grouped = matroska(
+        clusters=[element(0x1F43B675, element(0xA0, element(0xA1, block(k)[9:]))) for k in (0, 100, 150)]
+    )
+    assert video_header(grouped) == VideoHeader(48, 64, 3, 2 / 0.15, True, 0, False)
+    assert video_header(matroska(track(), track(kind=2, number=2))).has_sound
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (matroska(track(), track(number=2)), "2 video tracks.*-map"),
+        (matroska(track(kind=2)), "0 video tracks"),
+        (matroska(track(element(0x54AA, b"\2"))), "cropped.*convert"),
+        (matroska(track(element(0x7670, element(0x7675, b"\x42\xb4\0\0")))), "turned.*convert"),
+        (matroska(element(0xAE, track()[9:], element(0x6D80, b"\1"))), "encrypted.*convert"),
+        (matroska(clusters=[block(0), block(100, 0x82), block(200)]), "differ in number.*convert"),
+        (matroska(clusters=[block(0), block(0)]), "last no time.*convert"),
+        (matroska(clusters=[block(0)]), "1 frames.*convert"),
+        (matroska(scale=0), "last no time"),
+        (matroska(clusters=[element(0xA3, b"\x81\0\0\x80")]), "0 bytes"),
+        (matroska(element(0xAE, element(0xD7, b"\1"), element(0x83, b"\1"))), "0 pixels wide x 0 high"),
+        (matroska(clusters=[block(0)] * (1 << 20)), "more than 1048576 elements"),
+        (matroska()[:-3], "cut off.*get the whole file"),
+        (matroska()[:5], "cut off"),
+    ],
+)  # fmt: skip
+def test_matroska_that_is_refused_is_named_soon(data: bytes, said: str) -> None:
+    began = time.process_time()
+    with pytest.raises(PartError, match=said):
+        video_header(data)
+    assert time.process_time() - began < 20
+
+
+def test_lying_matroska_is_refused_when_it_is_decoded() -> None:
+    data = video(**WRITTEN["WebM"])
+    at = data.index(b"\xb0\x81\x40")  # 64 pixels wide
+    for lying in (data[: at + 2] + b"\x50" + data[at + 3 :], matroska()):
+        assert video_header(lying).frames == 16
+        with pytest.raises(PartError):
+            list(decoded_frames(lying, [0, 15]))

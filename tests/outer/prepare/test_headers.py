@@ -200,7 +200,7 @@ def boxes(*brands):
         (boxes(b"M4A ", b"isom"), "M4A audio, whose size prepare cannot read; convert it to FLAC"),
         (b"\xff\x0a" + bytes(99), "a JPEG XL image"),
         (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99), "a JPEG 2000 image"),
-        (b"\x1aE\xdf\xa3" + bytes(99), "Matroska or WebM video, whose size .*; convert it to MP4"),
+        (b"\x1aE\xdf\xa3" + bytes(99), "video that was cut off or is damaged at byte 4; get the whole file"),
         (b"RIFF" + bytes(4) + b"AVI " + bytes(99), "AVI video"),
         (wav(5)[:30], "WAV audio that cannot be decoded: .*data"),
         (flac(5)[:30], "FLAC audio that cannot be decoded"),
@@ -233,6 +233,7 @@ def test_a_pillow_without_a_format_says_so(monkeypatch):
 def test_a_video_has_the_frames_of_its_header():
     assert size_of(video()) == Size("video", 48, 64, 16, 10.0)
     assert size_of(video(form="mov", sound=True, frames=9)) == Size("video", 48, 64, 9, 10.0)
+    assert size_of(video(form="webm", codec="VP9", frames=9)) == Size("video", 48, 64, 9, 10.0)
     with pytest.raises(StoreError, match="64 pixels wide x 48 high, more than --max-pixels 3000"):
         size_of(video(), 3000)
     with pytest.raises(StoreError, match="a video of one frame; give it as an image"):

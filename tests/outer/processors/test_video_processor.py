@@ -35,7 +35,9 @@ def drawn() -> list[tuple[bytes, VideoPatches, dict[str, Any]]]:
         codec = rng.choice(
             [each for each in CODECS if each != "H.265" or min(size[:2]) >= 64]
         )  # see videos.py
-        data = video(*size, rate, codec, form="mp4" if codec == "VP9" else "mov")
+        data = video(
+            *size, rate, codec, form={"VP9": "webm", "AV1": "mp4", "MPEG-4": "matroska"}.get(codec, "mov")
+        )
         given: dict[str, Any] = {
             "min_pixels": 784 * rng.choice([1, 4, 9]),
             "max_pixels": 784 * rng.choice([9, 20, 40]),
@@ -180,7 +182,7 @@ BAD = {
     "another size": (wrong(3, height=64, width=48), r"document 3, part 0 .*48 high, and .* 48 pixels wide x 64 high"),
     "cut off": ([GOOD[0], (CUT, GOOD[1][1])], r"document 1, part 0 .* video (that was cut off|without its header)"),
     "not decoded": ([GOOD[0], (NO_FRAMES, GOOD[1][1])], r"document 1, part 0 .*(cannot be decoded|does not decode)"),
-    "a picture": ([GOOD[0], (b"GIF89a" + bytes(50), GOOD[1][1])], r"document 1, part 0 .*not MP4 or MOV video"),
+    "a picture": ([GOOD[0], (b"GIF89a" + bytes(50), GOOD[1][1])], r"document 1, part 0 .*not MP4, MOV, Matroska or WebM video"),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.images import brands_of, opened_image
+from meshfeed.formats.matroska import is_matroska
 from meshfeed.formats.sound import audio_format, audio_size
 from meshfeed.formats.video import is_mp4, video_header
 from meshfeed.parts import Kind
@@ -51,7 +52,7 @@ class Size:
 
 
 def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
-    """The size of an image, of WAV, FLAC, MP3 or Ogg audio, or of MP4 or MOV video.
+    """The size of an image, of WAV, FLAC, MP3 or Ogg audio, or of MP4, MOV, Matroska or WebM video.
 
     max_pixels: height times width, at most. Raises StoreError that says what the bytes are instead.
     """
@@ -63,7 +64,7 @@ def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
     if other is not None:
         what, cure = other
         raise StoreError(f"{what}, whose size prepare cannot read; {cure}")
-    if is_mp4(data) and not brands_of(data) & _AVIF:
+    if is_matroska(data) or (is_mp4(data) and not brands_of(data) & _AVIF):
         return _size_of_video(data, max_pixels)
     return _size_of_image(data, max_pixels)
 
@@ -73,8 +74,6 @@ def _other(data: bytes) -> tuple[str, str] | None:
     brand = data[8:12]
     if data[4:8] == b"ftyp":
         return _other_of_iso(data)
-    if data[:4] == b"\x1aE\xdf\xa3":
-        return "Matroska or WebM video", _NO_VIDEO
     if data[:4] == b"RIFF" and brand == b"AVI ":
         return "AVI video", _NO_VIDEO
     if data[:2] == b"\xff\x0a" or data[:12] == b"\0\0\0\x0cJXL \r\n\x87\n":

@@ -1,0 +1,134 @@
+"""The header of Matroska and WebM video, and its frames counted from the heads of their blocks; RFC 9559.
+
+What elements say is checked against the bytes that are there, and the number of elements is bounded.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+
+from meshfeed.errors import PartError
+from meshfeed.formats.video_header import CONVERT, VideoHeader
+from meshfeed.sequence.runs import Longs as LongArray
+
+_SEGMENT, _CLUSTER, _TRACK = 0x18538067, 0x1F43B675, 0xAE
+_ENTERED = {_SEGMENT, _CLUSTER, _TRACK, 0x1549A966, 0x1654AE6B, 0xE0, 0x7670, 0xA0}  # what these hold is read
+_SCALE, _CLUSTER_TIME, _BLOCKS = 0x2AD7B1, 0xE7, (0xA3, 0xA1)
+_NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT = 0xD7, 0x83, 0x86, 0x23E383, 0xB0, 0xBA
+_REFUSED = {
+    **dict.fromkeys((0x54AA, 0x54BB, 0x54CC, 0x54DD), "cropped when displayed"),
+    **dict.fromkeys((0x7673, 0x7674, 0x7675), "turned when displayed"),
+    0x6D80: "compressed once more, or encrypted",
+}
+_OF_TRACKS = {_NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT, *_REFUSED}
+_MOST_ELEMENTS = 1 << 20  # of a file; nine hours of 30 frames a second
+_LACING, _SHOWN = 0x06, 0x10  # of a block's flags, and of the first byte of a VP8 frame
+_SECOND = 10**9  # in ns
+
+
+def is_matroska(data: bytes) -> bool:
+    """Whether a file begins as Matroska or WebM."""
+    return data[:4] == b"\x1aE\xdf\xa3"
+
+
+def matroska_header(data: bytes) -> VideoHeader:
+    """The header of a Matroska or WebM file.
+
+    Raises PartError for a file that was cut off, is damaged, or is of a kind that is not read.
+    """
+    tracks, scale, time = list[dict[int, int]](), 1_000_000, 0
+    blocks = array("q")  # of each: track, time, flags, first byte of the frame
+    for name, begin, end in _elements(data):
+        if name == _TRACK:
+            tracks.append({})
+        elif name in _BLOCKS:
+            track, at = _number(data, begin, end)
+            if at + 4 > end:
+                raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
+            shift, flags, first = struct.unpack_from(">hBB", data, at)
+            blocks.extend((min(track, 1 << 62), time + shift, flags, first))
+        elif (name in _OF_TRACKS and tracks) or name in (_SCALE, _CLUSTER_TIME):
+            value = int.from_bytes(data[begin : min(end, begin + 8)], "big")
+            if name == _SCALE:
+                scale = value
+            elif name == _CLUSTER_TIME:
+                time = min(value, 1 << 62)
+            else:
+                tracks[-1][name] = value
+    videos = [each for each in tracks if each.get(_TYPE) == 1]
+    if len(videos) != 1:
+        raise PartError(
+            f"Matroska or WebM of {len(videos)} video tracks, where one belongs; leave it out, or convert "
+            "it: ffmpeg -i FILE -map 0:v:0 OUT.mp4"
+        )
+    (video,) = videos
+    for name, what in _REFUSED.items():
+        if video.get(name):
+            raise PartError(f"video that is {what}; {CONVERT}")
+    rows = np.frombuffer(blocks, np.int64).reshape(-1, 4)
+    own = rows[rows[:, 0] == video.get(_NUMBER, 0), 1:]
+    hides = video.get(_CODEC) == int.from_bytes(b"V_VP8", "big") and (own[:, 2] & _SHOWN == 0).any()
+    if (own[:, 1] & _LACING).any() or hides:
+        raise PartError(f"video whose frames and blocks differ in number; {CONVERT}")
+    return _header(video, np.sort(own[:, 0]), scale, any(each.get(_TYPE) == 2 for each in tracks))
+
+
+def _header(video: dict[int, int], times: LongArray, scale: int, has_sound: bool) -> VideoHeader:
+    """times: of the frames in ticks, ascending; int64. scale: ns of a tick."""
+    height, width = video.get(_HEIGHT, 0), video.get(_WIDTH, 0)
+    if not (0 < height < 1 << 16 and 0 < width < 1 << 16):
+        raise PartError(f"video whose header says {width} pixels wide x {height} high; get it again")
+    steps = np.diff(times)
+    if not (steps.size and steps.min() and scale):
+        raise PartError(f"video of {times.size} frames, of which some last no time; {CONVERT}")
+    between, lasts = int(times[-1] - times[0]) * scale, video.get(_DURATION, 0)
+    rate = float(Fraction(steps.size * _SECOND, between))
+    if lasts and abs(between - steps.size * lasts) <= 2 * scale + steps.size:  # times are rounded to ticks
+        rate = float(Fraction(_SECOND, lasts).limit_denominator(1001))
+    return VideoHeader(
+        height=height,
+        width=width,
+        frames=times.size,
+        rate=rate,
+        is_variable=bool(steps.max() - steps.min() > 1),
+        turns=0,
+        has_sound=has_sound,
+    )
+
+
+def _elements(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """(name, where its body begins and ends) of each element, and of what those of `_ENTERED` hold."""
+    at = 0
+    for _ in range(_MOST_ELEMENTS):
+        if at == len(data):
+            return
+        name, size_at = _number(data, at, len(data), is_name=True)
+        size, begin = _number(data, size_at, len(data))
+        end = begin + size
+        if size == (1 << 7 * (begin - size_at)) - 1 and name in (
+            _SEGMENT,
+            _CLUSTER,
+        ):  # not known when written
+            end = len(data)
+        if end > len(data):
+            raise PartError(
+                f"video that was cut off or is damaged: element {name:x} at byte {at} tells of {size} bytes, "
+                f"and {len(data) - begin} are there; get the whole file"
+            )
+        yield name, begin, end
+        at = begin if name in _ENTERED else end
+    raise PartError(f"video of more than {_MOST_ELEMENTS} elements; {CONVERT}")
+
+
+def _number(data: bytes, at: int, end: int, *, is_name: bool = False) -> tuple[int, int]:
+    """(a number of variable size, where it ends); as a name, with the bit that tells its size."""
+    size = 9 - data[at].bit_length() if at < end else 9
+    if size > (4 if is_name else 8) or at + size > end:
+        raise PartError(f"video that was cut off or is damaged at byte {at}; get the whole file")
+    value = int.from_bytes(data[at : at + size], "big")
+    return value if is_name else value & (1 << 7 * size) - 1, at + size
