@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshfeed.errors import PlanError
 from meshfeed.plan import Align, Packing, plan_step
 from meshfeed.plan.problem import room_of
 from planning import check_packs, check_plan
@@ -85,3 +88,20 @@ def test_the_optimum_for_a_handful_keeps_to_the_capacity():
         dp, n = int(rng.integers(1, 4)), int(rng.integers(3, 10))
         lengths = rng.integers(1, 700, n)
         check_plan(plan_step(lengths, packing, dp=dp), lengths, packing, dp=dp, cp=1)
+
+
+@CALM
+@given(st.integers(1, 40), st.integers(1, 200), st.sampled_from([1, 2, 3, 8]), st.integers(1, 400))
+def test_a_capacity_below_the_alignment_is_told_the_least_that_is_not(
+    sequence: int, pack: int, cp: int, capacity: int
+) -> None:
+    def plan(tokens: int) -> None:
+        plan_step([1], Packing(capacity=tokens, align=Align(sequence=sequence, pack=pack)), dp=2, cp=cp)
+
+    try:
+        plan(capacity)
+    except PlanError as error:
+        (told,) = re.findall("raise capacity to ([0-9]+)", str(error))
+        plan(int(told))
+        with pytest.raises(PlanError, match="raise capacity"):
+            plan(int(told) - 1)

@@ -1,14 +1,16 @@
 """Costs against brute-force counting and against measured times."""
 
+from dataclasses import FrozenInstanceError, fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import CostModel, ModelShape, Packing, account_of, flops, plan_step
+from meshfeed.plan import Align, CostModel, ModelShape, Packing, account_of, flops, plan_step
 from meshfeed.plan.packing import attended_pairs
-from meshfeed.plan.types import exact_sum
+from meshfeed.plan.types import PackShape, exact_sum
 from soak import cases
 
 LLAMA_8B = ModelShape(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14_336)
@@ -149,3 +151,37 @@ def test_an_encoders_alpha_is_found_again(
     assume(terms[:, :2].max(axis=0).min() > 0.02)
     cost = CostModel.fit(patches, np.square(patches), times)
     assert cost.alpha == pytest.approx(alpha, rel=1e-4)
+
+
+def test_an_encoders_price_is_the_share_of_its_parameters() -> None:
+    """Layers times matmul parameters, of the encoder over the language model; 0.1 if nobody says."""
+    model = ModelShape(num_layers=4, hidden_size=64, num_heads=4, ffn_size=256)
+    for layers in (1, 4, 6):
+        encoder = replace(model, num_layers=layers)
+        cost = CostModel.of_shape(model, encoder=encoder, overhead=3, ring_tokens=5)
+        assert cost.patch_tokens == pytest.approx(layers / 4)
+        assert cost == replace(CostModel.of_shape(model, overhead=3, ring_tokens=5), patch_tokens=layers / 4)
+    assert CostModel.of_shape(model).patch_tokens == CostModel(alpha=2).patch_tokens == 0.1
+
+
+def test_what_a_plan_is_made_of_cannot_change() -> None:
+    """Options, costs and shapes are values: they have the attributes that they were made with, and no others."""
+    shape = ModelShape(num_layers=1, hidden_size=8, num_heads=1, ffn_size=8)
+    for each in (
+        shape,
+        CostModel(alpha=2),
+        Packing(capacity=8),
+        Align(),
+        PackShape(capacity=8, max_sequences=1),
+    ):
+        assert not hasattr(each, "__dict__")
+        for name in [one.name for one in fields(each)]:
+            with pytest.raises(FrozenInstanceError):
+                setattr(each, name, 1)
+
+
+def test_nothing_is_padded_where_there_is_nothing() -> None:
+    packing = Packing(capacity=64)
+    assert account_of(plan_step([], packing, dp=2), packing).padding == 0
+    account = account_of(plan_step([5, 6], packing, dp=3), packing)
+    assert account.padding == 1 - account.tokens / account.padded_tokens

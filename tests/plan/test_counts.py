@@ -205,3 +205,15 @@ def test_padding_and_windows_of_attention_cost_no_further_microbatches(seed: int
     assert plan.num_microbatches <= 1.15 * floor + 1
     chosen = plan_step(lengths, replace(packing, microbatches=None), dp=dp)
     assert chosen.num_microbatches <= 1.15 * floor + 9
+
+
+@pytest.mark.parametrize("seed", range(24) if SOAK else (10, 21))
+def test_long_pipelines_take_about_as_many_microbatches_as_are_best(seed: int) -> None:
+    """Tried beside every third number up to 90 more than the fewest."""
+    rng = np.random.default_rng(seed)
+    ranks, pp = int(rng.choice([2, 4, 8])), int(rng.choice([8, 16, 32]))
+    lengths = np.exp(rng.normal(6.5, 0.6, ranks * int(rng.integers(60, 200)))).astype(np.int64).clip(1, 4096)
+    draw = Draw(lengths, Packing(capacity=4096), {"dp": ranks, "cp": 1, "pp": pp, "vpp": 1})
+    fewest = draw.plan("fewest")[0].num_microbatches
+    best = min(draw.plan(count)[1].objective for count in range(fewest, fewest + 90, 3))
+    assert draw.plan()[1].objective < 1.02 * best

@@ -304,3 +304,14 @@ def test_numbers_of_numpy_are_whole_numbers():
     plan = plan_step([8] * 8, packing, dp=2)
     assert plan.num_microbatches == 2 and type(plan.num_microbatches) is int
     check_plan(plan, [8] * 8, packing, dp=2, cp=1)
+
+
+def test_sizes_of_groups_multiply_by_the_prime_factors_the_smallest_first() -> None:
+    """Of every number of ranks up to 400: found by trying all."""
+    for ranks in range(1, 401):
+        wanted, left = [1], ranks
+        while left > 1:
+            prime = next(p for p in range(2, left + 1) if left % p == 0)
+            wanted.append(wanted[-1] * prime)
+            left //= prime
+        assert list(cp_sizes(ranks)) == wanted

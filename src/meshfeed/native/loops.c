@@ -389,8 +389,6 @@ static double wanted(const rates *is, double missing, double tokens, int64_t fre
     double t = larger(tokens, 1e-9), rho = missing / t - is->alpha, window = is->window;
     if (window && rho > window)
         rho = window * window / larger(2 * window - rho, 1e-9);
-    if (rho > 0 && rho * (double)slots < t)
-        rho = t / (double)slots;
     if (rho > 0 && rho < t)
         length = smaller(rho < t / 2 ? rho : (t + sqrt(larger(2 * rho * t - t * t, 0))) / 2, most);
     if (rho > 0 && rho < t / 4)

@@ -90,12 +90,10 @@ def fill_step(sequences: Sequences, num_microbatches: int) -> Filled:
             made.append(microbatch)
     if not left.size:
         return Filled(made, left)
-    room = sequences.room
-    most = room.max_sequences * (room.num_ranks // room.sizes[0])  # places, on the narrowest groups
     # one of many microbatches may be uneven by more, since the step's time is their sum: for 0.1 % of it the
     # mean cp is a fifth to a third lower
-    last, over = place_evenly(sequences, left[:most], TOLERANCE * min(len(made) + 1, 3))
-    return spread(sequences, Filled([*made, last], np.concatenate((over, left[most:]))))
+    last, over = place_evenly(sequences, left, TOLERANCE * min(len(made) + 1, 3))
+    return spread(sequences, Filled([*made, last], over))
 
 
 def spread(sequences: Sequences, step: Filled) -> Filled:
@@ -387,7 +385,6 @@ class Groups:
             # tokens past the window cost 2 w: a mean of rho is that of sequences of w^2 / (2 w - rho)
             long = window * window / np.maximum(2 * window - rho, 1e-9)
             rho = np.where(rho > window, long, rho)
-        rho = np.where((rho > 0) & (rho * slots < t), t / slots, rho)
         two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
         length = np.minimum(np.select([rho >= t, rho >= t / 2, rho > 0], [most, two, rho], most), most)
         # half of them at once, as far as they surely fit with padding
