@@ -63,18 +63,26 @@ def read_header(read: Read, size_bytes: int) -> VideoHeader:
     """
     boxes = _Boxes(read)
     moov, moofs = None, list[_Box]()
-    for box in boxes.within(_Box(b"", 0, size_bytes)):
-        if box.name == b"moov":
-            if moov is not None:
-                raise PartError(f"video with two headers; {CONVERT}")
-            moov = box
-        elif box.name == b"moof":
-            moofs.append(box)
+    try:
+        for box in boxes.within(_Box(b"", 0, size_bytes)):
+            if box.name == b"moov":
+                if moov is not None:
+                    raise PartError(f"video with two headers; {CONVERT}")
+                moov = box
+            elif box.name == b"moof":
+                moofs.append(box)
+    except _NoBox:  # all frames without fragments are known to be there, whatever is behind them
+        if moov is None or moofs or boxes.inside(moov, b"mvex") is not None:
+            raise
     if moov is None:
         raise PartError(
             "video without its header (moov): cut off, or still being written; get the whole file"
         )
     return _Movie(boxes, moov, moofs, size_bytes).header()
+
+
+class _NoBox(PartError):
+    """What stands behind the last box is of no kind that is known, and would end beyond the file."""
 
 
 class _Box(NamedTuple):
@@ -111,7 +119,8 @@ class _Boxes:
             elif size == 1:
                 size, body = int.from_bytes(head[8:16], "big"), at + 16
             if not body - at <= size <= outer.end - at:
-                raise PartError(
+                kind = PartError if outer.name or head[4:8] in _BEGINS else _NoBox
+                raise kind(
                     f"video that was cut off or is damaged: box {_shown(head[4:8])} at byte {at} tells of "
                     f"{size} bytes, and {outer.end - at} are there; get the whole file"
                 )

@@ -348,6 +348,15 @@ def test_fragments_add_up() -> None:
     assert header.rate == pytest.approx(25 * 10 / (16 + 9 + 10 + 12))
 
 
+def test_what_is_no_box_may_stand_behind_the_last_one() -> None:
+    data, behind = video(), b"TAG of a camera, \xff\xfe"
+    assert video_header(data + behind) == video_header(data)
+    assert all(map(np.array_equal, decoded_frames(data + behind, [0, 15]), decoded_frames(data, [0, 15])))
+    for refused in (data + box(b"mdat", bytes(9))[:-1], video(flags=FRAGMENTS) + behind):
+        with pytest.raises(PartError, match="cut off or is damaged"):  # or a fragment might lack
+            video_header(refused)
+
+
 def test_words_about_a_video_may_be_in_any_encoding() -> None:
     data = video()
     at = data.rindex(b"Lavf")
