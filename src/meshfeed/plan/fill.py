@@ -48,7 +48,7 @@ MAX_WIDENING = 3
 
 FAR = 0.1
 """Groups that miss more than this share of their target are widened more than once. If all incomplete ones
-were, the mean cp would be a quarter higher, for 0.06 % of a step."""
+were, the mean cp would be a quarter higher, for 0.06 % of a step; 1 % where lengths are few and alike."""
 
 FULL = 0.998
 """Share of its target at which a group is complete. A larger share needs wider groups and the shortest
