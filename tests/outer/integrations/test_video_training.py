@@ -4,6 +4,7 @@ go on in another layout. Their losses are those of their own processors' padded 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -395,3 +396,48 @@ def test_so_are_those_of_a_trainer_whose_ranks_share_the_encoder(tmp_path: Path,
     before = [sum(losses[str(step)] for losses in told) for step in range(STEPS)]
     assert before == pytest.approx(wanted, rel=1e-5)
     assert [resumed[step] for step in (2, 3)] == pytest.approx(wanted[2:], rel=1e-5)
+
+
+# -- by a loop of one's own, under FSDP2 ------------------------------------------------------------------
+
+
+def by_fsdp(rank: int, folder: Path) -> list[float]:
+    """The loss of each step. Activations are computed again, and weights are on both ranks in parts."""
+    from torch.distributed.fsdp import fully_shard
+
+    from meshfeed.integrations.transformers import causal_batch, share_encoders
+
+    own = model(QWEN3).train()
+    share_encoders(own)
+    own.encoder_exchange.group = dist.new_group([0, 1])
+    own.gradient_checkpointing_enable()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for each in (*own.model.language_model.layers, *own.model.visual.blocks, own):
+        fully_shard(each, mesh=mesh)
+    optimizer, losses = torch.optim.SGD(own.parameters(), lr=RATE), list[float]()
+    packing = mf.Packing(capacity=192, microbatches=1)
+    with mf.Feed(recipe(folder, QWEN3), mf.Layout(dp=2), packing=packing, encoder="balanced") as feed:
+        for step in itertools.islice(feed, STEPS):
+            (microbatch,) = step.microbatches
+            own.encoder_exchange.expect(microbatch)
+            inputs = causal_batch(microbatch)
+            labels = inputs.pop("shift_labels")
+            for kind, end in (("image", ""), ("video", "_videos")):
+                for name in (f"pixel_values{end}", f"{kind}_grid_thw"):
+                    inputs[name] = microbatch[name]
+            logits = own(**{**inputs, "labels": None}).logits
+            total = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+            loss = total / step.valid_tokens
+            (2 * loss).backward()  # of which FSDP takes the mean
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            losses.append(float(loss))
+    return losses
+
+
+def test_so_are_those_of_a_loop_under_fsdp(tmp_path: Path, rows: Rows) -> None:
+    write_documents(tmp_path / "store", DOCUMENTS)
+    one, other = world.run(by_fsdp, 2, tmp_path)
+    assert one == other == pytest.approx(by_hand(QWEN3, rows[1][QWEN3.name]), rel=1e-5)
