@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from evened import plan_step
 from meshfeed.errors import PlanError
-from meshfeed.multimodal.encoders import plan_encoder
+from meshfeed.multimodal.encoders import even_out, plan_encoder
 from meshfeed.multimodal.encoders.balance import Contents, swap
 from meshfeed.plan import Packing, StepPlan, account_of
 from planning import check_packs, check_plan
@@ -84,6 +84,31 @@ def test_plans_stay_plans_and_steps_become_no_longer(drawn, unit, encoder, pipel
         assert plan.num_microbatches == text.num_microbatches
     before, after = (step_time(each, packing, work, encoder, (pp - 1) / vpp) for each in (text, plan))
     assert after <= before * (1 + 1e-9)
+
+
+@CALM
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 6, 16]), st.sampled_from([1, 8]))
+def test_ranks_of_wide_groups_share_part_by_part(seed: int, ranks: int, pp: int) -> None:
+    """Beside the plan by tokens, whose wide groups share well what one rank would have to do alone."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 9_000, int(rng.integers(1, 60))) * rng.choice([0, 1, 1], 1)
+    packing = Packing(capacity=int(rng.choice([4096, 9000])), policy="dynamic_cp", oversize="drop")
+    of = np.sort(rng.integers(0, lengths.size, int(rng.integers(1, 200))))
+    work = rng.pareto(1.5, of.size) * 10 ** rng.uniform(6, 9) * (lengths[of] > 0)
+    text = plan_step(lengths, packing, dp=ranks, pp=pp)
+    plan = even_out(
+        text, lengths, np.bincount(of, work, lengths.size), packing, dp=ranks, pp=pp, parts=[(of, work)]
+    )
+
+    def taken(made: StepPlan) -> float:
+        tops = account_of(made, packing).loads.max(axis=1, initial=0)
+        tops = tops + plan_encoder(made, of, work, encoder="group").loads.max(axis=1, initial=0)
+        overhead = made.num_microbatches * packing.cost.microbatch_overhead
+        return float(tops.sum() + (pp - 1) * tops.max(initial=0) + overhead)
+
+    if not text.oversize.size:
+        check_plan(plan, lengths, packing, dp=ranks, cp=1)
+        assert taken(plan) <= taken(text) * (1 + 1e-9)
 
 
 def test_packs_that_are_nearly_full_stay_within_their_limits():

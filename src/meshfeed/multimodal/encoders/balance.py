@@ -176,10 +176,12 @@ def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
 
 def _kept(sequence: npt.ArrayLike, work: npt.ArrayLike, kept: IntArray) -> tuple[LongArray, FloatArray]:
     """The parts of sequences that are kept, each with the place of its sequence among these."""
-    of = np.asarray(sequence, np.int64)
+    of, each = np.asarray(sequence, np.int64), np.asarray(work, np.float64)
+    if kept[-1] == kept.size - 1 and of.max(initial=0) < kept.size:  # mostly, all are kept
+        return of, each
     place = np.searchsorted(kept, of)
     mine = np.append(kept, -1)[place] == of
-    return place[mine], np.asarray(work, np.float64)[mine]
+    return place[mine], each[mine]
 
 
 def _best_count(
