@@ -36,7 +36,7 @@ from meshfeed.multimodal.encoders.assign import descending, share
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.fill import place
 from meshfeed.plan.packing import TOLERANCE, CostModel, Packing
-from meshfeed.plan.problem import Placement, Room, room_of
+from meshfeed.plan.problem import Placement, Room, narrowest_holding, room_of
 from meshfeed.plan.step import choose
 from meshfeed.plan.types import CpSplit, Encoder, FloatArray, IntArray, LongArray, StepPlan
 
@@ -251,7 +251,8 @@ def evened(
         packs = _Packs.of(narrow, lengths, *costs)
     for start in (packs.filled(lengths, room.max_sequences), given):
         if start is not None and best.longer > (0 if best is given else FAR):
-            best = min(best, start.ordered().swapped(room.max_sequences), key=lambda each: each.longer)
+            start = given.ordered() if start is given else start
+            best = min(best, start.swapped(room.max_sequences), key=lambda each: each.longer)
     even = (1 + bubble_share / placed.num_microbatches) * float(packs.even.sum())
     time = placed.num_microbatches * ((best.longer + even) * model + packing.cost.microbatch_overhead)
     return time, placed if best is given else best.packs.groups.placement(best.pack)
@@ -287,10 +288,8 @@ class _Groups:
         """Each cut into groups that are as narrow as its longest sequence allows. pack: of each sequence."""
         longest = np.zeros(self.size.size, np.int64)
         np.maximum.at(longest, pack, lengths)
-        size = self.size.copy()
-        for wider, limit in zip(room.size_of[::-1], room.limit_of[::-1]):
-            fits = room.align.padded(longest, wider) <= limit
-            size[fits & (self.size % wider == 0)] = wider
+        needed = room.size_of[narrowest_holding(room, room.align.padded(longest, room.size_of[:, None]))]
+        size = np.where(self.size % needed == 0, needed, self.size)
         of, number = numbered(self.size // size)
         first_rank = self.first_rank[of] + number * size[of]
         return replace(self, microbatch=self.microbatch[of], first_rank=first_rank, size=size[of])
