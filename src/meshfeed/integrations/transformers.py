@@ -545,11 +545,12 @@ class _Shared:
         routes = self.exchange.routes
         if not self.exchange.shares(self.kind):
             return self.features(*args, **kwargs)
-        given = inspect.signature(self.features).bind(*args, **kwargs)
-        is_blank = self._filled(given.arguments)
+        names = list(inspect.signature(self.features).parameters)
+        given = {**dict(zip(names, args)), **kwargs}
+        is_blank = self._filled(given, names)
         self.exchange.expect({})  # that of video may call that of images
         try:
-            out = self.features(*given.args, **given.kwargs)
+            out = self.features(**given)
         finally:
             self.exchange.expect(routes)
         pooled, deep = out.pooler_output, list(getattr(out, "deepstack_features", None) or [])
@@ -561,9 +562,9 @@ class _Shared:
             out.deepstack_features = [(each,) for each in layers]
         return out
 
-    def _filled(self, given: dict[str, Any]) -> bool:
-        """Whether there is no part, so that a blank one is put there; its pixels are the first argument."""
-        pixels, *others = (name for name, value in given.items() if isinstance(value, torch.Tensor))
+    def _filled(self, given: dict[str, Any], names: Sequence[str]) -> bool:
+        """Whether there is no part, so that a blank one is put there; names: of arguments, pixels first."""
+        pixels, *others = (name for name in names if isinstance(given.get(name), torch.Tensor))
         if len(given[pixels]):
             return False
         side, grid = 1, f"{self.kind}_grid_thw"

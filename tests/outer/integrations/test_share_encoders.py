@@ -1,0 +1,140 @@
+"""Models of transformers, tiny, whose encoders' outputs are exchanged: alone in its group, each gives what it gives without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from meshfeed.errors import RecipeError
+from meshfeed.integrations.transformers import share_encoders
+
+IMAGE = 100
+TEXT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 3, 3],
+        "partial_rotary_factor": 1.0,
+    }
+}
+NATIVE = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+GRID = torch.tensor([[1, 4, 4], [1, 4, 4]])
+
+Made = tuple[Any, dict[str, torch.Tensor]]
+"""A model, and what it takes of images beside the tokens."""
+
+
+def llava() -> Made:
+    vision = transformers.CLIPVisionConfig(**ENCODER, image_size=28, patch_size=14)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=transformers.LlamaConfig(**TEXT), image_token_id=IMAGE
+    )
+    return transformers.LlavaForConditionalGeneration(config), {"pixel_values": torch.randn(2, 3, 28, 28)}
+
+
+def llava_onevision() -> Made:
+    vision = transformers.SiglipVisionConfig(**ENCODER, image_size=28, patch_size=14)
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_id=IMAGE,
+        video_token_id=101,
+        image_grid_pinpoints=[[28, 28]],
+    )
+    images = {"pixel_values": torch.randn(1, 2, 3, 28, 28), "image_sizes": torch.tensor([[28, 28]])}
+    return transformers.LlavaOnevisionForConditionalGeneration(config), images
+
+
+def gemma3() -> Made:
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**TEXT, head_dim=16),
+        vision_config=transformers.SiglipVisionConfig(**ENCODER, image_size=56, patch_size=14),
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config), {"pixel_values": torch.randn(2, 3, 56, 56)}
+
+
+def internvl() -> Made:
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(**ENCODER, image_size=[28, 28], patch_size=[14, 14]),
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_id=IMAGE,
+    )
+    return transformers.InternVLForConditionalGeneration(config), {"pixel_values": torch.randn(2, 3, 28, 28)}
+
+
+def qwen2_5() -> Made:
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | MROPE,
+        vision_config=NATIVE | {"fullatt_block_indexes": [1]},
+        image_token_id=IMAGE,
+        video_token_id=101,
+        vision_start_token_id=102,
+        vision_end_token_id=103,
+    )
+    images = {"pixel_values": torch.randn(32, 1176), "image_grid_thw": GRID}
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), images
+
+
+def glm4v() -> Made:
+    config = transformers.Glm4vConfig(
+        text_config=TEXT | MROPE | {"head_dim": 16},
+        vision_config=NATIVE | {"image_size": 56},
+        image_token_id=IMAGE,
+    )
+    images = {"pixel_values": torch.randn(32, 1176), "image_grid_thw": GRID}
+    return transformers.Glm4vForConditionalGeneration(config), images
+
+
+def routes(rows: int) -> dict[str, torch.Tensor]:
+    """Of a rank that keeps all outputs of its images."""
+    count, every = torch.tensor([rows]), torch.arange(rows)
+    counts = dict.fromkeys(("encoded_rows", "send_counts", "receive_counts"), count)
+    return {
+        f"image_{name}": value
+        for name, value in {**counts, "send_rows": every, "receive_rows": every}.items()
+    }
+
+
+@pytest.mark.parametrize("made", [llava, llava_onevision, gemma3, internvl, qwen2_5, glm4v])
+def test_an_exchange_changes_nothing_on_one_rank(made: Callable[[], Made]) -> None:
+    torch.manual_seed(0)
+    own, images = made()
+    features = own.model.get_image_features(**images, return_dict=True).pooler_output
+    rows = sum(each.numel() // each.shape[-1] for each in features)
+
+    def loss(image_rows: int, images: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = torch.tensor([[5, 6, *[IMAGE] * image_rows, 7, 8]])
+        given = {"token_type_ids": (tokens == IMAGE).long()} if made is gemma3 else {}
+        if made in (qwen2_5, glm4v):
+            given = {"position_ids": torch.arange(tokens.shape[1]).expand(4, 1, -1)}
+        return own(input_ids=tokens, labels=tokens, use_cache=False, **images, **given).loss
+
+    plain, text = loss(rows, images), loss(0, {})
+    share_encoders(own)
+    own.encoder_exchange.expect(routes(rows))
+    assert torch.equal(loss(rows, images), plain)
+    own.encoder_exchange.expect(routes(0))
+    nothing = {name: value[:0] for name, value in images.items()}
+    if "image_sizes" in images:
+        with pytest.raises(RecipeError, match="without image parts has no image_sizes for a blank one"):
+            loss(0, nothing)
+    else:
+        assert torch.equal(loss(0, nothing), text)
