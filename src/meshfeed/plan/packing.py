@@ -113,7 +113,7 @@ class CostModel:
             `(alpha s + max(q(s), ring_tokens g s)) / g`. 0: not counted.
         patch_tokens: tokens whose matmul work is that of a patch in the encoders of images, audio and video:
             their parameters over the language model's, here 0.7B over 7B. Measured on one H200, a patch of
-            Qwen2.5-VL costs 0.35 tokens, since its narrow layers reach fewer FLOP/s.
+            Qwen2.5-VL costs 0.33 tokens, since its narrow layers reach fewer FLOP/s.
 
     Raises PlanError for alpha <= 0, window < 1 or a negative overhead, ring_tokens or patch_tokens.
     """
