@@ -370,3 +370,17 @@ def test_a_refused_state_has_moved_nothing(tmp_path: Path) -> None:
         with pytest.raises(mf.errors.OptionError):
             feed.load_state_dict(state)
         assert feed.next_step == before and not feed.ledger
+
+
+def test_a_job_that_is_started_again_makes_its_amendments_again(tmp_path: Path) -> None:
+    """In the same order; the ledger has each once, and a third one behind them, once."""
+    path = tmp_path / "ledger.jsonl"
+    recipe = mf.Recipe(mf.Lengths([40] * 100), mf.Windows(16), batch=4)
+    size, skip = mf.amendments.BatchSize(8), mf.amendments.SkipSteps(7, 8)
+    for starts, changes in enumerate(([size, skip], [size, skip], [size, skip, size], [size, skip, size])):
+        with mf.Feed(recipe, ledger=path) as feed:
+            for change in changes:
+                assert feed.amend(change, at=7) == 7
+            feed.amend(changes[-1], at=7)  # once more, as after an error
+            assert len(feed.ledger) == len(mf.amendments.Ledger.read(path)) == len(changes), starts
+            assert [step.index for _, step in zip(range(8), feed)] == [*range(7), 8]

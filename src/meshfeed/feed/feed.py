@@ -322,7 +322,7 @@ class Feed(StepSource[RankPlace]):
         is_first, self._has_met = not self._has_met, True
         if meeting is not None and is_first and self.ledger and (count := meeting.said("ledger")):
             made = Ledger(self.ledger.amendments[: int(count)])
-            self._become(Terms.of(self._terms.given, made))
+            self._become(replace(Terms.of(self._terms.given, made), num_made=self._terms.num_made))
 
     def _producer(self) -> SequenceProducer:
         return SequenceProducer(
@@ -511,7 +511,7 @@ class Feed(StepSource[RankPlace]):
                 "ranks that do, in the same step"
             )
         with self._loop.changing:
-            first, before = self._loop.next_begun, len(self.ledger)
+            first = self._loop.next_begun
             step = first if at is None else at
             if step < first:
                 raise OptionError(
@@ -528,7 +528,8 @@ class Feed(StepSource[RankPlace]):
         _log.info("amended from step %d on: %s", step, json.dumps(self.ledger.lines[-1]))
         try:
             if run is not None and place.is_first:
-                run.say("ledger", str(before))
+                began_with = cast(SequenceProducer, run.producer).stepping.recipe.amendments.digests
+                run.say("ledger", str(len(began_with) - len(self._terms.given.amendments.digests)))
             self._keep()
         except (StateError, DeliveryError) as bad:
             raise StateError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshfeed.amendments import Ledger
 from meshfeed.errors import StateError
@@ -19,11 +19,13 @@ class Terms:
         given: without amendments.
         ledger: the amendments that this rank has made or read.
         recipe: with them.
+        num_made: as many of them this rank has made, or made again after a restart.
     """
 
     given: Recipe
     ledger: Ledger
     recipe: Recipe
+    num_made: int = 0
 
     @classmethod
     def of(cls, given: Recipe, ledger: Ledger) -> Terms:
@@ -40,16 +42,22 @@ class Terms:
         else:
             before, made = self.given, Terms.of(self.given, ledger)
         extend(made.recipe, before)
-        return made
+        return replace(made, num_made=self.num_made)
 
     def amended(self, change: Change, step: int, first: int) -> Terms:
-        """The same with one more amendment, or with none if its last one is that already.
+        """The same with one more amendment, or with none if it has that already.
+
+        That is its last one, made again since the ledger could not be written; or one that this rank has read
+        and a job that was started again makes anew, in the same order.
 
         step: from which on. first: the first step that the loop was not given.
         """
-        ledger = self.ledger.added(Amendment(step, change, None if step == first else first))
-        again = Ledger(self.ledger.amendments[:-1]).added(ledger.amendments[-1])
-        return self if self.ledger and again.digest == self.ledger.digest else self.under(ledger)
+        new, known = Amendment(step, change, None if step == first else first), self.ledger.amendments
+        for at in range(max(min(self.num_made, len(known) - 1), 0), len(known)):
+            same = (known[at].step, known[at].known) == (new.step, new.known)
+            if same and known[at].change.digest == change.digest:
+                return replace(self, num_made=at + 1)
+        return replace(self.under(self.ledger.added(new)), num_made=len(known) + 1)
 
     def kept(self, path: str | os.PathLike[str] | None, trained: int) -> Ledger:
         """The file's ledger if that goes on from this rank's, which it is otherwise.

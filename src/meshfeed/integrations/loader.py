@@ -366,6 +366,6 @@ def num_microbatches(feed: Feed, first: int, end: int | None) -> int:
     changes = {*(step for step, _ in feed.recipe.batch.stages), *ends, *(step + 1 for step in ends)}
     total = 0
     for steps in feed.recipe.given_steps(first, end):
-        for step, after in pairwise(sorted({steps.start, steps.stop, *changes.intersection(steps)})):
+        for step, after in pairwise(sorted({steps.start, steps.stop, *filter(steps.__contains__, changes)})):
             total += (after - step) * (feed.num_microbatches(step) or 0)
     return total

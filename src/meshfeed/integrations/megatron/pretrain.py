@@ -262,9 +262,9 @@ def check_left_out(recipe: Recipe, told: Sequence[int], steps: range) -> None:
 
     told: the iterations that it skips, from 1. steps: those that it goes through, from 0.
     """
-    if not recipe.amendments.skipped:
-        return
-    if missing := {step + 1 for step in steps if recipe.skips(step)} - {*told}:
+    skipped = recipe.amendments.skipped
+    ranges = [range(max(first, steps.start), min(stop, steps.stop)) for first, stop in skipped]
+    if missing := {step + 1 for each in ranges for step in each} - {*told}:
         first, last = min(missing), max(missing)
         raise RecipeError(
             f"the ledger leaves out {len(missing)} iterations from {first} to {last} (from 1) that Megatron "
