@@ -29,6 +29,7 @@ from meshfeed.integrations.loader import (
     EvalLoader,
     Settings,
     TrainLoader,
+    end_of,
     framework,
     masked_labels,
     pads_rows,
@@ -264,7 +265,7 @@ class _FeedConfig(_loader.DataloaderConfig):
 
     def _check_end(self, feed: Feed) -> None:
         """Raises RecipeError if Automodel would count steps, or epochs, that the stream does not have."""
-        end, scheduler = feed.num_steps, self.scheduler
+        (end, told), scheduler = end_of(feed), self.scheduler
         if not self.trains:
             if end is None:
                 raise RecipeError("validation_dataset never ends; give its mf.Recipe epochs=1 or steps=")
@@ -274,7 +275,7 @@ class _FeedConfig(_loader.DataloaderConfig):
             scheduler.max_steps > end if scheduler.max_steps is not None else scheduler.num_epochs != 1
         ):
             raise RecipeError(
-                f"the stream ends after {end} steps, and step_scheduler asks for "
+                f"{told}, and step_scheduler asks for "
                 f"max_steps={scheduler.max_steps}, num_epochs={scheduler.num_epochs}; set max_steps to at "
                 f"most {end}, or give the mf.Recipe more epochs"
             )

@@ -250,7 +250,7 @@ class DataModule(_Base):
         if not recipes and self.trainer.state.fn == role:
             raise RecipeError(f"{role} needs a recipe: DataModule({role}=recipe), or a list of them")
         several = [recipes] if isinstance(recipes, Recipe) else recipes
-        feeds = [self._feed(recipe, for_evaluation(self._feed_options)) for recipe in several]
+        feeds = [self._feed(recipe, for_evaluation(self._feed_options, recipe)) for recipe in several]
         limit = _LIMITS[role]
         if isinstance(getattr(self.trainer, limit), float) and any(feed.num_steps is None for feed in feeds):
             raise RecipeError(

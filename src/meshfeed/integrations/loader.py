@@ -27,7 +27,7 @@ from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step, short_steps
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import SequenceRule
+from meshfeed.sequence import SequenceRule, TakesParts
 from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
@@ -89,9 +89,23 @@ def check_feed_options(owner: str, given: Mapping[str, Any]) -> None:
     FeedOptions.of(call.arguments)
 
 
-def for_evaluation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a training feed that hold for an evaluation, too: a ledger amends training alone."""
-    return {name: value for name, value in options.items() if name != "ledger"}
+def for_evaluation(options: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The options of a training feed that hold for an evaluation of a recipe, too.
+
+    A ledger amends training alone, and a rule without parts has no encoder.
+    """
+    without = {"ledger"} if isinstance(recipe.sequence, TakesParts) else {"ledger", "encoder"}
+    return {name: value for name, value in options.items() if name not in without}
+
+
+def end_of(feed: Feed) -> tuple[int | None, str]:
+    """Steps of the stream that no amendment leaves out, None if it is endless; and the same in words."""
+    end = feed.num_steps
+    if end is None:
+        return None, "the stream never ends"
+    given = sum(map(len, feed.recipe.given_steps(0, end)))
+    left_out = f" ({end - given} more are left out by amendments)" if given < end else ""
+    return given, f"the stream ends after {given} steps{left_out}"
 
 
 def _default_of(field: Field[Any]) -> Any:

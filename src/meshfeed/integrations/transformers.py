@@ -11,9 +11,9 @@ transformers' padding-free form.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from meshfeed.integrations.loader import (
     TrainLoader,
     changed_options,
     check_feed_options,
+    end_of,
     for_evaluation,
     framework,
     masked_labels,
@@ -185,7 +186,8 @@ class FeedTrainer(_Base):
         without rows is left out: these models take no pixel_values of no image. Override it for models with
         other inputs.
 
-    With feed_options={"encoder": "balanced"}, ranks share the encoder's work: see `share_encoders`.
+    With feed_options={"encoder": "balanced"}, ranks share the encoder's work: see `share_encoders`. Your own
+    batch_of must then keep what super().batch_of gives, which says what they exchange.
 
     compute_loss_func and metrics get `labels`, each at its own token; label_smoothing_factor uses the exact
     `shift_labels`. CONFIG_FIELDS says how each option is treated; one without effect is refused.
@@ -282,9 +284,10 @@ class FeedTrainer(_Base):
         feed = self._feed(
             self.train_dataset, self.args.train_batch_size, self.args.gradient_accumulation_steps
         )
-        if feed.num_steps is not None and feed.num_steps < self.args.max_steps:
+        end, told = end_of(feed)
+        if end is not None and end < self.args.max_steps:
             raise RecipeError(
-                f"max_steps={self.args.max_steps}, but the stream ends after {feed.num_steps} steps; "
+                f"max_steps={self.args.max_steps}, but {told}; "
                 f"lower max_steps, or give the recipe more epochs"
             )
         self._train_loader = _Resumed(self, feed)
@@ -332,8 +335,7 @@ class FeedTrainer(_Base):
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As the Trainer's; what the encoders exchange is told to the model's EncoderExchange."""
         inputs = super()._prepare_inputs(inputs)
-        routes = inputs.pop(_ROUTES, {}) if isinstance(inputs, dict) else {}
-        self._expect(routes)
+        self._expect(inputs.pop(_ROUTES, {}) if isinstance(inputs, MutableMapping) else {})
         return inputs
 
     def _expect(self, routes: Mapping[str, Any]) -> None:
@@ -476,7 +478,7 @@ class FeedTrainer(_Base):
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
         layout = layout or Layout(dp=self.args.world_size)
-        given = for_evaluation(self._feed_options) if evaluates else self._feed_options
+        given = for_evaluation(self._feed_options, recipe) if evaluates else self._feed_options
         options: dict[str, Any] = {"device": self.args.device, **given}
         if not recipe.sequence.packed:
             options.pop("packing", None)
@@ -510,7 +512,8 @@ def share_encoders(model: torch.nn.Module) -> None:
     outputs for its tokens, with `deepstack_features` if there are any. A rank without parts encodes a small
     blank one, so that all ranks use the same weights, as DDP and FSDP need it.
 
-    Raises RecipeError for a model without these methods: call an `EncoderExchange` in it yourself.
+    Raises RecipeError for a model without these methods: call an `EncoderExchange` in it yourself. They raise
+    it on every rank if they take more tensors than pixels and a grid, of which nobody knows a blank one.
     """
     exchange, kinds = EncoderExchange(), 0
     for kind in KINDS:
@@ -563,19 +566,29 @@ class _Shared:
         return out
 
     def _filled(self, given: dict[str, Any], names: Sequence[str]) -> bool:
-        """Whether there is no part, so that a blank one is put there; names: of arguments, pixels first."""
-        pixels, *others = (name for name in names if isinstance(given.get(name), torch.Tensor))
+        """Whether there is no part, so that a blank one is put there; names: of arguments, pixels first.
+
+        Raises RecipeError, with parts, too, so that all ranks end together, for a model that takes more.
+        """
+        pixels = next(name for name in names if given.get(name) is not None)
+        grid, prefixes = f"{self.kind}_grid_thw", (f"{self.kind}_", "pixel_")
+        # a model may pass on all of its arguments, those of the language model, too
+        tensors = {name for name, value in given.items() if isinstance(value, torch.Tensor)}
+        further = {name for name in tensors if name in names or name.startswith(prefixes)} - {pixels, grid}
+        if further or pixels not in tensors:
+            told = (
+                f"the tensor {min(further)}" if further else f"{pixels} as a {type(given[pixels]).__name__}"
+            )
+            raise RecipeError(
+                f"get_{self.kind}_features gets {told}, so that a rank without {self.kind} parts could make "
+                f"no blank one; choose encoder='with sample'"
+            )
         if len(given[pixels]):
             return False
-        side, grid = 1, f"{self.kind}_grid_thw"
-        for name in others:  # patches of an image that gives one token
-            if name != grid:
-                raise RecipeError(
-                    f"a rank without {self.kind} parts has no {name} for a blank one; choose encoder='with "
-                    f"sample'"
-                )
+        side = 1
+        if grid in tensors:  # patches of an image that gives one token
             side = self.config.vision_config.spatial_merge_size
-            given[name] = given[name].new_tensor([[1, side, side]])
+            given[grid] = given[grid].new_tensor([[1, side, side]])
         given[pixels] = given[pixels].new_zeros(side**2, *given[pixels].shape[1:])
         return True
 
@@ -632,6 +645,17 @@ def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
         )
 
 
+def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
+    """The trainer's `batch_of`. Raises RecipeError if it loses what the encoders exchange."""
+    made = trainer.batch_of(microbatch)
+    if encoder_routes_of(microbatch) and not (isinstance(made, MutableMapping) and _ROUTES in made):
+        raise RecipeError(
+            f"{type(trainer).__name__}.batch_of: without its {_ROUTES}, ranks that share the encoder's work "
+            f"would use features of other parts; keep what super().batch_of gives, in a dict"
+        )
+    return cast(Any, made)
+
+
 def _has_rows(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) > 0
 
@@ -659,7 +683,7 @@ class _Evaluated(EvalLoader):
     """
 
     def __init__(self, trainer: FeedTrainer, feed: Feed) -> None:
-        super().__init__(feed, trainer.batch_of)
+        super().__init__(feed, partial(_checked_batch, trainer))
         if feed.num_sequences is None:
             raise RecipeError(
                 "evaluation on an endless stream never ends; give its recipe epochs=1 or steps=..."
@@ -723,7 +747,7 @@ class _Resumed(TrainLoader):
         args = trainer.args
         super().__init__(
             feed,
-            trainer.batch_of,
+            partial(_checked_batch, trainer),
             accumulated=lambda: args.gradient_accumulation_steps,
             trained=lambda: trainer.state.global_step * args.gradient_accumulation_steps,
             settings=_SETTINGS,

@@ -62,7 +62,8 @@ class EncoderExchange(torch.nn.Module):
 
     The model calls it once for each kind in every forward pass, between encoder and language model. Before
     that, `expect` tells it the microbatch: `FeedTrainer` does so by itself. Without one that is shared, such
-    as in generation, it returns what it is given.
+    as between steps, it returns what it is given. Generation from a shared batch, as with the Trainer's
+    predict_with_generate, exchanges where it encodes; with beams, which repeat pixels, it raises OptionError.
 
     group: of the ranks of `Feed.encoder_ranks`; None for the default group. Make it one that nothing else
         uses: DDP sends gradients while the exchange goes backward, not in the same order on every rank.

@@ -68,6 +68,10 @@ def five() -> mf.Recipe:
     return windows(batch=mf.Batch(sequences=5), steps=1)
 
 
+def skipping() -> mf.Recipe:
+    return windows().amended([(0, mf.amendments.SkipSteps(1, 3))])
+
+
 def endless() -> mf.Recipe:
     return windows(epochs=None, steps=None)
 
@@ -487,6 +491,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         TOO_LONG,
         {},
         "the stream ends after 6 steps, and step_scheduler asks for max_steps=7, num_epochs=1; set",
+    ),
+    (
+        TOO_LONG | {"dataset": fed("skipping")},
+        {},
+        r"ends after 4 steps \(2 more are left out by amendments\), ",
     ),
     (ENDLESS, {}, "set step_scheduler.max_steps: an endless or packed stream"),
     ({"dataset": fed("windows"), "packed_sequence": NEAT}, {}, r"Windows\(\) .* remove packed_sequence"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from qwen_vl import PATCHES, model, write_documents
 
+import meshfeed as mf
 from meshfeed.errors import RecipeError
-from meshfeed.integrations.transformers import share_encoders
+from meshfeed.integrations.transformers import FeedTrainer, share_encoders
 
 IMAGE = 100
 TEXT: dict[str, Any] = {
@@ -129,12 +132,70 @@ def test_an_exchange_changes_nothing_on_one_rank(made: Callable[[], Made]) -> No
 
     plain, text = loss(rows, images), loss(0, {})
     share_encoders(own)
-    own.encoder_exchange.expect(routes(rows))
-    assert torch.equal(loss(rows, images), plain)
-    own.encoder_exchange.expect(routes(0))
     nothing = {name: value[:0] for name, value in images.items()}
-    if "image_sizes" in images:
-        with pytest.raises(RecipeError, match="without image parts has no image_sizes for a blank one"):
-            loss(0, nothing)
+    refused = r"get_image_features gets the tensor image_sizes, .* no blank one"
+    for image_rows, given, wanted in ((rows, images, plain), (0, nothing, text)):
+        own.encoder_exchange.expect(routes(image_rows))
+        if "image_sizes" in images:  # with images, too: no rank is left to wait for one without
+            with pytest.raises(RecipeError, match=refused):
+                loss(image_rows, given)
+        else:
+            assert torch.equal(loss(image_rows, given), wanted)
+
+
+@pytest.mark.parametrize(
+    ("further", "told"),
+    [
+        ({"pixel_values": [torch.zeros(3, 28, 28)]}, "gets pixel_values as a list"),
+        ({"image_sizes": torch.tensor([[28, 28]])}, "gets the tensor image_sizes"),
+        ({"pixel_attention_mask": torch.ones(1)}, "gets the tensor pixel_attention_mask"),
+    ],
+)
+def test_what_has_no_blank_one_is_refused_by_name(further: dict[str, Any], told: str) -> None:
+    own, images = internvl()
+    of_text = {"shift_labels": torch.ones(1), "cu_seq_lens_q": torch.ones(1), "video_grid_thw": GRID}
+    plain = own.model.get_image_features(**images, **of_text).pooler_output
+    share_encoders(own)
+    own.encoder_exchange.expect(routes(2))
+    shared = own.model.get_image_features(**images, **of_text).pooler_output
+    assert torch.equal(shared, plain.flatten(0, 1))
+    with pytest.raises(RecipeError, match=told):
+        own.model.get_image_features(**{**images, **further})
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_batch_of_keeps_what_is_exchanged(tmp_path: Path, kept: bool) -> None:
+    write_documents(tmp_path / "store", [[7, 8, (60, 90), 9], [1, 2, (84, 28), 3]])
+    exchanged: list[bool] = []
+
+    class Own(FeedTrainer):
+        def batch_of(self, microbatch: Any) -> Any:
+            made = super().batch_of(microbatch)
+            return transformers.BatchFeature(made if kept else {"input_ids": made["input_ids"]})
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            exchanged.append(self.model.encoder_exchange.shares("image"))
+            return super().compute_loss(*args, **kwargs)
+
+    train = mf.Recipe(
+        data=mf.open(tmp_path / "store"),
+        sequence=mf.Multimodal(image=PATCHES, positions="mrope"),
+        batch=mf.Batch(sequences=2),
+    )
+    arguments: dict[str, Any] = {"use_cpu": True, "max_steps": 1, "per_device_train_batch_size": 1}
+    own = Own(
+        model(),
+        transformers.TrainingArguments(
+            output_dir=str(tmp_path), report_to=[], disable_tqdm=True, save_strategy="no", **arguments
+        ),
+        train_dataset=train,
+        feed_options={"packing": mf.Packing(capacity=128), "encoder": "balanced"},
+    )
+    if kept:
+        own.train()
     else:
-        assert torch.equal(loss(0, nothing), text)
+        with pytest.raises(
+            RecipeError, match=r"Own\.batch_of: without its .* keep what super\(\).batch_of gives"
+        ):
+            own.train()
+    assert exchanged == [True] * kept

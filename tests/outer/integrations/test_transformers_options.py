@@ -216,6 +216,14 @@ def test_a_ledger_amends_no_evaluation(corpus: str, tmp_path: Path) -> None:
     assert len(mf.amendments.Ledger.read(ledger)) == 1
 
 
+def test_an_encoder_is_for_sets_with_parts(corpus: str, tmp_path: Path) -> None:
+    held_out = recipe(corpus, epochs=1, steps=1)
+    run = trainer(tmp_path, recipe(corpus), held_out, {}, feed_options={"encoder": "balanced"})
+    assert run.evaluate()["eval_loss"] > 0
+    with pytest.raises(mf.errors.OptionError, match="has no encoder; leave it out"):
+        run.train()
+
+
 def test_an_evaluation_returns_no_shift_labels_beside_a_loss_function(corpus: str, tmp_path: Path) -> None:
     options = {"label_names": ["shift_labels"], "compute_loss_func": lambda *_, **__: torch.zeros(())}
     held_out = recipe(corpus, epochs=1, steps=1)

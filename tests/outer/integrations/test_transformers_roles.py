@@ -140,6 +140,10 @@ def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_pa
         trainer(tmp_path, recipe(corpus), gradient_accumulation_steps=2).train()
     with pytest.raises(mf.errors.RecipeError, match="max_steps=3, but the stream ends after 2 steps"):
         trainer(tmp_path, recipe(corpus, steps=2)).train()
+    skipping = recipe(corpus, steps=4).amended([(0, mf.amendments.SkipSteps(1, 3))])
+    said = r"max_steps=3, but the stream ends after 2 steps \(2 more are left out by amendments\)"
+    with pytest.raises(mf.errors.RecipeError, match=said):
+        trainer(tmp_path, skipping).train()
     with pytest.raises(mf.errors.RecipeError, match="never ends"):
         trainer(tmp_path, recipe(corpus), recipe(corpus)).evaluate()
     packing = {"packing": mf.Packing(capacity=128, policy="dynamic_cp")}
