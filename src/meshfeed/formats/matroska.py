@@ -20,12 +20,13 @@ _SEGMENT, _CLUSTER, _TRACK = 0x18538067, 0x1F43B675, 0xAE
 _ENTERED = {_SEGMENT, _CLUSTER, _TRACK, 0x1549A966, 0x1654AE6B, 0xE0, 0x7670, 0xA0}  # what these hold is read
 _SCALE, _CLUSTER_TIME, _BLOCKS = 0x2AD7B1, 0xE7, (0xA3, 0xA1)
 _NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT = 0xD7, 0x83, 0x86, 0x23E383, 0xB0, 0xBA
+_STRETCH, _UNSTRETCHED = 0x23314F, (0, 0x3F800000, 0x3FF0000000000000)  # empty, or 1.0
 _REFUSED = {
     **dict.fromkeys((0x54AA, 0x54BB, 0x54CC, 0x54DD), "cropped when displayed"),
     **dict.fromkeys((0x7673, 0x7674, 0x7675), "turned when displayed"),
     0x6D80: "compressed once more, or encrypted",
 }
-_OF_TRACKS = {_NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT, *_REFUSED}
+_OF_TRACKS = {_NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT, _STRETCH, *_REFUSED}
 _MOST_ELEMENTS = 1 << 20  # of a file; nine hours of 30 frames a second
 _LACING, _SHOWN = 0x06, 0x10  # of a block's flags, and of the first byte of a VP8 frame
 _SECOND = 10**9  # in ns
@@ -42,16 +43,14 @@ def matroska_header(data: bytes) -> VideoHeader:
     Raises PartError for a file that was cut off, is damaged, or is of a kind that is not read.
     """
     tracks, scale, time = list[dict[int, int]](), 1_000_000, 0
-    blocks = array("q")  # of each: track, time, flags, first byte of the frame
+    blocks = array("q")  # of each: track, time, flags, first byte of the frame or -1
     for name, begin, end in _elements(data):
         if name == _TRACK:
             tracks.append({})
         elif name in _BLOCKS:
             track, at = _number(data, begin, end)
-            if at + 4 > end:
-                raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
-            shift, flags, first = struct.unpack_from(">hBB", data, at)
-            blocks.extend((min(track, 1 << 62), time + shift, flags, first))
+            shift, flags, first = struct.unpack_from(">hBB", data, at) if at + 4 <= end else (0, 0, -1)
+            blocks.extend((track, time + shift, flags, first))
         elif (name in _OF_TRACKS and tracks) or name in (_SCALE, _CLUSTER_TIME):
             value = int.from_bytes(data[begin : min(end, begin + 8)], "big")
             if name == _SCALE:
@@ -61,6 +60,11 @@ def matroska_header(data: bytes) -> VideoHeader:
             else:
                 tracks[-1][name] = value
     videos = [each for each in tracks if each.get(_TYPE) == 1]
+    has_sound = any(each.get(_TYPE) == 2 for each in tracks)
+    if has_sound and not videos:
+        raise PartError(
+            "Matroska or WebM of sound alone, which is not read; convert it: ffmpeg -i FILE OUT.flac"
+        )
     if len(videos) != 1:
         raise PartError(
             f"Matroska or WebM of {len(videos)} video tracks, where one belongs; leave it out, or convert "
@@ -70,12 +74,19 @@ def matroska_header(data: bytes) -> VideoHeader:
     for name, what in _REFUSED.items():
         if video.get(name):
             raise PartError(f"video that is {what}; {CONVERT}")
+    if video.get(_STRETCH, 0) not in _UNSTRETCHED:
+        raise PartError(f"video whose track has a TrackTimestampScale other than 1; {CONVERT}")
     rows = np.frombuffer(blocks, np.int64).reshape(-1, 4)
     own = rows[rows[:, 0] == video.get(_NUMBER, 0), 1:]
-    hides = video.get(_CODEC) == int.from_bytes(b"V_VP8", "big") and (own[:, 2] & _SHOWN == 0).any()
+    if (own[:, 2] < 0).any():
+        raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
+    if (own[:, 0] < 0).any():  # FFmpeg tells none, or another
+        raise PartError(f"video with frames before time 0; {CONVERT}")
+    codec = video.get(_CODEC, 0).to_bytes(8, "big").strip(b"\0")  # may be padded
+    hides = codec == b"V_VP8" and (own[:, 2] & _SHOWN == 0).any()
     if (own[:, 1] & _LACING).any() or hides:
         raise PartError(f"video whose frames and blocks differ in number; {CONVERT}")
-    return _header(video, np.sort(own[:, 0]), scale, any(each.get(_TYPE) == 2 for each in tracks))
+    return _header(video, np.sort(own[:, 0]), scale, has_sound)
 
 
 def _header(video: dict[int, int], times: LongArray, scale: int, has_sound: bool) -> VideoHeader:
@@ -83,12 +94,16 @@ def _header(video: dict[int, int], times: LongArray, scale: int, has_sound: bool
     height, width = video.get(_HEIGHT, 0), video.get(_WIDTH, 0)
     if not (0 < height < 1 << 16 and 0 < width < 1 << 16):
         raise PartError(f"video whose header says {width} pixels wide x {height} high; get it again")
+    if times.size < 2:
+        count = "one frame" if times.size else "no frame"
+        raise PartError(f"a video of {count}; give it as an image, or leave its sample out")
     steps = np.diff(times)
-    if not (steps.size and steps.min() and scale):
+    if not (steps.min() and scale):
         raise PartError(f"video of {times.size} frames, of which some last no time; {CONVERT}")
     between, lasts = int(times[-1] - times[0]) * scale, video.get(_DURATION, 0)
     rate = float(Fraction(steps.size * _SECOND, between))
-    if lasts and abs(between - steps.size * lasts) <= 2 * scale + steps.size:  # times are rounded to ticks
+    is_fine = 2 * scale < lasts < 100 * _SECOND  # ticks tell frames apart, and 1/1001 tells their rate
+    if is_fine and abs(between - steps.size * lasts) <= 2 * scale + steps.size:  # times are rounded to ticks
         rate = float(Fraction(_SECOND, lasts).limit_denominator(1001))
     return VideoHeader(
         height=height,
@@ -103,9 +118,9 @@ def _header(video: dict[int, int], times: LongArray, scale: int, has_sound: bool
 
 def _elements(data: bytes) -> Iterator[tuple[int, int, int]]:
     """(name, where its body begins and ends) of each element, and of what those of `_ENTERED` hold."""
-    at = 0
+    at, until, last = 0, len(data), data.rfind(_CLUSTER.to_bytes(4, "big"))
     for _ in range(_MOST_ELEMENTS):
-        if at == len(data):
+        if at >= until:
             return
         name, size_at = _number(data, at, len(data), is_name=True)
         size, begin = _number(data, size_at, len(data))
@@ -121,6 +136,8 @@ def _elements(data: bytes) -> Iterator[tuple[int, int, int]]:
                 f"and {len(data) - begin} are there; get the whole file"
             )
         yield name, begin, end
+        if name == _SEGMENT and end > last:  # no frames stand behind it, whatever else does
+            until = end
         at = begin if name in _ENTERED else end
     raise PartError(f"video of more than {_MOST_ELEMENTS} elements; {CONVERT}")
 

@@ -37,7 +37,7 @@ _TURNS = {
     (-_UNITY, 0, 0, -_UNITY): 2,
     (0, -_UNITY, _UNITY, 0): 3,
 }
-_SKIPPING = ("h264", "hevc", "mpeg4")  # decoders that may leave out one frame; AV1's would all from then on
+_SKIPPING = ("h264", "mpeg4")  # may leave out one frame; AV1 would all behind it, H.265 some that others need
 _AROUND_PIXELS = 256  # that codecs add to a side, at most
 
 
@@ -528,8 +528,10 @@ def _frames(
                 packets.append(packet)
         times = np.array([-1 if each.pts is None else each.pts for each in packets], np.int64)
         order = np.argsort(times, kind="stable")
-        if len(packets) != header.frames or (np.diff(times[order]) <= 0).any():
+        if len(packets) != header.frames:
             raise PartError(f"video of {len(packets)} frames, and its header says {header.frames}")
+        if any(each.pts is None for each in packets) or (np.diff(times[order]) <= 0).any():
+            raise PartError(f"video with frames that have no time, or two at one time; {CONVERT}")
         keys = np.array([i for i, each in enumerate(packets) if each.is_keyframe], np.int64)
         wanted = frozenset(order[list(numbers)].tolist())
         decoding = _Decoding(codec, packets, times, wanted, av.error.FFmpegError)

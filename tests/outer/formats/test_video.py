@@ -85,6 +85,7 @@ def test_wanted_frames_are_those_of_a_whole_decoding(name: str) -> None:
 
 def test_frames_that_no_wanted_one_needs_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     fed = decoded = 0
+    skipping = set[str]()
 
     class Counting:
         def __init__(self, codec: Any) -> None:
@@ -94,6 +95,8 @@ def test_frames_that_no_wanted_one_needs_are_not_decoded(monkeypatch: pytest.Mon
             return getattr(self._codec, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
+            if name == "skip_frame":
+                skipping.add(value)
             (super().__setattr__ if name == "_codec" else partial(setattr, self._codec))(name, value)
 
         def decode(self, packet: Any) -> Any:
@@ -128,6 +131,10 @@ def test_frames_that_no_wanted_one_needs_are_not_decoded(monkeypatch: pytest.Mon
     fed = decoded = 0
     assert len(list(decoded_frames(with_b_frames, [*range(6, 70, 7)]))) == 10
     assert decoded < 0.8 * fed  # half of those between keyframes are needed by no other
+    assert "NONREF" in skipping
+    skipping.clear()
+    assert len(list(decoded_frames(video(codec="H.265"), [1, 15]))) == 2
+    assert not skipping  # what H.265 calls NONREF may be needed by frames of its own sublayer
 
 
 def test_the_header_may_come_first(tmp_path: Path) -> None:
@@ -426,10 +433,13 @@ def track(*more: bytes, kind: int = 1, number: int = 1) -> bytes:
     return element(0xAE, element(0xD7, bytes([number])), element(0x83, bytes([kind])), sides)
 
 
-def block(time: int, flags: int = 0x80, number: int = 1) -> bytes:
-    return element(
-        0xA3, bytes([0x80 | number]), time.to_bytes(2, "big", signed=True), bytes([flags]), b"\x10"
-    )
+def block(time: int, flags: int = 0x80, number: int = 1, frame: bytes = b"\x10") -> bytes:
+    head = bytes([0x80 | number]), time.to_bytes(2, "big", signed=True), bytes([flags])
+    return element(0xA3, *head, frame)
+
+
+def in_track(*elements: bytes) -> bytes:
+    return element(0xAE, track()[9:], *elements)
 
 
 def matroska(
@@ -459,21 +469,58 @@ def test_matroska_is_counted_block_by_block() -> None:
     )
     assert video_header(grouped) == VideoHeader(48, 64, 3, 2 / 0.15, True, 0, False)
     assert video_header(matroska(track(), track(kind=2, number=2))).has_sound
+    for name, other in {0x23314F: b"\x3f\x80\0\0", 0x86: b"V_VP8\0"}.items():
+        assert video_header(matroska(in_track(element(name, other)))) == wanted
+    other_track = [block(-1, number=2, frame=b""), *(block(100 * k) for k in range(16))]
+    assert video_header(matroska(clusters=other_track)) == wanted
+
+
+def test_other_bytes_may_stand_behind_the_last_segment() -> None:
+    data, padding = video(**WRITTEN["WebM"]), bytes(4096)
+    assert video_header(data + padding) == video_header(data)
+    assert all(map(np.array_equal, decoded_frames(data + padding, [0, 15]), decoded_frames(data, [0, 15])))
+    with pytest.raises(PartError, match="cut off or is damaged"):  # FFmpeg would find more frames
+        video_header(data + padding + data)
+
+
+@pytest.mark.parametrize(
+    ("scale", "lasts", "step", "rate"),
+    [
+        (1_000_000, 33_366_667, 33, 30000 / 1001),
+        (1_000_000, 4_000_000_000_000, 4000, 0.25),  # it lies, or the clock does
+        (10**9, 40_000_000, 1, 1.0),
+        (10**9, 3_000_000_000_000, 3000, 1 / 3000),
+        (10**9, 1_500_000_000_000, 1500, 1 / 1500),
+        ((1 << 32) - 1, 40_000_000, 1, 10**9 / ((1 << 32) - 1)),
+    ],
+)
+def test_how_long_a_frame_lasts_is_believed_where_times_confirm_it(
+    scale: int, lasts: int, step: int, rate: float
+) -> None:
+    frames = [block(0), block(step)]
+    told = in_track(element(0x23E383, lasts.to_bytes(8, "big")))
+    assert video_header(matroska(told, clusters=frames, scale=scale)).rate == pytest.approx(rate, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (matroska(track(), track(number=2)), "2 video tracks.*-map"),
-        (matroska(track(kind=2)), "0 video tracks"),
+        (matroska(track(kind=17)), "0 video tracks"),
+        (matroska(track(kind=2)), "sound alone.*FILE OUT.flac"),
         (matroska(track(element(0x54AA, b"\2"))), "cropped.*convert"),
         (matroska(track(element(0x7670, element(0x7675, b"\x42\xb4\0\0")))), "turned.*convert"),
-        (matroska(element(0xAE, track()[9:], element(0x6D80, b"\1"))), "encrypted.*convert"),
+        (matroska(in_track(element(0x6D80, b"\1"))), "encrypted.*convert"),
+        (matroska(in_track(element(0x23314F, b"\x40\0\0\0"))), "TrackTimestampScale other than 1.*convert"),
+        (matroska(in_track(element(0x86, b"V_VP8" + bytes(9))), clusters=[block(0), block(1, frame=b"\0")]), "differ in number"),
+        (matroska(clusters=[block(-100), block(0)]), "before time 0.*convert"),
         (matroska(clusters=[block(0), block(100, 0x82), block(200)]), "differ in number.*convert"),
         (matroska(clusters=[block(0), block(0)]), "last no time.*convert"),
-        (matroska(clusters=[block(0)]), "1 frames.*convert"),
+        (matroska(clusters=[block(0)]), "a video of one frame; give it as an image"),
+        (matroska(clusters=[]), "a video of no frame; give it as an image"),
         (matroska(scale=0), "last no time"),
-        (matroska(clusters=[element(0xA3, b"\x81\0\0\x80")]), "0 bytes"),
+        (matroska(clusters=[block(0, frame=b""), block(1)]), "0 bytes"),
+        (matroska() + matroska()[:-3], "cut off.*get the whole file"),
         (matroska(element(0xAE, element(0xD7, b"\1"), element(0x83, b"\1"))), "0 pixels wide x 0 high"),
         (matroska(clusters=[block(0)] * (1 << 20)), "more than 1048576 elements"),
         (matroska()[:-3], "cut off.*get the whole file"),
@@ -494,3 +541,12 @@ def test_lying_matroska_is_refused_when_it_is_decoded() -> None:
         assert video_header(lying).frames == 16
         with pytest.raises(PartError):
             list(decoded_frames(lying, [0, 15]))
+
+
+def test_frames_whose_times_do_not_tell_their_order_are_refused() -> None:
+    data = video(form="matroska")
+    header, at = video_header(data), data.rindex(b"\x81" + (1500).to_bytes(2, "big"))
+    for moved in (1400, -1):
+        wrong = data[: at + 1] + moved.to_bytes(2, "big", signed=True) + data[at + 3 :]
+        with pytest.raises(PartError, match="no time, or two at one time; convert"):
+            list(decoded_frames(wrong, [0], header))

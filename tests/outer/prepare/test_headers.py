@@ -14,6 +14,8 @@ from PIL import Image, ImageOps, features
 
 from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.sound import decoded_audio
+from meshfeed.formats.video_header import VideoHeader
+from meshfeed.prepare.encoding import part_headers
 from meshfeed.prepare.encoding.part_headers import Size, size_of
 from soak import cases
 from videos import box, mp4, video
@@ -238,8 +240,16 @@ def test_a_video_has_the_frames_of_its_header():
         size_of(video(), 3000)
     with pytest.raises(StoreError, match="a video of one frame; give it as an image"):
         size_of(video(frames=1))
-    with pytest.raises(StoreError, match=r"4.1943e\+06 frames a second, more than 1000"):
+    with pytest.raises(StoreError, match=r"4.1943e\+06 frames a second, outside 0 to 1000"):
         size_of(mp4(scale=(1 << 22) - 1))
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_a_rate_by_which_training_could_not_divide_is_refused(monkeypatch, rate):
+    header = VideoHeader(48, 64, 16, rate, False, 0, False)
+    monkeypatch.setattr(part_headers, "video_header", lambda data: header)
+    with pytest.raises(StoreError, match=r"frames a second, outside 0 to 1000; leave it out"):
+        size_of(video())
 
 
 def test_an_image_may_be_larger_if_the_user_says_so():

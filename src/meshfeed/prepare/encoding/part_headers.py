@@ -205,6 +205,8 @@ def _size_of_video(data: bytes, max_pixels: int) -> Size:
     _refuse_large(header.height, header.width, max_pixels)
     if header.frames < 2:
         raise StoreError("a video of one frame; give it as an image, or leave its sample out")
-    if header.rate > _MOST_RATE:
-        raise StoreError(f"a video of {header.rate:g} frames a second, more than {_MOST_RATE}; leave it out")
+    if not 0 < header.rate <= _MOST_RATE:
+        raise StoreError(
+            f"a video of {header.rate:g} frames a second, outside 0 to {_MOST_RATE}; leave it out"
+        )
     return Size("video", header.height, header.width, header.frames, header.rate)
