@@ -101,6 +101,13 @@ def test_only_training_resumes(corpus: str, tmp_path: Path) -> None:
     assert trained.seen["train"] == rows(corpus, range(3, 5))
 
 
+def test_an_encoder_is_for_sets_with_parts(corpus: str, tmp_path: Path) -> None:
+    data = fed.DataModule(recipe(corpus), held_out(corpus), micro_batch_size=2, encoder="balanced")
+    trainer(tmp_path).validate(model(), datamodule=data, verbose=False)
+    with pytest.raises(mf.errors.OptionError, match="has no encoder; leave it out"):
+        trainer(tmp_path).fit(model(), datamodule=data)
+
+
 def test_a_ledger_amends_training_alone(corpus: str, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     mf.amendments.Ledger((mf.amendments.Amendment(0, mf.amendments.SkipSteps(0, 1)),)).write(ledger)
