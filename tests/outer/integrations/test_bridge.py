@@ -147,8 +147,8 @@ def resumed(rank: int, folder: Path) -> dict[str, Any]:
 
 def beside(data: Any, folder: Path) -> list[str]:
     """What is in a folder of converted weights after a callback that finds no checkpoint of this run there."""
-    made = folder / "converted"
-    made.mkdir(exist_ok=True)
+    made = folder / f"converted{os.getpid()}"
+    made.mkdir()
     (made / "latest_checkpointed_iteration.txt").write_text("release")
     checkpoint = SimpleNamespace(save=str(made))
     data.on_checkpoint_save(
