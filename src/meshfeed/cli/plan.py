@@ -118,9 +118,9 @@ class Plan(Command, JobOptions, RecipeOptions):
         stepping, steps = self.stepping_of(recipe), self.steps or range(1)
         with entered(recipe):
             for step in steps:
-                if recipe.skips(step) and len(steps) > 1:
-                    continue  # as a job leaves it out
                 if recipe.skips(step):
+                    if len(steps) > 1:
+                        continue  # as a job leaves it out
                     raise MeshfeedError(
                         f"step {step}: an amendment skips it, to step {recipe.first_given(step)}"
                     )

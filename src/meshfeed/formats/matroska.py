@@ -125,10 +125,8 @@ def _elements(data: bytes) -> Iterator[tuple[int, int, int]]:
         name, size_at = _number(data, at, len(data), is_name=True)
         size, begin = _number(data, size_at, len(data))
         end = begin + size
-        if size == (1 << 7 * (begin - size_at)) - 1 and name in (
-            _SEGMENT,
-            _CLUSTER,
-        ):  # not known when written
+        is_unknown = size == (1 << 7 * (begin - size_at)) - 1  # when it was written
+        if is_unknown and name in (_SEGMENT, _CLUSTER):
             end = len(data)
         if end > len(data):
             raise PartError(

@@ -103,9 +103,14 @@ def end_of(feed: Feed) -> tuple[int | None, str]:
     end = feed.num_steps
     if end is None:
         return None, "the stream never ends"
-    given = sum(map(len, feed.recipe.given_steps(0, end)))
+    given = _num_given(feed, 0, end)
     left_out = f" ({end - given} more are left out by amendments)" if given < end else ""
     return given, f"the stream ends after {given} steps{left_out}"
+
+
+def _num_given(feed: Feed, first: int, stop: int) -> int:
+    """Steps of a range that no amendment leaves out."""
+    return sum(map(len, feed.recipe.given_steps(first, stop)))
 
 
 def _default_of(field: Field[Any]) -> Any:
@@ -306,8 +311,7 @@ class TrainLoader:
         return at if end is None else max(min(at, end), self._next)
 
     def _num_given(self, first: int, stop: int) -> int:
-        """Steps of a range that no amendment leaves out."""
-        return sum(map(len, self._feed.recipe.given_steps(first, stop)))
+        return _num_given(self._feed, first, stop)
 
     def _settle(self) -> None:
         """Forget the steps that are fully trained."""
