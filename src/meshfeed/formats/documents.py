@@ -36,7 +36,7 @@ from meshfeed.store.open import stores_inside
 
 VERSION = 1
 """Part of the fingerprint."""
-_KEPT_VERSION = 1
+_KEPT_VERSION = 2
 """Part of the key of what is kept: after a change here, nothing older is used."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")

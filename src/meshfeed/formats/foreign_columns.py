@@ -15,6 +15,7 @@ from meshfeed.store.loss_columns import (
     LABELS,
     LOSS_COLUMNS,
     LOSS_MASK,
+    OF_OTHERS,
     OTHER_MASKS,
     as_used,
 )
@@ -44,8 +45,8 @@ class ForeignColumns:
     def of(self, tokens: StreamStore, found: Found) -> Mapping[str, StreamStore]:
         """The columns, which `tokens` enters where it is entered.
 
-        Raises StoreError for a column without one number per token, an attention mask with a 0, one of
-        OTHER_MASKS with other values than 0 and 1, and for several masks.
+        Raises StoreError for a column without one number per token; OptionError for an attention mask with a
+        0, one of OTHER_MASKS with other values than 0 and 1, several masks, and any of OF_OTHERS.
         """
         if self.columns is None:
             there = {name: each for name, each in found().items() if name not in self.ignored}
@@ -77,6 +78,8 @@ def ignoring(path: str, ignore: frozenset[str]) -> ForeignColumns:
 
 
 def _checked(tokens: StreamStore, there: dict[str, StreamStore], cache: Cache) -> Mapping[str, StreamStore]:
+    for name in there.keys() & OF_OTHERS:
+        raise OptionError(f"{tokens.path}: column {name!r} is not read: {OF_OTHERS[name]}; or {_cure(name)}")
     for name, store in there.items():
         _compare(tokens, name, store)
     if ATTENTION_MASK in there:

@@ -14,7 +14,14 @@ from meshfeed.store.marks import Marks, bearing
 LABELS, LOSS_MASK, ATTENTION_MASK = "labels", "loss_mask", "attention_mask"
 OTHER_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Names of a loss mask of 0 and 1 in TRL and transformers."""
-LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS)
+OF_OTHERS = {
+    "position_ids": "each document is counted from 0: write each sequence of a packed row as its own",
+    **dict.fromkeys(
+        ("weights", "loss_weights", "token_weights"), f"a column that weighs losses is {LOSS_MASK!r}"
+    ),
+}
+"""Names of columns that other trainers use and meshfeed refuses, each with what to do."""
+LOSS_COLUMNS = (LABELS, LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS, *OF_OTHERS)
 """Columns by which other systems say what to train on. None is silently ignored."""
 
 

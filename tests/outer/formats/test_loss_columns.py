@@ -217,6 +217,16 @@ def test_several_masks_and_masks_of_other_values_are_refused(tmp_path: Path, kin
         trained(mf.open(path))
 
 
+@some(7)
+@pytest.mark.parametrize("name", ["position_ids", "weights", "loss_weights", "token_weights"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_columns_that_only_others_read_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    path = written(kind, tmp_path / "a", input_ids=TOKENS, **{name: ONES})
+    with pytest.raises(OptionError, match=rf"column '{name}' is not read: .*ignore=\['{name}'\]"):
+        trained(mf.open(path))
+    assert trained(mf.open(path, ignore=[name])) == expected(TOKENS, ONES, shifted=False)
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_columns_of_other_lengths_are_refused(tmp_path: Path, kind: str) -> None:
     path = written(kind, tmp_path / "a", input_ids=TOKENS, labels=[[1], *LABELS[1:]])
