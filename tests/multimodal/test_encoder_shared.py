@@ -136,6 +136,27 @@ def test_what_cannot_be_shared_is_refused(folder: str) -> None:
         mf.Feed(recipe_of(folder), encoder="all", **SPLIT)
 
 
+@pytest.mark.parametrize(
+    ("layout", "encoder", "told"), [("cp2", "with sample", 1), ("cp2", "group", 0), ("", "with sample", 0)]
+)
+def test_a_fixed_cp_group_that_encodes_each_part_twice_is_told(
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    layout: str,
+    encoder: Any,
+    told: int,
+) -> None:
+    shape = mf.Layout.parse(layout) if layout else mf.Layout()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(shape.world_size))
+    with mf.Feed(
+        recipe_of(folder), shape, encoder=encoder, transport=mf.Transport(delivery="direct"), **SPLIT
+    ) as feed:
+        next(iter(feed))
+    assert sum('encoder="group"' in record.getMessage() for record in caplog.records) == told
+
+
 # -- real ranks -----------------------------------------------------------------------------------
 
 

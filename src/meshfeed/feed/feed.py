@@ -222,6 +222,13 @@ class Feed(StepSource[RankPlace]):
                     self.ledger.keep(self._options.ledger)  # or it is refused here
                 if warning := warning_of(self.recipe):
                     _log.warning("%s", warning)
+                rule = self._stepping.rule
+                if place.layout.cp > 1 and isinstance(rule, TakesParts) and rule.encoder == "with sample":
+                    _log.warning(
+                        "each of %d cp ranks encodes all parts of its pack; where the loop calls "
+                        'exchange_encoded, Feed(encoder="group") shares that work among them',
+                        place.layout.cp,
+                    )
                 if is_over_early(self.recipe):
                     _log.warning(
                         "steps=%d is never reached: the stream ends sooner, after its epochs or amounts; "
