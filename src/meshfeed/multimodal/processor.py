@@ -174,6 +174,7 @@ _OF_RULE = {
     "BudgetImages": "BudgetPatches",
     "PlacedTiles": "PlacedPixels",
     "FixedImages": "FixedPixels",
+    "CroppedImages": "CroppedPixels",
     "TiledImages": "TiledPixels",
     "AnyResImages": "AnyResPixels",
     "WhisperAudio": "WhisperFeatures",

@@ -10,7 +10,7 @@ The default `alpha` of each rule is 6 x the width of its usual encoder: a layer 
 of 4 d spends 24 d^2 FLOPs on a patch, and 4 d on each of its pairs with another.
 """
 
-from meshfeed.processors.gemma import BudgetImages, BudgetPatches
+from meshfeed.processors.gemma import BudgetImages, BudgetPatches, CroppedImages, CroppedPixels
 from meshfeed.processors.idefics import PlacedPixels, PlacedTiles
 from meshfeed.processors.patches import NativeImages, NativePatches
 from meshfeed.processors.pixels import ImageProcessor, rgb_image
@@ -31,6 +31,8 @@ __all__ = [
     "AnyResPixels",
     "BudgetImages",
     "BudgetPatches",
+    "CroppedImages",
+    "CroppedPixels",
     "FixedImages",
     "FixedPixels",
     "ImageProcessor",

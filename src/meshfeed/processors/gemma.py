@@ -1,22 +1,150 @@
-"""Images of Gemma 4, as many patches as fit a budget of tokens: BudgetImages, and BudgetPatches."""
+"""Images of Gemma: CroppedImages, Gemma 3's with pan and scan; BudgetImages, Gemma 4's; and their pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
-from meshfeed.parts import Kind, Parts
-from meshfeed.parts.types import check_options
+from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
+from meshfeed.parts.types import TokenId, check_options
 from meshfeed.processors.patches import ResizedImages, SizedPatches
-from meshfeed.processors.pixels import PIXELS, Color
-from meshfeed.processors.tiles import Framed
+from meshfeed.processors.pixels import PIXELS, Color, rgb_image
+from meshfeed.processors.resizing import Resample
+from meshfeed.processors.tiles import Fit, FixedImages, FixedPixels, Framed
 from meshfeed.sequence.runs import Longs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CroppedImages(FixedImages):
+    """Images of one size and, of those that are long, crops side by side, with words around them.
+
+    Like Gemma 3 with `do_pan_and_scan`. The encoder attends within the image, and within each crop.
+    `CroppedImages.spelled` finds the ids. The blank line behind an image is in the stored text, where its
+    newlines merge with those that follow; what is before an image is the rule's.
+
+    Attributes:
+        before: ids before the outputs of an image without crops; of the four, each ends with PLACEHOLDER, for
+            <start_of_image>.
+        first: the same of one with crops.
+        between: from its end to the outputs of the first crop.
+        next: from the end of a crop to the outputs of the next one.
+        min_crop, max_crops, min_ratio: `pan_and_scan_min_crop_size`, in pixels,
+            `pan_and_scan_max_num_crops`, `pan_and_scan_min_ratio_to_activate`.
+
+    Other options: see `FixedImages`. Raises RecipeError for options below 1, and max_crops above min_crop.
+    """
+
+    first: tuple[TokenId, ...]
+    between: tuple[TokenId, ...]
+    next: tuple[TokenId, ...]
+    min_crop: int = 256
+    max_crops: int = 4
+    min_ratio: float = 1.2
+    size: int = 896
+    tokens_per_image: int | None = 256
+    alpha: float = 6 * 1152
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_crops > self.min_crop or not self.min_ratio >= 1:
+            raise RecipeError(
+                f"CroppedImages(max_crops={self.max_crops}, min_crop={self.min_crop}, "
+                f"min_ratio={self.min_ratio}): no more crops than pixels of one, and a ratio from 1"
+            )
+
+    @classmethod
+    def spelled(
+        cls,
+        encode: Callable[[str], Sequence[int]],
+        *,
+        output: int,
+        end: int,
+        before: str = "",
+        **options: Any,
+    ) -> CroppedImages:
+        """With the ids that a tokenizer has for what Gemma 3's processor writes around images.
+
+        encode: text -> ids, without any that the tokenizer adds at its ends. output, end: ids of
+        <image_soft_token> and <end_of_image>. before: the text right before each image, as far as its tokens
+        may merge with what follows; "\n" for images that begin a turn. It is left out of the stored text.
+        """
+        line, words = "\n\n", f"{before}Here is the original image \n\n"
+        crops = f"{line} and here are some crops to help you see better {line}"
+        ids = [(*encode(each), PLACEHOLDER) for each in (before + line, words, crops, f"{line} {line}")]
+        names = dict(zip(("before", "first", "between", "next"), ids))
+        return cls(**names, output=output, after=(end,), **options)
+
+    def crops(self, parts: Parts) -> Longs:
+        """Crops of each image along its longer side; 0 for one that has none; int64 [p]."""
+        longer, shorter = np.maximum(parts.height, parts.width), np.minimum(parts.height, parts.width)
+        count = np.minimum(longer // self.min_crop, np.floor(longer / shorter + 0.5).astype(np.int64))
+        count = np.minimum(np.maximum(count, 2), self.max_crops)
+        is_small = np.minimum(-(-longer // count), shorter) < self.min_crop
+        return np.where((longer / shorter < self.min_ratio) | is_small, 0, count)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        return 1 + self.crops(parts), super().patches(parts)[1]
+
+    def outputs(self, parts: Parts) -> Longs:
+        return self.outputs_of_one * (1 + self.crops(parts))
+
+    def tokens(self, parts: Parts) -> Longs:
+        return self.template(parts).tokens
+
+    def template(self, parts: Parts) -> Template:
+        outputs = Repeat(self.output, self.outputs_of_one, is_output=True)
+
+        def image(before: Sequence[int]) -> list[Repeat]:
+            return [*map(Repeat, before), outputs, *map(Repeat, self.after)]
+
+        alone, further = image(self.before), image(self.next)
+        crops = [*image(self.first), *image(self.between)]
+        return Template.of(
+            [*crops, *further * (count - 1)] if count else alone for count in self.crops(parts).tolist()
+        )
+
+
+@dataclass(frozen=True)
+class CroppedPixels(FixedPixels):
+    """An image and its crops, each resized to one square, with the values of Gemma 3's processor.
+
+    Attributes:
+        rule: size of images, and crops.
+
+    Field, for the first stage: pixel_values, dtype [images and crops, 3, size, size]: an image, then its
+    crops. Other options: see `ImageProcessor`.
+    """
+
+    rule: CroppedImages  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    _: KW_ONLY
+    mean: Color = (0.5, 0.5, 0.5)
+    std: Color = (0.5, 0.5, 0.5)
+    resample: Resample = "bilinear"
+    fit: Fit = "stretch"
+
+    def rows(self, parts: Parts) -> Mapping[str, Longs]:
+        """One, and as many as crops."""
+        return {PIXELS: self.rule.patches(parts)[0]}
+
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The image and its crops."""
+        image, count = rgb_image(data, size, self.alpha), int(self.rule.crops(size.as_image())[0])
+        width, height = image.size
+        longer = max(image.size)
+        edges = [min(i * -(-longer // max(count, 1)), longer) for i in range(count + 1)]
+        boxes = [
+            (begin, 0, end, height) if width >= height else (0, begin, width, end)
+            for begin, end in pairwise(edges)
+        ]
+        whole_and_crops = [image, *map(image.crop, boxes)]
+        return {PIXELS: np.concatenate([self.square(each) for each in whole_and_crops])}
 
 
 @dataclass(frozen=True, kw_only=True)

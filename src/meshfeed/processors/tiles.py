@@ -74,9 +74,13 @@ class FixedImages(Framed):
     def __post_init__(self) -> None:
         check_options(self)
 
+    @property
+    def outputs_of_one(self) -> int:
+        """Outputs of the encoder for an image."""
+        return self.tokens_per_image or (self.size // self.patch) ** 2
+
     def outputs(self, parts: Parts) -> Longs:
-        patches = self.patches(parts)[1]
-        return patches if self.tokens_per_image is None else np.full_like(patches, self.tokens_per_image)
+        return np.full(len(parts), self.outputs_of_one, np.int64)
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         one = np.ones(len(parts), np.int64)
@@ -116,14 +120,14 @@ class FixedPixels(ImageProcessor):
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The image."""
-        return {PIXELS: self._square(rgb_image(data, size, self.alpha))}
+        return {PIXELS: self.square(rgb_image(data, size, self.alpha))}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """As the rule says of an image."""
-        images = Parts.of_images([made[PIXELS].shape[2:]] * len(made[PIXELS]))
-        return int(self.rule.outputs(images).sum())
+        return len(made[PIXELS]) * self.rule.outputs_of_one
 
-    def _square(self, image: Any) -> Array:
+    def square(self, image: Any) -> Array:
+        """An RGB image of the rule's size; uint8 [1, 3, size, size]."""
         side, shorter, longer = self.rule.size, min(image.size), max(image.size)
         if self.fit == "crop":
             width, height = (side if each == shorter else int(side * longer / shorter) for each in image.size)

@@ -8,6 +8,7 @@ import io
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 from PIL import Image
 from test_part_counts import images
 from test_processors import OF_TILES, made, picture, published, published_class, stored
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import meshfeed
 from meshfeed.errors import RecipeError, StoreError
@@ -28,6 +29,8 @@ from meshfeed.processors import (
     AnyResImages,
     BudgetImages,
     BudgetPatches,
+    CroppedImages,
+    CroppedPixels,
     FixedImages,
     NativeImages,
     NativePatches,
@@ -39,6 +42,7 @@ from meshfeed.processors import (
 )
 from soak import cases
 
+DOCS = Path(meshfeed.__file__).parents[2] / "docs"
 SIZES = [size for size in images(cases(150, 1000)) if max(size) < 60 * min(size)]
 
 
@@ -209,11 +213,12 @@ def gemma() -> Family:
     soft, end = map(words.token_to_id, ("<image_soft_token>", "<end_of_image>"))
     rule = FixedImages(size=896, tokens_per_image=256, before=(PLACEHOLDER,), output=soft, after=(end,))
     return Family(
-        rule, words, "<start_of_image>", "<image_soft_token>", lambda height, width: gemmas(words).strip()
+        rule, words, "<start_of_image>", "<image_soft_token>", lambda height, width: gemmas().strip()
     )
 
 
-def gemmas(words: Tokenizer, crops: int = 0) -> str:
+@cache
+def gemmas(crops: int = 0) -> str:
     """What its processor puts in place of <start_of_image>."""
     special = {
         "boi_token": "<start_of_image>",
@@ -226,6 +231,25 @@ def gemmas(words: Tokenizer, crops: int = 0) -> str:
     )
     init(theirs, None, SimpleNamespace(**special, boi_token_id=0))
     return method("gemma3", "processing_gemma3", "replace_image_token")(theirs, {"num_crops": [crops]}, 0)
+
+
+def panned(**options: Any) -> Family:
+    """Gemma 3 with pan and scan. The blank line behind an image is text of the document."""
+    words = tokenizer(
+        "<start_of_image>", "<image_soft_token>", "<end_of_image>", merges=(("Ċ", "Ċ"), ("ĊĊ", "Ċ"))
+    )
+    soft, end = map(words.token_to_id, ("<image_soft_token>", "<end_of_image>"))
+    rule = CroppedImages.spelled(lambda text: words.encode(text).ids, output=soft, end=end, **options)
+    theirs = published("gemma3", "Gemma3")
+    given = {"min_crop_size": rule.min_crop, "max_num_crops": rule.max_crops}
+    given |= {"min_ratio_to_activate": rule.min_ratio}
+
+    def text(height: int, width: int) -> str:
+        image = np.broadcast_to(np.uint8(0), (3, height, width))
+        crops = theirs.pan_and_scan(image, **{f"pan_and_scan_{name}": each for name, each in given.items()})
+        return gemmas(len(crops)).removesuffix("\n\n")
+
+    return Family(rule, words, "<start_of_image>", "<image_soft_token>", text)
 
 
 def native(family: str, module: str, name: str, rule: NativeImages, **options: Any) -> Family:
@@ -308,6 +332,8 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "GLM-4.6V": lambda: native("glm46v", "glm46v", "Glm46V", NativeImages(**GLM)),
     "InternVL, few tiles": lambda: internvl(min_tiles=2, max_tiles=6),
     "Gemma 3": gemma,
+    "Gemma 3, pan and scan": panned,
+    "Gemma 3, small crops": lambda: panned(min_crop=10, max_crops=9, min_ratio=1.5),
     "Gemma 4": gemma4,
     "Gemma 4, few tokens": lambda: gemma4(max_tokens=70),
     "LLaVA-OneVision": onevision,
@@ -327,18 +353,79 @@ def test_text_around_an_image_of_gemma_is_encoded_with_its_neighbours(text: str)
     """Its processor puts blank lines around images: they are text of the stored document, whose newlines merge."""
     family = gemma()
     words, rule = family.words, family.rule
-    theirs = words.encode(text.replace("<start_of_image>", gemmas(words))).ids
-    document = np.array(words.encode(text.replace("<start_of_image>", "\n\n<start_of_image>\n\n")).ids)
+    theirs = words.encode(text.replace("<start_of_image>", gemmas())).ids
+    document = text.replace("<start_of_image>", "\n\n<start_of_image>\n\n")
+    assert ids_of(rule, words, document, [(30, 40)] * text.count("<start")) == theirs
+
+
+def ids_of(rule: PartRule, words: Tokenizer, text: str, sizes: list[tuple[int, int]]) -> list[int]:
+    """The tokens of a document of Gemma with images of those sizes."""
+    document = np.array(words.encode(text, add_special_tokens=False).ids)
     (at,) = np.nonzero(document == words.token_to_id("<start_of_image>"))
-    sizes = Parts.of_images([(30, 40)] * at.size)
-    parts = replace(sizes, at=at, starts=np.array([0, at.size]))
-    template, whole = (
-        template_of(rule, parts),
-        Expansion(parts, rule.tokens(parts), np.array([document.size])),
-    )
+    parts = replace(Parts.of_images(sizes), at=at, starts=np.array([0, at.size]))
+    whole = Expansion(parts, rule.tokens(parts), np.array([document.size]))
     tokens = document.repeat(whole.repeats)
-    whole.put_ids(tokens, template, np.arange(at.size))
-    assert tokens.tolist() == theirs and tokens.size > document.size
+    whole.put_ids(tokens, template_of(rule, parts), np.arange(at.size))
+    return tokens.tolist()
+
+
+@cache
+def trained() -> Tokenizer:
+    """Of pieces as Gemma's, which go over words and newlines, trained on the project's pages."""
+    pages = [page.read_text() for page in sorted(DOCS.glob("*.md"))[:12]]
+    words = Tokenizer(models.BPE(byte_fallback=True))
+    words.normalizer = normalizers.Replace(" ", "▁")
+    words.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    special = ["<bos>", "<start_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    lines = ["\n" * count for count in range(1, 9)]
+    words.train_from_iterator(
+        [page[i : i + 200] for page in pages for i in range(0, len(page), 200)],
+        trainers.BpeTrainer(vocab_size=3000, special_tokens=[*special, *lines], show_progress=False),
+    )
+    return words
+
+
+BEFORE = ["", "\n", " ", "what is it?\n\n"]
+
+
+@pytest.mark.parametrize("before", BEFORE, ids=repr)
+@pytest.mark.parametrize("after", ["", "\nwhat?", " and here", "Here"], ids=repr)
+def test_the_words_around_crops_of_gemma_are_encoded_with_their_neighbours(before: str, after: str) -> None:
+    words = trained()
+    soft, end = map(words.token_to_id, ("<image_soft_token>", "<end_of_image>"))
+    rule = CroppedImages.spelled(lambda text: words.encode(text).ids, output=soft, end=end, before=before)
+    sizes = [(30, 40), (300, 600), (1200, 300), (900, 900)]
+    crops = rule.crops(Parts.of_images(sizes)).tolist()
+    assert crops == [0, 2, 4, 0]
+    turn = f"<start_of_turn>{{}}{after}"
+    theirs = "".join(turn.format(before + gemmas(count)) for count in crops)
+    ours = turn.format("<start_of_image>\n\n") * len(sizes)
+    assert ids_of(rule, words, ours, sizes) == words.encode(theirs).ids
+
+
+def test_the_pixels_of_crops_are_the_published_ones() -> None:
+    options = {"min_crop": 20, "max_crops": 5, "min_ratio": 1.3}
+    rule = replace(panned(**options).rule, size=56, tokens_per_image=4)
+    assert isinstance(rule, CroppedImages)
+    given = dict(zip(("min_crop_size", "max_num_crops", "min_ratio_to_activate"), options.values()))
+    theirs = published(
+        "gemma3",
+        "Gemma3",
+        size={"height": 56, "width": 56},
+        do_pan_and_scan=True,
+        **{f"pan_and_scan_{name}": each for name, each in given.items()},
+    )
+    found: set[int] = set()
+    for size in [*SOME, (61, 20), (20, 103), (150, 25), (47, 60), (47, 61), (40, 79)]:
+        data = stored(picture(*size))
+        ours = made(CroppedPixels(rule), data, *size)["pixel_values"]
+        wanted = theirs(Image.open(io.BytesIO(data)), return_tensors="np")
+        assert np.array_equal(ours, wanted["pixel_values"])
+        assert len(ours) == 1 + wanted["num_crops"][0] == rule.patches(Parts.of_images([size]))[0][0]
+        found.add(len(ours))
+    assert len(found) > 3
+    with pytest.raises(RecipeError, match=r"CroppedImages\(max_crops=30, min_crop=20, "):
+        replace(rule, max_crops=30)
 
 
 SOME = [(30, 40), (64, 64), (1, 16), (17, 90), (200, 300), (301, 150)]
@@ -400,7 +487,7 @@ def test_the_pixels_of_glm_are_the_published_ones() -> None:
 
 
 def test_the_page_names_the_families_that_are_tested() -> None:
-    page = (Path(meshfeed.__file__).parents[2] / "docs" / "multimodal.md").read_text()
+    page = (DOCS / "multimodal.md").read_text()
     table = page.split("| family | images | video | sound |\n|---|---|---|---|\n")[1].split("\n\n")[0]
     trained: dict[str, set[str]] = {"images": set(), "video": set(), "sound": set()}
     for line in table.splitlines():

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.parts import KINDS, PartRule, Parts
+from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts
 from meshfeed.processors import (
     AnyResImages,
     BudgetImages,
+    CroppedImages,
     FixedImages,
     NativeImages,
     NativeVideo,
@@ -217,6 +218,9 @@ RULES = (
     AnyResImages(),
     AnyResImages.onevision(),
     FixedImages(),
+    CroppedImages(
+        output=5, after=(6,), before=(PLACEHOLDER,), first=(1, PLACEHOLDER), between=(2,), next=(3,)
+    ),
     WhisperAudio(),
     NativeVideo(),
 )

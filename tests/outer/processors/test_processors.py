@@ -21,13 +21,15 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal import PartSize
 from meshfeed.multimodal.processor import outputs_of, template_of
-from meshfeed.parts import Parts
+from meshfeed.parts import PLACEHOLDER, Parts
 from meshfeed.prepare.encoding.part_headers import size_of
 from meshfeed.processors import (
     AnyResImages,
     AnyResPixels,
     BudgetImages,
     BudgetPatches,
+    CroppedImages,
+    CroppedPixels,
     FixedImages,
     FixedPixels,
     ImageProcessor,
@@ -289,6 +291,13 @@ OURS = {name: of[0] for name, of in OF_TILES.items()} | {
             longest=84,
             tile=28,
             tokens_per_tile=4,
+        )
+    ),
+    "Gemma 3, crops": CroppedPixels(
+        CroppedImages(
+            before=(PLACEHOLDER,),
+            **{"first": (70_001, PLACEHOLDER), "between": (70_002, PLACEHOLDER), "next": (PLACEHOLDER,)},
+            **{"output": 70_003, "after": (70_004,), "size": 28, "tokens_per_image": 4, "min_crop": 20},
         )
     ),
     "Gemma 4": BudgetPatches(BudgetImages(before=(70_000,), after=(70_001,), max_tokens=7, merge=2, patch=8)),
