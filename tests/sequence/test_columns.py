@@ -17,7 +17,7 @@ from meshfeed.testing import assert_elastic, assert_resumable, assert_rule
 from observe import simulated, take
 from soak import some
 
-DTYPES = {"tokens": "i4", "loss_mask": "f4", "labels": "i8", "weight": "f8", "turn": "u1"}
+DTYPES = {"tokens": "i4", "loss_mask": "f8", "labels": "i8", "weight": "f8", "turn": "u1"}
 SETS = [
     ("loss_mask",),
     ("labels",),
@@ -49,7 +49,7 @@ def write(folder: Path, columns: tuple[str, ...], *, seed: int = 0, first: int =
     total = sum(sizes)
     whole: dict[str, np.ndarray] = {
         "tokens": np.arange(first, first + total, dtype="i4"),
-        "loss_mask": rng.choice(np.array([0, 0, 0.5, 1], "f4"), total),
+        "loss_mask": rng.choice([0, 0, -0.0, 1e-46, 1e-40, 0.5, 1, 3e38], total),  # 1e-46 is 0 in float32
         "labels": np.where(rng.random(total) < 0.4, -100, rng.integers(0, 10**12, total)),
         "weight": rng.random(total),
         "turn": rng.integers(0, 3, total).astype("u1"),
