@@ -10,7 +10,7 @@ import pytest
 
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import template_of
-from meshfeed.parts import PLACEHOLDER, Expansion, Parts, Repeat, Template, check_rules
+from meshfeed.parts import PLACEHOLDER, Expansion, Parts, Repeat, Rope, Template, check_rules
 from pictures import Pixels
 from soak import SEED, cases
 
@@ -78,7 +78,8 @@ def test_templates_in_samples_token_by_token() -> None:
         assert mine.tolist() == tokens and whole.outputs(template, every).tolist() == index
         rows, columns = np.array([each for some in grids for each in some], int).reshape(-1, 2).T
         still = np.ones(rows.size, np.float32)
-        assert whole.mrope(template, rows, columns, still).tolist() == positions
+        rope = Rope.of_grids(template, rows, columns, still)
+        assert whole.mrope(template, rope).tolist() == positions
         some = every[rng.random(every.size) < 0.5]
         found = whole.outputs(Template.of([runs[i] for i in some]), some)
         assert (found >= 0).sum() == found.max(initial=-1) + 1 == sum(template.outputs[some])

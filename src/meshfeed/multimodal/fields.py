@@ -18,7 +18,7 @@ from meshfeed.errors import PartError, RecipeError
 from meshfeed.intervals import numbers_in
 from meshfeed.multimodal.decoding import Bad, Decoder, PartPlace, blank_of
 from meshfeed.multimodal.parts import Chosen, PartsOfDraws, Shared, parts_of_pack
-from meshfeed.multimodal.processor import PartSize, Processor, named, patches_of, rows_of
+from meshfeed.multimodal.processor import PartSize, Processor, last_patches_of, named, patches_of, rows_of
 from meshfeed.parts import Expansion, Kind
 from meshfeed.plan import Slices
 from meshfeed.roles import Field
@@ -209,8 +209,10 @@ def part_fields(
         if f"{kind}_cu_seqlens" in names:
             places = chosen.places[own]
             sequences, patches = chosen.among.ask(patches_of, processor.rule, places)
-            ends = np.cumsum(patches.repeat(sequences))
-            arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
+            sizes, some = patches.repeat(sequences), sequences > 0
+            last = chosen.among.ask(last_patches_of, processor.rule, places)
+            sizes[np.cumsum(sequences)[some] - 1] = last[some]
+            arrays[f"{kind}_cu_seqlens"] = np.append(0, np.cumsum(sizes)).astype(np.int32)
         for each in processor.fields:
             if each.name in names and columns is not None:
                 values = compress(cast(Sequence[Array], columns.get(each.name, ())), is_own)

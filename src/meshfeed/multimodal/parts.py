@@ -20,16 +20,15 @@ from meshfeed.multimodal.encoders import EncoderPlan, EncoderRoute, encoder_rout
 from meshfeed.multimodal.processor import (
     PartField,
     Processor,
-    grid_of,
-    interval_of,
     named,
+    rope_of,
     rows_of,
     template_of,
     tokens_of,
     work_of,
 )
 from meshfeed.order import Draws
-from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, Template
+from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, Rope, Template
 from meshfeed.parts.store import parts_in
 from meshfeed.plan import CostModel, StepPlan
 from meshfeed.plan.types import Encoder
@@ -126,14 +125,13 @@ class PartsOfDraws:
     def mrope(self) -> Longs:
         """The positions of all tokens of the documents; see `Expansion.mrope`."""
         made = self.template(np.arange(len(self.parts)))
-        part = made.part[made.is_output]
-        rows, columns = np.zeros((2, part.size), np.int64)
-        kinds, interval = self.parts.kind[part], np.ones(len(self.parts), np.float32)
+        kinds, rope = self.parts.kind[made.part], Rope.of_text(made)
         for kind, mine in self.by_kind():
             of = kinds == KINDS.index(kind)
-            rows[of], columns[of] = self.ask(grid_of, self.processors[kind].rule, mine)
-            interval[mine] = self.ask(interval_of, self.processors[kind].rule, mine)
-        return self.whole.mrope(made, rows, columns, interval[part])
+            rope.offsets[of.repeat(made.sizes)], rope.steps[of] = self.ask(
+                rope_of, self.processors[kind].rule, mine
+            )
+        return self.whole.mrope(made, rope)
 
     def template(self, places: Longs) -> Template:
         """Which tokens some parts become; int64 [k], ascending."""

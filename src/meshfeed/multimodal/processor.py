@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
-from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts, Template
+from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts, Rope, Template
 from meshfeed.roles import StageKind
 from meshfeed.sequence.runs import Longs
 
@@ -170,6 +170,7 @@ def check_processor(where: str, given: Any) -> None:
 _OF_RULE = {
     "NativeImages": "NativePatches",
     "NativeVideo": "VideoPatches",
+    "OmniVideo": "VideoPatches",
     "RowImages": "RowPatches",
     "BudgetImages": "BudgetPatches",
     "PlacedTiles": "PlacedPixels",
@@ -244,6 +245,29 @@ def interval_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float32]:
     if interval.shape != (len(parts),) or not (np.isfinite(interval) & (interval >= 0)).all():
         raise RecipeError(_wrong("interval", interval, len(parts), "number from 0"))
     return interval
+
+
+def last_patches_of(rule: PartRule, parts: Parts) -> Longs:
+    """`rule.last_patches`; int64 [p]. Raises RecipeError unless it gives whole numbers from 0."""
+    return _counts("last_patches", rule.last_patches(parts), len(parts), least=0)
+
+
+def has_rope(rule: PartRule) -> bool:
+    """Whether a rule gives positions of a multimodal rope."""
+    none = Parts.none(0)
+    return rule.grid(none) is not None or rule.rope(none) is not None
+
+
+def rope_of(rule: PartRule, parts: Parts) -> Rope:
+    """`rule.rope`, or that of its `grid`. Raises RecipeError as `grid_of`, and for other shapes."""
+    made = template_of(rule, parts)
+    if (rope := rule.rope(parts)) is None:
+        rows, columns = grid_of(rule, parts)
+        return Rope.of_grids(made, rows, columns, interval_of(rule, parts)[made.part[made.is_output]])
+    shapes, wanted = (rope.offsets.shape, rope.steps.shape), ((made.sizes.sum(), 3), made.sizes.shape)
+    if shapes != wanted:
+        raise RecipeError(f"rope: offsets and steps {shapes}, where {wanted} belong")
+    return rope
 
 
 def rows_of(processor: Processor, parts: Parts) -> dict[str, Longs]:

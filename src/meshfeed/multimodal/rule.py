@@ -43,9 +43,9 @@ from meshfeed.multimodal.parts import (
     parts_of_pack,
     plans_of,
 )
-from meshfeed.multimodal.processor import Processor, check_processor
+from meshfeed.multimodal.processor import Processor, check_processor, has_rope
 from meshfeed.order import Draws, draws_of_step
-from meshfeed.parts import Expansion, Kind, Parts, check_rules
+from meshfeed.parts import Expansion, Kind, check_rules
 from meshfeed.plan import Packing, Slices, StepPlan
 from meshfeed.plan.problem import Uncut
 from meshfeed.plan.types import CpSplit, Encoder
@@ -137,7 +137,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
                         f"which is part of the fingerprint; {told} differs from process to process: make it "
                         f"a frozen dataclass of options with such a repr"
                     )
-            if self.positions == "mrope" and processor.rule.grid(Parts.none(0)) is None:
+            if self.positions == "mrope" and not has_rope(processor.rule):
                 raise RecipeError(
                     f"Multimodal(positions='mrope', {kind}=...): {type(processor.rule).__name__} does not "
                     f"tell the rows and columns of a part's tokens; give its `grid`, or leave positions out"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.intervals import numbers_in
-from meshfeed.parts.types import Longs, Parts, Template
+from meshfeed.parts.types import Longs, Parts, Rope, Template
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,31 +76,20 @@ class Expansion:
         index[numbers_in(begins, sizes)] = np.arange(sizes.sum())
         return index
 
-    def mrope(
-        self, template: Template, rows: Longs, columns: Longs, interval: npt.NDArray[np.float32]
-    ) -> Longs:
+    def mrope(self, template: Template, rope: Rope) -> Longs:
         """Positions in time, height and width of each token, from 0 in each sample; int64 [sum(lengths), 3].
 
-        Those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191): text counts on in all three; an image stands
-        still in time, the grids of a video are an interval apart, rounded down (Bai et al. 2025, arXiv
-        2502.13923), and what follows comes after the longer side of the grid.
-        template: of all parts. rows, columns: of each run of outputs, which is such an image, or several
-        grids of that size; int64 twice. interval: see `PartRule`; float32, of each run.
+        Text counts on in all three. template, rope: of all parts.
         """
-        sizes, lengths = template.sizes[template.is_output], self.lengths
-        begins = self._all_runs(template, np.arange(len(self.parts)))[template.is_output]
-        of_run = numbers_in(begins, sizes)
+        lengths, begins = self.lengths, self._all_runs(template, np.arange(len(self.parts)))
+        inside = numbers_in(begins, template.sizes)
         steps = np.ones(int(lengths.sum()), np.int64)
-        steps[of_run] = 0
-        steps[begins + sizes - 1] = np.maximum(rows, columns)
+        steps[inside] = 0
+        steps[begins + template.sizes - 1] = rope.steps
         before = np.append(0, np.cumsum(steps))
         positions = before[:-1] - before[np.cumsum(lengths) - lengths].repeat(lengths)
         positions = positions[:, None].repeat(3, axis=1)
-        number, wide, tall = of_run - begins.repeat(sizes), columns.repeat(sizes), rows.repeat(sizes)
-        passed = (number // (wide * tall)).astype(np.float32) * interval.repeat(sizes)
-        positions[of_run, 0] += passed.astype(np.int64)
-        positions[of_run, 1] += number // wide % tall
-        positions[of_run, 2] += number % wide
+        positions[inside] += rope.offsets
         return positions
 
     def _all_runs(self, template: Template, places: Longs) -> Longs:

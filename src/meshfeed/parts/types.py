@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import numbered
 from meshfeed.whole import is_whole, settle
 
 Longs = npt.NDArray[np.int64]
@@ -184,6 +185,44 @@ class Template:
         return np.bincount(self.part, values, self.runs.size).astype(np.int64)
 
 
+class Rope(NamedTuple):
+    """Positions of a multimodal rope in the templates of parts.
+
+    Attributes:
+        offsets: time, height and width of each token, from where its run begins; int64 [t, 3].
+        steps: from where each run begins to where the next one, or what follows the part, does; int64 [r].
+    """
+
+    offsets: Longs
+    steps: Longs
+
+    @classmethod
+    def of_text(cls, template: Template) -> Self:
+        """All tokens count on in all three."""
+        sizes = template.sizes
+        return cls(numbered(sizes)[1][:, None].repeat(3, axis=1), sizes.copy())
+
+    @classmethod
+    def of_grids(
+        cls, template: Template, rows: Longs, columns: Longs, interval: npt.NDArray[np.float32]
+    ) -> Self:
+        """Outputs in grids, and what follows them after the longer side; other tokens as text.
+
+        Those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191): text counts on in all three; an image stands
+        still in time, and the grids of a video are an interval apart, rounded down (Bai et al. 2025, arXiv
+        2502.13923). rows, columns: of each run of outputs, which is one grid, or several of that size; int64
+        twice. interval: see `PartRule`; float32, of each of these runs.
+        """
+        made, sizes = cls.of_text(template), template.sizes[template.is_output]
+        number, wide, tall = numbered(sizes)[1], columns.repeat(sizes), rows.repeat(sizes)
+        passed = (number // (wide * tall)).astype(np.float32) * interval.repeat(sizes)
+        made.offsets[template.is_output.repeat(template.sizes)] = np.stack(
+            (passed.astype(np.int64), number // wide % tall, number % wide), axis=1
+        )
+        made.steps[template.is_output] = np.maximum(rows, columns)
+        return made
+
+
 class PartRule(ABC):
     """What a model family makes of parts of one kind. Implementations are frozen and keep no state.
 
@@ -207,6 +246,10 @@ class PartRule(ABC):
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         """What the encoder attends over: (sequences, patches in each), of each part; int64 [p] twice."""
 
+    def last_patches(self, parts: Parts) -> Longs:
+        """Patches in the last sequence of each part; int64 [p]. By default as many as in the others."""
+        return self.patches(parts)[1]
+
     def template(self, parts: Parts) -> Template | None:
         """Which tokens each part becomes. By default None: its placeholder repeated, each an output."""
         return None
@@ -223,10 +266,17 @@ class PartRule(ABC):
         """Positions of a multimodal rope from one grid of a part to its next; float32 [p]. 1 by default."""
         return np.ones(len(parts), np.float32)
 
+    def rope(self, parts: Parts) -> Rope | None:
+        """Positions of a multimodal rope in the template of each part. By default None: those of `grid`."""
+        return None
+
     def work(self, parts: Parts) -> npt.NDArray[np.float64]:
-        """Work of the encoder on each part, `sequences * patches * (patches + alpha)`; float64 [p]."""
+        """Work of the encoder on each part, patches * (patches + alpha) of each sequence; float64 [p]."""
         sequences, patches = self.patches(parts)
-        return sequences * (patches.astype(np.float64) * (patches + self.alpha))
+        each, last = (
+            size.astype(np.float64) * (size + self.alpha) for size in (patches, self.last_patches(parts))
+        )
+        return sequences * each + (last - each)
 
     def summary(self) -> str:
         """The rule and all its options in one line; part of the fingerprint."""

@@ -12,6 +12,7 @@ of 4 d spends 24 d^2 FLOPs on a patch, and 4 d on each of its pairs with another
 
 from meshfeed.processors.gemma import BudgetImages, BudgetPatches, CroppedImages, CroppedPixels
 from meshfeed.processors.idefics import PlacedPixels, PlacedTiles
+from meshfeed.processors.omni import OmniVideo
 from meshfeed.processors.patches import NativeImages, NativePatches
 from meshfeed.processors.pixels import ImageProcessor, rgb_image
 from meshfeed.processors.pixtral import RowImages, RowPatches
@@ -39,6 +40,7 @@ __all__ = [
     "NativeImages",
     "NativePatches",
     "NativeVideo",
+    "OmniVideo",
     "PlacedPixels",
     "PlacedTiles",
     "RowImages",

@@ -15,7 +15,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.sound import Sound, decoded_audio
 from meshfeed.multimodal.processor import PartField, PartSize, Processor
-from meshfeed.parts import Kind, PartRule, Parts
+from meshfeed.parts import Kind, PartRule, Parts, Rope, Template
 from meshfeed.parts.types import check_counts, check_options
 from meshfeed.sequence.runs import Longs
 
@@ -30,13 +30,15 @@ class WhisperAudio(PartRule):
     """Audio through Whisper's encoder: `frame_rate` spectrum frames a second, halved, then pooled to tokens.
 
     Like Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): pool=2, so 25 tokens a second. The encoder (Radford
-    et al. 2022, arXiv 2212.04356) attends over `seconds` of sound, padded.
+    et al. 2022, arXiv 2212.04356) attends over `seconds` of sound, padded. That of Qwen2.5-Omni (Xu et al.
+    2025, arXiv 2503.20215) attends within windows of 2 seconds, without padding: seconds=300, window_s=2.
 
     Attributes:
         seconds: of a part, at most.
         sample_rate: that the processor resamples to, in Hz.
         frame_rate: spectrum frames per second; a divisor of sample_rate.
         pool: frames of the encoder's output that become one token.
+        window_s: seconds that the encoder attends within; None for `seconds`, padded.
         longer: what becomes of a part beyond `seconds`: "cut" leaves its rest out, as the published processor
             does; "error" refuses the part, by name, when its step is planned.
 
@@ -50,6 +52,7 @@ class WhisperAudio(PartRule):
     alpha: float = 6 * 1280
     kind: Kind = "audio"
     longer: Longer = "cut"
+    window_s: int | None = None
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -85,7 +88,24 @@ class WhisperAudio(PartRule):
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         one = np.ones(len(parts), np.int64)
-        return one, one * (self._most_frames // 2)
+        if self.window_s is None:
+            return one, one * (self._most_frames // 2)
+        frames = self.frames_of(parts.length, parts.rate)
+        return -(-frames // self._window_frames), one * ((self._window_frames - 1) // 2 + 1)
+
+    def last_patches(self, parts: Parts) -> Longs:
+        if self.window_s is None:
+            return super().last_patches(parts)
+        frames = self.frames_of(parts.length, parts.rate)
+        return (frames - 1) % self._window_frames // 2 + 1
+
+    def rope(self, parts: Parts) -> Rope:
+        """As text, as those of Qwen2.5-Omni."""
+        return Rope.of_text(Template.repeated(self.tokens(parts)))
+
+    @property
+    def _window_frames(self) -> int:
+        return (self.window_s or self.seconds) * self.frame_rate
 
     @property
     def _most_frames(self) -> int:
