@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from meshfeed.errors import RecipeError
 from meshfeed.store import IndexedStore, IndexedWriter
 from soak import cases
 
@@ -164,3 +165,13 @@ def test_a_store_with_lengths_of_its_own_is_asked_for_them(corpus: tuple[Path, l
         plan = next(iter(feed)).plan
     got = plan.lengths[np.argsort(plan.sequence)]
     np.testing.assert_array_equal(got, [min(each.size, 5) for each in documents])
+
+
+def test_fractions_are_no_tokens(tmp_path: Path) -> None:
+    """They would be cut off to whole numbers without a word."""
+    with mf.IndexedWriter(tmp_path / "c", "f4") as writer:
+        writer.add_document(np.array([1.5, 2.5], np.float32))
+    store = mf.open(tmp_path / "c")
+    for rule in (mf.Documents(), mf.Windows(1), mf.Masked(4, vocab_size=9, mask_token=3)):
+        with pytest.raises(RecipeError, match=r"needs integer tokens; .* holds float32"):
+            rule.num_sequences(store)

@@ -285,7 +285,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             return self.open(self.path, cache=cache)
         try:
             store = self.open(self.path, cache=cache, tokenizer=None, eod=None)
-        except MissingError:  # raw text is a store with a tokenizer only
+        except (MissingError, OptionError):  # raw text is a store with a tokenizer only
             store = None
         if store is None or (isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS):
             return self.open(self.path, cache=cache)

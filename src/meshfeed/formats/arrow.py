@@ -150,3 +150,8 @@ def _of_stream(opened: Any, source: Any, url: str) -> Iterator[Any]:
     source.seek(at)
     if source.read(len(_END)) != _END:  # pyarrow does not notice a missing end
         raise ChecksumError(f"{url}: byte {at}: no end mark; it was cut short: write it or copy it again")
+    if source.read(1):  # nor what follows
+        raise StoreError(
+            f"{url}: byte {at + len(_END)}: more follows the end of its stream, such as another one; write "
+            f"all rows as one stream, or each stream as a file"
+        )

@@ -39,7 +39,10 @@ VERSION = 1
 _KEPT_VERSION = 2
 """Part of the key of what is kept: after a change here, nothing older is used."""
 
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+"""Suffixes of JSON lines of text."""
+_KINDS = (*LINES, ".ndjson", ".parquet", ".arrow")
+"""Suffixes of documents. A folder has one kind of them, since others would be passed over in silence."""
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
@@ -298,7 +301,7 @@ class DocumentFilesFormat(StoreFormat):
 def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]] | None:
     """The files of documents that a path means, by their names in a folder; None unless some have a suffix.
 
-    Raises OptionError for several kinds of SUFFIXES, several splits of the Hub in one folder, and a list of
+    Raises OptionError for several kinds of documents, several splits of the Hub in one folder, and a list of
     what `meshfeed prepare` left out.
     """
     if place.name.endswith(suffixes) and place.is_file:
@@ -312,8 +315,8 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         folder, names = place.beside, [name for name in place.matches if not is_report(place.beside, name)]
     else:
         folder, names = place.within, documents_in(place.within, place.names)
-    names = [name for name in names if name.endswith(SUFFIXES + suffixes)]
-    others = sorted({Path(name).suffix for name in names if not name.endswith(suffixes)})
+    names = [name for name in names if name.endswith(_KINDS)]
+    others = [kind for kind in _KINDS if kind not in suffixes and any(name.endswith(kind) for name in names)]
     if not any(name.endswith(suffixes) for name in names):
         return None
     if others:

@@ -137,7 +137,8 @@ def parquet_of(file: ByteFile) -> Any:
     arrow = arrow_for(file.url)
     parquet = importlib.import_module("pyarrow.parquet")
     with typed_arrow(file.url):
-        return parquet.ParquetFile(arrow.PythonFile(RawStream(file), mode="r"))
+        source = arrow.PythonFile(RawStream(file), mode="r")
+        return parquet.ParquetFile(source, page_checksum_verification=True)  # of pages that have one
 
 
 def name_in(schema: Any, names: Sequence[str], url: str) -> str:

@@ -25,7 +25,7 @@ from meshfeed.errors import CacheError, ChangedError, MissingError, OptionError,
 from meshfeed.files.local.lock import locked
 from meshfeed.files.url import is_remote, join, without_secrets
 from meshfeed.formats.arrow import ArrowFormat
-from meshfeed.formats.documents import files_of, sampled_digest
+from meshfeed.formats.documents import LINES, files_of, sampled_digest
 from meshfeed.prepare.encoding.text import Text
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.inputs.files import Input, find_inputs
@@ -39,7 +39,6 @@ from meshfeed.store.open import open_store
 from meshfeed.store.tokenizer import tokenizer_file
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
-_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 _SAY_EVERY_S = 10.0
 _log = logging.getLogger("meshfeed")
 
@@ -85,7 +84,7 @@ def _inputs_at(place: Place) -> list[str]:
     if place.name.endswith(_TEXT):  # only if it is named: a folder may hold text that is no document
         names = place.matches if "*" in place.name else [place.name] * place.is_file
         return [join(place.beside.url, name) for name in names]
-    found = files_of(place, _LINES) or files_of(place, (".parquet",)) or ArrowFormat().files(place)
+    found = files_of(place, LINES) or files_of(place, (".parquet",)) or ArrowFormat().files(place)
     return [] if found is None else [join(found[0].url, name) for name in found[1]]
 
 

@@ -55,9 +55,12 @@ class DocumentRule(FindsDocuments, JoinsShards, LeavesOut):
     """A rule whose sequences are documents. It reads what `held` says; a rule adds lengths and fields."""
 
     def num_sequences(self, store: Store) -> int:
-        """Documents in the store, including empty ones. Raises RecipeError unless it is a token store."""
+        """Documents in the store, including empty ones. Raises RecipeError unless it has integer tokens."""
+        name = type(self).__name__
         if not isinstance(store, StreamStore):
-            raise RecipeError(f"{type(self).__name__} reads a token store; {store!r} is not one")
+            raise RecipeError(f"{name} reads a token store; {store!r} is not one")
+        if store.dtype.kind not in "iu":
+            raise RecipeError(f"{name} needs integer tokens; {store!r} holds {store.dtype.name}")
         return store.num_documents
 
     def num_documents(self, store: Store) -> int:

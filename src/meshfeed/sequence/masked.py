@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.files import Cache
-from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of, philox
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
@@ -134,14 +133,6 @@ class Masked(DocumentRule):
     def fields(self) -> tuple[Field, ...]:
         """All fields of a row."""
         return _fields(self.pad_token)
-
-    def num_sequences(self, store: Store) -> int:
-        """Documents in the store, including empty ones. Raises RecipeError unless it holds integer tokens."""
-        count = super().num_sequences(store)
-        dtype = cast(StreamStore, store).dtype
-        if dtype.kind not in "iu":
-            raise RecipeError(f"Masked needs integer tokens; {store!r} holds {dtype.name}")
-        return count
 
     def look_up(self, recipe: Recipe, draws: Draws) -> Located:
         """With the place of the part of each document that goes into its row."""

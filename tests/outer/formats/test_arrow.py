@@ -181,6 +181,13 @@ def test_damage_is_a_store_error_or_another_token(
         assert not cut, "a file that is cut short must not pass for a shorter one"
 
 
+def test_a_second_stream_in_a_file_is_not_passed_over(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.arrow", pa.table({"tokens": [[1, 2], [3]]})).read_bytes()
+    (tmp_path / "two.arrow").write_bytes(2 * one)
+    with pytest.raises(StoreError, match=rf"two\.arrow: byte {len(one)}: more follows the end of its stream"):
+        _ = mf.open(tmp_path / "two.arrow").num_documents
+
+
 def test_more_rows_than_the_file_has_bytes_for_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "c.arrow", pa.table({"tokens": [[i, i] for i in range(150)]}))
     told, wrong = (count.to_bytes(8, "little") for count in (150, 10**6))

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.errors import ChangedError, MissingError, StoreError
+from meshfeed.errors import ChangedError, MissingError, OptionError, StoreError
 from meshfeed.formats import jsonl, parquet
 from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs
@@ -337,6 +337,29 @@ def test_text_of_other_types(tmp_path: Path, kind: Any) -> None:
     pq.write_table(pa.table({"text": pa.array(["ab", "", "ab"]).cast(kind)}), tmp_path / "c.parquet")
     with open_store(tmp_path / "c.parquet", tokenizer="bytes") as store:
         assert store.read_stream(np.array([1]), np.array([4])).tobytes() == b"bab"
+
+
+def test_a_page_with_another_checksum_is_refused(tmp_path: Path) -> None:
+    path, table = tmp_path / "c.parquet", pa.table({"tokens": [list(range(i, i + 50)) for i in range(200)]})
+    pq.write_table(table, path, compression="NONE", use_dictionary=False, write_page_checksum=True)
+    assert open_store(path, cache=tmp_path / "whole").num_tokens == 10_000
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1  # of a token, which would be another one
+    path.write_bytes(raw)
+    with pytest.raises(StoreError, match=r"c\.parquet: row group 0: not readable: .*CRC.*copy it again"):
+        _ = open_store(path, cache=tmp_path / "cache").num_tokens
+
+
+@pytest.mark.parametrize("other", ["b.jsonl.gz", "b.json.zst", "b.ndjson", "b.parquet"])
+def test_a_folder_of_several_kinds_is_refused(tmp_path: Path, other: str) -> None:
+    """What a store of one kind passed over would be lost without a word."""
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1]}\n')
+    (tmp_path / other).write_bytes(b"")
+    kind = other.partition(".")[2]
+    with pytest.raises(OptionError, match=rf"both \.jsonl and \.{kind} files; keep each kind in a folder"):
+        open_store(tmp_path)
+    with pytest.raises(OptionError, match=rf"both \.jsonl and \.{kind} files; keep each kind in a folder"):
+        open_store(tmp_path / "*")
 
 
 def test_no_parquet(tmp_path: Path) -> None:

@@ -256,6 +256,9 @@ def test_a_cut_or_damaged_tar_loses_no_sample_in_silence(tmp_path, captions):
     (tmp_path / "in.tar").write_bytes(raw[:end])  # whole, without the blocks of zeros
     made = prepare([tmp_path / "in.tar"], tmp_path / "out", captions, engine=Here())
     assert made.manifest["stores"]["."]["num_documents"] == 2
+    (tmp_path / "in.tar").write_bytes(raw + raw)
+    with pytest.raises(StoreError, match=rf"byte {len(raw)}: more follows the end of the tar"):
+        prepare([tmp_path / "in.tar"], tmp_path / "out2", captions, engine=Here())
     at = raw.index(b"a/0002.json")
     (tmp_path / "in.tar").write_bytes(raw[:at] + b"\xff" * 200 + raw[at + 200 :])
     with pytest.raises(ChecksumError, match=f"byte {at}: damaged, or it ends within a file"):

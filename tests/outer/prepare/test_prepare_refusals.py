@@ -129,7 +129,7 @@ def test_an_encoding_is_part_of_what_was_asked(tmp_path):
 def test_a_cut_or_damaged_compressed_file_is_refused(tmp_path, name):
     path = jsonl(tmp_path / name, texts(300))
     whole = path.read_bytes()
-    for raw in (whole[:-3], whole[: len(whole) // 2], b"no such codec"):
+    for raw in (whole[:-3], whole[: len(whole) // 2], b"", b"no such codec"):
         path.write_bytes(raw)
         with pytest.raises(ChecksumError, match=f"{name}: "):
             prepare([path], tmp_path / "out", BYTES, engine=Here(), max_errors=9, overwrite=True)

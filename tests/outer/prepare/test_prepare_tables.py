@@ -25,6 +25,7 @@ from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreErr
 from meshfeed.formats.prepared import ORIGINS
 from meshfeed.prepare import Multimodal, Text, prepare
 from meshfeed.prepare.inputs.json_list import elements
+from meshfeed.store.loss_columns import ATTENTION_MASK, LOSS_COLUMNS
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases
@@ -283,15 +284,16 @@ def test_damaged_and_other_tables_are_named(tmp_path: Path) -> None:
         prepare([folder], tmp_path / "out", BYTES, engine=Here())
 
 
-def test_labels_beside_tokens_are_refused_in_every_format(tmp_path: Path) -> None:
-    """They would be lost, and every token would bear loss. A text is tokenized, so nothing fits it anyway."""
-    row = {"input_ids": [5, 6], "labels": [-100, 6], "text": "ab"}
+@pytest.mark.parametrize("column", [name for name in LOSS_COLUMNS if name != ATTENTION_MASK])
+def test_what_says_how_to_train_on_tokens_is_refused_in_every_format(tmp_path: Path, column: str) -> None:
+    """It would be lost, and every token would bear loss. A text is tokenized, so nothing fits it anyway."""
+    row = {"input_ids": [5, 6], column: [0, 1], "text": "ab"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     (tmp_path / "a.json").write_text(json.dumps([row]))
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     save(tmp_path / "a", [pa.Table.from_pylist([row])])
     for name in ("a.jsonl", "a.json", "a.parquet", "a"):
-        with pytest.raises(MeshfeedError, match=r"'labels' next to the tokens: .*mf\.open\(PATH\)"):
+        with pytest.raises(MeshfeedError, match=rf"'{column}' next to the tokens: .*mf\.open\(PATH\)"):
             prepare([tmp_path / name], tmp_path / "out", Text(), engine=Here())
         prepare([tmp_path / name], tmp_path / f"text-{name}", BYTES, engine=Here())
 

@@ -16,7 +16,7 @@ from meshfeed.formats.tokens import TokenColumn, Where
 from meshfeed.prepare.inputs.records import Columns
 from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
-from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK
+from meshfeed.store.loss_columns import ATTENTION_MASK, LOSS_COLUMNS
 from meshfeed.store.tokenizer import BYTES, END, Tokenizer, TokenizerFile, tokenizer_file
 
 TRAINED = "tokenizer.json"
@@ -128,8 +128,8 @@ class Text:
         is_text = self.tokenizer is not None or self.train_bpe is not None
         if is_text:
             return Columns((self.column or TEXT,))
-        names = TokenColumn(self.column).names
-        return Columns(names, refused=(LABELS, LOSS_MASK), masks=(ATTENTION_MASK,))
+        refused = tuple(name for name in LOSS_COLUMNS if name != ATTENTION_MASK)
+        return Columns(TokenColumn(self.column).names, refused, masks=(ATTENTION_MASK,))
 
     def request(self) -> dict[str, Any]:
         """Everything that decides the tokens, as JSON values.

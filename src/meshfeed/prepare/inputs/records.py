@@ -96,7 +96,7 @@ class Columns:
         if lost:
             raise StoreError(
                 f"{HERE}: {' and '.join(map(repr, lost))} next to the tokens: prepare does not keep such "
-                f"columns, so every token would bear loss; open the files as they are, mf.open(PATH)"
+                f"columns, and what they say would be lost; open the files as they are, mf.open(PATH)"
             )
 
 
@@ -371,6 +371,8 @@ def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
     """The decompressed content of a file, member after member, in pieces of at most _PIECE_BYTES."""
     stream = io.BufferedReader(RawStream(file), 1 << 20)
     try:
+        if not file.size_bytes:  # even of nothing, compressed data has some bytes
+            raise EOFError
         if codec == "zstd":
             yield from _unzstd(stream)
         else:

@@ -21,6 +21,7 @@ from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
+from meshfeed.prepare.inputs.files import pieces_of
 from meshfeed.prepare.inputs.samples import (
     SUFFIXES,
     Sample,
@@ -31,7 +32,6 @@ from meshfeed.prepare.inputs.samples import (
 )
 
 _TEXT = ("txt", "caption")
-_BLOCK_BYTES = 512
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -143,9 +143,17 @@ def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
                 raise StoreError(f"{file.url}: compressed by {name}; give the tar that is in it") from error
         raise ChecksumError(f"{file.url}: not a tar: {error}; copy it again") from error
     # tarfile takes anything that is not a header for the end
-    rest = read_bytes(file, at, min(at + _BLOCK_BYTES, file.size_bytes)) if at < file.size_bytes else b""
-    if rest.strip(b"\0"):
-        raise _cut(file, at)
+    end = at
+    for piece in pieces_of(file, end, file.size_bytes):
+        if more := len(piece.lstrip(b"\0")):
+            begin = at + len(piece) - more
+            if begin == end:
+                raise _cut(file, end)
+            raise StoreError(
+                f"{file.url}: byte {begin}: more follows the end of the tar, such as another one; give each "
+                f"tar as a file of its own"
+            )
+        at += len(piece)
 
 
 def _cut(file: ByteFile, at: int) -> ChecksumError:
