@@ -157,7 +157,7 @@ class Process:
                 if is_last and (now.lost or len(now.commits) < len(now.processes)):
                     self.amend_at("last", at)
                 if is_last and self.number in now.lost:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    self.die(at)
                 if not self.commits or self.at == begins:
                     self.at = step.index
                 if is_last and now.lost:
@@ -176,14 +176,20 @@ class Process:
             if not now.lost:
                 raise
             if self.number in now.lost:  # another one was killed before
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.die(at)
             self.did[f"lost by {type(lost).__name__}"] += 1
 
-    def await_others(self, at: int) -> None:
-        """Nobody closes its group while another one uses it."""
-        now = self.generations[at]
+    def die(self, at: int) -> None:
         self.store.set(f"done {at} {self.number}", "")
-        self.store.wait([f"done {at} {each}" for each in now.processes if each not in now.lost])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def await_others(self, at: int) -> None:
+        """Nobody closes its group while another one uses it, or goes on while a dying one still amends."""
+        now = self.generations[at]
+        amending = {each for place, some in now.amends if place == "last" for each in some}
+        waits = [each for each in now.processes if each not in now.lost or each in amending]
+        self.store.set(f"done {at} {self.number}", "")
+        self.store.wait([f"done {at} {each}" for each in waits])
 
     def gradient(self, step: mf.Step, layout: mf.Layout) -> torch.Tensor:
         """This rank's part of it."""
@@ -199,7 +205,7 @@ class Process:
             if where == place and self.number in processes:
                 self.did[place] += 1
                 dice = random.Random(f"{self.seed} amends {at} {place}")
-                self.amend(changing.change(self.folder, dice, dice.randrange(12)), place)
+                self.amend(changing.change(self.folder, dice, dice.randrange(12)), place, at)
 
     # -- what it asks of its feed -------------------------------------------------------------------------
 
@@ -209,12 +215,12 @@ class Process:
         place: Any = {"layout": layout, "rank": rank, "generation": generation, "rendezvous": self.store}
         return self.feed.run(step, **place, meet=True)
 
-    def amend(self, change: Any, place: str) -> None:
+    def amend(self, change: Any, place: str, at: int) -> None:
         try:
             self.feed.amend(change)
             self.did["amended"] += 1
-        except mf.errors.OptionError:  # it has left the job
-            assert place == "outside"
+        except mf.errors.OptionError:  # it has left the job, or dies more slowly than the others go on
+            assert place == "outside" or self.number in self.generations[at].lost
             self.did[f"refused {place}"] += 1
         except mf.errors.RecipeError:
             self.did["refused by the recipe"] += 1
