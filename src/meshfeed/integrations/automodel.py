@@ -33,6 +33,8 @@ from meshfeed.integrations.loader import (
     framework,
     masked_labels,
     pads_rows,
+    refuse_fields,
+    refuse_masked,
     refuse_options,
 )
 from meshfeed.machine import Machine
@@ -357,9 +359,10 @@ def _check_fields(recipe: Recipe) -> None:
     tokens = {"tokens"} if rule.packed or "tokens" in names else {"input_ids"}
     if lacking := (tokens | {"labels"}) - names:
         raise RecipeError(f"{name}() has no field {', '.join(sorted(lacking))}, which Automodel's loop needs")
-    if rule.packed and (further := names - _PACKED):
-        raise RecipeError(f"{name}(): packs of Automodel have no place for {', '.join(sorted(further))}")
-    if not rule.packed and "cu_seqlens" in names:
+    refuse_masked(recipe, "Automodel's loop")
+    if rule.packed:
+        refuse_fields(recipe, _PACKED, "packs of Automodel")
+    elif "cu_seqlens" in names:
         raise RecipeError(
             f"{name}(reset_attention_mask=True): Automodel does not keep the documents of a row apart; use "
             f"mf.Documents() and packed_sequence"

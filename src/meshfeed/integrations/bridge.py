@@ -27,6 +27,7 @@ from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 from meshfeed.state import State
 
 
@@ -78,6 +79,12 @@ _PACKED = (
     *(f"cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
     *("max_seqlen_q", "max_seqlen_kv", "total_tokens", "cp_partition_mode"),
 )
+_TAKEN = {
+    *megatron.MODEL_KEYS,
+    "packed_seq_params",
+    *(field.name for field in PLAN_FIELDS),
+    *RUN_FIELDS,
+}  # what `get_batch` gives on, or what says no more than that
 _FILE = "meshfeed.json"
 
 
@@ -291,9 +298,14 @@ def get_batch(
     """(tokens, labels, loss_mask, attention_mask, position_ids, metadata of packs or None), as Bridge's.
 
     Every tensor is already on its device and cut for this cp rank. Fields that the stage does not need are
-    None. Only data_iterator is used.
+    None. Only data_iterator is used. Raises RecipeError for fields that a GPT batch has no place for.
     """
     batch = megatron.get_batch(data_iterator)
+    if further := batch.keys() - _TAKEN:
+        raise RecipeError(
+            f"a GPT batch of Bridge has no place for {', '.join(sorted(further))}; give pretrain a "
+            f"forward_step that makes its batch of megatron.get_batch"
+        )
     params, packed = batch["packed_seq_params"], None
     if params is not None:
         told = {name: getattr(params, name, None) for name in _PACKED}

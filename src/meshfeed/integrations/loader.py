@@ -11,7 +11,7 @@ import importlib
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from itertools import pairwise
@@ -27,7 +27,8 @@ from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step, short_steps
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import SequenceRule, TakesParts
+from meshfeed.sequence import SequenceRule, TakesParts, contents_of
+from meshfeed.sequence.masked import Masked
 from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
@@ -123,6 +124,22 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     if "loss_mask" not in microbatch:
         return labels
     return labels.masked_fill(microbatch["loss_mask"] == 0, IGNORED)
+
+
+def refuse_masked(recipe: Recipe, name: str) -> None:
+    """Raises RecipeError for labels of hidden tokens. name: of a model or loop that predicts next tokens."""
+    if isinstance(recipe.sequence, Masked):
+        raise RecipeError(
+            f"Masked() has hidden tokens as labels, and {name} predicts next tokens; use Windows()"
+        )
+
+
+def refuse_fields(recipe: Recipe, taken: Set[str], name: str) -> None:
+    """Raises RecipeError for fields beyond those taken, which a loop would lose. name: of its batches."""
+    if further := {field.name for field in contents_of(recipe).fields} - taken:
+        raise RecipeError(
+            f"{type(recipe.sequence).__name__}(): {name} have no place for {', '.join(sorted(further))}"
+        )
 
 
 def pads_rows(recipe: Recipe, dp: int) -> bool:

@@ -35,6 +35,8 @@ from meshfeed.integrations.loader import (
     check_state,
     framework,
     masked_labels,
+    refuse_fields,
+    refuse_masked,
     refuse_options,
 )
 from meshfeed.layout import Layout
@@ -42,6 +44,7 @@ from meshfeed.machine import Machine
 from meshfeed.order import draws_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.table import PLAN_FIELDS
 from meshfeed.transport import Transport
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -72,6 +75,8 @@ CONFIG_FIELDS: dict[str, str] = {
 }
 """How each option of torchtitan, 0.3 and main, that concerns data is treated."""
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
+_TAKEN = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
+"""The fields that `batch_of` uses, or that say no more than its positions."""
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
 
 
@@ -176,6 +181,18 @@ def refuse_packing(recipe: Recipe, packing: Packing | None) -> None:
         )
 
 
+def _check_contents(recipe: Recipe) -> None:
+    """Raises RecipeError for what torchtitan's batches do not tell its models."""
+    rule = recipe.sequence
+    refuse_masked(recipe, "torchtitan's loop")
+    refuse_fields(recipe, _TAKEN, "batches of torchtitan")
+    if getattr(rule, "reset_attention_mask", False) and not getattr(rule, "reset_position_ids", False):
+        raise RecipeError(
+            f"{rule.summary()}: torchtitan's models keep documents apart where their positions begin again; "
+            f"set reset_position_ids=True, too"
+        )
+
+
 def batch_of(microbatch: Microbatch) -> Batch:
     """({"input", "positions"}, labels), each int64 [rows, tokens]; labels are -100 where there is no loss."""
     fields = {"input": microbatch["tokens"], "positions": microbatch["position_ids"]}
@@ -239,6 +256,7 @@ class DataLoader(_Base):
         refuse_options(changed_options(config, "dataloader."), CONFIG_FIELDS)
         # now, so that a misspelt name or wrong sizes do not fail only at the first batch
         self._recipe = recipe_at(config.recipe)
+        _check_contents(self._recipe)
         if "num_tokens_per_batch" in sizes:
             context, size = sizes["max_context_length"], sizes["num_tokens_per_batch"]
             self._shape = line(self._recipe, context, size, config.packing)

@@ -34,6 +34,7 @@ from meshfeed.integrations.loader import (
     framework,
     masked_labels,
     pads_rows,
+    refuse_masked,
     refuse_options,
 )
 from meshfeed.layout import Layout
@@ -113,9 +114,10 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     input_ids, position_ids: int64 [rows, tokens]. shift_labels, the same: the token that each position
     predicts, -100 where there is no loss. labels: as transformers' users pass them, each at its own token, so
     one place to the right, for code that shifts them itself; they lack the last prediction of a row.
-    For a pack, [1, tokens]: position_ids restart at every sequence, which separates sequences for eager, sdpa
-    and flex attention. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
-    attention. With mrope_position_ids, position_ids are [4, 1, tokens]: these, then time, height and width.
+    For a pack, [1, tokens], and for rows whose documents are kept apart: position_ids restart at every
+    sequence or document, which separates them for eager, sdpa and flex attention. cu_seq_lens_q,
+    cu_seq_lens_k (int32), max_length_q and max_length_k are for flash attention. With mrope_position_ids,
+    position_ids are [4, 1, tokens]: these, then time, height and width.
     """
     shifted = masked_labels(microbatch)
     labels = shifted.roll(1, dims=-1)
@@ -123,11 +125,11 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     made: dict[str, Any] = {"input_ids": microbatch["tokens"], "labels": labels, "shift_labels": shifted}
     if "position_ids" in microbatch:
         made["position_ids"] = microbatch["position_ids"]
-    if "cu_seqlens_padded" in microbatch:
-        starts: torch.Tensor = microbatch["cu_seqlens_padded"]
-        widths = starts.diff()
-        positions = torch.arange(labels.shape[1], device=labels.device)
-        made["position_ids"] = (positions - starts[:-1].repeat_interleave(widths))[None]
+    starts: torch.Tensor | None = microbatch.get("cu_seqlens_padded", microbatch.get("cu_seqlens"))
+    if starts is not None:
+        positions = torch.arange(labels.numel(), device=labels.device)
+        within = positions - starts[:-1].repeat_interleave(starts.diff())
+        made["position_ids"] = within.view(labels.shape)
         made |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         made |= dict.fromkeys(("max_length_q", "max_length_k"), int(microbatch["max_seqlen"]))
         made["use_cache"] = False  # with a cache, transformers does not detect packed sequences
@@ -474,6 +476,7 @@ class FeedTrainer(_Base):
         _check_positions(recipe, self.model)
         if type(self).batch_of is FeedTrainer.batch_of:
             _check_labels(recipe, self.model, self._predicts_next)
+            _check_documents(recipe)
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
@@ -618,14 +621,24 @@ def _check_dataset(name: str, given: object) -> None:
 def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -> None:
     """Raises RecipeError for labels in other places than the model's loss expects."""
     rule, name = recipe.sequence, type(model).__name__
-    if isinstance(rule, Masked) and predicts_next:
-        raise RecipeError(
-            f"Masked() has hidden tokens as labels, and {name} predicts next tokens; use Windows()"
-        )
+    if predicts_next:
+        refuse_masked(recipe, name)
     if not isinstance(rule, Masked) and not predicts_next and _has_tokens(recipe):
         raise RecipeError(
             f"{name} takes no shift_labels, so that nothing says whether its loss shifts labels; give its "
             f"forward that argument, the token that each position predicts, or override FeedTrainer.batch_of"
+        )
+
+
+def _check_documents(recipe: Recipe) -> None:
+    """Raises RecipeError for rows whose documents transformers would keep apart, or not, against the rule."""
+    positions, attention = (
+        getattr(recipe.sequence, f"reset_{name}", False) for name in ("position_ids", "attention_mask")
+    )
+    if positions != attention:
+        raise RecipeError(
+            f"{recipe.sequence.summary()}: transformers keeps documents apart where their positions begin "
+            f"again; set both reset_position_ids and reset_attention_mask, or neither"
         )
 
 

@@ -27,6 +27,7 @@ from meshfeed.integrations import torchtitan as fed
 from meshfeed.integrations.config import layout_of_ranks
 from meshfeed.store import IndexedWriter
 from observe import content_of
+from pictures import multimodal, write_pictures
 
 PLACE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 32, "local_batch_size": 2}
 IN_LINE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None}  # as torchtitan's main branch calls it
@@ -292,6 +293,27 @@ def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packin
         mf.errors.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"
     ):
         fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents())).build(**PLACE)
+
+
+UNTOLD = [
+    (mf.Windows(32, reset_attention_mask=True), "set reset_position_ids=True, too"),
+    (mf.Masked(32, vocab_size=128, mask_token=127), "torchtitan's loop predicts next tokens"),
+]
+
+
+@pytest.mark.parametrize(("rule", "told"), UNTOLD, ids=["apart", "hidden"])
+@pytest.mark.parametrize("sizes", [PLACE, IN_LINE], ids=["rows", "line"])
+def test_what_a_batch_does_not_tell_the_model_is_refused(
+    corpus: str, sizes: Any, rule: Any, told: str
+) -> None:
+    with pytest.raises(mf.errors.RecipeError, match=told):
+        fed.DataLoader.Config(recipe=recipe(corpus, sequence=rule)).build(**sizes)
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "pictures")
+    with pytest.raises(mf.errors.RecipeError, match="batches of torchtitan have no place for audio_cu"):
+        fed.DataLoader.Config(recipe=multimodal(tmp_path / "pictures")).build(**IN_LINE)
 
 
 @pytest.mark.parametrize("sizes", [PLACE, IN_LINE])

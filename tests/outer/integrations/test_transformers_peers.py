@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import loops
 import meshfeed as mf
-from meshfeed.integrations.transformers import FeedTrainer, takes_shift_labels
+from meshfeed.integrations.transformers import FeedTrainer, causal_batch, takes_shift_labels
 from meshfeed.store import IndexedWriter
 from soak import some
 
@@ -261,3 +262,28 @@ def test_masked_rows_train_a_masked_model_alone(corpus: str, tmp_path: Path) -> 
         FeedTrainer(model(), arguments(tmp_path), train_dataset=hidden).train()
     with pytest.raises(mf.errors.RecipeError, match="BertForMaskedLM takes no shift_labels"):
         FeedTrainer(bert(), arguments(tmp_path), train_dataset=recipe(corpus)).train()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_documents_of_a_row_are_kept_apart_as_the_rule_says(
+    corpus: str, tmp_path: Path, attention: str
+) -> None:
+    apart = mf.Windows(256, reset_position_ids=True, reset_attention_mask=True)  # documents are of 100 tokens
+    given = replace(recipe(corpus), sequence=apart)
+    (step,) = mf.simulate(given, mf.Layout(), 1, micro_batch_size=MICRO)
+    causal = model().eval()
+    causal.set_attn_implementation(attention)
+    for one in step.microbatches:
+        batch = causal_batch(one)
+        del batch["labels"], batch["shift_labels"]
+        tokens = one["tokens"].flatten()
+        alone = [
+            causal(tokens[start:stop][None]).logits[0] for start, stop in pairwise(one["cu_seqlens"].tolist())
+        ]
+        together = causal(**batch).logits.flatten(0, 1)
+        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    for flag in ("reset_position_ids", "reset_attention_mask"):
+        one_flag = replace(recipe(corpus), sequence=mf.Windows(256, **{flag: True}))
+        with pytest.raises(mf.errors.RecipeError, match="set both reset_position_ids and reset_attention"):
+            FeedTrainer(model(), arguments(tmp_path), train_dataset=one_flag).train()
+    assert len(losses(FeedTrainer(model(), arguments(tmp_path), train_dataset=given))) == STEPS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,3 +239,17 @@ def test_three_tokens_of_a_longer_sample_keep_their_three_axes() -> None:
         assert torch.equal(made[0], ids[:, :3]) and made[1].shape == (3, 5)
     (made, _) = sequences_of({"tokens": tokens, "cu_seqlens": [0, 3, 8], "position_ids": ids.T})
     assert torch.equal(with_axes(made)["position_ids"], ids.T[:3])
+
+
+def test_bridges_batch_refuses_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, of in (("data.base", "DatasetProvider"), ("training.callbacks", "Callback")):
+        module = ModuleType(f"megatron.bridge.{name}")
+        setattr(module, of, type(of, (), {}))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "meshfeed.integrations.bridge", raising=False)
+    bridge = importlib.import_module("meshfeed.integrations.bridge")
+    monkeypatch.delitem(sys.modules, "meshfeed.integrations.bridge")
+    batch = {"tokens": torch.zeros(1, 4), "padding_mask": torch.zeros(1, 4)}
+    assert bridge.get_batch(iter([batch]), None)[0] is batch["tokens"]
+    with pytest.raises(mf.errors.RecipeError, match="has no place for pixel_values; give pretrain a forward"):
+        bridge.get_batch(iter([batch | {"pixel_values": torch.zeros(2, 3)}]), None)
