@@ -28,7 +28,6 @@ from meshfeed.integrations.loader import (
     Settings,
     TrainLoader,
     check_feed_options,
-    check_state,
     for_evaluation,
     framework,
     num_microbatches,
@@ -175,9 +174,7 @@ class DataModule(_Base):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume training there. A checkpoint loaded to validate, test or predict changes nothing."""
-        train = self._recipes["train"]
-        if state_dict and isinstance(train, Recipe) and self.trainer.state.fn == "fit":
-            check_state(state_dict, train)
+        if state_dict and isinstance(self._recipes["train"], Recipe) and self.trainer.state.fn == "fit":
             self._state, self._cut = dict(state_dict), None
             # during a fit, as lr_find restores its start: the next loader begins there
             if self._loader is not None:

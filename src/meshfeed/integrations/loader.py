@@ -29,7 +29,6 @@ from meshfeed.order import draws_of_step, short_steps
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import SequenceRule, TakesParts, contents_of
 from meshfeed.sequence.masked import Masked
-from meshfeed.state import State
 
 BatchOf = Callable[[Microbatch], Any]
 """Microbatch -> the loop's batch."""
@@ -304,7 +303,6 @@ class TrainLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state. Raises StateError for one of another recipe."""
-        check_state(state_dict, self._feed.recipe)
         self._feed.load_state_dict(state_dict)
         self._steps, self._next, self._recent = None, None, None
         self._out.clear()
@@ -385,11 +383,6 @@ def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name
         f"{told}; make {name.accumulated} {num_microbatches}, or the recipe's Batch(sequences={whole}), in "
         f"every step"
     )
-
-
-def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raises StateError for a state of another recipe."""
-    State.from_json(state_dict).check(recipe)
 
 
 def num_microbatches(feed: Feed, first: int, end: int | None) -> int:

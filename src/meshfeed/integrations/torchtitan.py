@@ -32,7 +32,6 @@ from meshfeed.integrations.loader import (
     Settings,
     TrainLoader,
     changed_options,
-    check_state,
     framework,
     masked_labels,
     refuse_fields,
@@ -296,7 +295,6 @@ class DataLoader(_Base):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume at a state, under any mesh. An empty state changes nothing."""
         if state_dict:
-            check_state(state_dict, self._recipe)
             self._loader.load_state_dict(state_dict)
 
     def close(self) -> None:

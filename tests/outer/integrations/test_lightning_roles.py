@@ -123,6 +123,20 @@ def test_a_ledger_amends_training_alone(corpus: str, tmp_path: Path) -> None:
     assert len(mf.amendments.Ledger.read(ledger)) == 1
 
 
+def test_a_job_that_was_amended_resumes_with_its_ledger(corpus: str, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    mf.amendments.Ledger((mf.amendments.Amendment(0, mf.amendments.SkipSteps(1, 2)),)).write(ledger)
+
+    def data() -> fed.DataModule:
+        return fed.DataModule(recipe(corpus), micro_batch_size=2, ledger=str(ledger))
+
+    first, then = trainer(tmp_path, max_steps=2), model()
+    first.fit(model(), datamodule=data())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    trainer(tmp_path, max_steps=4).fit(then, datamodule=data(), ckpt_path=tmp_path / "two.ckpt")
+    assert then.seen["train"] == rows(corpus, range(3, 5))
+
+
 def test_epochs_go_on_where_the_last_one_ended(corpus: str, tmp_path: Path) -> None:
     for options, limits in (({"steps_per_epoch": 2}, {}), ({}, {"limit_train_batches": 8})):
         trained = model()
