@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
+from meshfeed.integrations.loader import changed_options, refuse_options
 from meshfeed.integrations.megatron.pretrain import check_left_out
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
@@ -176,10 +177,12 @@ class DatasetConfig(_Provider, _Callback):
         """
         if self._state is None:
             raise RecipeError("pass this DatasetConfig to pretrain too: callbacks=[config.dataset]")
-        self._refuse_options(self._state.cfg)
+        config = self._state.cfg
+        changed = changed_options(self, "dataset.") | changed_options(config.train, "train.")
+        refuse_options(changed | changed_options(config.validation, "validation."), CONFIG_FIELDS)
         if self.packing is not None and self.packing.policy == "dynamic_cp":
             raise RecipeError("Bridge takes one cp group for all packs; set Packing(policy='balanced')")
-        groups, train, validation = context.pg_collection, self._state.cfg.train, self._state.cfg.validation
+        groups, train, validation = context.pg_collection, config.train, config.validation
         rows, of_step = validation.eval_micro_batch_size, validation.eval_global_batch_size
         steps = range(self._state.train_state.step, train.train_iters)
         check_left_out(self.recipe, train.iterations_to_skip or (), steps)
@@ -190,18 +193,6 @@ class DatasetConfig(_Provider, _Callback):
         made = [self._streams.get(name) for name in ("train", "valid", "test")]
         train_data, valid_data, test_data = (None if each is None else each.iterators for each in made)
         return train_data, valid_data, test_data
-
-    def _refuse_options(self, config: Any) -> None:
-        """Raise RecipeError for options without effect on recipes; see CONFIG_FIELDS."""
-        plain = {field.name: field.default for field in fields(_Provider)}
-        for option, told in CONFIG_FIELDS.items():
-            part, _, name = option.partition(".")
-            owner, usual = (self, plain.get(name)) if part == "dataset" else (getattr(config, part), None)
-            value = getattr(owner, name, usual)
-            if told.startswith("refused") and value != usual and (part == "dataset" or value):
-                raise RecipeError(
-                    f"{option}={value!r} has no effect on recipes; {told.removeprefix('refused: ')}"
-                )
 
     def _stream(self, recipe: Recipe, groups: Any, rows: int, of_step: int | None = None) -> _Stream:
         """rows, of_step: sequences of a microbatch, and of a step; None if Bridge counts microbatches."""

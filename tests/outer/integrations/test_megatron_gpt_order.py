@@ -167,15 +167,6 @@ def test_blends_of_any_weights_are_theirs(weights, size):
         assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
 
 
-def test_pieces_of_a_blend_join(monkeypatch):
-    monkeypatch.setattr(gpt_order, "_blend_steps", None)
-    weights = weights_of("random", 5)
-    whole = blend_of_weights(weights, 20_000)
-    monkeypatch.setattr(gpt_order, "_PIECE", 3_000)
-    cut = blend_of_weights(weights, 20_000)
-    assert all(np.array_equal(whole[name], cut[name]) for name in whole)
-
-
 @LAWS
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=20))
 def test_blends_of_every_sample_are_theirs(sizes):

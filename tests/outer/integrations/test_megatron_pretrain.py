@@ -113,12 +113,12 @@ def test_each_iteration_trains_its_step_and_evaluations_follow_one_another(
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dataloader_type": "single"}, {}, "pass --dataloader-type external"),
-    ({"data_path": ["corpus"]}, {}, "data_path=.*name the data in the recipe"),
-    ({"full_validation": True}, {}, "full_validation=True"),
-    ({"sft": True}, {}, "sft=True"),
-    ({"allow_ambiguous_pad_tokens": True}, {}, "allow_ambiguous_pad_tokens=True .*column loss_mask"),
-    ({"use_varlen_dataset": True}, {}, "use_varlen_dataset=True has no effect on recipes"),
-    ({"fim_data": True}, {}, "fim_data=True has no effect on recipes"),
+    ({"data_path": ["corpus"]}, {}, "leave them out: --data-path=.*name the data in the recipe"),
+    ({"full_validation": True}, {}, "--full-validation=True"),
+    ({"sft": True}, {}, "--sft=True"),
+    ({"allow_ambiguous_pad_tokens": True}, {}, "--allow-ambiguous-pad-tokens=True .*column `loss_mask`"),
+    ({"use_varlen_dataset": True}, {}, "--use-varlen-dataset=True"),
+    ({"fim_data": True}, {}, "--fim-data=True"),
     ({}, {"valid": None}, "on nothing; give valid=, or pass --eval-iters 0"),
     ({"seq_length": 128}, {}, "rows of 64 tokens, and seq_length is 128"),
     ({"reset_position_ids": True}, {}, "give the rule reset_position_ids=True"),

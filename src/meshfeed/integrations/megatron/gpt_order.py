@@ -243,113 +243,28 @@ def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, I
     return _blend(limits / np.float64(sum(sizes)), sum(sizes), limits)
 
 
-_TOGETHER = 1 << 16  # doubles that fit a core's cache
-_MOST_RUNS = 1 << 13
-_PIECE = 1 << 24  # steps at a time, in memory beside the result
-_STEPS_KEPT = 64  # steps of all runs that are kept before they are written, run by run
-
-
 def _blend(
     shares: npt.NDArray[np.float64], num_steps: int, limits: npt.NDArray[np.float64] | None
 ) -> dict[str, Ints]:
-    """The greedy rule: compiled step by step, otherwise in many runs at a time.
+    """Always the dataset whose count lags most behind its share of the steps so far, the first of equals.
 
-    Each step depends on the counts before it, so the steps are cut into runs whose first counts are
-    guessed, and all runs take a step together. Greedy counts forget where they began: most runs end with
-    exactly the counts guessed for the next one. The others are run again from the right counts, until all
-    fit. The counts of the first run are known, so this proves all others.
+    shares: of each dataset; float64 [d], together 1. limits: samples after which a dataset is left out; None
+    where they do not end.
     """
     if shares.size >= np.iinfo(np.int16).max:
         raise RecipeError(f"a blend of {shares.size} datasets; Megatron blends at most 32766")
     dataset, sample = np.empty(num_steps, np.int16), np.empty(num_steps, np.int64)
+    counts, lag = np.zeros(shares.size), np.empty(shares.size)
     if _blend_steps is not None:
-        counts, lag, own = np.zeros(shares.size), np.empty(shares.size), shares.copy()
         ends = np.full(shares.size, np.inf) if limits is None else limits
-        _blend_steps(shares.size, own, ends, counts, lag, num_steps, dataset, sample)
+        _blend_steps(shares.size, shares.copy(), ends, counts, lag, num_steps, dataset, sample)
         return {"dataset": dataset, "sample": sample}
-    greedy = _Greedy(shares, limits)
-    most = min(_MOST_RUNS, max(1, _TOGETHER // shares.size))
-    start, counts = 0, np.zeros(shares.size)
-    while start < num_steps:
-        left = min(_PIECE, num_steps - start)
-        run_size = min(max(-(-left // most), 8 * shares.size, 256), left)
-        stop = start + left // run_size * run_size  # whole runs; the next segment takes the rest
-        firsts = np.arange(start, stop, run_size)
-        begins = np.empty((shares.size, firsts.size))
-        begins[:, 0] = counts
-        begins[:, 1:] = greedy.likely_counts(firsts[1:], warm=4 * shares.size)
-        ends, todo = np.empty_like(begins), np.arange(firsts.size)
-        by_run = tuple(made[start:stop].reshape(-1, run_size) for made in (dataset, sample))
-        while todo.size:
-            ends[:, todo] = greedy.run(begins[:, todo], firsts[todo], run_size, by_run, todo)
-            todo = 1 + np.flatnonzero((ends[:, :-1] != begins[:, 1:]).any(axis=0))
-            begins[:, todo] = ends[:, todo - 1]
-        start, counts = stop, ends[:, -1]
+    for step in range(num_steps):
+        np.multiply(shares, float(max(step, 1)), out=lag)
+        lag -= counts
+        if limits is not None:
+            lag[counts >= limits] = -np.inf
+        chosen = lag.argmax()
+        dataset[step], sample[step] = chosen, counts[chosen]
+        counts[chosen] += 1
     return {"dataset": dataset, "sample": sample}
-
-
-@dataclass(frozen=True, slots=True)
-class _Greedy:
-    """Always the dataset whose count lags most behind its share of the steps so far, the first of equals.
-
-    Attributes:
-        shares: of each dataset; float64 [d], together 1.
-        limits: samples after which a dataset is left out; None where they do not end.
-    """
-
-    shares: npt.NDArray[np.float64]
-    limits: npt.NDArray[np.float64] | None
-
-    def likely_counts(self, firsts: Longs, *, warm: int) -> npt.NDArray[np.float64]:
-        """Probable counts of each dataset before the steps `firsts`; [d, runs].
-
-        Whole counts nearest to the shares, `warm` steps earlier, and those steps taken.
-        """
-        earlier = np.maximum(firsts - warm, 0)
-        likely = np.empty((self.shares.size, firsts.size))
-        for run, step in enumerate(earlier.tolist()):
-            due = self.shares * step
-            counts = np.floor(due)
-            missing = int(step - counts.sum())
-            counts[np.argsort(counts - due, kind="stable")[: max(missing, 0)]] += 1
-            likely[:, run] = counts
-        return self.run(likely, earlier, warm) if firsts.size else likely
-
-    def run(
-        self,
-        counts: npt.NDArray[np.float64],
-        firsts: Longs,
-        num_steps: int,
-        out: tuple[Ints, ...] = (),
-        rows: Longs | None = None,
-    ) -> npt.NDArray[np.float64]:
-        """Take `num_steps` steps of all runs together; counts before -> counts after, [d, runs].
-
-        out: datasets and ranks, [all runs, num_steps] each, whose `rows` are written.
-        """
-        num_datasets, num_runs = counts.shape
-        counts = np.ascontiguousarray(counts)
-        flat, run = counts.reshape(-1), np.arange(num_runs)
-        lag, best = np.empty_like(counts), np.empty(num_runs)
-        is_best, code = np.empty(counts.shape, np.bool_), np.empty(counts.shape, np.int16)
-        upward = np.arange(num_datasets, 0, -1, dtype=np.int16)[:, None]  # the first of equals is the highest
-        kept = np.empty((2, _STEPS_KEPT, num_runs), np.int64)
-        for at in range(num_steps):
-            steps = np.maximum(firsts + at, 1).astype(np.float64)
-            np.einsum("i,j->ij", self.shares, steps, out=lag)  # twice as fast here as multiply
-            lag -= counts
-            if self.limits is not None:
-                lag[counts >= self.limits[:, None]] = -np.inf
-            np.maximum.reduce(lag, axis=0, out=best)
-            np.equal(lag, best, out=is_best)
-            np.multiply(is_best, upward, out=code)
-            pick = num_datasets - np.maximum.reduce(code, axis=0).astype(np.int64)
-            places = pick * num_runs + run
-            drawn = flat[places]
-            flat[places] = drawn + 1
-            i = at % _STEPS_KEPT
-            kept[0, i], kept[1, i] = pick, drawn
-            if out and (i == _STEPS_KEPT - 1 or at == num_steps - 1):
-                for made, steps in zip(out, kept):
-                    made[rows, at - i : at + 1] = steps[: i + 1].T
-        return counts

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import framework
+from meshfeed.integrations.loader import framework, refuse_options
 from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of, unfollowed_iterators
@@ -48,8 +48,13 @@ CONFIG_FIELDS: dict[str, str] = {
     "refused for packs",
     "--full-validation": "refused: give `valid=` and --eval-iters",
     "--multiple-validation-sets": "refused: train on one `valid=`; give a mixture",
-    "--data-path": "refused: name the data in the recipe, as --train-data-path, --valid-data-path, "
-    "--test-data-path, --data-args-path, --per-split-data-args-path and --mock-data too",
+    "--data-path": "refused: name the data in the recipe",
+    "--train-data-path": "refused: name the data in the recipe",
+    "--valid-data-path": "refused: name the data in the recipe",
+    "--test-data-path": "refused: name the data in the recipe",
+    "--data-args-path": "refused: name the data in the recipe",
+    "--per-split-data-args-path": "refused: name the data in the recipe",
+    "--mock-data": "refused: name the data in the recipe",
     "--fim-data": "refused: give tokens in that form; its other options, such as --fim-rate, need it",
     "--sft": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`",
     "--use-varlen-dataset": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`; its other "
@@ -76,24 +81,6 @@ CONFIG_FIELDS: dict[str, str] = {
 }
 """How `DatasetsProvider` treats each argument of Megatron-LM that concerns data."""
 
-_REFUSED = {
-    "full_validation": "give valid= and --eval-iters",
-    "multiple_validation_sets": "give one valid=, which may be a mixture",
-    "data_path": "name the data in the recipe",
-    "train_data_path": "name the data in the recipe",
-    "valid_data_path": "name the data in the recipe",
-    "test_data_path": "name the data in the recipe",
-    "data_args_path": "name the data in the recipe",
-    "per_split_data_args_path": "name the data in the recipe",
-    "mock_data": "name the data in the recipe",
-    "fim_data": "give tokens in that form",
-    "sft": "use mf.Documents or mf.Samples with a Packing",
-    "use_varlen_dataset": "use mf.Documents or mf.Samples with a Packing",
-    "allow_ambiguous_pad_tokens": "give the data a column loss_mask",
-    "perform_rl_step": "its data are not this provider's",
-    "phase_transition_iterations": "put the phases in one recipe, by Mixture.then",
-    "decrease_batch_size_if_needed": "the recipe's Batch says how large a step is",
-}
 _OF_RULE = {
     "reset_position_ids": "reset_position_ids",
     "reset_attention_mask": "reset_attention_mask",
@@ -177,9 +164,8 @@ class DatasetsProvider:
                 f"dataloader_type={args.dataloader_type!r}: pass --dataloader-type external, or "
                 f"args_defaults={{'dataloader_type': 'external'}} to pretrain"
             )
-        for name, instead in _REFUSED.items():
-            if getattr(args, name, None):
-                raise RecipeError(f"{name}={getattr(args, name)!r} has no effect on recipes: {instead}")
+        given = {option: getattr(args, option[2:].replace("-", "_"), None) for option in CONFIG_FIELDS}
+        refuse_options({option: value for option, value in given.items() if value}, CONFIG_FIELDS)
         if args.eval_iters and self._recipes["valid"] is None:
             raise RecipeError(
                 f"eval_iters={args.eval_iters}, and Megatron evaluates at the end of training too, on "
@@ -219,12 +205,9 @@ class DatasetsProvider:
         if name == "train":
             iterators = data_iterators(made, args=args)
         else:
-            iterators = unfollowed_iterators(made, _constant(of_step // (rows * made.layout.dp)))
+            count = of_step // (rows * made.layout.dp)
+            iterators = unfollowed_iterators(made, lambda: count)
         return iterators if isinstance(iterators, list) else [iterators]
-
-
-def _constant(count: int) -> Callable[[], int]:
-    return lambda: count
 
 
 def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
