@@ -26,16 +26,17 @@ class PartSize(NamedTuple):
     width: int
     length: int
     rate: float
+    of_sample: int = 1
 
     @classmethod
     def of(cls, parts: Parts, place: int) -> Self:
         """The size of one of some parts."""
         height, width, length = int(parts.height[place]), int(parts.width[place]), int(parts.length[place])
-        return cls(height, width, length, float(parts.rate[place]))
+        return cls(height, width, length, float(parts.rate[place]), int(parts.of_sample[place]))
 
     def as_image(self) -> Parts:
         """The part alone, for what a rule says of an image of its height and width."""
-        return Parts.of_images([(self.height, self.width)])
+        return replace(Parts.of_images([(self.height, self.width)]), of_sample=np.array([self.of_sample]))
 
     def as_video(self) -> Parts:
         """The part alone, for what a rule says of a video of its size."""

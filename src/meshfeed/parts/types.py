@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class Parts:
         num_bytes: of the part as stored; int64 [p].
         at: which token of the sample's text is its placeholder, from 0; ascending in a sample; int64 [p].
         starts: where each sample's parts begin, then their end; int64 [samples + 1].
+        of_sample: parts of its kind that its sample has, also of a part that is taken alone; int64 [p]. Those
+            that are here by default.
     """
 
     kind: Longs
@@ -49,6 +51,12 @@ class Parts:
     num_bytes: Longs
     at: Longs
     starts: Longs
+    of_sample: Longs = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        if cast(Longs | None, self.of_sample) is None:
+            place = self.sample * len(KINDS) + self.kind
+            object.__setattr__(self, "of_sample", np.bincount(place)[place])
 
     @property
     def num_samples(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
@@ -136,8 +137,7 @@ class FixedPixels(ImageProcessor):
                 self.resized(image, height, width).crop((left, top, left + side, top + side)), side
             )
         if self.fit == "pad":
-            red, green, blue = (int(255 * mean) for mean in self.mean)
-            image = framed(image, longer, longer, (red, green, blue))
+            image = _squared(image, self.mean)
         return self.squares(image, side, side, side)
 
 
@@ -258,6 +258,8 @@ class AnyResImages(PartRule):
         patch: side of a patch, in pixels; a patch becomes a token.
         grids: (rows, columns) of tiles to choose from.
         most_tiles: images of more tokens than so many tiles are scaled down to them; None for any.
+        tiles_several: whether images have tiles in documents of several. Without, such an image is framed to
+            a square, which becomes one tile, and has one newline token.
 
     Raises RecipeError for options below 1.
     """
@@ -266,6 +268,7 @@ class AnyResImages(PartRule):
     patch: int = 14
     grids: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
     most_tiles: int | None = None
+    tiles_several: bool = True
     alpha: float = 6 * 1024
     kind: Kind = "image"
 
@@ -276,10 +279,13 @@ class AnyResImages(PartRule):
 
     @classmethod
     def onevision(cls) -> AnyResImages:
-        """LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): to 6 x 6 tiles, at most the tokens of 9."""
+        """LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326): to 6 x 6 tiles, at most the tokens of 9.
+
+        Images of a document of several have no tiles.
+        """
         sides = range(1, 7)
         grids = tuple((rows, columns) for rows in sides for columns in sides)
-        return cls(tile=384, grids=grids, most_tiles=9, alpha=6 * 1152)
+        return cls(tile=384, grids=grids, most_tiles=9, tiles_several=False, alpha=6 * 1152)
 
     @property
     def _side(self) -> int:
@@ -300,11 +306,15 @@ class AnyResImages(PartRule):
             ratio = np.maximum(np.sqrt(rows * columns / (self.most_tiles * self._side**2)), 1)
             over = ratio > 1.1
             rows, columns = (np.where(over, side // ratio, side).astype(np.int64) for side in (rows, columns))
-        return rows * columns + rows + self._side**2
+        return np.where(self.is_whole(parts), 1, rows * columns + rows) + self._side**2
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        tiles = self.tile_grid(parts).prod(axis=0) + 1
+        tiles = np.where(self.is_whole(parts), 0, self.tile_grid(parts).prod(axis=0)) + 1
         return tiles, np.full_like(tiles, self._side**2)
+
+    def is_whole(self, parts: Parts) -> npt.NDArray[np.bool_]:
+        """Which images have no tiles beside their document's others; bool [p]."""
+        return (parts.of_sample > 1) & (not self.tiles_several)
 
     def tile_grid(self, parts: Parts) -> Longs:
         """(rows, columns) of each image's tiles; int64 [2, p].
@@ -334,42 +344,56 @@ class AnyResPixels(ImageProcessor):
 
     Fields, both for the first stage: pixel_values, dtype [tiles, 3, tile, tile]: the copy of an image, then
     its tiles, row by row, in a black frame where it leaves room; image_sizes int64 [images, 2], height and
-    width of the image as stored. Other options: see `ImageProcessor`.
+    width of the image as stored; without `tiles_several`, image_tiles int64 [images], rows of pixel_values of
+    each: 1 for one without tiles. Other options: see `ImageProcessor`.
     """
 
     rule: AnyResImages = AnyResImages()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values and image_sizes."""
-        return (
-            self.pixel_field((3, self.rule.tile, self.rule.tile)),
-            PartField(name="image_sizes", dtype="int64", shape=(2,)),
-        )
+        """pixel_values, image_sizes and image_tiles."""
+        pixels = self.pixel_field((3, self.rule.tile, self.rule.tile))
+        tiles = PartField(name="image_tiles", dtype="int64")
+        sizes = PartField(name="image_sizes", dtype="int64", shape=(2,))
+        return (pixels, sizes) if self.rule.tiles_several else (pixels, sizes, tiles)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as tiles, with the copy; and one."""
-        return {PIXELS: self.rule.patches(parts)[0], "image_sizes": np.ones(len(parts), np.int64)}
+        """As many as tiles, with the copy; and one of each other."""
+        one = np.ones(len(parts), np.int64)
+        return {each.name: one for each in self.fields} | {PIXELS: self.rule.patches(parts)[0]}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The tiles of one image."""
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
+        if self.rule.is_whole(size.as_image())[0]:
+            return self._told(self.squares(_squared(image, self.mean), tile, tile, tile), size)
         height, width = (self.rule.tile_grid(size.as_image())[:, 0] * tile).tolist()
         fitted = self.resized(image, *_fitted(image, height, width))
         both = self.squares(image, tile, tile, tile), squares_of(framed(fitted, height, width), tile)
-        return {
-            PIXELS: np.concatenate(both),
-            "image_sizes": np.array([[image.height, image.width]]),
-        }
+        return self._told(np.concatenate(both), size)
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
         """Tiles of zeros, and the image's size."""
-        return {**super().blank(size, rows), "image_sizes": np.array([[size.height, size.width]])}
+        return self._told(super().blank(size, rows)[PIXELS], size)
+
+    def _told(self, pixels: Array, size: PartSize) -> Mapping[str, Array]:
+        """The fields. pixels: of the image's tiles."""
+        sizes, tiles = np.array([[size.height, size.width]]), np.array([len(pixels)])
+        made = {PIXELS: pixels, "image_sizes": sizes, "image_tiles": tiles}
+        return {each.name: made[each.name] for each in self.fields}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """As the rule says of an image of that size."""
         ((height, width),) = made["image_sizes"].tolist()
-        return int(self.rule.tokens(Parts.of_images([(height, width)]))[0])
+        several = 1 + (len(made[PIXELS]) == 1)
+        return int(self.rule.tokens(PartSize(height, width, 1, 0.0, several).as_image())[0])
+
+
+def _squared(image: Any, mean: Color) -> Any:
+    """An image in a square frame of the mean color."""
+    red, green, blue = (int(255 * each) for each in mean)
+    return framed(image, max(image.size), max(image.size), (red, green, blue))
 
 
 def _fitted(image: Any, height: int, width: int) -> tuple[int, int]:

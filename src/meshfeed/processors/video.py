@@ -162,7 +162,7 @@ class VideoPatches(PixelProcessor):
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The patches of one video."""
         header = video_header(data)
-        found = PartSize(header.height, header.width, header.frames, header.rate)
+        found = PartSize(header.height, header.width, header.frames, header.rate, size.of_sample)
         if found != size:
             raise PartError(f"{_told(found)}, and the index says {_told(size)}")
         rule, grid = self.rule, self._grid(size)

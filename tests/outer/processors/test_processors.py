@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import logging
 import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -329,6 +331,95 @@ def test_a_feed_gives_them(family: str, dtype: Any, tmp_path: Path, monkeypatch:
     assert tokens[(tokens != 5) & (tokens != 7) & (tokens != 9)].tolist() == named.tolist()
     sequences, patches = ours.rule.patches(parts)
     assert microbatch["image_cu_seqlens"].tolist() == [0, *np.cumsum(patches.repeat(sequences))]
+
+
+def test_images_of_a_document_of_several_have_no_tiles(tmp_path: Path) -> None:
+    """As LLaVA-OneVision's processor makes them, whose model takes them with `batch_num_images`."""
+    import torch
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionModel, Qwen2Config, SiglipVisionConfig
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+    ours, name, options = OF_TILES["LLaVA-OneVision"]
+    documents = [[(40, 90)], [(120, 60), (56, 56), (30, 200)], [(60, 60)], [(99, 30), (20, 44)]]
+    data = {size: stored(picture(*size)) for sizes in documents for size in sizes}
+    with mf.multimodal.MultimodalWriter(tmp_path, {"tokens": np.uint16}) as writer:
+        for sizes in documents:
+            count, num_bytes = len(sizes), np.array([len(data[size]) for size in sizes])
+            writer.add_document(tokens=np.array([5] + [9] * count + [7], np.uint16))
+            at, starts = np.arange(1, count + 1), np.array([0, count])
+            images = replace(Parts.of_images(sizes), at=at, starts=starts, num_bytes=num_bytes)
+            writer.add_parts(images, [data[size] for size in sizes])
+    theirs = published(*name, **options)
+    given = [[Image.open(io.BytesIO(data[size])) for size in sizes] for sizes in documents]
+    wanted = theirs(given, return_tensors="pt")
+    assert wanted["batch_num_images"].tolist() == [1, 3, 1, 2]
+    recipe = mf.Recipe(
+        data=mf.open(tmp_path),
+        sequence=mf.Multimodal(image=ours),
+        batch=mf.Batch(sequences=4),
+        shuffle="none",
+    )
+    with mf.Feed(recipe, packing=mf.Packing(capacity=4096, policy="in_order")) as feed:
+        (microbatch,) = next(iter(feed)).microbatches
+    assert microbatch.draws.index.tolist() == [0, 1, 2, 3]
+    tiles = microbatch["image_tiles"].tolist()
+    pixels = torch.cat([image[:count] for image, count in zip(wanted["pixel_values"], tiles, strict=True)])
+    assert torch.equal(microbatch["pixel_values"], pixels)
+    assert torch.equal(microbatch["image_sizes"], wanted["image_sizes"])
+    assert np.flatnonzero(np.array(tiles) == 1).tolist() == [1, 2, 3, 5, 6]
+    whole = theirs(given[1][0], return_tensors="pt")  # alone, it has tiles
+    assert whole["pixel_values"].shape[1] > 1
+
+    model = LlavaOnevisionModel(
+        LlavaOnevisionConfig(
+            vision_config=SiglipVisionConfig(
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=2,
+                num_attention_heads=1,
+                image_size=56,
+                patch_size=14,
+            ),
+            text_config=Qwen2Config(
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+                vocab_size=8,
+            ),
+            image_grid_pinpoints=options["image_grid_pinpoints"],
+        )
+    )
+    of_pack = [
+        count
+        for is_whole, run in itertools.groupby(tiles, lambda count: count == 1)
+        for count in ([len([*run])] if is_whole else [1 for _ in run])
+    ]
+    assert of_pack == [1, 3, 1, 2]
+    fields = {each: microbatch[each] for each in ("pixel_values", "image_sizes")}
+    outputs = [
+        len(each)
+        for each in model.get_image_features(**fields, batch_num_images=torch.tensor(of_pack)).pooler_output
+    ]
+    processor: Any = SimpleNamespace(
+        image_token="?",
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+        image_processor=theirs,
+    )
+    for method in ("_get_number_of_features", "_get_unpadded_features"):
+        setattr(processor, method, getattr(LlavaOnevisionProcessor, method).__get__(processor))
+    made = {key: wanted[key] for key in ("batch_num_images", "image_sizes", "pixel_values")}
+    texts = [LlavaOnevisionProcessor.replace_image_token(processor, made, i) for i in range(7)]
+    assert outputs == [len(text) for text in texts]
+    index = microbatch["image_index"][0]
+    assert index.max() + 1 == sum(outputs) == (microbatch["tokens"] == 9).sum()
+    with mf.open(tmp_path) as store:
+        parts = store.parts(np.arange(4))
+    assert ours.rule.tokens(parts).tolist() == outputs
+    assert ours.rule.tokens(parts.take(np.array([2]))) == ours.rule.tokens(parts.only(2)) == 17
 
 
 class Doubled(NativePatches):
