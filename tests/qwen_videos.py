@@ -33,20 +33,20 @@ class Asked:
         frames: all of it; uint8 [frames, height, width, 3].
         rate: frames per second.
         options: of the processor.
-        fps: frames sampled per second.
+        fps: frames sampled per second; None where the options give their number.
         family: module and class of the processor.
     """
 
     frames: npt.NDArray[np.uint8]
     rate: float
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    fps: float = 2
+    fps: float | None = 2
     family: tuple[str, str] = ("qwen2_vl", "Qwen2VLVideoProcessor")
 
 
 @dataclass
 class Made:
-    """What came of it: pixel_values_videos, video_grid_thw [1, 3], and the seconds of a step in time."""
+    """What came of it: pixel_values_videos, video_grid_thw [1, 3], if any, and the seconds of a step in time."""
 
     pixels: npt.NDArray[np.float32]
     grid: npt.NDArray[np.int64]
@@ -138,11 +138,13 @@ def _made(asked: Asked) -> Made:
     processor = getattr(made, name)(**asked.options)
     metadata = VideoMetadata(total_num_frames=len(asked.frames), fps=asked.rate)
     video = torch.from_numpy(asked.frames).permute(0, 3, 1, 2)
-    given = {"do_sample_frames": True, "fps": asked.fps, "return_tensors": "pt", "return_metadata": True}
+    given = {"do_sample_frames": True, "return_tensors": "pt", "return_metadata": True}
+    given |= {} if asked.fps is None else {"fps": asked.fps}
     out = processor(videos=[video], video_metadata=[metadata], **given)
     (told,) = out["video_metadata"]
-    seconds = processor.temporal_patch_size / told.sampled_fps
-    return Made(out["pixel_values_videos"].numpy(), out["video_grid_thw"].numpy(), seconds)
+    seconds = getattr(processor, "temporal_patch_size", 1) / told.sampled_fps
+    grid = out.get("video_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+    return Made(out["pixel_values_videos"].numpy(), grid.numpy(), seconds)
 
 
 def _made_of(asked: Sequence[Asked]) -> list[Made]:

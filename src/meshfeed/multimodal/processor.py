@@ -172,6 +172,7 @@ _OF_RULE = {
     "NativeImages": "NativePatches",
     "NativeVideo": "VideoPatches",
     "OmniVideo": "VideoPatches",
+    "FixedVideo": "FixedFrames",
     "RowImages": "RowPatches",
     "BudgetImages": "BudgetPatches",
     "PlacedTiles": "PlacedPixels",

@@ -24,7 +24,7 @@ from meshfeed.processors.tiles import (
     TiledImages,
     TiledPixels,
 )
-from meshfeed.processors.video import NativeVideo, TimedVideo, VideoPatches
+from meshfeed.processors.video import FixedFrames, FixedVideo, NativeVideo, TimedVideo, VideoPatches
 from meshfeed.processors.whisper import WhisperAudio, WhisperFeatures
 
 __all__ = [
@@ -34,8 +34,10 @@ __all__ = [
     "BudgetPatches",
     "CroppedImages",
     "CroppedPixels",
+    "FixedFrames",
     "FixedImages",
     "FixedPixels",
+    "FixedVideo",
     "ImageProcessor",
     "NativeImages",
     "NativePatches",

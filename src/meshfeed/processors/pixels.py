@@ -125,7 +125,7 @@ class ImageProcessor(PixelProcessor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelField(PartField):
-    """Pixels that may travel as bytes: uint8 [rows, 3 * n] for rows of 3 * copies * n values.
+    """Pixels that may travel as bytes: uint8 [rows, 3 * n] for rows of 3 * copies * n values, or of frames.
 
     Attributes:
         mean, std: of red, green and blue, which follow each other in a row; for dtype "float32".
@@ -150,7 +150,8 @@ class PixelField(PartField):
         if (value.dtype, value.shape) == (out.dtype, out.shape):
             out[...] = value
             return
-        rows, size = len(out), math.prod(self.shape) // (3 * self.copies)
+        frames = math.prod(self.shape[:-3])  # of a row
+        rows, size = len(out) * frames, math.prod(self.shape) // (3 * self.copies * frames)
         read, to = value.reshape(rows, 3, 1, size), out.reshape(rows, 3, self.copies, size)
         if self.dtype == "uint8":
             to[...] = read

@@ -1,4 +1,4 @@
-"""Video as Qwen2-VL and its heirs take it: NativeVideo, TimedVideo, and VideoPatches."""
+"""Video as Qwen2-VL and its heirs take it: NativeVideo, TimedVideo, VideoPatches. Of one size: FixedVideo."""
 
 from __future__ import annotations
 
@@ -110,18 +110,10 @@ class NativeVideo(PartRule):
 
     def _asked(self, parts: Parts) -> npt.NDArray[np.float64]:
         """Frames to sample; float64 [p], whole numbers."""
-        self._refuse_short(parts)
+        _refuse_short(parts, self.merge_frames)
         most = self._merged(np.minimum(self.max_frames, parts.length).astype(np.float64))
         asked = np.maximum(parts.length / parts.rate * self.fps, self.min_frames)
         return self._merged(np.minimum(np.minimum(asked, most), parts.length))
-
-    def _refuse_short(self, parts: Parts) -> None:
-        short = np.flatnonzero(parts.length < self.merge_frames)
-        if short.size:
-            raise StoreError(
-                f"part {short[0]}: a video of {parts.length[short[0]]} frames, and {self.merge_frames} are "
-                f"needed; give it as an image, or leave it out when preparing the data"
-            )
 
     def _merged(self, frames: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.floor(frames / self.merge_frames) * self.merge_frames
@@ -161,17 +153,11 @@ class VideoPatches(PixelProcessor):
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The patches of one video."""
-        header = video_header(data)
-        found = PartSize(header.height, header.width, header.frames, header.rate, size.of_sample)
-        if found != size:
-            raise PartError(f"{_told(found)}, and the index says {_told(size)}")
         rule, grid = self.rule, self._grid(size)
         _, rows, columns = grid
-        numbers, (height, width) = rule.numbers(size), (rows * rule.patch, columns * rule.patch)
-        frames = np.empty((grid[0] * rule.merge_frames, height, width, 3), np.uint8)
-        for frame, into in zip(decoded_frames(data, numbers, header), frames):
-            into[:] = _resized(frame, height, width)
-        frames[len(numbers) :] = frames[len(numbers) - 1]
+        frames = _sampled(data, size, rule.numbers(size), rows * rule.patch, columns * rule.patch)
+        if missing := grid[0] * rule.merge_frames - len(frames):
+            frames = np.concatenate([frames, frames[-1:].repeat(missing, axis=0)])
         merge, side = rule.merge, rule.patch
         split = frames.reshape(
             -1, rule.merge_frames, rows // merge, merge, side, columns // merge, merge, side, 3
@@ -194,6 +180,30 @@ class VideoPatches(PixelProcessor):
         video = size.as_video()
         (groups,), (height,), (width,) = (self.rule.patches(video)[0], *self.rule.resized(video))
         return int(groups), int(height) // self.rule.patch, int(width) // self.rule.patch
+
+
+def _sampled(data: bytes, size: PartSize, numbers: list[int], height: int, width: int) -> Array:
+    """Those frames of a video, of that many pixels; uint8 [frames, height, width, 3].
+
+    Raises PartError for one whose size, frames or rate are not those of the index.
+    """
+    header = video_header(data)
+    found = PartSize(header.height, header.width, header.frames, header.rate, size.of_sample)
+    if found != size:
+        raise PartError(f"{_told(found)}, and the index says {_told(size)}")
+    frames = np.empty((len(numbers), height, width, 3), np.uint8)
+    for frame, into in zip(decoded_frames(data, numbers, header), frames):
+        into[:] = _resized(frame, height, width)
+    return frames
+
+
+def _refuse_short(parts: Parts, least: int) -> None:
+    short = np.flatnonzero(parts.length < least)
+    if short.size:
+        raise StoreError(
+            f"part {short[0]}: a video of {parts.length[short[0]]} frames, and {least} are needed; give it "
+            f"as an image, or leave it out when preparing the data"
+        )
 
 
 def _resized(frame: Frame, height: int, width: int) -> Array:
@@ -243,7 +253,7 @@ class TimedVideo(NativeVideo):
             )
 
     def frames(self, parts: Parts) -> Longs:
-        self._refuse_short(parts)
+        _refuse_short(parts, self.merge_frames)
         asked = (parts.length / parts.rate * self.fps).astype(np.int64)
         return np.minimum(np.minimum(np.maximum(asked, self.min_frames), self.max_frames), parts.length)
 
@@ -291,3 +301,84 @@ class TimedVideo(NativeVideo):
             ids = (*self.before, *spelled[0], self.point, *spelled[1], *self.after, self.start)
             runs += [*map(Repeat, ids), Repeat(PLACEHOLDER, outputs, is_output=True), Repeat(self.end)]
         return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedVideo(PartRule):
+    """So many frames of each video, resized to one square, whose outputs are pooled; then one newline token.
+
+    Like LLaVA-OneVision (Li et al. 2024, arXiv 2408.03326) with `do_sample_frames` and `num_frames`. The
+    encoder attends within a frame.
+
+    Attributes:
+        num_frames: sampled evenly; a video of fewer is refused.
+        size, patch: side of the resized frame and of a patch, in pixels.
+        pool: side of the square of patches that become one token.
+
+    Raises RecipeError for options below 1.
+    """
+
+    num_frames: int = 32
+    size: int = 384
+    patch: int = 14
+    pool: int = 2
+    alpha: float = 6 * 1152
+    kind: Kind = "video"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def numbers(self, size: PartSize) -> list[int]:
+        """The numbers of the frames that are sampled of a video, ascending."""
+        return (np.arange(self.num_frames) * size.length // self.num_frames).tolist()
+
+    def tokens(self, parts: Parts) -> Longs:
+        _refuse_short(parts, self.num_frames)
+        return np.full(len(parts), self.tokens_of_one, np.int64)
+
+    @property
+    def tokens_of_one(self) -> int:
+        """Tokens of a video."""
+        return self.num_frames * (-(-(self.size // self.patch) // self.pool)) ** 2 + 1
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        one = np.ones(len(parts), np.int64)
+        return one * self.num_frames, one * (self.size // self.patch) ** 2
+
+
+@dataclass(frozen=True)
+class FixedFrames(PixelProcessor):
+    """The sampled frames of a video, with the values of LLaVA-OneVision's video processor; decoded by PyAV.
+
+    A frame is resized by torch, as there. A video whose size, frames or rate are not those of the index is
+    broken.
+
+    Attributes:
+        rule: how many frames, and their size.
+
+    Field, for the first stage: pixel_values_videos, dtype [videos, num_frames, 3, size, size]. Other options:
+    see `PixelProcessor`.
+    """
+
+    rule: FixedVideo = FixedVideo()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """pixel_values_videos."""
+        shape = (self.rule.num_frames, 3, self.rule.size, self.rule.size)
+        return (
+            PixelField(name=PIXELS, dtype=self.dtype, shape=shape, mean=self.mean, std=self.std, fused=True),
+        )
+
+    def rows(self, parts: Parts) -> Mapping[str, Longs]:
+        """One."""
+        return {PIXELS: np.ones(len(parts), np.int64)}
+
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The frames of one video."""
+        frames = _sampled(data, size, self.rule.numbers(size), self.rule.size, self.rule.size)
+        return {PIXELS: frames.transpose(0, 3, 1, 2)[None]}
+
+    def num_tokens(self, made: Mapping[str, Array]) -> int:
+        """As the rule says of a video."""
+        return len(made[PIXELS]) * self.rule.tokens_of_one

@@ -19,6 +19,7 @@ from meshfeed.processors import (
     BudgetImages,
     CroppedImages,
     FixedImages,
+    FixedVideo,
     NativeImages,
     NativeVideo,
     PlacedTiles,
@@ -223,6 +224,7 @@ RULES = (
     ),
     WhisperAudio(),
     NativeVideo(),
+    FixedVideo(num_frames=2),
 )
 
 

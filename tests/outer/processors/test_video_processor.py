@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import meshfeed as mf
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.formats.video import video_header
 from meshfeed.multimodal import MultimodalWriter, PartSize
-from meshfeed.processors import NativeVideo, VideoPatches
+from meshfeed.processors import FixedFrames, FixedVideo, NativeVideo, VideoPatches
 from qwen_videos import Asked, Made, by_transformers
 from soak import SEED, cases
 from videos import CODECS, UNEVEN, all_frames, video
@@ -200,6 +201,55 @@ def test_a_broken_video_stops_the_job_by_name_or_becomes_blank(name: str, tmp_pa
     assert at == int(said[len("document ")])
     pixels = np.asarray(made["pixel_values_videos"])
     assert not pixels[ends[at] : ends[at + 1]].any() and pixels[: ends[at]].any()
+
+
+def test_frames_of_one_size_are_those_of_llava_onevision(tmp_path: Path) -> None:
+    """Their pixels, their number of tokens, and its model's outputs; through a feed, too."""
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionModel, Qwen2Config, SiglipVisionConfig
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+    rng, parts, asked = random.Random(SEED), list[tuple[bytes, PartSize]](), list[Asked]()
+    rule = FixedVideo(num_frames=5, size=70)
+    family = ("llava_onevision", "LlavaOnevisionVideoProcessor")
+    for k in range(cases(5, 30)):
+        data = video(2 * rng.randrange(18, 70), 2 * rng.randrange(18, 70), rng.randrange(5, 60), seed=k)
+        parts.append((data, size_of(data)))
+        options = {"num_frames": 5, "size": {"height": 70, "width": 70}, "image_mean": (0.5,) * 3}
+        frames = np.stack(all_frames(data)[1])
+        asked.append(Asked(frames, 10, options | {"image_std": (0.5,) * 3}, None, family))
+    wanted = [each.pixels for each in by_transformers(asked)]
+    ours = FixedFrames(rule, mean=(0.5,) * 3, std=(0.5,) * 3)
+    for dtype in ("float32", "uint8"):
+        recipe = mf.Recipe(
+            data=stored(tmp_path / dtype, parts),
+            sequence=mf.Multimodal(video=replace(ours, dtype=dtype)),
+            batch=mf.Batch(sequences=len(parts)),
+            shuffle="none",
+        )
+        packing = mf.Packing(capacity=64 * len(parts), policy="in_order")
+        with mf.Feed(recipe, packing=packing, machine=mf.Machine(workers=1)) as feed:
+            (microbatch,) = next(iter(feed)).microbatches
+        made = microbatch["pixel_values_videos"].numpy()
+        if dtype == "float32":
+            assert np.array_equal(made, np.concatenate(wanted))
+        assert np.allclose(made / 127.5 - 1 if dtype == "uint8" else made, np.concatenate(wanted), atol=1e-6)
+    side = rule.size // rule.patch
+    theirs: Any = SimpleNamespace(num_image_tokens=side**2, video_token="?")
+    text = LlavaOnevisionProcessor.replace_video_token(theirs, {"pixel_values_videos": wanted[0]}, 0)
+    tokens = rule.tokens(parts[0][1].as_video()).tolist()
+    assert tokens == [len(text)] == [46] and (microbatch["video_index"] >= 0).sum() == 46 * len(parts)
+    vision = SiglipVisionConfig(
+        **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1},
+        **{"image_size": 70, "patch_size": 14},
+    )
+    language = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    text_config = Qwen2Config(**language, num_attention_heads=1, num_key_value_heads=1)
+    model = LlavaOnevisionModel(LlavaOnevisionConfig(vision_config=vision, text_config=text_config))
+    outputs = model.get_video_features(torch.from_numpy(wanted[0])).pooler_output
+    assert outputs.shape == (1, 46, 8)
+    assert FixedVideo().tokens(parts[-1][1]._replace(length=32).as_video()).tolist() == [32 * 196 + 1]
+    with pytest.raises(mf.errors.StoreError, match="part 0: a video of 4 frames, and 5 are needed"):
+        rule.tokens(parts[0][1]._replace(length=4).as_video())
 
 
 def test_wrong_options_are_refused() -> None:
