@@ -117,6 +117,18 @@ def test_over_http(tmp_path: Path) -> None:
 # -- marks ----------------------------------------------------------------------------------------------
 
 
+def test_a_change_that_the_fingerprint_misses_is_counted(tmp_path: Path) -> None:
+    mask, told = np.ones(20_000, np.uint8), set[str]()
+    for least in (0, 10):
+        mask[1000 : 1000 + least] = 0  # in none of the places that the fingerprint samples
+        with mf.DatasetWriter(tmp_path / "c", {"tokens": "u1", "loss_mask": "u1"}, overwrite=True) as writer:
+            writer.add_document(tokens=np.zeros_like(mask), loss_mask=mask)
+        store = open_store(tmp_path / "c", cache=tmp_path / "cache")
+        told.add(store.fingerprint)
+        assert count_bearing(store, np.array([0]), np.array([mask.size])).tolist() == [mask.sum()]
+    assert len(told) == 1
+
+
 @settings(max_examples=cases(20, 400), deadline=None)
 @given(
     total=st.sampled_from([0, 1, 7, 8, 255, 256, 257, 512, 1000]),

@@ -148,6 +148,11 @@ class ByteFile(ABC):
         return None
 
     @property
+    @abstractmethod
+    def version(self) -> str:
+        """Changes when it is written or replaced, as far as storage tells: for what a node keeps of it."""
+
+    @property
     def content_id(self) -> str | None:
         """A hash of all its bytes, if storage keeps one that identifies them; else None."""
         return None
@@ -284,6 +289,11 @@ class LocalFile(ByteFile):
         if self._size_bytes is None:
             self._size_bytes = self._look()
         return self._size_bytes
+
+    @property
+    def version(self) -> str:
+        found = status_of(self.url)
+        return f"{found.st_size}-{found.st_mtime_ns}"
 
     def _look(self) -> int:
         """Its size now. Raises StoreError."""

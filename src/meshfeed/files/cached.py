@@ -83,6 +83,10 @@ class CachedFile(ByteFile):
         return self._opened.sums
 
     @property
+    def version(self) -> str:
+        return self._opened.tag if self._glanced is None else self._glanced[0].tag
+
+    @property
     def content_id(self) -> str | None:
         return self._opened.tag if is_hub(self._given) else None
 

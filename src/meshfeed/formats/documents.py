@@ -23,7 +23,6 @@ from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats, Folder
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.local.version import digest_of_versions
 from meshfeed.files.url import is_hub
 from meshfeed.formats.foreign_columns import ForeignColumns, ignoring
 from meshfeed.formats.prepared import documents_in, is_report
@@ -127,11 +126,11 @@ class DocumentFiles(StreamStore):
     @cached_property
     def _kept(self) -> dict[str, Array]:
         """starts: see LengthsIndex. tokens: of all documents. most: [1], the largest. beside: see `_scan`."""
-        before = self._versions()
+        before = self.files_version
         key = key_of_parts(kind=self.format, version=_KEPT_VERSION, content=self._content, files=before)
 
         def whole(_: Sequence[FileSpan], parts: Sequence[Mapping[str, Array]]) -> Arrays:
-            if self._versions() != before:
+            if self.files_version != before:
                 raise ChangedError(
                     f"{self.path}: was written while it was read; open it again once it is whole"
                 )
@@ -157,9 +156,9 @@ class DocumentFiles(StreamStore):
         whole = {"lengths": np.concatenate(lengths), "tokens": np.concatenate(tokens)}
         return whole | {"most": np.array([most]), "beside": beside}
 
-    def _versions(self) -> str:
-        """Of local files; versions of remote ones differ in the fingerprint."""
-        return digest_of_versions(file.url for file in self._files if not file.is_remote)
+    @property
+    def files_version(self) -> str:
+        return " ".join(file.version for file in self._files)
 
     @property
     def kept_in(self) -> Cache:

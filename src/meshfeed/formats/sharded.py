@@ -14,8 +14,6 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.local.version import digest_of_versions
-from meshfeed.files.url import join
 from meshfeed.formats.foreign_columns import ForeignColumns, ignoring
 from meshfeed.formats.items import ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
@@ -196,15 +194,16 @@ class ShardedStore(StreamStore):
         if len(parts) <= 1 and not self._folder.is_remote:
             return _whole(parts, [self._part(part) for part in parts])
         key = key_of_parts(
-            kind=self.dataset.kind, version=3, content=self.dataset.digest, files=self._versions()
+            kind=self.dataset.kind, version=3, content=self.dataset.digest, files=self.files_version
         )
         return built_in_parts(self._folder.kept, key, lambda: parts, self._part, _whole)
 
-    def _versions(self) -> str | None:
-        """Of local shards; versions of remote ones differ only in the fingerprint."""
+    @property
+    def files_version(self) -> str:
+        """Of shards on this machine; of remote ones, each would take a request."""
         if self._folder.is_remote:
-            return None
-        return digest_of_versions(join(self.path, shard.name) for shard in self.dataset.shards)
+            return ""
+        return " ".join(self._folder.file(shard.name).version for shard in self.dataset.shards)
 
     def _part(self, numbers: Sequence[int]) -> Mapping[str, Array]:
         """begins and lengths of all documents of some shards."""

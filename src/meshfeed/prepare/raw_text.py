@@ -4,9 +4,9 @@
     kept/text/NAME-KEY.preparing/   its job, until it is done; after a kill, the next process goes on
     kept/text/NAME-KEY.lock         held by the process that makes it; never removed
 
-KEY is a digest of the names of the files, of the tokenizer and its use and, of remote files, of sampled
-bytes. If a local file has another size or time than when it was read, the folder is made again and replaces
-the old one.
+KEY is a digest of the names of the files, of the tokenizer and its use and, of remote files, of versions and
+sampled bytes. If a local file has another size or time than when it was read, the folder is made again and
+replaces the old one.
 """
 
 from __future__ import annotations
@@ -121,9 +121,11 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStor
 def _entry(place: Place, files: Sequence[Input], encoding: Text) -> Path:
     """The folder of the store, which loads no tokenizer. Raises StoreError."""
     tokenizer = tokenizer_file(cast(str, encoding.tokenizer))
+    far = [each.file() for each in files if is_remote(each.url)]
     key = key_of_parts(
         inputs=" ".join(without_secrets(each.url) for each in files),
-        content=sampled_digest("", [each.file() for each in files if is_remote(each.url)]),
+        content=sampled_digest("", far),
+        files=" ".join(each.version for each in far),
         column=encoding.column,
         tokenizer=tokenizer.digest,
         config=hashlib.blake2b(tokenizer.config).hexdigest(),

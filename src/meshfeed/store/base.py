@@ -92,6 +92,11 @@ class StreamStore(Store):
         return None
 
     @property
+    def files_version(self) -> str:
+        """Of its files, as they are now, beside the fingerprint, which may miss a change; see `ByteFile`."""
+        return ""
+
+    @property
     def fetching(self) -> Fetching | None:
         """How its tokens are fetched by blocks; None if they are not. Raises StoreError."""
         return None
@@ -147,7 +152,7 @@ class StreamStore(Store):
             folder = None
         if folder is None:
             return make()
-        key = key_of_parts(content=self.fingerprint, **of)
+        key = key_of_parts(content=self.fingerprint, files=self.files_version, **of)
         return cached_arrays(folder, key, lambda: {"numbers": make()})["numbers"]
 
     @property
@@ -354,6 +359,10 @@ class DocumentRange(StreamStore):
     @property
     def kept_in(self) -> Cache | None:
         return self.of.kept_in
+
+    @property
+    def files_version(self) -> str:
+        return self.of.files_version
 
     @property
     def stats(self) -> FileStats:

@@ -142,6 +142,10 @@ class DatasetStore(StreamStore):
     def kept_in(self) -> Cache:
         return self._cache
 
+    @property
+    def files_version(self) -> str:
+        return self.tokens.files_version
+
     def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
         """See `StreamStore`. ignore: any of its columns."""
         for name in sorted(ignore - self._columns.keys()):

@@ -74,6 +74,10 @@ class IndexedStore(StreamStore):
         return self.pair.cache
 
     @property
+    def files_version(self) -> str:
+        return " ".join(file.version for file in self.files)
+
+    @property
     def fetching(self) -> Fetching | None:
         return self._data.fetching if isinstance(self._data, CachedFile) else None
 

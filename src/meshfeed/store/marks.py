@@ -59,7 +59,8 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = 
     tokens: the values to mark; None for all but 0.
     """
     of_tokens = {} if tokens is None else {"tokens": str(tokens)}
-    key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint, **of_tokens)
+    of = {"content": store.fingerprint, "files": store.files_version}
+    key = key_of_parts(kind="marks", version=VERSION, **of, **of_tokens)
 
     def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:
         values = _values(store, begin, end)
@@ -76,7 +77,7 @@ def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Ca
     """
     columns = {"labels": labels, "loss_mask": loss_mask}
     given = {name: store for name, store in columns.items() if store is not None}
-    of = {name: store.fingerprint for name, store in given.items()}
+    of = {name: f"{store.fingerprint} {store.files_version}" for name, store in given.items()}
     key = key_of_parts(kind="bearing", version=VERSION, **of)
 
     def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,17 @@ def test_a_file_that_was_written_again_is_read_again(long: Path) -> None:
         assert again.fingerprint == store.fingerprint, "too small a change to be seen at once"
         assert again.lengths(np.arange(899)).tolist() == [len(each) for each in now]
         assert again.read(450, 0, 66).tolist() == [7] * 66
+
+
+def test_an_object_that_was_written_again_is_read_again(long: Path, tmp_path: Path) -> None:
+    needs("nginx")
+    with Nginx(long.parent) as server:
+        for i in range(2):
+            now = changed(long) if i else [json.loads(line)["tokens"] for line in long.open()]
+            cache = mf.Cache(tmp_path / "far")
+            shutil.rmtree(cache.own_path / "answers", ignore_errors=True)  # half a minute later
+            with open_store(f"{server.url}/c.jsonl", cache=cache) as store:
+                assert store.read(450, 0, len(now[450])).tolist() == now[450]
 
 
 def test_verify_finds_a_change_that_leaves_the_time(long: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 
 from meshfeed.files.byte_file import status_of, typed
@@ -35,15 +32,6 @@ def version_if_there(path: str) -> Version | None:
 
 def _version(found: os.stat_result) -> Version:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def digest_of_versions(paths: Iterable[str]) -> str:
-    """Digest of sizes and modification times of files. Raises StoreError."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        _, _, size, modified_ns, _ = version_of(path)
-        digest.update(struct.pack("<qq", size, modified_ns))
-    return digest.hexdigest()
 
 
 def wait_for_tick(newest: int) -> None:
