@@ -39,10 +39,16 @@ def video(
     form: str = "mp4",
     flags: str = "",
     times: Sequence[int] | None = None,
-    sound: bool = False,
+    sound: bool | str = False,
+    hertz: int = 16_000,
+    channels: int = 1,
+    seconds: float = 0.5,
+    late: float = 0,
     seed: int = 0,
 ) -> bytes:
     """Squares that move. times: of each frame in ms. flags: movflags of FFmpeg's writer.
+
+    sound: silence, or what `tones` says by that codec; of so many hertz, channels and seconds, after `late` seconds.
 
     Another process may get other bytes, and other pixels: libx264 takes what lies beside small frames in memory, too.
     """
@@ -55,7 +61,8 @@ def video(
         )
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = dict(options)
-        heard: Any = container.add_stream("aac", rate=16_000, layout="mono") if sound else None
+        layout, codec = ("mono", "stereo")[channels - 1], sound if isinstance(sound, str) else "aac"
+        heard: Any = container.add_stream(codec, rate=hertz, layout=layout) if sound else None
         for i in range(frames):
             moved = np.roll(squares, i, axis=i % 2)
             scaled = np.kron(moved, np.ones((-(-height // 4), -(-width // 4), 1), np.uint8))[:height, :width]
@@ -66,10 +73,30 @@ def video(
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
         if heard is not None:
-            silence: Any = av.AudioFrame.from_ndarray(np.zeros((1, 8_000), np.float32), "fltp", "mono")
-            silence.rate, silence.pts = 16_000, 0
-            container.mux([*heard.encode(silence), *heard.encode(None)])
+            samples = tones(channels, hertz, seconds, seed)
+            given: Any = av.AudioFrame.from_ndarray(
+                samples if isinstance(sound, str) else 0 * samples, "fltp", layout
+            )
+            given.rate, given.pts, given.time_base = hertz, 0, Fraction(1, hertz)
+            fifo = av.AudioFifo()
+            for each in av.AudioResampler(heard.format.name, layout, hertz).resample(given):
+                fifo.write(each)
+            some: list[Any] = []
+            while (each := fifo.read(heard.codec_context.frame_size or 1024, partial=True)) is not None:
+                some += heard.encode(each)
+            for packet in (*some, *heard.encode(None)):
+                packet.pts += round(late / packet.time_base)
+                packet.dts += round(late / packet.time_base)
+                container.mux(packet)
     return out.getvalue()
+
+
+def tones(channels: int, hertz: int, seconds: float, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Tones that begin and end all the time, others in each channel; float32 [channels, samples]."""
+    rng, time = np.random.default_rng((seed, channels)), np.arange(int(seconds * hertz)) / hertz
+    at, loud = (time * 9).astype(int), rng.uniform(0, 0.4, (channels, 2000))
+    made = loud[:, at] * np.sin(2 * np.pi * rng.uniform(200, 1500, (channels, 2000))[:, at] * time)
+    return np.ascontiguousarray(made, np.float32)
 
 
 def all_frames(data: bytes) -> tuple[float, list[Frame]]:

@@ -20,9 +20,23 @@ from soak import cases
 
 FIELDS = ("kind", "height", "width", "length", "rate", "num_bytes", "at")
 SAMPLES = st.lists(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1 << 40), st.binary(max_size=9)), max_size=3),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 1 << 40), st.binary(min_size=1, max_size=9)), max_size=3
+    ).map(
+        lambda sample: [piece for each in sample for piece in (each, (1, each[1], b""))[: 1 + is_heard(each)]]
+    ),
     max_size=6,
 )
+
+
+def is_heard(part):
+    """Whether a part of a drawn sample is a video whose sound track is a part, too."""
+    return part[0] == 2 and part[1] % 2 == 1
+
+
+def bytes_of(sample, k):
+    """Of a part; of a sound track, its video's."""
+    return sample[k][2] or sample[k - 1][2]
 
 
 def parts_of(samples, lengths):
@@ -70,7 +84,7 @@ def test_parts_come_back_as_they_were_written(tmp_path_factory, samples, draw):
         some = draw.draw(st.lists(st.sampled_from(every), max_size=9)) if every else []
         documents, places = np.array(some, np.int64).reshape(-1, 2).T
         store.will_need_parts(documents, places)
-        wanted = [samples[i][k][2] for i, k in some]
+        wanted = [bytes_of(samples[i], k) for i, k in some]
         assert store.read_parts(documents, places) == wanted
         out = np.empty(sum(map(len, wanted)), np.uint8)
         store.read_part_ranges(*store.part_ranges(documents, places), out)
@@ -82,7 +96,7 @@ def test_parts_come_back_as_they_were_written(tmp_path_factory, samples, draw):
                 store.read_parts(np.array([i]), np.array([len(sample)]))
 
 
-SOME = [[(0, 5, b"abc"), (1, 6, b"")], [], [(2, 7, b"defgh")], [(0, 8, b"i")]]
+SOME = [[(0, 5, b"abc"), (1, 6, b"x")], [], [(2, 7, b"defgh")], [(0, 8, b"i")]]
 
 
 def test_its_text_keeps_the_law_of_stores(tmp_path):
@@ -92,8 +106,8 @@ def test_its_text_keeps_the_law_of_stores(tmp_path):
 
 
 def test_its_fingerprint_covers_sizes_and_bytes(tmp_path):
-    changed = [[(0, 5, b"abd"), (1, 6, b"")], *SOME[1:]]
-    resized = [[(0, 9, b"abc"), (1, 6, b"")], *SOME[1:]]
+    changed = [[(0, 5, b"abd"), (1, 6, b"x")], *SOME[1:]]
+    resized = [[(0, 9, b"abc"), (1, 6, b"x")], *SOME[1:]]
     for name, samples in (("a", SOME), ("b", SOME), ("c", changed), ("d", resized)):
         written(tmp_path / name, samples)
     a, b, c, d = (mf.open(tmp_path / name).fingerprint for name in "abcd")
@@ -121,6 +135,12 @@ def test_reading_needs_with_and_parts_need_a_store_that_has_them(tmp_path):
         MultimodalWriter(tmp_path / "e", {"tokens": "u2"}) as w,
     ):
         w.add_parts(parts_of([[(0, 1, b"ab")]], None)[0], [b"a"])
+    for sample in ([(1, 1, b"")], [(0, 1, b"a"), (1, 1, b"")], [(2, 1, b"a"), (0, 1, b"")]):
+        with (
+            pytest.raises(StoreError, match="a part of 0 bytes that is no sound behind its video"),
+            MultimodalWriter(tmp_path / "e", {"tokens": "u2"}) as w,
+        ):
+            w.add_parts(*parts_of([sample], None))
 
 
 def test_damage_is_named(tmp_path):

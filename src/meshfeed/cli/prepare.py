@@ -36,6 +36,7 @@ from meshfeed.prepare import (
     prepare,
 )
 from meshfeed.prepare.dry_run import dry_run
+from meshfeed.prepare.encoding.multimodal import SoundTrack
 from meshfeed.prepare.encoding.part_headers import MOST_PIXELS
 from meshfeed.prepare.encoding.text import DTYPES
 from meshfeed.prepare.engines.local import num_cores
@@ -96,6 +97,10 @@ class _Parts:
     audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
     video_token: str | None = option("token that stands for a video", metavar="TOKEN")
     video_text: str | None = option("text for a video, with its token in it", metavar="TEXT")
+    sound_track: SoundTrack | None = option(
+        "make the sound of each video a part too, of the same stored bytes: its token comes behind the video"
+    )
+    silent: bool = option("under --sound-track, take videos without sound as they are", default=False)
     image_column: str | None = option(
         "further columns, or keys of JSON, that hold images, or their paths", metavar="COLUMN,..."
     )
@@ -297,11 +302,14 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                 text=self._text(),
                 tokens=tokens,
                 around=around,
+                sound_track=self.sound_track,
+                silent=self.silent,
                 max_pixels=self.max_pixels,
                 folder=self.parts_folder,
                 part_columns=columns,
             )
-        if tokens or around or columns or self.parts_folder or self.max_pixels != MOST_PIXELS:
+        limits = self.max_pixels != MOST_PIXELS or self.sound_track or self.silent
+        if tokens or around or columns or self.parts_folder or limits:
             raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
         return self._text()
 

@@ -17,16 +17,27 @@ from meshfeed.formats.video_header import CONVERT, VideoHeader
 from meshfeed.sequence.runs import Longs as LongArray
 
 _SEGMENT, _CLUSTER, _TRACK = 0x18538067, 0x1F43B675, 0xAE
-_ENTERED = {_SEGMENT, _CLUSTER, _TRACK, 0x1549A966, 0x1654AE6B, 0xE0, 0x7670, 0xA0}  # what these hold is read
+_ENTERED = {
+    _SEGMENT,
+    _CLUSTER,
+    _TRACK,
+    0x1549A966,
+    0x1654AE6B,
+    0xE0,
+    0xE1,
+    0x7670,
+    0xA0,
+}  # what these hold is read
 _SCALE, _CLUSTER_TIME, _BLOCKS = 0x2AD7B1, 0xE7, (0xA3, 0xA1)
 _NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT = 0xD7, 0x83, 0x86, 0x23E383, 0xB0, 0xBA
+_HERTZ, _DELAY, _COMPRESSED = 0xB5, 0x56AA, 0x6D80
 _STRETCH, _UNSTRETCHED = 0x23314F, (0, 0x3F800000, 0x3FF0000000000000)  # empty, or 1.0
 _REFUSED = {
     **dict.fromkeys((0x54AA, 0x54BB, 0x54CC, 0x54DD), "cropped when displayed"),
     **dict.fromkeys((0x7673, 0x7674, 0x7675), "turned when displayed"),
-    0x6D80: "compressed once more, or encrypted",
+    _COMPRESSED: "compressed once more, or encrypted",
 }
-_OF_TRACKS = {_NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT, _STRETCH, *_REFUSED}
+_OF_TRACKS = {_NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT, _HERTZ, _DELAY, _STRETCH, *_REFUSED}
 _MOST_ELEMENTS = 1 << 20  # of a file; nine hours of 30 frames a second
 _LACING, _SHOWN = 0x06, 0x10  # of a block's flags, and of the first byte of a VP8 frame
 _SECOND = 10**9  # in ns
@@ -42,23 +53,7 @@ def matroska_header(data: bytes) -> VideoHeader:
 
     Raises PartError for a file that was cut off, is damaged, or is of a kind that is not read.
     """
-    tracks, scale, time = list[dict[int, int]](), 1_000_000, 0
-    blocks = array("q")  # of each: track, time, flags, first byte of the frame or -1
-    for name, begin, end in _elements(data):
-        if name == _TRACK:
-            tracks.append({})
-        elif name in _BLOCKS:
-            track, at = _number(data, begin, end)
-            shift, flags, first = struct.unpack_from(">hBB", data, at) if at + 4 <= end else (0, 0, -1)
-            blocks.extend((track, time + shift, flags, first))
-        elif (name in _OF_TRACKS and tracks) or name in (_SCALE, _CLUSTER_TIME):
-            value = int.from_bytes(data[begin : min(end, begin + 8)], "big")
-            if name == _SCALE:
-                scale = value
-            elif name == _CLUSTER_TIME:
-                time = min(value, 1 << 62)
-            else:
-                tracks[-1][name] = value
+    tracks, rows, scale = _read(data)
     videos = [each for each in tracks if each.get(_TYPE) == 1]
     has_sound = any(each.get(_TYPE) == 2 for each in tracks)
     if has_sound and not videos:
@@ -76,7 +71,6 @@ def matroska_header(data: bytes) -> VideoHeader:
             raise PartError(f"video that is {what}; {CONVERT}")
     if video.get(_STRETCH, 0) not in _UNSTRETCHED:
         raise PartError(f"video whose track has a TrackTimestampScale other than 1; {CONVERT}")
-    rows = np.frombuffer(blocks, np.int64).reshape(-1, 4)
     own = rows[rows[:, 0] == video.get(_NUMBER, 0), 1:]
     if (own[:, 2] < 0).any():
         raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
@@ -87,6 +81,52 @@ def matroska_header(data: bytes) -> VideoHeader:
     if (own[:, 1] & _LACING).any() or hides:
         raise PartError(f"video whose frames and blocks differ in number; {CONVERT}")
     return _header(video, np.sort(own[:, 0]), scale, has_sound)
+
+
+def matroska_sound(data: bytes) -> tuple[int, int] | None:
+    """(samples, samples per second) of the first sound track, until its last block ends; None without one.
+
+    Raises PartError for a file that was cut off or is damaged, and for sound of a kind that is not read.
+    """
+    tracks, rows, scale = _read(data)
+    if (track := next((each for each in tracks if each.get(_TYPE) == 2), None)) is None:
+        return None
+    times = np.sort(rows[rows[:, 0] == track.get(_NUMBER, 0), 1])
+    if times.size == 0:
+        return None
+    if track.get(_STRETCH, 0) not in _UNSTRETCHED or track.get(_COMPRESSED) or times.size == 1:
+        raise PartError(
+            f"video whose sound is stretched, compressed once more, or a single packet; {CONVERT}"
+        )
+    rate, wide = track.get(_HERTZ, 0x45FA0000), 1 << 32  # 8000 if it is not there
+    hertz = struct.unpack(">f" if rate < wide else ">d", rate.to_bytes(4 if rate < wide else 8, "big"))[0]
+    if not 0 < hertz < 1 << 32:
+        raise PartError(f"video with sound at {hertz:g} Hz; {CONVERT}")
+    steps = times.size - 1
+    ends = int(times[-1]) * scale + int(times[-1] - times[0]) * scale // steps - track.get(_DELAY, 0)
+    return ends * int(hertz) // _SECOND, int(hertz)
+
+
+def _read(data: bytes) -> tuple[list[dict[int, int]], LongArray, int]:
+    """(values of each track, blocks, ns of a tick). Blocks: track, time, flags, first byte of the frame."""
+    tracks, scale, time = list[dict[int, int]](), 1_000_000, 0
+    blocks = array("q")  # of each: track, time, flags, first byte of the frame or -1
+    for name, begin, end in _elements(data):
+        if name == _TRACK:
+            tracks.append({})
+        elif name in _BLOCKS:
+            track, at = _number(data, begin, end)
+            shift, flags, first = struct.unpack_from(">hBB", data, at) if at + 4 <= end else (0, 0, -1)
+            blocks.extend((track, time + shift, flags, first))
+        elif (name in _OF_TRACKS and tracks) or name in (_SCALE, _CLUSTER_TIME):
+            value = int.from_bytes(data[begin : min(end, begin + 8)], "big")
+            if name == _SCALE:
+                scale = value
+            elif name == _CLUSTER_TIME:
+                time = min(value, 1 << 62)
+            else:
+                tracks[-1][name] = value
+    return tracks, np.frombuffer(blocks, np.int64).reshape(-1, 4), scale
 
 
 def _header(video: dict[int, int], times: LongArray, scale: int, has_sound: bool) -> VideoHeader:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PartError
 from meshfeed.extras import install
+from meshfeed.formats.sound_track import decoded_track, is_video
 
 Sound = npt.NDArray[np.float64]
 
@@ -115,9 +116,11 @@ def _mp3_bytes(data: bytes) -> tuple[int, int]:
 def decoded_audio(data: bytes, length: int, rate: float, most: int) -> Sound:
     """The first `most` samples, the mean of the channels, from -1 to 1; float64 [samples].
 
-    length, rate: of the whole, as the index has them. Raises PartError for other bytes, or another length or
-    rate; ImportError without soundfile.
+    data: also a video, for its sound track; see `decoded_track`. length, rate: of the whole, as the index has
+    them. Raises PartError for other bytes, or another length or rate; ImportError without soundfile.
     """
+    if is_video(data):
+        return decoded_track(data, length, rate, most)
     with _opened(data) as (audio, _):
         blocks = [block.mean(axis=1) for block in _blocks(audio, min(most, length + 1))]
         sound = np.concatenate([np.zeros(0), *blocks])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PartError
 from meshfeed.extras import install
-from meshfeed.formats.matroska import is_matroska, matroska_header
+from meshfeed.formats.matroska import is_matroska, matroska_header, matroska_sound
 from meshfeed.formats.video_header import CONVERT, VideoHeader
 
 Read = Callable[[int, int], bytes]
@@ -31,6 +32,8 @@ _BEGINS = (
 _MOST_BOXES = 1 << 17  # of a file, also of one in fragments of a second over a day
 _CHUNK_BYTES = 1 << 16
 _UNITY = 1 << 16  # 1 in fixed point
+LEAST_HZ, _MOST_HZ = 4_000, 768_000  # of sound
+_MOST_SOUND_S = 1 << 20
 _TURNS = {
     (_UNITY, 0, 0, _UNITY): 0,
     (0, _UNITY, -_UNITY, 0): 1,
@@ -61,6 +64,28 @@ def read_header(read: Read, size_bytes: int) -> VideoHeader:
     Raises PartError for a file that was cut off, is damaged, contradicts itself, or is of a kind that is not
     read.
     """
+    return _movie(read, size_bytes).header()
+
+
+def sound_size(data: bytes) -> tuple[int, int] | None:
+    """Samples of a channel and samples per second of a video's sound track; None for a video without one.
+
+    From the header: the sound on the timeline of the video, from time 0 until the track ends, of Matroska to
+    about a packet. Of several tracks, the first. `decoded_track` gives as many. Raises PartError for a file
+    that was cut off or is damaged, and for sound of a kind that is not read.
+    """
+    found = matroska_sound(data) if is_matroska(data) else None
+    if is_mp4(data):
+        found = _movie(lambda begin, end: data[begin:end], len(data)).sound()
+    if found is None:
+        return None
+    length, rate = found
+    if not (0 < length < _MOST_SOUND_S * rate and LEAST_HZ <= rate <= _MOST_HZ):
+        raise PartError(f"video with sound of {length} samples at {rate} Hz; {CONVERT}")
+    return found
+
+
+def _movie(read: Read, size_bytes: int) -> _Movie:
     boxes = _Boxes(read)
     moov, moofs = None, list[_Box]()
     try:
@@ -78,7 +103,7 @@ def read_header(read: Read, size_bytes: int) -> VideoHeader:
         raise PartError(
             "video without its header (moov): cut off, or still being written; get the whole file"
         )
-    return _Movie(boxes, moov, moofs, size_bytes).header()
+    return _Movie(boxes, moov, moofs, size_bytes)
 
 
 class _NoBox(PartError):
@@ -209,10 +234,7 @@ class _Movie:
 
     def header(self) -> VideoHeader:
         """See `read_header`."""
-        traks = {b"vide": list[_Box](), b"soun": list[_Box]()}
-        for box in self.boxes.within(self.moov):
-            if box.name == b"trak" and (handler := self._inside(box, b"mdia", b"hdlr")) is not None:
-                traks.get(self.boxes.body(handler, 12)[8:12], []).append(box)
+        traks = self._traks()
         if len(traks[b"vide"]) != 1:
             raise PartError(
                 f"MP4 or MOV of {len(traks[b'vide'])} video tracks, where one belongs; leave it out, or "
@@ -246,6 +268,36 @@ class _Movie:
             has_sound=bool(traks[b"soun"]),
         )
 
+    def sound(self) -> tuple[int, int] | None:
+        """See `sound_size`."""
+        if not (traks := self._traks()[b"soun"]):
+            return None
+        trak, stbl = traks[0], self._box(traks[0], b"mdia", b"minf", b"stbl")
+        body = self.boxes.body(self._box(stbl, b"stsd"), 44)
+        if body[12:16] == b"enca":
+            raise PartError("video whose sound is encrypted; leave it out")
+        scale, found = self._scale(self._box(trak, b"mdia", b"mdhd")), self._summed(stbl)
+        rate = int.from_bytes(body[40:42], "big")  # too small for some, which the scale has
+        self._add_fragments(found, self._number(trak))
+        waits, edits = self._edits(trak)
+        (duration, begin, speed), *more = edits or [(0, 0, _UNITY)]
+        if more or speed != _UNITY:
+            raise PartError(f"video with an edit list that leaves out or repeats sound; {CONVERT}")
+        of_movie = self._scale(self._box(self.moov, b"mvhd"))
+        left = Fraction(max(found.ticks - begin, 0), scale)
+        if duration and left * of_movie > duration + 1:  # which is rounded to ticks of the movie
+            left = Fraction(duration, of_movie)
+        rate = rate if rate >= LEAST_HZ else scale
+        return (int((Fraction(waits, of_movie) + left) * rate), rate) if found.frames else None
+
+    def _traks(self) -> dict[bytes, list[_Box]]:
+        """Tracks of video and of sound."""
+        traks = {b"vide": list[_Box](), b"soun": list[_Box]()}
+        for box in self.boxes.within(self.moov):
+            if box.name == b"trak" and (handler := self._inside(box, b"mdia", b"hdlr")) is not None:
+                traks.get(self.boxes.body(handler, 12)[8:12], []).append(box)
+        return traks
+
     def _inside(self, outer: _Box, *names: bytes) -> _Box | None:
         return self.boxes.inside(outer, *names)
 
@@ -265,9 +317,12 @@ class _Movie:
 
     def _track(self, trak: _Box) -> tuple[int, int]:
         """(its number, quarter turns clockwise by it alone). Raises PartError for a mirrored one."""
+        return self._number(trak), self._turns(self._box(trak, b"tkhd"), 40)
+
+    def _number(self, trak: _Box) -> int:
         box = self._box(trak, b"tkhd")
         at = 20 if self.boxes.body(box, 1)[0] else 12
-        return int.from_bytes(self.boxes.body(box, at + 4)[at:], "big"), self._turns(box, 40)
+        return int.from_bytes(self.boxes.body(box, at + 4)[at:], "big")
 
     def _turns(self, box: _Box, at: int) -> int:
         """Quarter turns clockwise by the matrix of a tkhd or mvhd, where it is of version 0."""
@@ -294,11 +349,7 @@ class _Movie:
     def _durations(self, trak: _Box, number: int) -> _Durations:
         """Those of all frames. Raises PartError where tables contradict each other."""
         stbl = self._box(trak, b"mdia", b"minf", b"stbl")
-        found = _Durations()
-        stts = self._box(stbl, b"stts")
-        rows = int.from_bytes(self.boxes.body(stts, 8)[4:8], "big")
-        for counts, ticks in (each.T for each in self.boxes.table(stts, 8, rows, 2)):
-            found.add(counts, ticks)
+        found = self._summed(stbl)
         if found.frames > 1 and not found.least:
             raise PartError(f"video with a frame that lasts no time; {CONVERT}")
         sizes = self._sizes(stbl)
@@ -310,13 +361,25 @@ class _Movie:
         if len(sizes):
             self._check_places(stbl, sizes)
             found.num_bytes = int(sizes.sum())
+        self._add_fragments(found, number)
+        return found
+
+    def _summed(self, stbl: _Box) -> _Durations:
+        """Those of the frames without fragments."""
+        found, stts = _Durations(), self._box(stbl, b"stts")
+        rows = int.from_bytes(self.boxes.body(stts, 8)[4:8], "big")
+        for counts, ticks in (each.T for each in self.boxes.table(stts, 8, rows, 2)):
+            found.add(counts, ticks)
+        return found
+
+    def _add_fragments(self, found: _Durations, number: int) -> None:
+        """Add the frames of all fragments of a track."""
         trex = self._trex(number)
         for moof in self.moofs:
             base: int | None = moof.at
             for traf in (box for box in self.boxes.within(moof) if box.name == b"traf"):
                 self._add_fragment(found, moof, traf, base, number, trex)
                 base = None  # behind the bytes of the track before
-        return found
 
     def _sizes(self, stbl: _Box) -> npt.NDArray[np.int64]:
         """Bytes of each frame without fragments; int64 [frames]. Raises PartError for a frame of none."""
@@ -435,24 +498,28 @@ class _Movie:
 
         One that waits before the first frame, or begins with it, is what encoders write for B-frames.
         """
-        if (box := self._inside(trak, b"edts", b"elst")) is None:
-            return
-        body = self.boxes.body(box, 8)
-        wide, count = bool(body[0]), int.from_bytes(body[4:8], "big")
-        (rows,) = list(self.boxes.table(box, 8, min(count, 64), 5 if wide else 3)) or [
-            np.zeros((0, 5), np.int64)
-        ]
-        edits: list[tuple[int, int, int]] = []
-        for row in rows.tolist():
-            duration, begin = (row[0] << 32 | row[1], row[2] << 32 | row[3]) if wide else row[:2]
-            if begin != (1 << (64 if wide else 32)) - 1:  # -1: nothing is displayed yet
-                edits.append((duration, begin, row[-1]))
-        (duration, begin, speed), *more = edits or [(0, 0, _UNITY)]
+        (duration, begin, speed), *more = self._edits(trak)[1] or [(0, 0, _UNITY)]
         start = self._first_offset(trak, durations)
         end = begin + (duration + 1) * scale / self._scale(self._box(self.moov, b"mvhd"))
         is_whole = duration == 0 or end >= start + durations.ticks - durations.last
-        if count > 64 or more or speed != _UNITY or begin >= start + max(durations.first, 1) or not is_whole:
+        if more or speed != _UNITY or begin >= start + max(durations.first, 1) or not is_whole:
             raise PartError(f"video with an edit list that leaves out or repeats frames; {CONVERT}")
+
+    def _edits(self, trak: _Box) -> tuple[int, list[tuple[int, int, int]]]:
+        """(how long it waits, edits), each (duration, first tick, speed); durations in ticks of the movie."""
+        waits, edits = 0, list[tuple[int, int, int]]()
+        if (box := self._inside(trak, b"edts", b"elst")) is None:
+            return waits, edits
+        body = self.boxes.body(box, 8)
+        wide, count = bool(body[0]), int.from_bytes(body[4:8], "big")
+        for rows in self.boxes.table(box, 8, min(count, 65), 5 if wide else 3):
+            for row in rows.tolist():
+                duration, begin = (row[0] << 32 | row[1], row[2] << 32 | row[3]) if wide else row[:2]
+                if begin != (1 << (64 if wide else 32)) - 1:
+                    edits.append((duration, begin, row[-1]))
+                else:  # nothing is displayed yet
+                    waits += duration
+        return waits, edits if count <= 64 else edits + 2 * [(0, 0, 0)]
 
     def _first_offset(self, trak: _Box, durations: _Durations) -> int:
         """Ticks from when the first frame is decoded to when it is displayed."""

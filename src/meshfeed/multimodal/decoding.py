@@ -255,8 +255,8 @@ class Decoder:
         store = places[0].store
         parts = store.parts(unique)
         parts = parts.take(parts.starts[of] + numbers)
-        begins = store.part_ranges(documents, numbers)[0].tolist()
-        sizes = parts.num_bytes.tolist()
+        begins, ends = store.part_ranges(documents, numbers)
+        sizes, begins = (ends - begins).tolist(), begins.tolist()
         for kind in KINDS:
             if mine := parts.of_kind(kind).tolist():
                 rows, tokens = self._promised(kind, parts.take(np.array(mine)), [places[i] for i in mine])

@@ -4,7 +4,8 @@ A dataset.json of version 2 names two .bin/.idx pairs next to the tokens, with t
 
     "parts": {"bytes": "parts", "sizes": "part_sizes"}
 
-    parts.bin .idx .sums        uint8: the parts' bytes, unchanged; a part is a sequence
+    parts.bin .idx .sums        uint8: the parts' bytes, unchanged; a part is a sequence, an empty one if it
+                                is the sound track of the video before it
     part_sizes.bin .idx .sums   float64 [parts, 6]: the SIZES of each part; all but the rate are whole
 
 So a plan reads 48 bytes per part, and only the index of `parts`.
@@ -64,6 +65,14 @@ def parts_of(rows: npt.NDArray[np.float64], num_bytes: I64, counts: I64) -> Part
     return Parts(kind, height, width, length, rate, num_bytes, at, np.append(0, counts.cumsum()))
 
 
+def lost_bytes(parts: Parts) -> npt.NDArray[np.bool_]:
+    """Which parts have no bytes, and are not the sound track of a video before them; bool [p]."""
+    lost, video, audio = parts.num_bytes == 0, KINDS.index("video"), KINDS.index("audio")
+    follows = (parts.kind[1:] == audio) & (parts.kind[:-1] == video) & (parts.num_bytes[:-1] > 0)
+    lost[1:] &= ~(follows & (parts.sample[1:] == parts.sample[:-1]))
+    return lost
+
+
 class MultimodalStore(DatasetStore):
     """A DatasetStore whose documents have parts: images, audio and video.
 
@@ -114,7 +123,14 @@ class MultimodalStore(DatasetStore):
                 f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
                 f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
             )
-        return parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
+        found = parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
+        for i in np.flatnonzero(lost_bytes(found))[:1]:
+            sample = int(found.sample[i])
+            raise StoreError(
+                f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: 0 bytes, and it is "
+                f"no sound behind its video; {_AGAIN}"
+            )
+        return found
 
     def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
@@ -126,6 +142,10 @@ class MultimodalStore(DatasetStore):
             )
         sequences = first + places
         lengths = self._index.lengths_of(sequences)
+        if (is_track := lengths == 0).any():
+            self.parts(np.unique(documents[is_track]))  # which checks that a video is before it
+            sequences = sequences - is_track
+            lengths = self._index.lengths_of(sequences)
         begins = self._index.pointers_of(sequences, lengths)
         return begins, begins + lengths
 
@@ -146,7 +166,9 @@ class MultimodalStore(DatasetStore):
 
     def will_need_parts(self, documents: I64, places: I64) -> None:
         """Announce parts that will be read, each once; returns at once. See `read_parts`."""
-        self._bytes.will_need(*self.part_ranges(documents, places))
+        begins, ends = self.part_ranges(documents, places)
+        begins, first = np.unique(begins, return_index=True)
+        self._bytes.will_need(begins, ends[first])
 
     @property
     def _index(self) -> Index:
@@ -256,13 +278,19 @@ class MultimodalWriter(DatasetWriter):
     def add_parts(self, parts: Parts, data: Sequence[bytes]) -> None:
         """Add the parts of the next documents, also of those without any; before or after their tokens.
 
-        data: the bytes of each part; [p], as long as `parts.num_bytes` says. Raises StoreError.
+        data: the bytes of each part; [p], as long as `parts.num_bytes` says, none for the sound track of the
+        video before it. Raises StoreError.
         """
         data_writer, sizes_writer = self._further.values()
         if [len(each) for each in data] != parts.num_bytes.tolist():
             raise StoreError(
                 f"{self.folder}: document {data_writer.num_documents} and those after it: {len(data)} parts "
                 f"of other lengths than their sizes say; write the dataset again"
+            )
+        if lost_bytes(parts).any():
+            raise StoreError(
+                f"{self.folder}: document {data_writer.num_documents} and those after it: a part of 0 bytes "
+                f"that is no sound behind its video; leave it out"
             )
         for begin, end in zip(parts.starts.tolist(), parts.starts[1:].tolist()):
             for each in data[begin:end]:

@@ -36,7 +36,8 @@ class Parts:
         height, width: pixels as displayed, so after the turn that EXIF asks for; 0 for audio; int64 [p].
         length: frames of a video, PCM samples of one channel of audio, 1 for an image; int64 [p].
         rate: frames or PCM samples per second; 0 for an image; float64 [p].
-        num_bytes: of the part as stored; int64 [p].
+        num_bytes: of the part as stored; 0 for the sound track of the video before it, which shares that
+            one's bytes; int64 [p].
         at: which token of the sample's text is its placeholder, from 0; ascending in a sample; int64 [p].
         starts: where each sample's parts begin, then their end; int64 [samples + 1].
         of_sample: parts of its kind that its sample has, also of a part that is taken alone; int64 [p]. Those

@@ -20,6 +20,7 @@ import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, PrepareError, StoreError
+from meshfeed.formats.video import sound_size
 from meshfeed.multimodal import MultimodalStore
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
@@ -568,3 +569,77 @@ def test_samples_of_mds_keep_the_bytes_of_their_images(tmp_path, captions, words
             assert parts[0][1:3] == (2 + i, 3) and parts[-1][3] == i and parts[-1][4] == wav(i)
             assert all(part[1:3] == (8, 4) for part in parts[1:-1])
     assert tree(tmp_path / "out1") == tree(tmp_path / "outNone")
+
+
+HEARD, LOUD = video(sound="aac", seconds=1.5), video(form="matroska", sound="flac", seconds=0.7, seed=1)
+WITH_SOUND = [
+    ("a.mp4", HEARD),
+    ("a.json", json.dumps({"text": "see <video> and <image>, <video>"}).encode()),
+    ("a.0.png", PNG),
+    ("a.1.mkv", LOUD),
+]
+
+
+def test_the_sound_of_videos_is_a_part_of_the_same_bytes(tmp_path, captions, words, capsys):
+    files = sorted(WITH_SOUND)
+    tar(tmp_path / "0.tar", files)
+    prepare([tmp_path / "0.tar"], tmp_path / "out", replace(captions, sound_track="behind"), engine=Here())
+    decode = Tokenizer.from_file(words)
+    with mf.open(tmp_path / "out") as store:
+        parts = store.parts(np.array([0]))
+        tokens = store.read(0, 0, int(store.lengths(np.array([0]))[0])).tolist()
+        first, second = (LOUD, HEARD) if files[1][1] == LOUD else (HEARD, LOUD)
+        sizes = [sound_size(each) for each in (first, second)]
+        assert (
+            decode.decode(tokens, skip_special_tokens=False)
+            == f"see {VIDEO}{AUDIO} and {IMAGE}, {VIDEO}{AUDIO}"
+        )
+        assert [KINDS[each] for each in parts.kind] == ["video", "audio", "image", "video", "audio"]
+        assert list(zip(parts.length[[1, 4]].tolist(), parts.rate[[1, 4]].tolist())) == sizes
+        every = np.arange(5)
+        assert store.read_parts(0 * every, every) == [first, first, PNG, second, second]
+        assert (tmp_path / "out/parts.bin").read_bytes() == first + PNG + second
+        store.will_need_parts(0 * every, every)
+    list(mf.open(tmp_path / "out").verify())
+    assert main(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["audio"]["parts"] == 2 and told["audio"]["bytes"] == 0
+    silent = tar(tmp_path / "1.tar", [("a.mp4", video()), ("a.txt", b"still")])
+    how = replace(captions, sound_track="behind")
+    with pytest.raises(PrepareError, match=r"part 0: a video without a sound track; .*--silent"):
+        prepare([silent], tmp_path / "no", how, engine=Here())
+    prepare([silent], tmp_path / "quiet", replace(how, silent=True), engine=Here())
+    assert read(tmp_path / "quiet", words) == [(f"{VIDEO}still", [("video", 48, 64, 16, video())])]
+    broken = tar(
+        tmp_path / "2.tar", [("a.mp4", video(sound="aac").replace(b"mp4a", b"enca")), ("a.txt", b"x")]
+    )
+    with pytest.raises(PrepareError, match=r"part 0 \(video\): video whose sound is encrypted"):
+        prepare([broken], tmp_path / "no", how, engine=Here(), overwrite=True)
+    for wrong, said in (
+        ({"tokens": {"video": VIDEO}}, "name the token that stands for sound: --audio-token"),
+        ({"sound_track": None, "silent": True}, "--silent: needs --sound-track"),
+    ):
+        with pytest.raises(PrepareError, match=said):
+            prepare(
+                [silent], tmp_path / "no", replace(how, around=None, **wrong), engine=Here(), overwrite=True
+            )
+
+
+def test_the_sound_of_videos_in_a_conversation(tmp_path, words):
+    heard = "{% elif c.type == 'audio' %}<|audio|>{% else %}{{ c.text }}"
+    (tmp_path / "chat.jinja").write_text(TEMPLATE.replace("{% else %}{{ c.text }}", heard))
+    talk = [
+        {"role": "user", "content": "one <video> two <video>"},
+        {"role": "assistant", "content": "heard"},
+    ]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": talk, "videos": ["a.mp4", "b.mp4"]}) + "\n")
+    for name, data in (("a.mp4", video()), ("b.mp4", HEARD)):
+        (tmp_path / name).write_bytes(data)
+    chats = Chats(tokenizer=words, template=str(tmp_path / "chat.jinja"))
+    how = Multimodal(text=chats, tokens={"video": VIDEO, "audio": AUDIO}, sound_track="behind", silent=True)
+    prepare([tmp_path / "c.jsonl"], tmp_path / "out", how, engine=Here())
+    with mf.open(tmp_path / "out") as store:
+        tokens = store.read(0, 0, int(store.lengths(np.array([0]))[0])).tolist()
+        text = Tokenizer.from_file(words).decode(tokens, skip_special_tokens=False)
+        assert f"one {VIDEO} two {VIDEO}{AUDIO}<|im_end|>" in text
+        assert [KINDS[each] for each in store.parts(np.array([0])).kind] == ["video", "video", "audio"]

@@ -19,9 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.formats.sound import decoded_audio
-from meshfeed.multimodal import MultimodalWriter
+from meshfeed.formats.video import sound_size
+from meshfeed.multimodal import MultimodalWriter, PartSize
 from meshfeed.parts import KINDS, Kind, Parts
-from meshfeed.prepare.encoding.part_headers import size_of
+from meshfeed.prepare.encoding.part_headers import size_of, track_of
 from meshfeed.processors import (
     NativeImages,
     NativePatches,
@@ -188,7 +189,9 @@ def drawn() -> list[Asked]:
 def store_of(folder: Path, asked: Asked) -> Any:
     """A store of that document."""
     tokens = np.array(ids(asked.text), np.uint16)
-    sizes = [size_of(data) for _, data in asked.parts]
+    before = [b"", *(data for _, data in asked.parts)]
+    found = [size_of(data) if data else track_of(video) for video, (_, data) in zip(before, asked.parts)]
+    sizes = [each for each in found if each is not None]
     assert [each.kind for each in sizes] == [kind for kind, _ in asked.parts]
     pads = [ids(SPECIAL[f"{kind}_token"])[0] for kind in KINDS]
     longs = {
@@ -257,6 +260,27 @@ def windows_of(frames: np.ndarray) -> list[int]:
     features = torch.zeros(1, int(lengths.sum()))
     _, chunks = modeling.chunk_and_pad_features(features, lengths, 100)
     return modeling.get_audio_cu_seqlens(chunks).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sound_of_a_video_is_decoded_from_its_bytes(workers: int, tmp_path: Path) -> None:
+    data = [video(sound="aac", seconds=seconds, seed=seed) for seed, seconds in enumerate((0.6, 2.3))]
+    parts: list[tuple[Kind, bytes]] = []
+    for each in data:
+        parts.extend((("video", each), ("audio", b"")))
+    asked = Asked("".join(AROUND[kind] for kind, _ in parts), parts)
+    rule = rule_of(asked)
+    recipe = mf.Recipe(data=store_of(tmp_path / "a", asked), sequence=rule, batch=mf.Batch(sequences=1))
+    packing, machine = mf.Packing(capacity=4096), mf.Machine(workers=workers)
+    with mf.Feed(recipe, packing=packing, machine=machine) as feed:
+        (made,) = next(iter(feed)).microbatches
+    assert rule.audio is not None
+    sizes = [PartSize(0, 0, *map(int, sound_size(each) or ())) for each in data]
+    wanted = [rule.audio(each, size, np.random.default_rng(0)) for each, size in zip(data, sizes)]
+    for name in ("input_features", "feature_attention_mask"):
+        assert np.array_equal(made[name], np.concatenate([each[name] for each in wanted]))
+    assert [each["input_features"].std() > 0.1 for each in wanted] == [True, True]
+    assert len(made["video_grid_thw"]) == 2
 
 
 def test_wrong_options_are_refused() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,9 +20,12 @@ from meshfeed.formats.tokens import Where
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.parts.store import rows_of
 from meshfeed.prepare.encoding.chat import ChatEncoder, Chats
-from meshfeed.prepare.encoding.part_headers import MOST_PIXELS, Size, size_of
+from meshfeed.prepare.encoding.part_headers import MOST_PIXELS, Size, size_of, track_of
 from meshfeed.prepare.encoding.text import Text, TextColumn, TextEncoder, absolute
+from meshfeed.prepare.inputs.conversation import Conversation
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, SamplePart
+
+SoundTrack = Literal["behind"]
 
 PART_DTYPES: Mapping[str, np.dtype[Any]] = {
     "num_parts": np.dtype(np.int64),
@@ -44,6 +48,9 @@ class Multimodal:
         around: kind -> text for a part, with its placeholder in it, such as
             {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; by default the placeholder alone. In
             chats, the template prints it.
+        sound_track: "behind" makes the sound track of each video a part, whose placeholder follows the
+            video's; None leaves it out.
+        silent: whether videos without a sound track are taken under `sound_track`, as they are.
         max_pixels: height times width of an image or frame, at most.
         part_columns: further columns that hold parts: name -> kind, such as {"jpg": "image"}.
         folder: base of the paths of parts in JSON lines and Parquet, or its URL; None for the file's own.
@@ -52,6 +59,8 @@ class Multimodal:
     text: Text | Chats
     tokens: Mapping[Kind, str]
     around: Mapping[Kind, str] | None = None
+    sound_track: SoundTrack | None = None
+    silent: bool = False
     max_pixels: int = MOST_PIXELS
     folder: str | None = None
     part_columns: Mapping[str, Kind] = field(default_factory=dict[str, Kind])
@@ -76,6 +85,8 @@ class Multimodal:
             "text": self.text.request(),
             "tokens": dict(sorted(self.tokens.items())),
             "around": dict(sorted((self.around or {}).items())),
+            "sound_track": self.sound_track,
+            "silent": self.silent,
             "max_pixels": self.max_pixels,
             "folder": absolute(self.folder),
             "part_columns": dict(sorted(self.part_columns.items())),
@@ -89,6 +100,10 @@ class Multimodal:
             raise PrepareError("--multimodal: name the token that stands for an image: --image-token TOKEN")
         if self.folder is not None and without_secrets(self.folder) != self.folder:
             raise PrepareError("--parts-folder: leave password and query out of it; set them by environment")
+        if self.sound_track is not None and "audio" not in self.tokens:
+            raise PrepareError("--sound-track: name the token that stands for sound: --audio-token TOKEN")
+        if self.silent and self.sound_track is None:
+            raise PrepareError("--silent: needs --sound-track")
         around = self.around or {}
         if around and isinstance(self.text, Chats):
             raise PrepareError(
@@ -152,6 +167,9 @@ class MultimodalEncoder:
 
     def _encoded(self, values: Sequence[Sample], where: Where) -> list[Mapping[str, Array]]:
         sizes = [self._sizes(sample, where(i)) for i, sample in enumerate(values)]
+        if self.how.sound_track is not None:
+            both = [self._with_tracks(*each, where(i)) for i, each in enumerate(zip(values, sizes))]
+            values, sizes = [sample for sample, _ in both], [some for _, some in both]
         encode = self._chats if isinstance(self.inner, ChatEncoder) else self._texts
         found: list[Mapping[str, Array]] = []
         for i, (sample, some, columns) in enumerate(zip(values, sizes, encode(values, where))):
@@ -184,6 +202,31 @@ class MultimodalEncoder:
                 )
             found.append(size)
         return found
+
+    def _with_tracks(self, sample: Sample, sizes: Sequence[Size], where: str) -> tuple[Sample, list[Size]]:
+        """The sample with the sound track of each video as a part behind it."""
+        parts, found, tracks = list[SamplePart](), list[Size](), list[bool]()
+        for k, (part, size) in enumerate(zip(sample.parts, sizes)):
+            parts, found = [*parts, part], [*found, size]
+            try:
+                track = track_of(part.data) if size.kind == "video" else None
+            except StoreError as error:
+                raise StoreError(f"{where}: part {k} (video): {error}") from error
+            if size.kind == "video" and track is None and not self.how.silent:
+                raise StoreError(
+                    f"{where}: part {k}: a video without a sound track; leave it out, or take such videos as "
+                    f"they are by --silent"
+                )
+            tracks.append(track is not None)
+            if track is not None:
+                parts, found = [*parts, SamplePart("audio", b"")], [*found, track]
+        if isinstance(sample.text, Conversation):
+            text = sample.text.with_behind({"type": "audio"} if each else None for each in tracks)
+        else:
+            has_track = iter(tracks)
+            pieces = ([each, *[None] * (each is None and next(has_track))] for each in sample.text)
+            text = tuple(itertools.chain.from_iterable(pieces))
+        return replace(sample, text=text, parts=tuple(parts)), found
 
     def _chats(self, values: Sequence[Sample], where: Where) -> list[dict[str, Array]]:
         found: list[dict[str, Array]] = []

@@ -1,7 +1,7 @@
 """The kind and size of a part, from the header of its bytes. Only MP3 is decoded, to count its samples.
 
 The bytes decide the kind, not the file's name. An animated picture counts as its first frame. The sound track
-of a video is not read.
+of a video is a part of its own; see `track_of`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshfeed.errors import PartError, PrepareError, StoreError
 from meshfeed.formats.images import brands_of, opened_image
 from meshfeed.formats.matroska import is_matroska
 from meshfeed.formats.sound import audio_format, audio_size
-from meshfeed.formats.video import is_mp4, video_header
+from meshfeed.formats.video import is_mp4, sound_size, video_header
 from meshfeed.parts import Kind
 from meshfeed.parts.types import in_pixels
 
@@ -195,6 +195,15 @@ def _size_of_audio(data: bytes) -> Size:
     if length < 1 or rate < 1:
         raise StoreError(f"audio of {length} samples at {rate} Hz; write it again, with its length known")
     return Size("audio", 0, 0, length, float(rate))
+
+
+def track_of(data: bytes) -> Size | None:
+    """The size of a video's sound track; None for a video without one. Raises StoreError."""
+    try:
+        found = sound_size(data)
+    except PartError as error:
+        raise StoreError(str(error)) from error
+    return None if found is None else Size("audio", 0, 0, found[0], float(found[1]))
 
 
 def _size_of_video(data: bytes, max_pixels: int) -> Size:

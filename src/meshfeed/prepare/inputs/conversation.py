@@ -73,6 +73,17 @@ class Conversation:
             found.append(each | {"content": parts} if isinstance(text, str) else each)
         return replace(self, messages=found)
 
+    def with_behind(self, behind: Iterator[dict[str, Any] | None]) -> Conversation:
+        """With a further item behind each part, in order, or None."""
+        found = list[dict[str, Any]]()
+        for message in self.messages:
+            items = list[Any]()
+            for item in message["content"] if parts_in(message) else ():
+                more = next(behind) if parts_in({"content": [item]}) else None
+                items += [item] if more is None else [item, more]
+            found.append({**message, "content": items} if items else message)
+        return replace(self, messages=found)
+
     def each_answer(self) -> list[Conversation]:
         """One for each message of the assistant that bears loss, which is its last; itself without any."""
         found: list[Conversation] = [
