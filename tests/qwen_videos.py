@@ -89,9 +89,8 @@ def _with_torchvision() -> None:
         if tuple(image.shape[-2:]) == tuple(size):
             return image
         flat = image.reshape(-1, *image.shape[-3:])
-        made = torch.nn.functional.interpolate(
-            flat, list(size), mode=interpolation.value, antialias=antialias
-        )
+        mode = {2: "bilinear", 3: "bicubic"}.get(interpolation.value, interpolation.value)  # or Pillow's
+        made = torch.nn.functional.interpolate(flat, list(size), mode=mode, antialias=antialias)
         return made.reshape(*image.shape[:-2], *size)
 
     def normalize(image: Any, mean: Any, std: Any, inplace: bool = False) -> Any:

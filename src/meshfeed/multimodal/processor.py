@@ -173,6 +173,7 @@ _OF_RULE = {
     "NativeVideo": "VideoPatches",
     "OmniVideo": "VideoPatches",
     "FixedVideo": "FixedFrames",
+    "BudgetVideo": "BudgetFrames",
     "RowImages": "RowPatches",
     "BudgetImages": "BudgetPatches",
     "PlacedTiles": "PlacedPixels",

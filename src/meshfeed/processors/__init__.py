@@ -10,7 +10,14 @@ The default `alpha` of each rule is 6 x the width of its usual encoder: a layer 
 of 4 d spends 24 d^2 FLOPs on a patch, and 4 d on each of its pairs with another.
 """
 
-from meshfeed.processors.gemma import BudgetImages, BudgetPatches, CroppedImages, CroppedPixels
+from meshfeed.processors.gemma import (
+    BudgetFrames,
+    BudgetImages,
+    BudgetPatches,
+    BudgetVideo,
+    CroppedImages,
+    CroppedPixels,
+)
 from meshfeed.processors.idefics import PlacedPixels, PlacedTiles
 from meshfeed.processors.omni import OmniVideo
 from meshfeed.processors.patches import NativeImages, NativePatches
@@ -30,8 +37,10 @@ from meshfeed.processors.whisper import WhisperAudio, WhisperFeatures
 __all__ = [
     "AnyResImages",
     "AnyResPixels",
+    "BudgetFrames",
     "BudgetImages",
     "BudgetPatches",
+    "BudgetVideo",
     "CroppedImages",
     "CroppedPixels",
     "FixedFrames",

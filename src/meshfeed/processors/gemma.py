@@ -1,4 +1,4 @@
-"""Images of Gemma: CroppedImages, Gemma 3's with pan and scan; BudgetImages, Gemma 4's; and their pixels."""
+"""CroppedImages, Gemma 3's with pan and scan; BudgetImages and BudgetVideo, Gemma 4's; and their pixels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, check_options
 from meshfeed.processors.patches import ResizedImages, SizedPatches
-from meshfeed.processors.pixels import PIXELS, Color, rgb_image
+from meshfeed.processors.pixels import PIXELS, Color, PixelProcessor, rgb_image
 from meshfeed.processors.resizing import Resample
 from meshfeed.processors.tiles import Fit, FixedImages, FixedPixels, Framed
+from meshfeed.processors.video import PIXELS as PIXELS_OF_VIDEO
+from meshfeed.processors.video import evenly, refuse_short, sampled_frames, video_pixels
 from meshfeed.sequence.runs import Longs
 
 
@@ -209,8 +211,7 @@ class BudgetPatches(SizedPatches):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len({*self.mean}) > 1 or len({*self.std}) > 1:
-            raise RecipeError(f"BudgetPatches(mean={self.mean}, std={self.std}): the same for all colors")
+        _refuse_colors(self)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         """As many as patches, of both."""
@@ -225,9 +226,128 @@ class BudgetPatches(SizedPatches):
 
     def sizes_of(self, height: int, width: int) -> Array:
         """The column and row of each patch."""
-        rows, columns = height // self.rule.patch, width // self.rule.patch
-        return np.stack([np.tile(np.arange(columns), rows), np.arange(rows).repeat(columns)], axis=1)
+        return _places(height // self.rule.patch, width // self.rule.patch)
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Squares of merge x merge patches."""
         return len(made["image_position_ids"]) // self.rule.merge**2
+
+
+def _places(rows: int, columns: int) -> Array:
+    """The column and row of each patch; int64 [rows * columns, 2]."""
+    return np.stack([np.tile(np.arange(columns), rows), np.arange(rows).repeat(columns)], axis=1)
+
+
+def _refuse_colors(given: PixelProcessor) -> None:
+    if len({*given.mean}) > 1 or len({*given.std}) > 1:
+        name = type(given).__name__
+        raise RecipeError(f"{name}(mean={given.mean}, std={given.std}): the same for all colors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetVideo(BudgetImages):
+    """Frames of a video as BudgetImages, each behind its time, for Gemma 4.
+
+    `num_frames` lie evenly in the video, spelled "00:05", space, before, outputs, after, with a space between
+    two. The encoder attends within a frame.
+
+    Attributes:
+        digits: ids of "0" to "9".
+        colon, space: ids of ":" and of " ".
+        num_frames: of a video; one that has fewer is refused.
+        max_tokens: of a frame.
+
+    Other options: see `BudgetImages`.
+    """
+
+    digits: tuple[TokenId, ...]
+    colon: TokenId
+    space: TokenId
+    num_frames: int = 32
+    max_tokens: int = 70
+    kind: Kind = "video"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.digits) != 10:
+            raise RecipeError(f"BudgetVideo(digits={self.digits}): the ids of 0 to 9")
+
+    def numbers(self, size: PartSize) -> list[int]:
+        """The numbers of the frames that are sampled of a video, ascending."""
+        return evenly(size.length, self.num_frames)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        refuse_short(parts, self.num_frames)
+        one, patches = super().patches(parts)
+        return one * self.num_frames, patches
+
+    def outputs(self, parts: Parts) -> Longs:
+        return super().outputs(parts) * self.num_frames
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        rows, columns = super().grid(parts)
+        return rows.repeat(self.num_frames), columns.repeat(self.num_frames)
+
+    def tokens(self, parts: Parts) -> Longs:
+        return self.template(parts).tokens
+
+    def template(self, parts: Parts) -> Template:
+        of_frame = (self.outputs(parts) // self.num_frames).tolist()
+        return Template.of(self._runs(PartSize.of(parts, i), of_frame[i]) for i in range(len(parts)))
+
+    def _runs(self, size: PartSize, outputs: int) -> list[Repeat]:
+        ids = dict(zip("0123456789: ", (*self.digits, self.colon, self.space)))
+        made = Repeat(self.output, outputs, is_output=True)
+        runs: list[Repeat] = []
+        for number in self.numbers(size):
+            seconds = number / size.rate
+            told = f" {int(seconds // 60):02d}:{int(seconds % 60):02d} "
+            runs += [*(Repeat(ids[each]) for each in told), *map(Repeat, self.before), made]
+            runs += map(Repeat, self.after)
+        return runs[1:]
+
+
+@dataclass(frozen=True)
+class BudgetFrames(PixelProcessor):
+    """The patches of a video's frames, with the values of Gemma 4's video processor; decoded by PyAV.
+
+    Attributes:
+        rule: which frames, and sizes of these and of patches.
+
+    Fields, both for the first stage, without padding: pixel_values_videos, dtype [patches, patch * patch *
+    3], frame by frame and row by row; video_position_ids int64 [patches, 2], the column and row of each.
+    Other options and errors: see `VideoPatches` and `BudgetPatches`.
+    """
+
+    rule: BudgetVideo  # pyright: ignore[reportIncompatibleVariableOverride]
+    _: KW_ONLY
+    mean: Color = (0.0, 0.0, 0.0)
+    std: Color = (1.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_colors(self)
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """pixel_values_videos and video_position_ids."""
+        places = PartField(name="video_position_ids", dtype="int64", shape=(2,))
+        return video_pixels(self, (3 * self.rule.patch**2,)), places
+
+    def rows(self, parts: Parts) -> Mapping[str, Longs]:
+        """As many as patches of all frames, of both."""
+        frames, patches = self.rule.patches(parts)
+        return {each.name: frames * patches for each in self.fields}
+
+    def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
+        """The patches of one video, of each pixel its three colors."""
+        (height,), (width,) = self.rule.resized(size.as_video())
+        side, count = self.rule.patch, self.rule.num_frames
+        frames = sampled_frames(data, size, self.rule.numbers(size), int(height), int(width))
+        split = frames.reshape(count, height // side, side, width // side, side, 3).swapaxes(2, 3)
+        places = np.tile(_places(height // side, width // side), (count, 1))
+        return {PIXELS_OF_VIDEO: split.reshape(-1, 3 * side**2), "video_position_ids": places}
+
+    def num_tokens(self, made: Mapping[str, Array]) -> int:
+        """Squares of merge x merge patches."""
+        return len(made["video_position_ids"]) // self.rule.merge**2

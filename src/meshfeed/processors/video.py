@@ -110,7 +110,7 @@ class NativeVideo(PartRule):
 
     def _asked(self, parts: Parts) -> npt.NDArray[np.float64]:
         """Frames to sample; float64 [p], whole numbers."""
-        _refuse_short(parts, self.merge_frames)
+        refuse_short(parts, self.merge_frames)
         most = self._merged(np.minimum(self.max_frames, parts.length).astype(np.float64))
         asked = np.maximum(parts.length / parts.rate * self.fps, self.min_frames)
         return self._merged(np.minimum(np.minimum(asked, most), parts.length))
@@ -141,10 +141,7 @@ class VideoPatches(PixelProcessor):
     def fields(self) -> tuple[PartField, ...]:
         """pixel_values_videos and video_grid_thw."""
         shape = (3 * self.rule.merge_frames * self.rule.patch**2,)
-        pixels = PixelField(
-            name=PIXELS, dtype=self.dtype, shape=shape, mean=self.mean, std=self.std, fused=True
-        )
-        return pixels, PartField(name=GRID, dtype="int64", shape=(3,))
+        return video_pixels(self, shape), PartField(name=GRID, dtype="int64", shape=(3,))
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         """As many as patches of all merged frames, and one."""
@@ -155,7 +152,7 @@ class VideoPatches(PixelProcessor):
         """The patches of one video."""
         rule, grid = self.rule, self._grid(size)
         _, rows, columns = grid
-        frames = _sampled(data, size, rule.numbers(size), rows * rule.patch, columns * rule.patch)
+        frames = sampled_frames(data, size, rule.numbers(size), rows * rule.patch, columns * rule.patch)
         if missing := grid[0] * rule.merge_frames - len(frames):
             frames = np.concatenate([frames, frames[-1:].repeat(missing, axis=0)])
         merge, side = rule.merge, rule.patch
@@ -182,7 +179,12 @@ class VideoPatches(PixelProcessor):
         return int(groups), int(height) // self.rule.patch, int(width) // self.rule.patch
 
 
-def _sampled(data: bytes, size: PartSize, numbers: list[int], height: int, width: int) -> Array:
+def video_pixels(of: PixelProcessor, shape: tuple[int, ...]) -> PixelField:
+    """The field pixel_values_videos of a processor, of rows of that shape."""
+    return PixelField(name=PIXELS, dtype=of.dtype, shape=shape, mean=of.mean, std=of.std, fused=True)
+
+
+def sampled_frames(data: bytes, size: PartSize, numbers: list[int], height: int, width: int) -> Array:
     """Those frames of a video, of that many pixels; uint8 [frames, height, width, 3].
 
     Raises PartError for one whose size, frames or rate are not those of the index.
@@ -197,7 +199,13 @@ def _sampled(data: bytes, size: PartSize, numbers: list[int], height: int, width
     return frames
 
 
-def _refuse_short(parts: Parts, least: int) -> None:
+def evenly(length: int, num_frames: int) -> list[int]:
+    """The numbers of frames that lie evenly in a video of that length, from the first one."""
+    return (np.arange(num_frames) * length // num_frames).tolist()
+
+
+def refuse_short(parts: Parts, least: int) -> None:
+    """Raises StoreError for a video of fewer frames than least."""
     short = np.flatnonzero(parts.length < least)
     if short.size:
         raise StoreError(
@@ -253,7 +261,7 @@ class TimedVideo(NativeVideo):
             )
 
     def frames(self, parts: Parts) -> Longs:
-        _refuse_short(parts, self.merge_frames)
+        refuse_short(parts, self.merge_frames)
         asked = (parts.length / parts.rate * self.fps).astype(np.int64)
         return np.minimum(np.minimum(np.maximum(asked, self.min_frames), self.max_frames), parts.length)
 
@@ -330,10 +338,10 @@ class FixedVideo(PartRule):
 
     def numbers(self, size: PartSize) -> list[int]:
         """The numbers of the frames that are sampled of a video, ascending."""
-        return (np.arange(self.num_frames) * size.length // self.num_frames).tolist()
+        return evenly(size.length, self.num_frames)
 
     def tokens(self, parts: Parts) -> Longs:
-        _refuse_short(parts, self.num_frames)
+        refuse_short(parts, self.num_frames)
         return np.full(len(parts), self.tokens_of_one, np.int64)
 
     @property
@@ -366,9 +374,7 @@ class FixedFrames(PixelProcessor):
     def fields(self) -> tuple[PartField, ...]:
         """pixel_values_videos."""
         shape = (self.rule.num_frames, 3, self.rule.size, self.rule.size)
-        return (
-            PixelField(name=PIXELS, dtype=self.dtype, shape=shape, mean=self.mean, std=self.std, fused=True),
-        )
+        return (video_pixels(self, shape),)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
         """One."""
@@ -376,7 +382,7 @@ class FixedFrames(PixelProcessor):
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The frames of one video."""
-        frames = _sampled(data, size, self.rule.numbers(size), self.rule.size, self.rule.size)
+        frames = sampled_frames(data, size, self.rule.numbers(size), self.rule.size, self.rule.size)
         return {PIXELS: frames.transpose(0, 3, 1, 2)[None]}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:

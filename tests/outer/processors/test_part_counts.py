@@ -17,6 +17,7 @@ from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts
 from meshfeed.processors import (
     AnyResImages,
     BudgetImages,
+    BudgetVideo,
     CroppedImages,
     FixedImages,
     FixedVideo,
@@ -225,6 +226,7 @@ RULES = (
     WhisperAudio(),
     NativeVideo(),
     FixedVideo(num_frames=2),
+    BudgetVideo(num_frames=2, digits=(1,) * 10, colon=2, space=3),
 )
 
 

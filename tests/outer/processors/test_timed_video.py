@@ -1,8 +1,9 @@
-"""Video for Qwen3-VL: tokens with the times, positions and arrays of transformers' processor and model."""
+"""Video for Qwen3-VL and Gemma 4: tokens with the times, positions and arrays of transformers' processor and model."""
 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError
 from meshfeed.formats.video import video_header
 from meshfeed.multimodal import MultimodalWriter, PartSize
-from meshfeed.processors import TimedVideo, VideoPatches
+from meshfeed.processors import BudgetFrames, BudgetVideo, TimedVideo, VideoPatches
 from qwen_videos import with_torchvision
 from soak import SEED, cases
 from videos import all_frames, video
@@ -132,6 +133,81 @@ def test_tokens_positions_and_arrays_are_those_of_transformers(tmp_path: Path) -
             assert np.array_equal(made[name], wanted[name]), (name, size, options)
         runs.add(int(wanted["video_grid_thw"][0, 0]))
     assert len(runs) > 2
+
+
+GEMMA = ("<boi>", "<|video|>", "<eoi>")
+
+
+def gemma_words() -> Tokenizer:
+    made = words()
+    made.add_special_tokens(list(GEMMA))
+    return made
+
+
+def gemma_made_of(asked: list[bytes], frames: int) -> list[dict[str, Any]]:
+    """By Gemma 4's processor of video, and the text that its processor puts for a video; runs as `made_of`."""
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    boi, video_token, eoi = GEMMA
+    theirs: Any = SimpleNamespace(boi_token=boi, video_token=video_token, eoi_token=eoi)
+    found: list[dict[str, Any]] = []
+    for data in asked:
+        rate, every = all_frames(data)
+        given = torch.stack([torch.from_numpy(each).permute(2, 0, 1) for each in every])
+        metadata = VideoMetadata(total_num_frames=len(every), fps=rate)
+        made = Gemma4VideoProcessor(num_frames=frames)(
+            videos=[given], video_metadata=[metadata], return_tensors="pt", return_metadata=True
+        )
+        text = Gemma4Processor.replace_video_token(theirs, made, 0)
+        real = made["video_position_ids"][..., 0] >= 0
+        arrays = {each: made[each][real].numpy() for each in ("pixel_values_videos", "video_position_ids")}
+        found.append({**arrays, "text": text})
+    return found
+
+
+def test_video_of_gemma_4_is_that_of_transformers(tmp_path: Path) -> None:
+    encoder, rng, asked = gemma_words(), random.Random(SEED), list[bytes]()
+    for k in range(cases(6, 40)):
+        size = (2 * rng.randrange(18, 80), 2 * rng.randrange(18, 80), rng.randrange(3, 70))
+        asked.append(video(*size, rng.choice([0.1, 0.4, 1, 5, 29.97]), seed=k))
+    boi, placeholder, eoi = map(encoder.token_to_id, GEMMA)
+    colon, space = ids(":")[0], ids(" ")[0]
+    spelled: dict[str, Any] = {"digits": ids("0123456789"), "colon": colon, "space": space}
+    processor = BudgetFrames(BudgetVideo(**spelled, before=(boi,), after=(eoi,), num_frames=3))
+    times = set[str]()
+    for k, (data, wanted) in enumerate(zip(asked, with_torchvision(gemma_made_of, asked, 3), strict=True)):
+        header = video_header(data)
+        size = PartSize(header.height, header.width, header.frames, header.rate)
+        stored = encoder.encode(f"so {GEMMA[1]} it is").ids
+        with MultimodalWriter(tmp_path / str(k), {"tokens": np.uint16}) as writer:
+            at, num_bytes = np.array([stored.index(placeholder)]), np.array([len(data)])
+            writer.add_document(tokens=np.array(stored, np.uint16))
+            writer.add_parts(replace(size.as_video(), num_bytes=num_bytes, at=at), [data])
+        recipe = mf.Recipe(
+            data=mf.open(tmp_path / str(k)),
+            sequence=mf.Multimodal(video=processor),
+            batch=mf.Batch(sequences=1),
+        )
+        (step,) = mf.simulate(recipe, mf.Layout(), 1, packing=mf.Packing(capacity=1024))
+        (made,) = step.microbatches
+        theirs = encoder.encode(f"so {wanted['text']} it is").ids
+        assert made["tokens"][0, : len(theirs)].tolist() == theirs
+        is_output = np.asarray(made["video_index"][0, : len(theirs)]) >= 0
+        assert np.array_equal(is_output, np.array(theirs) == placeholder)
+        for name in ("pixel_values_videos", "video_position_ids"):
+            assert np.array_equal(made[name], wanted[name]), (name, size)
+        rows, columns = processor.rule.grid(size.as_video())
+        assert (rows * columns).sum() == is_output.sum()
+        times |= set(re.findall(r"\d+:\d+", wanted["text"]))
+    assert len(times) > 2
+    with pytest.raises(RecipeError, match=r"BudgetVideo\(digits=\(1, 2\)\): the ids of 0 to 9"):
+        replace(processor.rule, digits=(1, 2))
+    with pytest.raises(RecipeError, match=r"BudgetFrames\(mean=\(0, 0, 1\).*the same for all colors"):
+        replace(processor, mean=(0, 0, 1))
+    with pytest.raises(mf.errors.StoreError, match="a video of 2 frames, and 3 are needed"):
+        processor.rule.tokens(PartSize(48, 64, 2, 1.0).as_video())
 
 
 def test_wrong_options_are_refused() -> None:
