@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -274,6 +275,8 @@ class FeedTrainer(_Base):
             for name, value in microbatch.items()
             if name not in used and name not in routes and (routes or _has_rows(value))
         }
+        if (tiles := further.pop("image_tiles", None)) is not None:
+            further["batch_num_images"] = _batch_num_images(tiles)
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
             further = {name: value for name, value in further.items() if name in self._signature_columns}
@@ -667,6 +670,20 @@ def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
             f"would use features of other parts; keep what super().batch_of gives, in a dict"
         )
     return cast(Any, made)
+
+
+def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:
+    """What LLaVA-OneVision takes: 1 for an image with tiles, and how many are without between two of them.
+
+    tiles: rows of pixel_values of each image, 1 without tiles; int64 [images]. Raises RecipeError.
+    """
+    runs = [(is_whole, len([*run])) for is_whole, run in groupby((tiles == 1).tolist())]
+    if (True, 1) in runs:
+        raise RecipeError(
+            "a pack has a single image of a document of several, which has no tiles, and batch_num_images "
+            "cannot tell so; raise capacity, so that no document is cut"
+        )
+    return torch.tensor([each for is_whole, n in runs for each in ([n] if is_whole else [1] * n)])
 
 
 def _has_rows(value: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import logging
 import struct
 import zlib
@@ -336,8 +335,16 @@ def test_a_feed_gives_them(family: str, dtype: Any, tmp_path: Path, monkeypatch:
 def test_images_of_a_document_of_several_have_no_tiles(tmp_path: Path) -> None:
     """As LLaVA-OneVision's processor makes them, whose model takes them with `batch_num_images`."""
     import torch
-    from transformers import LlavaOnevisionConfig, LlavaOnevisionModel, Qwen2Config, SiglipVisionConfig
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        Qwen2Config,
+        SiglipVisionConfig,
+        TrainingArguments,
+    )
     from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+    from meshfeed.integrations.transformers import FeedTrainer
 
     ours, name, options = OF_TILES["LLaVA-OneVision"]
     documents = [[(40, 90)], [(120, 60), (56, 56), (30, 200)], [(60, 60)], [(99, 30), (20, 44)]]
@@ -370,38 +377,25 @@ def test_images_of_a_document_of_several_have_no_tiles(tmp_path: Path) -> None:
     whole = theirs(given[1][0], return_tensors="pt")  # alone, it has tiles
     assert whole["pixel_values"].shape[1] > 1
 
-    model = LlavaOnevisionModel(
-        LlavaOnevisionConfig(
-            vision_config=SiglipVisionConfig(
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=2,
-                num_attention_heads=1,
-                image_size=56,
-                patch_size=14,
-            ),
-            text_config=Qwen2Config(
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=1,
-                num_key_value_heads=1,
-                vocab_size=8,
-            ),
-            image_grid_pinpoints=options["image_grid_pinpoints"],
-        )
+    layers = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 2}
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**layers, image_size=56, patch_size=14),
+        text_config=Qwen2Config(**layers, num_key_value_heads=1, vocab_size=10),
+        image_grid_pinpoints=options["image_grid_pinpoints"],
+        image_token_id=9,
+        video_token_id=8,
     )
-    of_pack = [
-        count
-        for is_whole, run in itertools.groupby(tiles, lambda count: count == 1)
-        for count in ([len([*run])] if is_whole else [1 for _ in run])
-    ]
-    assert of_pack == [1, 3, 1, 2]
-    fields = {each: microbatch[each] for each in ("pixel_values", "image_sizes")}
-    outputs = [
-        len(each)
-        for each in model.get_image_features(**fields, batch_num_images=torch.tensor(of_pack)).pooler_output
-    ]
+    trainer = FeedTrainer(
+        LlavaOnevisionForConditionalGeneration(config),
+        TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+    )
+    batch = trainer.batch_of(microbatch)
+    assert batch["batch_num_images"].tolist() == wanted["batch_num_images"].tolist()
+    assert trainer.model(**batch).loss.isfinite()
+    fields = {each: batch[each] for each in ("pixel_values", "image_sizes", "batch_num_images")}
+    outputs = [len(each) for each in trainer.model.model.get_image_features(**fields).pooler_output]
+    with pytest.raises(RecipeError, match="a single image of a document of several"):
+        trainer.batch_of({**microbatch, "image_tiles": torch.tensor([3, 1, 3])})
     processor: Any = SimpleNamespace(
         image_token="?",
         num_image_tokens=16,
