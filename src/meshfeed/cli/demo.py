@@ -15,9 +15,7 @@ from meshfeed.errors import MeshfeedError
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command):
-    """train a small GPT on several processes, kill it, resume it under a different layout
-
-    Train a small GPT on the source of Python's standard library, on real processes. Kill them with
+    """Train a small GPT on the source of Python's standard library, on real processes. Kill them with
     SIGKILL, resume under a different layout, and compare losses and sample ledger with an uninterrupted
     single process.
     """

@@ -10,7 +10,7 @@ import meshfeed as mf
 from meshfeed.cli import machine, storage
 from meshfeed.cli.command import OK, WRONG, Console, Table, print_json
 from meshfeed.cli.machine import Finding
-from meshfeed.cli.options import Command, argument, option
+from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.recipes import StorageOptions
 
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -19,9 +19,7 @@ _WIDTH = 140
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Command, StorageOptions):
-    """what this machine offers: deliveries, limits, packages, storage
-
-    Look at this machine as a training rank would: versions, optional packages, deliveries, limits, locked
+    """Look at this machine as a training rank would: versions, optional packages, deliveries, limits, locked
     memory, the cache folder, and whether stores, local or remote, can be opened.
     """
 
@@ -45,6 +43,8 @@ class Doctor(Command, StorageOptions):
     ranks_per_node: int = option("ranks that share a machine, for --layout", default=8)
 
     def run(self) -> int:
+        if not self.layout:
+            refuse_given(self, ("ranks_per_node",), "has no effect without --layout")
         layout = mf.Layout.parse(self.layout, ranks_per_node=self.ranks_per_node) if self.layout else None
         options, cache = self.storage_options, mf.Cache(self.cache)
         findings = [*machine.findings(layout), storage.cache_folder(cache)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import meshfeed as mf
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
-from meshfeed.cli.holders import Holders, Line, cell, with_origins
+from meshfeed.cli.holders import Holders, Line, table_of, with_origins
 from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions, until_of
@@ -33,14 +33,12 @@ _SHOWN = 50  # rows of the table
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure(Command, JobOptions, RecipeOptions):
-    """what a job drew of each source, or which steps saw some documents
-
-    Work out from the recipe alone what the steps before --until drew. Without LIST: the sequences and tokens
-    of each source, with a digest. Two people who get the same one have the same data, the same recipe up to
-    that step, and the same figures. With LIST, of documents that are to be removed, one in a line (NAME, a
-    tab and its number, or the number for a store alone): which steps saw them, and the last state that did
-    not. --json then prints one object per line: first the summary, then each sequence that held a token of a
-    document, in the order of training. A window holds its last label, too.
+    """Work out from the recipe alone what the steps before --until drew. Without LIST: the sequences and
+    tokens of each source, with a digest. Two people who get the same one have the same data, the same recipe
+    up to that step, and the same figures. With LIST, of documents that are to be removed, one in a line
+    (NAME, a tab and its number, or the number for a store alone): which steps saw them, and the last state
+    that did not. --json then prints one object per line: first the summary, then each sequence that held a
+    token of a document, in the order of training. A window holds its last label, too.
     """
 
     examples = """
@@ -103,10 +101,8 @@ class Exposure(Command, JobOptions, RecipeOptions):
 
     def _refuse_ignored(self, rule: SequenceRule) -> None:
         if not self.ranks:
-            why = "has no effect without --ranks"
-            refuse_given(self, ("capacity", "micro_batch_size"), why)
-            if self.layout != JobOptions.layout:
-                raise MeshfeedError(f"--layout {why}")
+            names = (*(each.name for each in fields(JobOptions)), "micro_batch_size")
+            refuse_given(self, names, "has no effect without --ranks")
         self.refuse_ignored(rule)
 
     def _ranks(self, recipe: mf.Recipe, found: Exposures) -> list[list[int]]:
@@ -226,10 +222,7 @@ def _print(facts: dict[str, Any], lines: list[Line]) -> None:
     if not lines:
         console.print(seen)
         return
-    table = Table(*lines[0])
-    for line in lines:
-        table.add_row(*map(cell, line.values()))
-    console.print(table)
+    console.print(table_of(lines))
     if facts["sequences"] > len(lines):
         console.print(f"... and {facts['sequences'] - len(lines):,} more: --json prints all")
     console.print(

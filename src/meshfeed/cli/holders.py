@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from meshfeed.cli.command import Table
 from meshfeed.cli.document_trace import DocumentParts, parts_in, pieces_of
 from meshfeed.deliver.error_codec import runs_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
@@ -143,8 +144,15 @@ def with_origins(recipe: Recipe, lines: Iterable[Line]) -> Iterator[Line]:
     yield from lines
 
 
-def cell(value: Any) -> str:
-    """A value of a line as text for tables."""
+def table_of(lines: Sequence[Line]) -> Table:
+    """Lines, at least one, as a table."""
+    table = Table(*lines[0])
+    for line in lines:
+        table.add_row(*map(_cell, line.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
     match value:
         case None | "" | []:
             return "-"

@@ -89,9 +89,7 @@ _UNASKED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(Command, StoreOptions, AmendmentOptions):
-    """what a token store holds, and whether it is whole
-
-    Show format, counts, fingerprint, document lengths and texts of a token store: .bin/.idx, a folder
+    """Show format, counts, fingerprint, document lengths and texts of a token store: .bin/.idx, a folder
     with dataset.json, MDS, litdata, JSONL, Parquet or Arrow, local or remote.
     """
 
@@ -329,7 +327,7 @@ def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[
 
     source: "" for the store of a recipe without a mixture. MeshfeedError if the ledger names others alone.
     """
-    named = named_in(ledger)
+    named = sorted({name for _, change in ledger for name in _sources_of(change)})
     if named and source not in named:
         told = ", ".join(map(repr, named))
         given = f"--source {source}: " if source else ""
@@ -349,11 +347,6 @@ def amendments_of(store: StreamStore, ledger: Ledger, source: str) -> list[dict[
             elif isinstance(change, Grow) and change.source == source:
                 found.append({"step": step, "grows_by": change.path, "fingerprint": change.fingerprint})
     return found
-
-
-def named_in(ledger: Ledger) -> list[str]:
-    """The sources that a ledger names."""
-    return sorted({name for _, change in ledger for name in _sources_of(change)})
 
 
 def _sources_of(change: Change) -> Iterable[str]:

@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("Doctor", "what this machine offers: deliveries, limits, packages, storage"),
     "report": ("Report", "one page of a run: who waited for what and when, mixture, traffic, resumes"),
 }
-"""Name of a command and of its module -> its class, and the first line of that class's docstring.
+"""Name of a command and of its module -> its class, and what it is, in a line.
 
 Most of the modules import torch: only that of the command that runs is imported."""
 
@@ -99,7 +99,7 @@ def parser_of(names: Collection[str]) -> Parser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (_, help) in COMMANDS.items():
         if name in names:
-            add_command(subparsers, name, _command(name))
+            add_command(subparsers, name, help, _command(name))
         else:
             subparsers.add_parser(name, help=help)
     return parser

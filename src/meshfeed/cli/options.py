@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -41,7 +40,7 @@ def argument(metavar: str, help: str, **how: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command. The docstring's first line is its help, the rest its description.
+    """A command. The docstring describes it.
 
     Class attributes:
         examples: one command per line.
@@ -68,13 +67,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(FAILED, visible(f"{self.prog}: {message}; see {self.prog} --help\n"))
 
 
-def add_command(subparsers: Any, name: str, command: type[Command]) -> None:
+def add_command(subparsers: Any, name: str, help: str, command: type[Command]) -> None:
     """Add a command's parser, with examples, exit statuses and JSON keys in its epilog."""
-    help, _, description = (inspect.getdoc(command) or "").partition("\n\n")
     parser: Parser = subparsers.add_parser(
         name,
         help=help,
-        description=textwrap.fill(" ".join(description.split()), 100),
+        description=textwrap.fill(" ".join((command.__doc__ or "").split()), 100),
         epilog=_epilog(command),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -134,10 +132,9 @@ def _add(group: Any, each: Field[Any], hint: Any) -> None:
 
 
 def given(options: Any, names: Iterable[str]) -> list[str]:
-    """Those of the options that are given, as they are written."""
-    values = [(name, getattr(options, name)) for name in names]
-    some = [name for name, value in values if value is not None and value is not False]
-    return [f"--{name.replace('_', '-')}" for name in some]
+    """Those of the options that differ from their defaults, as they are written."""
+    defaults = {each.name: each.default for each in fields(options)}
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != defaults[name]]
 
 
 def refuse_given(options: Any, names: Iterable[str], why: str) -> None:

@@ -31,9 +31,7 @@ from meshfeed.sequence.fetched import warning_of
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command, JobOptions, RecipeOptions):
-    """balance, padding, microbatches of packed steps, as a table and a picture
-
-    Plan the packed steps of a recipe, of a token store's documents, or of bare lengths. Reads the index
+    """Plan the packed steps of a recipe, of a token store's documents, or of bare lengths. Reads the index
     alone.
     """
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,9 +18,10 @@ from rich.progress import Progress as Bars
 
 from meshfeed.cli.command import OK, WRONG, Console, print_json, say
 from meshfeed.cli.inspect import as_ids, decoder_of, marked
-from meshfeed.cli.options import Command, argument, given, option, required
+from meshfeed.cli.options import Command, argument, given, option, refuse_given, required
 from meshfeed.errors import PrepareError
 from meshfeed.formats.prepared import ERRORS
+from meshfeed.parts import KINDS as PART_KINDS
 from meshfeed.parts import Kind
 from meshfeed.prepare import (
     Chats,
@@ -178,12 +179,10 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
-    """make a token store of text
-
-    Make a token store of .txt, source, JSONL(.gz, .zst), Parquet and Arrow files, lists in .json files, and
-    folders of datasets.save_to_disk. What comes out is the same, byte for byte, for any number of workers and
-    after any number of kills. With --multimodal, samples of text, images, audio and video, whose sizes are
-    read from their headers.
+    """Make a token store of .txt, source, JSONL(.gz, .zst), Parquet and Arrow files, lists in .json files,
+    and folders of datasets.save_to_disk. What comes out is the same, byte for byte, for any number of workers
+    and after any number of kills. With --multimodal, samples of text, images, audio and video, whose sizes
+    are read from their headers.
     """
 
     examples = """
@@ -291,34 +290,31 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
 
     def _encoding(self) -> Encoding:
         """Raises PrepareError for options without effect."""
-        tokens = _given({"image": self.image_token, "audio": self.audio_token, "video": self.video_token})
-        around = _given({"image": self.image_text, "audio": self.audio_text, "video": self.video_text})
-        named = _given({"image": self.image_column, "audio": self.audio_column, "video": self.video_column})
-        columns: dict[str, Kind] = {
-            name: kind for kind, names in named.items() for name in names.split(",") if name
-        }
-        if self.multimodal:
-            return Multimodal(
-                text=self._text(),
-                tokens=tokens,
-                around=around,
-                sound_track=self.sound_track,
-                silent=self.silent,
-                max_pixels=self.max_pixels,
-                folder=self.parts_folder,
-                part_columns=columns,
-            )
-        limits = self.max_pixels != MOST_PIXELS or self.sound_track or self.silent
-        if tokens or around or columns or self.parts_folder or limits:
-            raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
-        return self._text()
+        if not self.multimodal:
+            of_parts = (each.name for each in fields(_Parts) if each.name != "multimodal")
+            refuse_given(self, of_parts, "needs --multimodal")
+            return self._text()
+        of_kinds: list[dict[Kind, str]] = [
+            {kind: text for kind in PART_KINDS if (text := getattr(self, f"{kind}_{what}")) is not None}
+            for what in ("token", "text", "column")
+        ]
+        tokens, around, columns = of_kinds
+        return Multimodal(
+            text=self._text(),
+            tokens=tokens,
+            around=around,
+            sound_track=self.sound_track,
+            silent=self.silent,
+            max_pixels=self.max_pixels,
+            folder=self.parts_folder,
+            part_columns={name: kind for kind, names in columns.items() for name in names.split(",") if name},
+        )
 
     def _text(self) -> Text | Chats:
         eod = self.eod_token if self.eod_token is not None else self.eod
         if not self.chat:
             names = ("chat_template", "chat_date", "chat_end", "train_on", "template_kwargs", "ignore_keys")
-            if there := given(self, names):
-                raise PrepareError(f"{', '.join(there)}: need --chat")
+            refuse_given(self, names, "needs --chat")
             return Text(
                 tokenizer=None if self.tokenizer == "none" else self.tokenizer,
                 train_bpe=self.train_bpe,
@@ -343,20 +339,15 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         )
 
     def _engine(self) -> Engine:
-        if self.ray_address is not None and self.engine != "ray":
-            raise PrepareError(f"--ray-address {self.ray_address}: has no effect without --engine ray")
-        if self.sbatch is not None and self.engine != "slurm":
-            raise PrepareError(f"--sbatch {self.sbatch}: has no effect without --engine slurm")
+        for name, engine in (("ray_address", "ray"), ("sbatch", "slurm")):
+            if self.engine != engine:
+                refuse_given(self, (name,), f"has no effect without --engine {engine}")
         workers = self.workers or num_cores()
         if self.engine == "ray":
             return OnRay(workers, self.ray_address)
         if self.engine == "slurm":
             return OnSlurm(workers, shlex.split(self.sbatch or ""))
         return Local(workers)
-
-
-def _given(texts: Mapping[Kind, str | None]) -> dict[Kind, str]:
-    return {kind: text for kind, text in texts.items() if text is not None}
 
 
 def _tell_passed_over(passed_over: Mapping[str, int]) -> None:

@@ -17,9 +17,7 @@ from meshfeed.report.words import duration
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
-    """one page of a run: who waited for what and when, mixture, traffic, resumes
-
-    Write one self-contained HTML page of a run log, which Feed(..., metrics=RunLog(DIR)) makes. The run
+    """Write one self-contained HTML page of a run log, which Feed(..., metrics=RunLog(DIR)) makes. The run
     may be finished or live.
     """
 

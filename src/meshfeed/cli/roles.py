@@ -22,10 +22,7 @@ _MOST_ROWS, _MOST_RANKS = 64, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ShowRoles(Command):
-    """who opens storage, who receives what from whom, bytes per step
-
-    Print the role of every rank of a layout. Opens nothing and contacts no rank.
-    """
+    """Print the role of every rank of a layout. Opens nothing and contacts no rank."""
 
     examples = """
         meshfeed roles tp2-cp2-dp2-pp2

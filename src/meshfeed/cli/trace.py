@@ -10,9 +10,9 @@ import numpy as np
 
 import meshfeed as mf
 from meshfeed.cli import recipes
-from meshfeed.cli.command import OK, Console, Table, print_json
+from meshfeed.cli.command import OK, Console, print_json
 from meshfeed.cli.document_trace import sequences_with
-from meshfeed.cli.holders import Holders, Line, cell, with_origins
+from meshfeed.cli.holders import Holders, Line, table_of, with_origins
 from meshfeed.cli.options import Command, argument, given, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import NUM_POSITIONS, RecipeOptions
@@ -25,9 +25,7 @@ from meshfeed.sequence import SequenceRule
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Command, JobOptions, RecipeOptions):
-    """which documents a step and rank saw, or where a document went
-
-    Work out from the recipe alone what a job sees, whether it has run or not. --json prints one object
+    """Work out from the recipe alone what a job sees, whether it has run or not. --json prints one object
     per line, each a piece of a document.
     """
 
@@ -72,13 +70,7 @@ class Trace(Command, JobOptions, RecipeOptions):
             for line in lines:
                 print_json(line, indent=None)
             return OK
-        if not lines:
-            Console().print("nothing")
-            return OK
-        table = Table(*lines[0])
-        for line in lines:
-            table.add_row(*map(cell, line.values()))
-        Console().print(table)
+        Console().print(table_of(lines) if lines else "nothing")
         return OK
 
     def _refuse_ignored(self, rule: SequenceRule) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import io
 import json
 import os
@@ -47,7 +45,7 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
     assert max(map(len, out.splitlines())) <= 130
 
 
-def test_the_list_of_commands_is_their_docstrings_and_imports_none() -> None:
+def test_the_list_of_commands_imports_none() -> None:
     code = (
         "import sys; from meshfeed.cli.main import main; main(['--help'])\n"
         "print(*{'torch', 'meshfeed.store', 'meshfeed.cli.roles'} & set(sys.modules))"
@@ -55,9 +53,7 @@ def test_the_list_of_commands_is_their_docstrings_and_imports_none() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *listed, imported = done.stdout.splitlines()
     assert imported == ""
-    for name, (of_class, help) in COMMANDS.items():
-        command = getattr(importlib.import_module(f"meshfeed.cli.{name}"), of_class)
-        assert inspect.getdoc(command).partition("\n")[0] == help
+    for name in COMMANDS:
         assert any(line.split()[:1] == [name] for line in listed)
 
 

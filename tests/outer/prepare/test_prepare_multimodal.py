@@ -395,8 +395,8 @@ def test_the_command(tmp_path, words, capsys):
     assert told["audio"] == {"parts": 1, "bytes": len(wav(16_000)), "median_seconds": 1, "most_seconds": 1}
     assert told["video"]["parts"] == 2 and told["video"]["bytes"] > len(video())
     for wrong, why in (
-        (["--image-token", PAD], "need --multimodal"),
-        (["--max-pixels", "9"], "need --multimodal"),
+        (["--image-token", PAD], "needs --multimodal"),
+        (["--max-pixels", "9"], "needs --multimodal"),
         (["--multimodal"], "name the token that stands for an image"),
         (["--multimodal", "--image-token", "<|nothing|>"], "has no token '<|nothing|>'"),
         (["--multimodal", "--image-token", PAD, "--image-text", "x"], "must have --image-token in it once"),
