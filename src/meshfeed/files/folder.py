@@ -23,12 +23,12 @@ class Folder:
 
     Attributes:
         url: its path or URL.
-        cache: for fetched blocks; None takes the default one when it is needed.
+        cache: for fetched blocks.
         options: of the storage client; see `Client`.
     """
 
     url: str
-    cache: Cache | None = None
+    cache: Cache = field(default_factory=Cache)
     options: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
@@ -38,11 +38,6 @@ class Folder:
     def is_remote(self) -> bool:
         """Whether it is in remote storage."""
         return is_remote(self.url)
-
-    @property
-    def kept(self) -> Path:
-        """The folder for data derived from its files, on this node; created if missing. Raises CacheError."""
-        return (self.cache or Cache()).kept()
 
     def file(
         self, name: str, content: Content | None = None, sums: tuple[str, int] | None = None
@@ -58,7 +53,7 @@ class Folder:
         if not self.is_remote and content is None:
             return LocalFile(url)
         beside = None if sums is None else (join(self.url, sums[0]), sums[1])
-        return CachedFile(url, self.cache or Cache(), self.options, content, beside)
+        return CachedFile(url, self.cache, self.options, content, beside)
 
     def holds(self, name: str) -> bool:
         """Whether such a file exists. Raises StoreError if storage does not answer."""
@@ -79,8 +74,7 @@ class Folder:
         """
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
-        address = Address.of(self.url, self.options)
-        cache = (self.cache or Cache()).make()
+        address, cache = Address.of(self.url, self.options), self.cache.make()
         found = retried(lambda: fetcher().ask("list", address, cache, what=address.url))
         prefix = f"{address.path.rstrip('/')}/".lstrip("/")
         return [(name.removeprefix(prefix), size) for name, size in found]

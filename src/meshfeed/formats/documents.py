@@ -6,12 +6,11 @@ cache; all processes map them. Nothing is decoded after that: a read costs what 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,10 +23,10 @@ from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats, Folder
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
-from meshfeed.formats.foreign_columns import ForeignColumns, ignoring
+from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
-from meshfeed.store.base import I64, LabelsAre, LengthsIndex, StreamStore
+from meshfeed.store.base import I64, LengthsIndex
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import Arrays, built_in_parts, joined, key_of_parts
@@ -58,7 +57,7 @@ class FileSpan:
     end: int
 
 
-class DocumentFiles(StreamStore):
+class DocumentFiles(ForeignStore):
     """Records in files, each a document, as one stream of tokens.
 
     The constructor only stores its arguments. The first process of a node to count documents or read tokens
@@ -76,13 +75,12 @@ class DocumentFiles(StreamStore):
     """
 
     format = "documents"
-    labels_are: LabelsAre = "unshifted"
     not_pickled = ("_kept",)
 
     def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__()
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
-        self._read, self._beside = FileStats(), ForeignColumns()
+        self._read = FileStats()
 
     # -- what a format defines --------------------------------------------------------------------------
 
@@ -104,30 +102,20 @@ class DocumentFiles(StreamStore):
         """The cost of reading so far, including that of the files."""
         return sum((file.stats for file in self._files), self._read)
 
-    @property
-    def fingerprint(self) -> str:
+    @cached_property
+    def digest(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, and the column.
-
-        It covers the LOSS_COLUMNS in use, so the files are read to find them.
 
         On the Hub, its hashes replace the blocks; elsewhere, the digest does not depend on the path. It
         distinguishes corpora, but may miss a single changed token.
         """
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return self._beside.fingerprint(self._content, self.labels_are, self._columns_of_loss)
-
-    @cached_property
-    def _content(self) -> str:
         return sampled_digest(f"{self.format} {VERSION} {self._column.digest}", self._files)
 
     @cached_property
     def _kept(self) -> dict[str, Array]:
         """starts: see LengthsIndex. tokens: of all documents. most: [1], the largest. beside: see `_scan`."""
         before = self.files_version
-        key = key_of_parts(kind=self.format, version=_KEPT_VERSION, content=self._content, files=before)
+        key = key_of_parts(kind=self.format, version=_KEPT_VERSION, content=self.digest, files=before)
 
         def whole(_: Sequence[FileSpan], parts: Sequence[Mapping[str, Array]]) -> Arrays:
             if self.files_version != before:
@@ -164,34 +152,12 @@ class DocumentFiles(StreamStore):
     def kept_in(self) -> Cache:
         return self._cache
 
-    @property
-    def columns(self) -> Mapping[str, StreamStore]:
-        """`labels` and `loss_mask`, if the files have them; see `ForeignColumns.of`. Raises StoreError."""
-        return self._beside.of(self, self._columns_of_loss)
-
-    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
-        """See `StreamStore`. ignore: of LOSS_COLUMNS."""
-        self._beside, self.labels_are = ignoring(self.path, ignore), labels or self.labels_are
-        return self
-
-    def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Enter the columns that are in use."""
-        for store in (self._beside.columns or {}).values():
-            stack.enter_context(store)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._beside = replace(self._beside)  # a shallow copy enters its columns itself
-
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
-        there = zip(LOSS_COLUMNS, self._kept["beside"].tolist())
-        return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
-
-    def _column_beside(self, name: str) -> DocumentFiles:
-        column = TokenColumn(name, of_loss=True)
-        store = type(self)(self.path, self._files, column, self._cache)
-        store._beside = ForeignColumns(columns={})
-        return store
+        return {
+            name: type(self)(self.path, self._files, TokenColumn(name, of_loss=True), self._cache)
+            for name, is_there in zip(LOSS_COLUMNS, self._kept["beside"].tolist())
+            if is_there and name != self._column.name
+        }
 
     @property
     def documents(self) -> LengthsIndex:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import contextlib
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -23,58 +26,72 @@ from meshfeed.store.marks import marks_of
 
 _BLOCK = 1 << 18
 
-Found = Callable[[], Mapping[str, StreamStore]]
-"""Gives those of LOSS_COLUMNS that a store's files have, each as a store."""
 
-
-@dataclass(slots=True)
-class ForeignColumns:
-    """Which of LOSS_COLUMNS a store of another system's format uses.
+class ForeignStore(StreamStore):
+    """A store of another system's format, which uses or refuses those of LOSS_COLUMNS that its files have.
 
     Tokens are trained without padding, so an attention mask must be 1 everywhere, and then has no effect.
-
-    Attributes:
-        ignored: the names of those that are not used.
-        columns: `labels` and `loss_mask`, if the files have them; None until they are found, and compared
-            with the tokens, at the first use.
     """
 
-    ignored: frozenset[str] = frozenset()
-    columns: Mapping[str, StreamStore] | None = None
+    labels_are: LabelsAre = "unshifted"
 
-    def of(self, tokens: StreamStore, found: Found) -> Mapping[str, StreamStore]:
-        """The columns, which `tokens` enters where it is entered.
+    def __init__(self) -> None:
+        super().__init__()
+        self._ignored = frozenset[str]()
+        self._columns: Mapping[str, StreamStore] | None = None
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Hex digest of the content and of which column has the tokens."""
+
+    @abstractmethod
+    def _columns_of_loss(self) -> Mapping[str, ForeignStore]:
+        """Those of LOSS_COLUMNS that the files have, each as a store."""
+
+    @property
+    def columns(self) -> Mapping[str, StreamStore]:
+        """`labels` and `loss_mask`, if the files have them, compared with the tokens at the first use.
 
         Raises StoreError for a column without one number per token; OptionError for an attention mask with a
         0, one of OTHER_MASKS with other values than 0 and 1, several masks, and any of OF_OTHERS.
         """
-        if self.columns is None:
-            there = {name: each for name, each in found().items() if name not in self.ignored}
-            checked = _checked(tokens, there, tokens.kept_in or Cache())
-            with tokens.lock:  # not held while files are read
-                if self.columns is None:
-                    self.columns = checked
-                    tokens.also_enter(checked.values())
-        return self.columns
+        if self._columns is None:
+            there: dict[str, StreamStore] = {}
+            for name, store in self._columns_of_loss().items():
+                if name not in self._ignored:
+                    store._columns, there[name] = {}, store
+            checked = _checked(self, there, self.kept_in or Cache())
+            with self.lock:  # not held while files are read
+                if self._columns is None:
+                    self._columns = checked
+                    self.also_enter(checked.values())
+        return self._columns
 
-    def fingerprint(self, content: str, labels_are: LabelsAre, found: Found) -> str:
-        """Of the digest of a content, and of the columns in use, not yet compared with the tokens.
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Hex digest of the digest, and of the columns in use, not yet compared with the tokens.
 
         A state saved without them trained on other tokens. An attention mask is 1 everywhere, or refused.
         """
-        there = {} if self.columns == {} else found()
+        there = {} if self._columns == {} else self._columns_of_loss()
         names = [
-            name for name in LOSS_COLUMNS if name in there and name not in {*self.ignored, ATTENTION_MASK}
+            name for name in LOSS_COLUMNS if name in there and name not in {*self._ignored, ATTENTION_MASK}
         ]
-        used = [f"{name} {labels_are}" if name == LABELS else name for name in names]
-        return as_used(content, f"uses {', '.join(used)}" if used else "")
+        used = [f"{name} {self.labels_are}" if name == LABELS else name for name in names]
+        return as_used(self.digest, f"uses {', '.join(used)}" if used else "")
 
+    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
+        """See `StreamStore`. ignore: of LOSS_COLUMNS."""
+        for name in sorted(ignore.difference(LOSS_COLUMNS)):
+            raise OptionError(f"{self.path}: ignore={name!r}: choose among {', '.join(LOSS_COLUMNS)}")
+        self._ignored, self.labels_are = ignore, labels or self.labels_are
+        return self
 
-def ignoring(path: str, ignore: frozenset[str]) -> ForeignColumns:
-    """The columns of a store but some. Raises OptionError for names that are none of LOSS_COLUMNS."""
-    for name in sorted(ignore.difference(LOSS_COLUMNS)):
-        raise OptionError(f"{path}: ignore={name!r}: choose among {', '.join(LOSS_COLUMNS)}")
-    return ForeignColumns(ignore)
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Enter the columns that are in use."""
+        for store in (self._columns or {}).values():
+            stack.enter_context(store)
 
 
 def _checked(tokens: StreamStore, there: dict[str, StreamStore], cache: Cache) -> Mapping[str, StreamStore]:
@@ -103,7 +120,7 @@ def _compare(tokens: StreamStore, name: str, store: StreamStore) -> None:
 
 
 def _with_loss_mask(path: str, found: Mapping[str, StreamStore], cache: Cache) -> Mapping[str, StreamStore]:
-    """The columns, with one of OTHER_MASKS renamed LOSS_MASK. Raises StoreError; see `ForeignColumns.of`."""
+    """The columns, with one of OTHER_MASKS renamed LOSS_MASK. Raises OptionError for several."""
     masks = [name for name in (LOSS_MASK, *OTHER_MASKS) if name in found]
     if len(masks) > 1:
         both = " and ".join(map(repr, masks))

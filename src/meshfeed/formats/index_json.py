@@ -40,11 +40,11 @@ class IndexReader:
             self.refuse(_path(where, key), "is missing")
         return cast(Any, given[key])
 
-    def entry(self, given: Any, key: str, where: str = "") -> dict[str, Any]:
+    def entry(self, given: Any, key: str) -> dict[str, Any]:
         """An object in an object."""
-        value = self.field(given, key, where)
+        value = self.field(given, key)
         if not isinstance(value, dict):
-            self.refuse(_path(where, key), "is not an object")
+            self.refuse(key, "is not an object")
         return cast(dict[str, Any], value)
 
     def listed(self, given: Any, key: str, where: str = "") -> list[Any]:

@@ -56,16 +56,12 @@ class RawStore(StreamStore):
         """One document."""
         return LengthsIndex(np.array([0, self._file.size_bytes // self._dtype.itemsize]))
 
-    @property
-    def fingerprint(self) -> str:
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Hex digest of the dtype, the size and sampled blocks; on the Hub, of its hash instead of blocks.
 
         Elsewhere it does not depend on the path.
         """
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
         return sampled_digest(f"raw {VERSION} {self._dtype.name}", [self._file])
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +13,18 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
-from meshfeed.formats.foreign_columns import ForeignColumns, ignoring
+from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.items import ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.shards import ShardedDataset, at_once
-from meshfeed.store.base import I64, LabelsAre, LengthsIndex, Multiples, Pieces, StreamStore, grouped
+from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 _SHARDS_OF_PART = 64
 
 
-class ShardedStore(StreamStore):
+class ShardedStore(ForeignStore):
     """A StreamStore over the shards of a folder: documents follow each other in the order of the index.
 
     The constructor only stores its arguments. Use everything but the attributes inside `with store:`. All
@@ -37,13 +36,11 @@ class ShardedStore(StreamStore):
     After that, reading or announcing a range touches only its own bytes.
     """
 
-    labels_are: LabelsAre = "unshifted"
     not_pickled = ("_files", "_looked", "_known_table")
 
     def __init__(self, dataset: ShardedDataset) -> None:
         super().__init__()
         self.dataset, self.path, self._folder = dataset, dataset.path, dataset.folder
-        self._beside = ForeignColumns()
         self._forget()
 
     def _forget(self) -> None:
@@ -53,7 +50,7 @@ class ShardedStore(StreamStore):
 
     def verify(self) -> Iterator[float]:
         """Check hashes, offsets and sizes, as the files are now, yielding the fraction done, in (0, 1]."""
-        with (self._folder.cache or Cache()).anew() as cache:
+        with self.kept_in.anew() as cache:
             dataset = self.dataset.within(replace(self._folder, cache=cache))
             for number in range(len(dataset.shards)):
                 dataset.verify(number)
@@ -99,37 +96,19 @@ class ShardedStore(StreamStore):
         return self._looked + self._files.stats
 
     @property
-    def fingerprint(self) -> str:
-        """Hex digest of the index, the token column, some blocks of the shards, and the use of columns."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return self._beside.fingerprint(self.dataset.digest, self.labels_are, self._columns_of_loss)
+    def digest(self) -> str:
+        return self.dataset.digest
 
     @property
     def kept_in(self) -> Cache:
-        return self._folder.cache or Cache()
-
-    @property
-    def columns(self) -> Mapping[str, StreamStore]:
-        """`labels` and `loss_mask`, if the files have them; see `ForeignColumns.of`. Raises StoreError."""
-        return self._beside.of(self, self._columns_of_loss)
-
-    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
-        """See `StreamStore`. ignore: of LOSS_COLUMNS."""
-        self._beside, self.labels_are = ignoring(self.path, ignore), labels or self.labels_are
-        return self
+        return self._folder.cache
 
     def _columns_of_loss(self) -> Mapping[str, ShardedStore]:
         own = self.dataset
         others = [field.name for at, field in enumerate(own.fields) if at != own.items.at]
-        stores = {
+        return {
             name: ShardedStore(type(own)(own.folder, column=name)) for name in others if name in LOSS_COLUMNS
         }
-        for store in stores.values():
-            store._beside = ForeignColumns(columns={})
-        return stores
 
     # -- entering and leaving -----------------------------------------------------------------------------
 
@@ -137,12 +116,10 @@ class ShardedStore(StreamStore):
         """Allow reads; the first read of a shard opens it."""
         self._files.open()
         stack.callback(self._files.close)
-        for store in (self._beside.columns or {}).values():
-            stack.enter_context(store)
+        super().acquire(stack)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._beside = replace(self._beside)  # a shallow copy enters its columns itself
         self._forget()
 
     # -- documents and the stream -------------------------------------------------------------------------
@@ -196,7 +173,7 @@ class ShardedStore(StreamStore):
         key = key_of_parts(
             kind=self.dataset.kind, version=3, content=self.dataset.digest, files=self.files_version
         )
-        return built_in_parts(self._folder.kept, key, lambda: parts, self._part, _whole)
+        return built_in_parts(self.kept_in.kept(), key, lambda: parts, self._part, _whole)
 
     @property
     def files_version(self) -> str:

@@ -227,7 +227,7 @@ class MultimodalStore(DatasetStore):
         return facts | {"num_parts": self.num_parts, "parts_size_bytes": self._bytes.num_tokens}
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
         of_parts = digest_of(" ".join(store.fingerprint for store in self._further))
         return digest_of(f"{self._fingerprint_of_columns()} {of_parts}")
 

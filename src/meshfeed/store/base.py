@@ -167,7 +167,7 @@ class StreamStore(Store):
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n] -> int64 [n]."""
-        return self.documents.lengths(self._existing(documents))
+        return self.extents(documents)[1]
 
     def offsets(self, documents: I64) -> I64:
         """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
@@ -175,7 +175,8 @@ class StreamStore(Store):
 
     def extents(self, documents: I64) -> tuple[I64, I64]:
         """`offsets` and `lengths` of documents, in one look-up; int64 [n] -> int64 [n] each."""
-        return self.documents.extents(self._existing(documents))
+        begins, lengths = self.documents.extents(self._existing(documents))
+        return begins, self._ascending(documents, lengths)
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """Stream offsets o of documents with start < o < stop, range after range, each once.
@@ -184,7 +185,15 @@ class StreamStore(Store):
         range, and how many each range has, int64 [m]. A document without tokens shares its offset with the
         next and adds none.
         """
-        return self.documents.document_starts(*self._ranges(starts, stops))
+        starts, stops = self._ranges(starts, stops)
+        offsets, counts = self.documents.document_starts(starts, stops)
+        of_range = np.arange(starts.size).repeat(counts)
+        outside = (offsets <= starts[of_range]) | (offsets >= stops[of_range])
+        if outside.any() or (np.diff(offsets)[of_range[1:] == of_range[:-1]] < 0).any():
+            raise StoreError(
+                f"{self.path}: the documents' offsets do not ascend; see `meshfeed inspect --verify`"
+            )
+        return offsets, counts
 
     def __len__(self) -> int:
         return self.num_documents
@@ -261,6 +270,14 @@ class StreamStore(Store):
                 f"{self.path}: its sequences do not fill its file in order, so it is not a stream; read it "
                 f"by document, or write it again"
             )
+
+    def _ascending(self, documents: I64, lengths: I64) -> I64:
+        if (lengths < 0).any():
+            at = documents[lengths.argmin()]
+            raise StoreError(
+                f"{self.path}: document {at} ends before it starts; see `meshfeed inspect --verify`"
+            )
+        return lengths
 
     def _refuse_outside(self, document: int, start: int, stop: int, length: int) -> None:
         if not 0 <= start <= stop <= length:
@@ -470,10 +487,6 @@ class LengthsIndex:
     def num_tokens(self) -> int:
         """Tokens of all documents."""
         return int(self.starts[np.array([self.starts.size - 1])][0])
-
-    def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n]."""
-        return self.extents(documents)[1]
 
     def offsets(self, documents: I64) -> I64:
         """Stream offset of each document's first token; int64 [n]."""

@@ -119,13 +119,9 @@ class DatasetStore(StreamStore):
             "size_bytes": sum(s.header.bin_size_bytes for s in (self.tokens, *self._columns.values())),
         }
 
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of all names and fingerprints; it does not depend on the path."""
-        return self._fingerprint
-
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Hex digest of all names and fingerprints; it does not depend on the path."""
         return self._fingerprint_of_columns()
 
     def _fingerprint_of_columns(self) -> str:
@@ -176,15 +172,6 @@ class DatasetStore(StreamStore):
     @property
     def num_tokens(self) -> int:
         return self.tokens.num_tokens
-
-    def lengths(self, documents: I64) -> I64:
-        return self.tokens.lengths(documents)
-
-    def extents(self, documents: I64) -> tuple[I64, I64]:
-        return self.tokens.extents(documents)
-
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        return self.tokens.document_starts(starts, stops)
 
     @property
     def wants_ahead(self) -> bool:

@@ -102,7 +102,7 @@ class Place:
     @property
     def cache(self) -> Cache:
         """Where a node keeps fetched and derived data."""
-        return self.beside.cache or Cache()
+        return self.beside.cache
 
     @property
     def is_file(self) -> bool:

@@ -184,18 +184,6 @@ class IndexedStore(StreamStore):
         firsts, ends = (index.first_sequences_of(each) for each in (documents, documents + 1))
         return self._ascending(documents, _sums_between(index, firsts, ends))
 
-    def extents(self, documents: I64) -> tuple[I64, I64]:
-        begins, lengths = super().extents(documents)
-        return begins, self._ascending(documents, lengths)
-
-    def _ascending(self, documents: I64, lengths: I64) -> I64:
-        if (lengths < 0).any():
-            at = documents[lengths.argmin()]
-            raise StoreError(
-                f"{self.path}.idx: document {at} ends before it starts; see `meshfeed inspect --verify`"
-            )
-        return lengths
-
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
         self._existing(np.array([document]))
@@ -227,17 +215,6 @@ class IndexedStore(StreamStore):
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         self._data.read_into(out.view(np.uint8), starts * out.itemsize, (stops - starts) * out.itemsize)
-
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        starts, stops = self._ranges(starts, stops)
-        offsets, counts = self.documents.document_starts(starts, stops)
-        of_range = np.arange(starts.size).repeat(counts)
-        outside = (offsets <= starts[of_range]) | (offsets >= stops[of_range])
-        if outside.any() or (np.diff(offsets)[of_range[1:] == of_range[:-1]] < 0).any():
-            raise StoreError(
-                f"{self.path}.idx: the documents' offsets do not ascend; see `meshfeed inspect --verify`"
-            )
-        return offsets, counts
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Ask the system to fetch ranges of the stream that will be read; returns at once.

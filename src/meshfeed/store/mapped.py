@@ -109,18 +109,14 @@ class Mapped(Store):
 
     # -- attributes -----------------------------------------------------------------------------------
 
-    @property
-    def fingerprint(self) -> str:
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Hex digest of the dataset's class name and own fingerprint, its length, lengths, valid and version.
 
         A dataset's own fingerprint is its attribute `fingerprint`, a str, as stores of `mf.open` have one.
         Without it, another dataset of the same class and length passes for this one, and so do other items or
         changed code; `version` tells them apart.
         """
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
         text = f"{name_of(self._dataset)} {self.num_documents} {self.version}"
         if own := fingerprint_of(self._dataset):
             text += f" {own}"

@@ -104,13 +104,9 @@ class Lengths(StreamStore):
     def stats(self) -> FileStats:
         return self._stats
 
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of the lengths."""
-        return self._fingerprint
-
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Hex digest of the lengths."""
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:

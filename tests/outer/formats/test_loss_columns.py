@@ -146,14 +146,14 @@ def test_the_fingerprint_says_which_columns_are_used(tmp_path: Path, kind: str) 
     assert used == ones  # which says nothing
     assert len({used, mask, labels, bare, mf.open(path, labels="shifted").fingerprint}) == 5
     store: Any = mf.open(path)
-    before = store._content if kind in ("jsonl", "parquet", "arrow") else store.dataset.digest
+    before = store.digest if kind in ("jsonl", "parquet", "arrow") else store.dataset.digest
     assert bare == before  # as when no column was used
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_store_without_columns_keeps_its_fingerprint(tmp_path: Path, kind: str) -> None:
     store: Any = mf.open(written(kind, tmp_path / "a", input_ids=TOKENS, attention_mask=ONES))
-    before = store._content if kind in ("jsonl", "parquet", "arrow") else store.dataset.digest
+    before = store.digest if kind in ("jsonl", "parquet", "arrow") else store.dataset.digest
     assert store.fingerprint == before
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
-from meshfeed.formats.jsonl import place_of
+from meshfeed.formats.jsonl import place_of as line_of
+from meshfeed.formats.prepared import place_of
 from meshfeed.prepare.encoding.encodings import Encoder, expanded, hash_of
 from meshfeed.prepare.inputs.records import HERE, Record, reason_of, records
 from meshfeed.prepare.job.job import Job, load_job
@@ -142,16 +143,11 @@ def _place(job: Job, each: Malformed) -> str:
     """File, and line or row, as a message names them."""
     _, i, begin, _ = job.spans[each.span].tolist()
     where = job.request.inputs[i]
-    shown = without_secrets(where.url)
-    if where.kind == "text":
-        return shown
-    if where.kind in ("parquet", "arrow"):
-        return f"{shown}: row {begin + each.number}"
-    if where.kind in ("webdataset", "mds"):
-        return f"{shown}: sample {begin * (where.kind == 'mds') + each.number}"
     if where.kind == "json":
-        return f"{shown}: byte {each.byte}"
-    if where.codec is not None:
-        return f"{shown}: line {1 + each.number}"
-    with where.file() as file:
-        return place_of(file, each.byte)
+        return f"{without_secrets(where.url)}: byte {each.byte}"
+    if where.kind == "jsonl" and where.codec is None:
+        with where.file() as file:
+            return line_of(file, each.byte)
+    first = begin if where.kind in ("parquet", "arrow", "mds") else 0
+    file, *number = place_of(where.url, where.kind, first + each.number).items()
+    return ": ".join((file[1], *(f"{what} {at}" for what, at in number)))
