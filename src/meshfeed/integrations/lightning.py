@@ -65,12 +65,6 @@ _SETTINGS = Settings(
     accumulated="accumulate_grad_batches",
     epoch="steps_per_epoch=..., or limit_train_batches a multiple of accumulate_grad_batches",
 )
-_LIMITS = {
-    "validate": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}  # a whole number of batches, or a share of them
-
 _REFUSED = [name for name, told in CONFIG_FIELDS.items() if told.startswith("refused: ")]
 
 Recipes = Recipe | Sequence[Recipe]
@@ -248,7 +242,7 @@ class DataModule(_Base):
             raise RecipeError(f"{role} needs a recipe: DataModule({role}=recipe), or a list of them")
         several = [recipes] if isinstance(recipes, Recipe) else recipes
         feeds = [self._feed(recipe, for_evaluation(self._feed_options, recipe)) for recipe in several]
-        limit = _LIMITS[role]
+        limit = f"limit_{role.replace('validate', 'val')}_batches"  # a whole number, or a share
         if isinstance(getattr(self.trainer, limit), float) and any(feed.num_steps is None for feed in feeds):
             raise RecipeError(
                 f"a stream to {role} never ends; give its recipe epochs=1 or steps=..., or the Trainer "
@@ -298,7 +292,7 @@ class _Loader(TrainLoader):
         self._start = (self.position, trainer.global_step)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.has_ended and not self._fit.done:
+        if self.num_left == 0 and not self._fit.done:
             raise RecipeError(
                 f"the stream has ended after {self._feed.num_steps} steps, and another epoch would be empty; "
                 f"end the training there (max_steps or max_epochs), or give the recipe more (epochs=, steps=)"

@@ -40,7 +40,7 @@ from meshfeed.integrations.loader import (
 )
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
-from meshfeed.order import draws_of_step
+from meshfeed.order import draws_of_step, num_steps
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.table import PLAN_FIELDS
@@ -69,8 +69,8 @@ CONFIG_FIELDS: dict[str, str] = {
     "validator.dataloader": "honoured: a DataLoader.Config with another recipe",
     "dataloader.dataset": "refused: dataloader.recipe",
     "dataloader.dataset_path": "refused: dataloader.recipe",
-    "dataloader.infinite": "no effect on data: the validator sets it, and the recipe says whether it ends",
-    "dataloader.repeat": "no effect on data: the validator sets it, and the recipe says whether it ends",
+    "dataloader.infinite": "honoured: False is refused for a recipe that does not end",
+    "dataloader.repeat": "honoured: as dataloader.infinite",
 }
 """How each option of torchtitan, 0.3 and main, that concerns data is treated."""
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
@@ -215,8 +215,8 @@ class DataLoader(_Base):
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
         not set from a command line; `delivery`, `verify`, `pad_rows`, `machine` as for `Feed`. `microbatches`
         of a rank in a training step, gradient accumulation x pipeline microbatches: checked before every
-        step; needed to save a state of packs. `packing` for packed sequences; see `line`. infinite and
-        repeat have no effect: the recipe says whether it ends. dataset and dataset_path are refused.
+        step; needed to save a state of packs. `packing` for packed sequences; see `line`. The recipe says
+        whether it ends; infinite=False or repeat=False is refused for one that does not.
     dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's coordinate in it.
     layout: of all ranks, such as `layout_of(mesh)`; None gathers every rank's dp_rank once.
     sizes: seq_len and local_batch_size (tokens per sequence, sequences per microbatch), or max_context_length
@@ -256,6 +256,11 @@ class DataLoader(_Base):
         # now, so that a misspelt name or wrong sizes do not fail only at the first batch
         self._recipe = recipe_at(config.recipe)
         _check_contents(self._recipe)
+        if not (config.infinite and config.repeat) and num_steps(self._recipe) is None:
+            raise RecipeError(
+                f"{config.recipe!r} never ends, and a pass over it is to end (validator.steps=-1); set "
+                f"validator.steps, or give the recipe epochs=1 or steps=..."
+            )
         if "num_tokens_per_batch" in sizes:
             context, size = sizes["max_context_length"], sizes["num_tokens_per_batch"]
             self._shape = line(self._recipe, context, size, config.packing)
@@ -309,7 +314,7 @@ class DataLoader(_Base):
             options["packing"] = replace(options["packing"], microbatches=config.microbatches)
         feed = Feed(
             self._recipe,
-            self._layout(),
+            self._given_layout or gathered_layout(self._dp_rank, self._dp_world_size),
             transport=Transport(delivery=config.delivery),
             verify=config.verify,
             machine=config.machine,
@@ -336,6 +341,3 @@ class DataLoader(_Base):
                 f"mf.Documents(max_len={most}), or split: {_BATCH_TOKENS}={most} and a packing with "
                 f"oversize='split'"
             )
-
-    def _layout(self) -> Layout:
-        return self._given_layout or gathered_layout(self._dp_rank, self._dp_world_size)

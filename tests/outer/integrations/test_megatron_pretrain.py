@@ -125,6 +125,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dataloader_inter_document_masking": True}, {}, "give the rule reset_attention_mask=True"),
     ({"iteration": 3, "consumed_train_samples": 24}, {}, "taken 24 samples before step 3, where .* 48"),
     ({"consumed_valid_samples": 8}, {}, "valid: Megatron has taken 8 samples before step 0"),
+    ({"padded_vocab_size": 64}, {}, "vocab"),
     ({"train_iters": 7}, {}, "train ends after 6 steps, and Megatron takes 7"),
     ({"global_batch_size": 32, "train_iters": 3}, {}, "step 0 is 16 sequences, 8 microbatches"),
 ]

@@ -344,6 +344,9 @@ def test_the_validator_sets_repeat_and_closes_early(corpus: str) -> None:
         loader.close()
         assert torch.equal(first[1], next(iter(config.build(**IN_LINE)))[1])
     assert len(list(config.build(**IN_LINE))) == 2
+    for name in ("infinite", "repeat"):
+        with pytest.raises(mf.errors.RecipeError, match="never ends, and a pass over it is to end"):
+            fed.DataLoader.Config(recipe=recipe(corpus), **{name: False}).build(**IN_LINE)
 
 
 def test_labels_that_bear_no_loss_are_ignored(corpus: str) -> None:
@@ -413,7 +416,7 @@ def test_replicas_of_unequal_size_are_no_layout(corpus: str) -> None:
     with pytest.raises(
         mf.errors.LayoutError, match=r"dp_world_size=2.*init_process_group first, or pass layout"
     ):
-        loader._layout()
+        next(iter(loader))
     with pytest.raises(mf.errors.LayoutError, match=r"replicas have \[2, 1\] ranks"):
         layout_of_ranks([0, 0, 1])
 

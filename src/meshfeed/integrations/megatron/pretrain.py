@@ -32,6 +32,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "--seq-length": "honoured: rows of another length are refused; packs, where a pipeline without "
     "variable_seq_lengths sends them. No effect on other packs: see `Packing(capacity=)`",
     "--encoder-seq-length": "honoured: Megatron takes it as its --seq-length",
+    "--vocab-size": "honoured: tokens are checked against it, padded; `vocab_size=None` turns that off",
     "--load": "honoured: training begins at the checkpoint's iteration, after its consumed samples",
     "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages. It "
     "must name what a ledger's `SkipSteps` leave out, too",
@@ -185,7 +186,9 @@ class DatasetsProvider:
         if name != "train":
             rows = getattr(args, "eval_micro_batch_size", None) or rows
         packed = recipe.sequence.packed
-        options = self._options if name == "train" else self._options | {"ledger": None}
+        # its embedding and loss take a token beyond the vocabulary for one of another tp rank
+        options = {"vocab_size": getattr(args, "padded_vocab_size", None)} | self._options
+        options |= {} if name == "train" else {"ledger": None}
         made = feed(
             recipe,
             args,
