@@ -44,7 +44,6 @@ class ErrorRecord:
         return cls(known.__name__, str(error), tuple(ranks), where)
 
     def exception(self) -> MeshfeedError:
-        """The recorded error."""
         kind = vars(errors).get(self.kind)
         if not (isinstance(kind, type) and issubclass(kind, MeshfeedError)):
             kind = DeliveryError

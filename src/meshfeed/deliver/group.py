@@ -103,7 +103,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of members."""
         return 1 if self._group is None else int(self._group.size())
 
     @property

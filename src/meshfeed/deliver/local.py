@@ -48,7 +48,6 @@ class Listener:
         self._socket.close()
 
     def fileno(self) -> int:
-        """The listening descriptor."""
         return self._socket.fileno()
 
     def accept(

@@ -35,7 +35,6 @@ class Digester:
         self._seen: set[str] = set()
 
     def add(self, microbatches: Sequence[Arrays]) -> None:
-        """Add microbatches."""
         for name, value in (item for arrays in microbatches for item in arrays.items()):
             self._seen.add(name)
             for piece in [value] if isinstance(value, np.ndarray) else value:

@@ -142,7 +142,6 @@ class CachedFile(ByteFile):
 
     @property
     def cache(self) -> Cache:
-        """The cache of its blocks."""
         return self._cache
 
     @property

@@ -36,7 +36,6 @@ class Folder:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is in remote storage."""
         return is_remote(self.url)
 
     def file(

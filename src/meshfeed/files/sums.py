@@ -159,7 +159,6 @@ class Summer:
         self._ended, self._sum = array("I"), 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """Add the next bytes."""
         if len(data) >= self._room:
             data = memoryview(data)  # slicing it does not copy
         while len(data) >= self._room:
@@ -169,7 +168,6 @@ class Summer:
         self._room -= len(data)
 
     def sums(self) -> FileSums:
-        """The checksums of all bytes added."""
         rest = self._block_bytes - self._room
         size_bytes, sums = len(self._ended) * self._block_bytes + rest, self._ended[:]
         if rest:

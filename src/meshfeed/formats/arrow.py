@@ -37,7 +37,6 @@ class ArrowStore(DocumentFiles):
     format = "arrow"
 
     def check(self) -> Self:
-        """Load pyarrow, and check that the files exist."""
         _ = arrow_for(self.path, "Arrow")
         return super().check()
 

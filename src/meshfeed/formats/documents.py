@@ -173,7 +173,6 @@ class DocumentFiles(ForeignStore):
         return int(self._kept["most"][0])
 
     def check(self) -> Self:
-        """Check that the files exist."""
         for file in self._files:
             _ = file.size_bytes
         return self

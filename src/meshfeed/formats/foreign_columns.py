@@ -89,7 +89,6 @@ class ForeignStore(StreamStore):
         return self
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Enter the columns that are in use."""
         for store in (self._columns or {}).values():
             stack.enter_context(store)
 

@@ -22,18 +22,15 @@ class IndexReader:
     url: str
 
     def refuse(self, where: str, what: str) -> NoReturn:
-        """Raise."""
         raise StoreError(f"{self.url}: {where} {what}; recreate the index, or copy it again")
 
     def json(self, text: bytes | str, where: str = "it") -> Any:
-        """A text, parsed."""
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             self.refuse(where, f"is not valid JSON: {error}")
 
     def field(self, given: Any, key: str, where: str = "") -> Any:
-        """A value of an object."""
         if not isinstance(given, dict):
             self.refuse(where or "it", "is not an object")
         if key not in given:
@@ -41,14 +38,12 @@ class IndexReader:
         return cast(Any, given[key])
 
     def entry(self, given: Any, key: str) -> dict[str, Any]:
-        """An object in an object."""
         value = self.field(given, key)
         if not isinstance(value, dict):
             self.refuse(key, "is not an object")
         return cast(dict[str, Any], value)
 
     def listed(self, given: Any, key: str, where: str = "") -> list[Any]:
-        """A list in an object."""
         value = self.field(given, key, where)
         if not isinstance(value, list):
             self.refuse(_path(where, key), "is not a list")
@@ -62,14 +57,12 @@ class IndexReader:
         return value
 
     def text(self, given: Any, key: str, where: str = "") -> str:
-        """A text."""
         value = self.field(given, key, where)
         if not isinstance(value, str):
             self.refuse(_path(where, key), f"is {str(value)[:50]}; a text belongs there")
         return value
 
     def refuse_twice(self, where: str, names: Sequence[str]) -> None:
-        """Raise if a file is listed twice."""
         for name, count in Counter(names).items():
             if count > 1:
                 self.refuse(where, f"list the file {name!r} twice")

@@ -80,7 +80,6 @@ class Items:
 
     @property
     def least_bytes(self) -> int:
-        """Size of the smallest possible item."""
         return 4 * len(self.stored_sizes) + sum(size or 0 for size in self.sizes)
 
 
@@ -167,7 +166,6 @@ class ItemsFile:
 
     @property
     def raw(self) -> Vector:
-        """The whole file."""
         if self._mapped is None:
             (self._mapped,) = self.file.arrays(("u1", 0, self.file.size_bytes))
         return self._mapped

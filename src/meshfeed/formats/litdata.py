@@ -37,7 +37,6 @@ class LitdataDataset(ShardedDataset):
 
     @property
     def shards(self) -> Sequence[Chunk]:
-        """The chunks."""
         return self._index.chunks
 
     @property

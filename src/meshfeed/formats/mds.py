@@ -44,7 +44,6 @@ class MDSDataset(ShardedDataset):
 
     @property
     def shards(self) -> list[MDSShard]:
-        """As the index lists them."""
         return self._parsed[2]
 
     @property

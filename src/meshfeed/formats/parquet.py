@@ -38,7 +38,6 @@ class ParquetStore(DocumentFiles):
     format = "parquet"
 
     def check(self) -> Self:
-        """Load pyarrow, and check that the files exist."""
         _ = arrow_for(self.path)
         return super().check()
 
@@ -161,15 +160,12 @@ class RawStream(io.RawIOBase):
         self._file, self._at = file, 0
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Read from there next."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size_bytes}[whence]
         self._at = start + offset
         return self._at

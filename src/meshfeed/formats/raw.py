@@ -73,7 +73,6 @@ class RawStore(StreamStore):
         return self._file.is_remote
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Open the file."""
         stack.enter_context(self._file)
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:

@@ -67,16 +67,13 @@ class ShardFiles:
 
     @property
     def stats(self) -> FileStats:
-        """Cost of reading so far."""
         files = [shard.file for shard in list(self._shards.values())]
         return sum((file.stats for file in files if file is not None), FileStats())
 
     def open(self) -> None:
-        """Allow reads."""
         self._is_open = True
 
     def close(self) -> None:
-        """Leave all files."""
         self._is_open = False
         for shard in list(self._shards.values()):
             shard.pending.clear()

@@ -77,22 +77,18 @@ class ShardedStore(ForeignStore):
 
     @property
     def shard_ends(self) -> I64:
-        """Documents up to the end of each shard; int64 [num_shards]."""
         return self.dataset.shard_ends
 
     @property
     def num_documents(self) -> int:
-        """Documents in all shards."""
         return int(self.shard_ends[-1]) if self.shard_ends.size else 0
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether the shards are remote, so that ranges should be announced many steps ahead."""
         return self._folder.is_remote
 
     @property
     def stats(self) -> FileStats:
-        """Cost of reading tokens so far."""
         return self._looked + self._files.stats
 
     @property

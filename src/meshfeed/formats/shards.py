@@ -113,7 +113,6 @@ class ShardedDataset(ABC):
 
     @cached_property
     def items(self) -> Items:
-        """See `laid_out`."""
         return self.laid_out()
 
     @cached_property

@@ -429,7 +429,6 @@ class Multiples:
         return places * self.step
 
     def searchsorted(self, values: I64, side: Literal["left", "right"] = "left") -> I64:
-        """As for an array."""
         found = -(-values // self.step) if side == "left" else values // self.step + 1
         return found.clip(0, self.size)
 

@@ -96,7 +96,6 @@ class Place:
 
     @property
     def shown(self) -> str:
-        """For messages."""
         return without_secrets(self.given) if self.beside.is_remote else local_path(self.given)
 
     @property

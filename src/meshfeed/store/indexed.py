@@ -66,7 +66,6 @@ class IndexedStore(StreamStore):
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether the tokens are remote, so that ranges should be announced many steps ahead."""
         return self._data.is_remote
 
     @property
@@ -101,7 +100,6 @@ class IndexedStore(StreamStore):
 
     @property
     def num_documents(self) -> int:
-        """Documents in the store, including empty ones."""
         return self.header.num_documents
 
     @property

@@ -127,7 +127,6 @@ class Mapped(Store):
 
     @property
     def has_lengths(self) -> bool:
-        """Whether lengths were given."""
         return self._lengths is not None
 
     def lengths(self, documents: I64) -> I64:
@@ -140,7 +139,6 @@ class Mapped(Store):
 
     @property
     def has_valid(self) -> bool:
-        """Whether loss-bearing tokens were given."""
         return self._valid is not None
 
     def __len__(self) -> int:

@@ -93,7 +93,6 @@ class Lengths(StreamStore):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """uint16."""
         return np.dtype(np.uint16)
 
     @property
@@ -106,7 +105,6 @@ class Lengths(StreamStore):
 
     @cached_property
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Hex digest of the lengths."""
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:

@@ -31,7 +31,6 @@ class Pair:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `fingerprint_of`."""
         return fingerprint_of(self.header, self.idx, self.data)
 
     @property

@@ -97,7 +97,6 @@ class CacheFolder:
             return self._held()
 
     def object(self, key: str, cut: Cut) -> CachedBlocks:
-        """The blocks of an object."""
         return CachedBlocks(self, self._blocks / key, cut)
 
     def reserve(self, claims: Sequence[Claim], keep: Collection[Path], *, over_pins: bool) -> bool:
@@ -241,7 +240,6 @@ class Summed(NamedTuple):
 
     @classmethod
     def of(cls, data: memoryview) -> Self:
-        """These bytes."""
         return cls(data, zlib.crc32(data))
 
 
@@ -294,11 +292,9 @@ class CachedBlocks:
         self._is_checked = bytearray(self.edges.size - 1)
 
     def num_bytes(self, block: int) -> int:
-        """Bytes of a block."""
         return int(self.edges[block + 1] - self.edges[block])
 
     def path(self, block: int) -> Path:
-        """The file of a block."""
         return self.folder / self.cut.name(block)
 
     def touch(self, block: int) -> bool:
@@ -352,7 +348,6 @@ class CachedBlocks:
         return bool(self._is_checked[block])
 
     def published(self, block: int) -> None:
-        """Note that this process has checked the block."""
         self._is_checked[block] = 1
 
     def _locked_part(self, part: Path, *, wait: bool) -> int | None:

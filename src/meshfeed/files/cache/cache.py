@@ -60,7 +60,6 @@ class Cache:
 
     @property
     def path(self) -> Path:
-        """The folder, absolute."""
         given = os.fspath(self.folder or os.environ.get("MESHFEED_CACHE", ""))
         if "://" in given:
             raise CacheError(

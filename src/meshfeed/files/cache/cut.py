@@ -44,7 +44,6 @@ class Cut(NamedTuple):
         return np.append(np.arange(0, self.size_bytes, self.block_bytes), self.size_bytes)
 
     def name(self, block: int) -> str:
-        """Of its file."""
         return f"{block}{SHARED if block in self.shared else ''}"
 
 

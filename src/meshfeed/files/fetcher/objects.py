@@ -59,7 +59,6 @@ class Address:
 
     @property
     def url(self) -> str:
-        """For messages."""
         return without_secrets(f"{self.root}/{self.path}") if self.root else self.path
 
 

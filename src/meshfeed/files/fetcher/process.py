@@ -92,7 +92,6 @@ class FetcherServer:
     # -- requests -----------------------------------------------------------------------------------------
 
     def pid(self) -> int:
-        """Its process."""
         return os.getpid()
 
     def open(
@@ -172,7 +171,6 @@ class FetcherServer:
     # -- messages without an answer -----------------------------------------------------------------------
 
     def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
-        """Announce blocks that will be needed."""
         self._scheduler.wish(one, blocks)
 
     def release(self, one: StoredObject, blocks: Sequence[int] | None) -> None:

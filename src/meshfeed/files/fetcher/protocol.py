@@ -48,7 +48,6 @@ class Channel:
         self._outgoing: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start to send."""
         threading.Thread(target=self._send_all, name="meshfeed-send", daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -82,7 +81,6 @@ class FetcherClient:
         self.is_lost = False
 
     def start(self) -> None:
-        """Start to send and receive."""
         self._channel.start()
         threading.Thread(target=self._receive_all, name="meshfeed-receive", daemon=True).start()
 
@@ -102,7 +100,6 @@ class FetcherClient:
                 _log.warning("waiting for storage for %.0f s: %s", time.monotonic() - began, what)
 
     def tell(self, request: str, *arguments: Any) -> None:
-        """Send a request without an answer."""
         self._channel.send(None, request, arguments)
 
     def close(self) -> None:

@@ -108,7 +108,6 @@ class Scheduler:
         self._num_pins = 0
 
     def start(self) -> None:
-        """Start the threads."""
         for i in range(_THREADS):
             threading.Thread(target=self._run, name=f"meshfeed-fetch-{i}", daemon=True).start()
 

@@ -103,7 +103,6 @@ class Line:
 
     @property
     def has_answered(self) -> bool:
-        """Whether any request was answered."""
         return self._answered_s > -math.inf
 
     def enter(self, most_s: float) -> float:

@@ -67,7 +67,6 @@ class Chats:
 
     @property
     def columns(self) -> ChatColumns:
-        """The columns to read."""
         return ChatColumns(self.column, tuple(self.ignore))
 
     def request(self) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class Confined:
         self._process: _Process | None = None
 
     def check(self) -> None:
-        """Compile the templates."""
         with self._lock:
             self._started()
 

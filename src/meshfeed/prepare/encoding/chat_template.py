@@ -63,7 +63,6 @@ class ChatTemplate:
     date: datetime.date | None
 
     def check(self) -> None:
-        """Compile it."""
         _ = self._compiled
 
     @property

@@ -124,7 +124,6 @@ class Text:
 
     @property
     def columns(self) -> Columns:
-        """The columns to read."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
         if is_text:
             return Columns((self.column or TEXT,))

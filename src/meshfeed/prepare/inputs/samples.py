@@ -106,7 +106,6 @@ class Sample:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its parts."""
         return sum(len(each.data) for each in self.parts)
 
     def key(self) -> str:
@@ -169,7 +168,6 @@ class SampleColumns:
         return [name for name in there if name in {*self.names, *self.parts, *suspected}]
 
     def holds_text(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record has text."""
         return any(record.get(name) is not None for name in self.names)
 
     def sample(self, record: Mapping[str, Any], fetch: Fetch) -> Sample:

@@ -59,7 +59,6 @@ class Request:
 
     @property
     def wants_hashes(self) -> bool:
-        """Whether documents are compared by their hashes."""
         return self.dedup or self.validation > 0
 
     def record(self) -> dict[str, Any]:
@@ -91,23 +90,19 @@ class Job:
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are."""
         return int(self.spans[-1, 0]) + 1 if len(self.spans) else 0
 
     def spans_of(self, part: int) -> range:
-        """The spans of a part."""
         return range(*self.spans[:, 0].searchsorted([part, part + 1]).tolist())
 
     @property
     def reading(self) -> Reading:
-        """How its records are read."""
         columns = encoding_of(self.request.encoder).columns
         encodings = self.request.encodings.split(",")
         return Reading(columns, encodings, self.max_record_bytes)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits, which may change on resume."""
         return {name: getattr(self, name) for name in LIMITS}
 
     def encoder(self) -> Encoder:

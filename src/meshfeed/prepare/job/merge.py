@@ -120,7 +120,6 @@ def set_apart(hashes: U64, share: float) -> Mask:
 
 
 def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
-    """Add the chosen documents of a block."""
     columns = {name: values for name, values in block.columns.items() if name not in PART_DTYPES}
     if isinstance(store, MultimodalWriter):
         _add_parts(store, block.columns, chosen)
@@ -131,7 +130,6 @@ def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
 
 
 def _add_parts(store: MultimodalWriter, columns: Mapping[str, npt.NDArray[Any]], chosen: Mask) -> None:
-    """Add the parts of the chosen documents of a block."""
     counts, num_bytes = columns["num_parts"], columns["part_bytes"]
     kept = np.flatnonzero(np.repeat(chosen, counts))
     ends = num_bytes.cumsum()
