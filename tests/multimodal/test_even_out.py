@@ -14,8 +14,10 @@ import meshfeed as mf
 from evened import plan_step
 from meshfeed.errors import PlanError
 from meshfeed.multimodal.encoders import even_out, plan_encoder
-from meshfeed.multimodal.encoders.balance import Contents, swap
+from meshfeed.multimodal.encoders.balance import Contents, even_time, shortest, swap
 from meshfeed.plan import Packing, StepPlan, account_of
+from meshfeed.plan.packing import CostModel
+from meshfeed.plan.problem import Sequences, room_of
 from planning import check_packs, check_plan
 from soak import SEED, cases
 
@@ -188,6 +190,32 @@ def test_small_steps_come_near_the_optimum_of_all_assignments():
         longer.append(ours / least - 1)
     assert min(longer) > -1e-9 and max(longer) < 0.2
     assert np.mean(longer) < 0.005 and np.median(longer) < 1e-9
+
+
+def test_steps_become_shorter_and_then_longer_with_more_microbatches():
+    """So that a few numbers of microbatches are tried, not all."""
+    inside = 0
+    for seed in range(cases(200)):
+        rng = np.random.default_rng((SEED, seed))
+        ranks, n, quantum = (
+            int(rng.choice([1, 2, 8, 32])),
+            int(rng.integers(1, 400)),
+            int(rng.choice([1, 1, 4])),
+        )
+        lengths = np.exp(rng.normal(rng.uniform(4, 8), rng.uniform(0, 1.5), n)).astype(np.int64).clip(1, 8192)
+        packing = Packing(capacity=8192, cost=CostModel(alpha=float(rng.choice([300, 25_100]))))
+        room = room_of(packing, dp=ranks, cp=1)
+        sequences = Sequences.of(-np.sort(-lengths), packing.cost, room)
+        work = rng.choice([0, 0, 1, 2.5], (int(rng.integers(1, 3)), n)) * rng.pareto(
+            rng.choice([0.5, 1, 2]), n
+        )
+        work *= sequences.work.sum() / max(work.sum(), 1e-9) * 10 ** rng.uniform(-2, 1)
+        time_of = even_time(sequences, work, float(rng.choice([0.5, 3, 7, 31])))
+        counts = range(int(rng.integers(1, 5)) * quantum, int(rng.integers(5, 100)) * quantum, quantum)
+        best = shortest(time_of, counts)
+        assert time_of(best) <= min(map(time_of, counts)) * (1 + 1e-12)
+        inside += counts[0] < best < counts[-1]
+    assert inside > 20
 
 
 def contents_of(loads: list[list[tuple[float, float]]], free: int) -> Contents:

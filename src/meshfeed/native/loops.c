@@ -273,35 +273,63 @@ int64_t mf_permute(int64_t num_values, uint64_t *values, int64_t size_step, cons
 
 /* -- plans: see meshfeed/plan. The planner makes all of these arrays itself. ------------------------------ */
 
+/* Of a heap: its least key first, of equal ones the least group. */
 typedef struct {
-    double key;
-    int64_t group;
+    int64_t key, group;
 } entry;
+
+/* Keys are in the order of these numbers, but compared without a jump, in half the time. */
+static int64_t key_of(double number)
+{
+    int64_t bits;
+    number += 0.0; /* -0 is 0 */
+    memcpy(&bits, &number, sizeof bits);
+    return bits ^ (bits < 0 ? INT64_MAX : 0);
+}
+
+static double number_of(int64_t key)
+{
+    double number;
+    key ^= key < 0 ? INT64_MAX : 0;
+    memcpy(&number, &key, sizeof number);
+    return number;
+}
 
 static int precedes(entry a, entry b)
 {
-    return (a.key < b.key) | ((a.key == b.key) & (a.group < b.group)); /* without a jump */
+#ifdef __SIZEOF_INT128__ /* two instructions */
+    return ((__int128)a.key << 64 | (uint64_t)a.group) < ((__int128)b.key << 64 | (uint64_t)b.group);
+#else
+    return (a.key < b.key) | ((a.key == b.key) & (a.group < b.group));
+#endif
 }
 
-static void push(entry *heap, int64_t *size, entry added)
+/* Let an entry rise from a place that is free. */
+static void rise(entry *heap, int64_t at, entry added)
 {
-    int64_t at = (*size)++;
     for (; at && precedes(added, heap[(at - 1) / 2]); at = (at - 1) / 2)
         heap[at] = heap[(at - 1) / 2];
     heap[at] = added;
 }
 
-static entry pop(entry *heap, int64_t *size)
+static void push(entry *heap, int64_t *size, entry added) { rise(heap, (*size)++, added); }
+
+/* Replace the first entry, mostly by one of the last: its place moves to the end of the heap first. */
+static void replace_first(entry *heap, int64_t size, entry added)
 {
-    entry first = heap[0], last = heap[--*size];
     int64_t at = 0;
-    for (int64_t child; (child = 2 * at + 1) < *size; at = child) {
-        child += child + 1 < *size && precedes(heap[child + 1], heap[child]);
-        if (!precedes(heap[child], last))
-            break;
+    for (int64_t child; (child = 2 * at + 1) < size; at = child) {
+        child += child + 1 < size && precedes(heap[child + 1], heap[child]);
         heap[at] = heap[child];
     }
-    heap[at] = last;
+    rise(heap, at, added);
+}
+
+static entry pop(entry *heap, int64_t *size)
+{
+    entry first = heap[0];
+    --*size;
+    replace_first(heap, *size, heap[*size]);
     return first;
 }
 
@@ -320,17 +348,17 @@ int64_t mf_place(int64_t num_sequences, const int64_t *lengths, const int64_t *p
         int64_t length = lengths[members[m]], chosen = -1;
         for (; opened < num_groups && index_of_group[opened] >= size_at[m]; opened++)
             if (slots[opened])
-                push(lightest, &num_lightest, (entry){loads[opened], opened});
+                push(lightest, &num_lightest, (entry){key_of(loads[opened]), opened});
         while (num_parked && length <= -parked[0].key) {
             int64_t back = pop(parked, &num_parked).group;
-            push(lightest, &num_lightest, (entry){loads[back], back});
+            push(lightest, &num_lightest, (entry){key_of(loads[back]), back});
         }
         while (num_lightest && chosen < 0) {
-            int64_t first = pop(lightest, &num_lightest).group;
-            if (free[first] < length)
-                push(parked, &num_parked, (entry){-(double)free[first], first});
-            else
+            int64_t first = lightest[0].group;
+            if (free[first] >= length)
                 chosen = first;
+            else
+                push(parked, &num_parked, (entry){-free[first], pop(lightest, &num_lightest).group});
         }
         group[m] = (int32_t)chosen;
         if (chosen < 0)
@@ -339,7 +367,9 @@ int64_t mf_place(int64_t num_sequences, const int64_t *lengths, const int64_t *p
         free[chosen] -= padded[at];
         loads[chosen] += load[at];
         if (--slots[chosen])
-            push(lightest, &num_lightest, (entry){loads[chosen], chosen});
+            replace_first(lightest, num_lightest, (entry){key_of(loads[chosen]), chosen});
+        else
+            pop(lightest, &num_lightest);
     }
     return num_members;
 }
@@ -347,15 +377,16 @@ int64_t mf_place(int64_t num_sequences, const int64_t *lengths, const int64_t *p
 /* Give each piece of work to the least loaded rank of its pool: `share` of multimodal/encoders/assign.py.
 
    order: the pieces, as they are given. first, size: of the pool of each; pools are the same or apart. Writes `rank`.
-   ranks: a load of 0 and a rank for each rank, ascending. */
+   ranks: 0 and a rank for each rank, ascending. */
 int64_t mf_share(int64_t num_pieces, const int64_t *order, const int64_t *first, const int64_t *size,
                  const double *work, int64_t *rank, entry *ranks)
 {
     for (int64_t i = 0; i < num_pieces; i++) {
-        int64_t piece = order[i], left = size[piece];
-        entry *pool = ranks + first[piece], least = pop(pool, &left);
+        int64_t piece = order[i];
+        entry *pool = ranks + first[piece], least = pool[0];
         rank[piece] = least.group;
-        push(pool, &left, (entry){least.key + work[piece], least.group});
+        least.key = key_of(number_of(least.key) + work[piece]);
+        replace_first(pool, size[piece], least);
     }
     return num_pieces;
 }
@@ -418,7 +449,7 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
             many[g] = 0;
             if (open) {
                 double length = wanted(is, missing[g], tokens[g], free[g], slots[g], (double)sizes[g], &many[g]);
-                push(heap, &num_trying, (entry){-length, g});
+                push(heap, &num_trying, (entry){key_of(-length), g});
             }
         }
         if (!num_trying || !num_left)
@@ -428,8 +459,9 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
         while (num_trying) {
             entry next = pop(heap, &num_trying);
             int64_t g = next.group, got = 0;
+            double length = -number_of(next.key);
             for (; got < many[g]; got++, at++) {
-                while (at < num_left && (double)lengths[left[at]] > -next.key)
+                while (at < num_left && (double)lengths[left[at]] > length)
                     left[kept++] = left[at++];
                 if (at == num_left)
                     break;
@@ -460,10 +492,10 @@ typedef struct {
     double *excess;
 } contents;
 
-/* None, each one and each two of a pack's sequences: their places in it, and what they are on a group of its
-   own size, then on one of the other pack's: `Choices` of multimodal/encoders/balance.py. */
+/* None, each one and each two of a pack's sequences, and what they are on a group of its own size, then on one
+   of the other pack's: `Choices` of multimodal/encoders/balance.py. */
 typedef struct {
-    int64_t num, size[MOST_CHOICES], places[MOST_CHOICES][2], padded[2][MOST_CHOICES];
+    int64_t num, size[MOST_CHOICES], items[MOST_CHOICES][2], padded[2][MOST_CHOICES];
     double cost[2][MOST_COSTS][MOST_CHOICES];
 } choices;
 
@@ -474,20 +506,20 @@ static void choose(const contents *of, int64_t pack, int64_t other, choices *mad
     made->num = 1 + num + num * (num - 1) / 2;
     for (int64_t i = 0; i <= num; i++) {
         made->size[i] = i > 0;
-        made->places[i][0] = i ? (i - 1) * count / num : -1;
-        made->places[i][1] = -1;
+        made->items[i][0] = i ? members[(i - 1) * count / num] : -1;
+        made->items[i][1] = -1;
     }
     for (int64_t i = 1, at = num + 1; i <= num; i++)
         for (int64_t j = i + 1; j <= num; j++, at++) {
             made->size[at] = 2;
-            made->places[at][0] = made->places[i][0];
-            made->places[at][1] = made->places[j][0];
+            made->items[at][0] = made->items[i][0];
+            made->items[at][1] = made->items[j][0];
         }
     for (int64_t k = 0; k < 2; k++) {
         int64_t size_at = of->size_at[k ? other : pack], *padded = made->padded[k];
         padded[0] = 0;
         for (int64_t i = 1; i <= num; i++)
-            padded[i] = of->padded[size_at * of->num_columns + members[made->places[i][0]]];
+            padded[i] = of->padded[size_at * of->num_columns + made->items[i][0]];
         for (int64_t i = 1, at = num + 1; i <= num; i++)
             for (int64_t j = i + 1; j <= num; j++, at++)
                 padded[at] = padded[i] + padded[j];
@@ -496,7 +528,7 @@ static void choose(const contents *of, int64_t pack, int64_t other, choices *mad
             double *cost = made->cost[k][c];
             cost[0] = 0;
             for (int64_t i = 1; i <= num; i++)
-                cost[i] = each[members[made->places[i][0]]];
+                cost[i] = each[made->items[i][0]];
             for (int64_t i = 1, at = num + 1; i <= num; i++)
                 for (int64_t j = i + 1; j <= num; j++, at++)
                     cost[at] = cost[i] + cost[j];
@@ -506,26 +538,33 @@ static void choose(const contents *of, int64_t pack, int64_t other, choices *mad
 
 /* The first swap of packs p and q that leaves at most `enough`, or else the one that leaves least: `_best_swap`
    of multimodal/encoders/balance.py. Returns the larger excess of both, or `below` where no swap leaves less. */
-static double best_swap(const contents *of, int64_t at, int64_t p, int64_t q, const choices *gives,
-                        const choices *takes, double enough, double below, int64_t *given, int64_t *taken)
+WIDE static double best_swap(const contents *of, int64_t at, int64_t p, int64_t q, const choices *gives,
+                             const choices *takes, double enough, double below, int64_t *given, int64_t *taken)
 {
     for (int64_t a = 0; a < gives->num; a++) {
-        double kept = of->excess[at * of->num_packs + p] - gives->cost[0][at][a];
+        double excess[MOST_CHOICES];
         /* where that is not less, nothing that is taken helps */
-        for (int64_t b = 0; kept < below && b < takes->num; b++) {
-            int64_t more = takes->size[b] - gives->size[a];
-            double excess = kept + takes->cost[1][at][b];
-            for (int64_t c = 0; c < of->num_costs && excess < below; c++) {
-                const double *now = of->excess + c * of->num_packs;
-                excess = larger(excess, now[p] - gives->cost[0][c][a] + takes->cost[1][c][b]);
-                excess = larger(excess, now[q] - takes->cost[0][c][b] + gives->cost[1][c][a]);
+        if (of->excess[at * of->num_packs + p] - gives->cost[0][at][a] >= below)
+            continue;
+        for (int64_t c = 0; c < of->num_costs; c++) { /* all that is taken at once, without a jump */
+            const double *now = of->excess + c * of->num_packs, *mine = takes->cost[0][c], *yours = takes->cost[1][c];
+            double p_left = now[p] - gives->cost[0][c][a], q_more = gives->cost[1][c][a], q_now = now[q];
+            for (int64_t b = 0; b < takes->num; b++) {
+                double most = larger(p_left + yours[b], q_now - mine[b] + q_more);
+                excess[b] = c ? larger(excess[b], most) : most;
             }
-            if (excess >= below || of->free[p] + gives->padded[0][a] < takes->padded[1][b]
+        }
+        int64_t num_less = 0;
+        for (int64_t b = 0; b < takes->num; b++)
+            num_less += excess[b] < below;
+        for (int64_t b = 0; num_less && b < takes->num; b++) {
+            int64_t more = takes->size[b] - gives->size[a];
+            if (excess[b] >= below || of->free[p] + gives->padded[0][a] < takes->padded[1][b]
                 || of->free[q] + takes->padded[0][b] < gives->padded[1][a]
                 || of->slots[p] < more || of->slots[q] < -more)
                 continue;
-            below = excess, *given = a, *taken = b;
-            if (excess <= enough)
+            below = excess[b], *given = a, *taken = b;
+            if (below <= enough)
                 return below;
         }
     }
@@ -534,17 +573,17 @@ static double best_swap(const contents *of, int64_t at, int64_t p, int64_t q, co
 
 /* Replace what a pack gives by what it takes; its sequences stay ascending. */
 static void replace_some(const contents *of, int64_t pack, const choices *gives, int64_t a,
-                         const choices *takes, int64_t b, const int64_t *taken)
+                         const choices *takes, int64_t b)
 {
     int64_t *members = of->members + pack * of->stride, num = 0;
     for (int64_t i = 0; i < of->counts[pack]; i++)
-        if (i != gives->places[a][0] && i != gives->places[a][1])
+        if (members[i] != gives->items[a][0] && members[i] != gives->items[a][1])
             members[num++] = members[i];
     for (int64_t i = 0; i < takes->size[b]; i++) {
         int64_t at = num++;
-        for (; at && members[at - 1] > taken[i]; at--)
+        for (; at && members[at - 1] > takes->items[b][i]; at--)
             members[at] = members[at - 1];
-        members[at] = taken[i];
+        members[at] = takes->items[b][i];
     }
     of->slots[pack] -= num - of->counts[pack];
     of->counts[pack] = num;
@@ -568,7 +607,7 @@ int64_t mf_swap(const int64_t *bounds, const double *limits, int64_t num_costs, 
 {
     contents of = {num_costs, num_sizes, num_columns, num_packs, stride, cost, padded,
                    size_at, free, slots, members, counts, excess};
-    choices ours, theirs, *gives = &ours, *takes = &theirs;
+    choices room[3], *gives = room, *takes = room + 1, *best = room + 2;
     int64_t num_swaps = 0, before = -1, num_above = 0;
     for (int64_t sweep = 0; sweep < bounds[0] && (num_swaps - before) * bounds[2] > num_above; sweep++) {
         int64_t num_left = 0, num_sorted[MOST_COSTS] = {0}, num_heap[MOST_COSTS] = {0}, turns[MOST_COSTS];
@@ -577,11 +616,11 @@ int64_t mf_swap(const int64_t *bounds, const double *limits, int64_t num_costs, 
             double worst = excess[p];
             for (int64_t c = 0; c < num_costs; c++) {
                 worst = larger(worst, excess[c * num_packs + p]);
-                push(heaps + c * num_packs, &num_heap[c], (entry){excess[c * num_packs + p], p});
+                push(heaps + c * num_packs, &num_heap[c], (entry){key_of(excess[c * num_packs + p]), p});
                 turns[c] = sweep * bounds[1];
             }
             if (worst > limits[0])
-                push(above, &num_left, (entry){-worst, p});
+                push(above, &num_left, (entry){key_of(-worst), p});
         }
         num_above = num_left;
         while (num_left) {
@@ -608,19 +647,15 @@ int64_t mf_swap(const int64_t *bounds, const double *limits, int64_t num_costs, 
                 double found = best_swap(&of, at, p, q, gives, takes, enough, least, &a, &b);
                 if (found >= least)
                     continue;
-                least = found, with = q, given = a, taken = b;
+                choices *spare = best;
+                best = takes, takes = spare, least = found, with = q, given = a, taken = b;
             }
             if (with < 0)
                 continue;
-            choose(&of, p, with, gives);
-            choose(&of, with, p, takes);
-            int64_t from_p[2], from_q[2];
-            for (int64_t k = 0; k < 2; k++) {
-                from_p[k] = k < gives->size[given] ? members[p * stride + gives->places[given][k]] : -1;
-                from_q[k] = k < takes->size[taken] ? members[with * stride + takes->places[taken][k]] : -1;
-            }
-            replace_some(&of, p, gives, given, takes, taken, from_q);
-            replace_some(&of, with, takes, taken, gives, given, from_p);
+            if (size_at[with] != size)
+                choose(&of, p, with, gives);
+            replace_some(&of, p, gives, given, best, taken);
+            replace_some(&of, with, best, taken, gives, given);
             num_swaps++;
         }
     }
@@ -650,7 +685,7 @@ static void round_up(int64_t num, const int64_t *own, const double *likeness, in
 {
     int64_t size = 0;
     for (int64_t i = 0; i < num; i++)
-        push(heap, &size, (entry){-likeness[own[i]], own[i]});
+        push(heap, &size, (entry){key_of(-likeness[own[i]]), own[i]});
     while (count-- > 0)
         counts[pop(heap, &size).group]++;
 }
@@ -740,7 +775,7 @@ int64_t mf_take_turns(int64_t num_sources, const uint64_t *words, int64_t positi
         /* if none is open yet, the next to open start early */
         for (; at <= num_draws && (at <= now || !num_ready); at++)
             for (int64_t t = first[at]; t >= 0; t = next[t])
-                push(heap, &num_ready, (entry){closes[t], at * num_draws + t});
+                push(heap, &num_ready, (entry){key_of(closes[t]), at * num_draws + t});
         int64_t t = pop(heap, &num_ready).group % num_draws;
         source[now] = (int32_t)place[t];
         number[now] = numbers[t];

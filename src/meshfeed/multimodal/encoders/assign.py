@@ -122,7 +122,7 @@ def plan_encoder(
             f"{of.size} sequences and work on {cost.size} parts; give one of each for every part, of a batch "
             f"of {num_sequences} sequences"
         )
-    if not (np.isfinite(cost) & (cost >= 0)).all():
+    if not is_work(cost):
         raise PlanError(f"work: {cost.min()} to {cost.max()}; it is finite, and 0 or more")
     part, row = _rows(plan, of, start, tokens)
     cost, microbatch = cost[part], plan.microbatch[row]
@@ -132,17 +132,16 @@ def plan_encoder(
     if encoder == "balanced":
         pool, size = np.zeros_like(first_rank), np.full_like(cp_size, plan.num_ranks)
     num_places = plan.num_microbatches * plan.num_ranks
-    place = share(
-        cost, microbatch.astype(np.int64) * plan.num_ranks + pool, size.astype(np.int64), num_places
-    )
+    begin = microbatch.astype(np.int64) * plan.num_ranks
+    place = share(cost, begin + pool, size.astype(np.int64), num_places)
     loads = np.bincount(place, cost, num_places).astype(np.float64)
     return EncoderPlan(
         encoder=encoder,
         part=part,
         work=cost,
-        row=row,
+        row=row.astype(np.int32),
         microbatch=microbatch,
-        rank=(place % plan.num_ranks).astype(np.int32),
+        rank=(place - begin).astype(np.int32),
         first_rank=first_rank,
         cp_size=cp_size,
         loads=loads.reshape(plan.num_microbatches, plan.num_ranks),
@@ -156,10 +155,11 @@ def share(work: FloatArray, first: LongArray, size: LongArray, num_places: int) 
     the same or apart. num_places: of all pools.
     """
     shared, given = np.flatnonzero(size > 1), first.copy()
+    if not shared.size:
+        return given
     order = shared[descending(work[shared])]
     if _share is not None:
-        pools = np.zeros(num_places, [("load", np.float64), ("place", np.int64)])
-        pools["place"] = np.arange(num_places)
+        pools = np.stack((np.zeros(num_places, np.int64), np.arange(num_places)), axis=1)
         _share(*(order.size, order, first, size), *(work, given, pools))
         return given
     heaps = dict[int, list[tuple[float, int]]]()
@@ -169,6 +169,11 @@ def share(work: FloatArray, first: LongArray, size: LongArray, num_places: int) 
         load, given[piece] = heap[0]
         heapq.heapreplace(heap, (load + float(work[piece]), int(given[piece])))
     return given
+
+
+def is_work(works: FloatArray) -> bool:
+    """Whether all of it is finite, and 0 or more."""
+    return bool(works.min(initial=0) >= 0 and works.max(initial=0) < np.inf)
 
 
 def descending(work: FloatArray) -> LongArray:
@@ -185,11 +190,11 @@ def descending(work: FloatArray) -> LongArray:
 
 def _rows(
     plan: StepPlan, of: LongArray, start: npt.ArrayLike | None, tokens: npt.ArrayLike | None
-) -> tuple[LongArray, IntArray]:
-    """Pairs of a part and a row that holds some of it; int64 [k], int32 [k]."""
+) -> tuple[LongArray, LongArray]:
+    """Pairs of a part and a row that holds some of it; int64 [k] each."""
     # the rows of a sequence follow each other
     if not plan.oversize.size and plan.kept.size == plan.lengths.size:
-        return np.arange(of.size), of.astype(np.int32)
+        return np.arange(of.size), of
     counts = np.bincount(plan.sequence)
     num_rows = counts[of]
     part, row = np.arange(of.size).repeat(num_rows), numbers_in((counts.cumsum() - counts)[of], num_rows)
@@ -202,4 +207,4 @@ def _rows(
             raise PlanError(f"start of {begin.size}, tokens of {count.size}, for {of.size} parts")
         begin, end = begin[part], (begin + count)[part]
         held &= (begin < plan.start[row] + plan.lengths[row]) & (end > plan.start[row])
-    return part[held], row[held].astype(np.int32)
+    return part[held], row[held]

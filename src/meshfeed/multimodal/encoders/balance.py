@@ -22,6 +22,7 @@ swap up to two sequences each for the other's, if that makes the larger excess o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,12 +33,12 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbered
-from meshfeed.multimodal.encoders.assign import descending, share
+from meshfeed.multimodal.encoders.assign import descending, is_work, share
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.fill import place
 from meshfeed.plan.packing import TOLERANCE, CostModel, Packing
-from meshfeed.plan.problem import Placement, Room, narrowest_holding, room_of
-from meshfeed.plan.step import choose
+from meshfeed.plan.problem import Placement, Room, Sequences, narrowest_holding, room_of
+from meshfeed.plan.step import choose, fewest_microbatches
 from meshfeed.plan.types import CpSplit, Encoder, FloatArray, IntArray, LongArray, StepPlan
 
 N = TypeVar("N", np.float64, np.int64)
@@ -117,13 +118,13 @@ def even_out(
     """
     whole = np.asarray(lengths, np.int64).ravel()
     works = _works(encoder_work, whole.size)
-    (kept,) = np.nonzero(plan.microbatch >= 0)
-    if encoder == "balanced" or packing.policy == "in_order" or not (kept.size and works.any()):
+    if encoder == "balanced" or packing.policy == "in_order" or not (plan.kept.size and works.any()):
         return plan
+    kept = plan.kept if plan.kept.size < plan.lengths.size else np.s_[:]  # mostly, all are: nothing is copied
     mine, of, room = plan.lengths[kept], plan.sequence[kept], room_of(packing, dp=dp, cp=cp, split=cp_split)
     given = Placement(plan.microbatch[kept], plan.first_rank[kept], plan.cp_size[kept], plan.num_microbatches)
     # a piece of a sequence has its share of the parts
-    work = works[:, of] * (mine / whole[of]) if plan.oversize.size else works[:, of]
+    work = works[:, of] * (mine / whole[of]) if plan.oversize.size else works[:, kept]
     some, bubble_share = np.flatnonzero(work.any(axis=1)), (pp - 1) / vpp
     work, shared = work[some], None
     is_wide = bool(bubble_share) or plan.cp_size[kept].max() > 1
@@ -139,10 +140,11 @@ def even_out(
     best = tried(given)
     if bubble_share and packing.microbatches is None and not packing.fixed_shapes:
         quantum = packing.quantum or (pp if vpp > 1 else 1)
-        count = _best_count(
-            packing.cost, mine, work, room.num_ranks, bubble_share, quantum, given.num_microbatches
-        )
-        if count < given.num_microbatches:
+        sequences = Sequences.of(-np.sort(-mine), packing.cost, room)
+        least, most = fewest_microbatches(sequences, packing, quantum), given.num_microbatches
+        time_of = even_time(sequences, work, bubble_share)
+        count = shortest(time_of, range(min(least, most), most + 1, quantum))
+        if count < most - most // 16:  # a few fewer of many make no difference
             asked = replace(packing, microbatches=count)
             fewer = tried(choose(mine, asked, room, quantum=quantum, bubble_share=bubble_share))
             best = min(best, fewer, key=lambda each: each[0])
@@ -169,7 +171,7 @@ def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
         )
     if len(works) >= MOST_COSTS:
         raise PlanError(f"encoder_work of {len(works)} encoders: at most {MOST_COSTS - 1}")
-    if not (np.isfinite(works) & (works >= 0)).all():
+    if not is_work(works):
         raise PlanError(f"encoder_work: {works.min()} to {works.max()}; work is finite, and 0 or more")
     return works.astype(np.float64)
 
@@ -184,28 +186,30 @@ def _kept(sequence: npt.ArrayLike, work: npt.ArrayLike, kept: IntArray) -> tuple
     return place[mine], each[mine]
 
 
-def _best_count(
-    cost: CostModel,
-    lengths: LongArray,
-    encoder_work: FloatArray,
-    num_ranks: int,
-    bubble_share: float,
-    quantum: int,
-    most: int,
-) -> int:
-    """The number of microbatches, up to `most`, with the shortest step if the language model is even."""
-    model = float(cost.work(lengths).sum()) / num_ranks
+def even_time(sequences: Sequences, encoder_work: FloatArray, bubble_share: float) -> Callable[[int], float]:
+    """The time of a step with each number of microbatches if the language model is even.
+
+    In units of load. Without the language model's own work, which is the same with each.
+    """
+    num_ranks, overhead = sequences.room.num_ranks, sequences.cost.microbatch_overhead
+    model = float(sequences.work.sum()) / num_ranks
     largest = [np.sort(each)[::-1][::num_ranks].tolist() for each in encoder_work]
     even = (encoder_work.sum(axis=1) / num_ranks).tolist()
 
     def time_of(count: int) -> float:
-        time = bubble_share * model / count + count * cost.microbatch_overhead
+        time = bubble_share * model / count + count * overhead
         for each, total in zip(largest, even):
             targets = _targets([total / count] * count, each[:count])
             time += sum(targets) + bubble_share * max(targets)
         return time
 
-    return min(range(most, 0, -quantum), key=time_of)
+    return time_of
+
+
+def shortest(time_of: Callable[[int], float], counts: Sequence[int]) -> int:
+    """The number of microbatches, of some that ascend, from which on steps become longer."""
+    steps = range(len(counts) - 1)
+    return counts[bisect_left(steps, True, key=lambda at: time_of(counts[at]) < time_of(counts[at + 1]))]
 
 
 def _targets(means: Sequence[float], largest: Sequence[float]) -> list[float]:
@@ -242,19 +246,17 @@ def evened(
     """
     groups, pack = _Groups.of(placed, room.num_ranks)
     num_places = room.num_ranks * placed.num_microbatches
-    model = float((packing.cost.load(lengths, placed.cp_size) * placed.cp_size).sum()) / num_places
+    model = float(packing.cost.work(lengths).sum()) / num_places
     shared = None if parts is None else [(of, each / model) for of, each in parts]
-    costs = encoder_work / model, model, packing, room, bubble_share, shared
-    given = _Filled.of(_Packs.of(groups, lengths, *costs), pack)
-    best, packs, narrow = given, given.packs, groups.narrowed(pack, lengths, room)
-    if narrow.size.size > groups.size.size:
-        packs = _Packs.of(narrow, lengths, *costs)
-    for start in (packs.filled(lengths, room.max_sequences), given):
+    costs = encoder_work / model, model, packing.cost, room, bubble_share, shared
+    narrow = groups.narrowed(pack, lengths, room)
+    packs = _Packs.of([groups] if narrow is groups else [groups, narrow], lengths, *costs)
+    best = given = _Filled.of(packs[0], pack)
+    for start in (packs[-1].filled(lengths, room.max_sequences), given):
         if start is not None and best.longer > (0 if best is given else FAR):
             start = given.ordered() if start is given else start
-            best = min(best, start.swapped(room.max_sequences), key=lambda each: each.longer)
-    even = (1 + bubble_share / placed.num_microbatches) * float(packs.even.sum())
-    time = placed.num_microbatches * ((best.longer + even) * model + packing.cost.microbatch_overhead)
+            best = min(best, start, start.swapped(room.max_sequences), key=lambda each: each.time)
+    time = placed.num_microbatches * (best.time * model + packing.cost.microbatch_overhead)
     return time, placed if best is given else best.packs.groups.placement(best.pack)
 
 
@@ -286,10 +288,14 @@ class _Groups:
 
     def narrowed(self, pack: LongArray, lengths: LongArray, room: Room) -> _Groups:
         """Each cut into groups that are as narrow as its longest sequence allows. pack: of each sequence."""
-        longest = np.zeros(self.size.size, np.int64)
+        wide = np.flatnonzero(self.size > room.sizes[0])
+        if not wide.size:
+            return self
+        longest, size = np.zeros(self.size.size, np.int64), self.size.copy()
         np.maximum.at(longest, pack, lengths)
-        needed = room.size_of[narrowest_holding(room, room.align.padded(longest, room.size_of[:, None]))]
-        size = np.where(self.size % needed == 0, needed, self.size)
+        padded = room.align.padded(longest[wide], room.size_of[:, None])
+        needed = room.size_of[narrowest_holding(room, padded)]
+        size[wide] = np.where(size[wide] % needed == 0, needed, size[wide])
         of, number = numbered(self.size // size)
         first_rank = self.first_rank[of] + number * size[of]
         return replace(self, microbatch=self.microbatch[of], first_rank=first_rank, size=size[of])
@@ -308,7 +314,8 @@ class _Packs:
 
     Attributes:
         groups: of ranks.
-        size_at: index into the sizes that occur, of each pack; int64 [num_packs].
+        first: pack of each microbatch that has any; int64 [k], k >= 1.
+        size_at: index into some sizes, of each pack; int64 [num_packs].
         limits: padded tokens that each pack can hold; int64 [num_packs].
         cost: each cost of each sequence on a rank of a group of each size, over what a rank does on average
             in a microbatch for the language model, which is the first; float64 [num_costs, num_sizes, n].
@@ -318,6 +325,7 @@ class _Packs:
     """
 
     groups: _Groups
+    first: LongArray
     size_at: LongArray
     limits: LongArray
     cost: FloatArray
@@ -329,39 +337,45 @@ class _Packs:
     @classmethod
     def of(
         cls,
-        groups: _Groups,
+        choices: Sequence[_Groups],
         lengths: LongArray,
         work: FloatArray,
         model: float,
-        packing: Packing,
+        cost: CostModel,
         room: Room,
         bubble_share: float,
         parts: Sequence[tuple[LongArray, FloatArray]] | None,
-    ) -> _Packs:
-        """The packs of some groups.
+    ) -> list[_Packs]:
+        """The packs of each choice of groups; costs are computed once for all.
 
         model: what a rank does on average in a microbatch for the language model.
         work: of each encoder on each sequence, over that; float64 [num_encoders, n].
         """
-        sizes = np.flatnonzero(np.bincount(groups.size)).astype(np.int32)
-        size_at = np.searchsorted(sizes, groups.size)
-        cost = np.empty((1 + len(work), sizes.size, lengths.size))
-        np.divide(packing.cost.load(lengths, sizes[:, None]), model, out=cost[0])
-        np.divide(work[:, None], 1 if parts is None else sizes[:, None], out=cost[1:])
-        return cls(
-            groups=groups,
-            size_at=size_at,
-            limits=room.align.limit(packing.capacity, sizes)[size_at],
-            cost=cost,
-            even=np.append(1.0, work.sum(axis=1) / (room.num_ranks * groups.num_microbatches)),
-            padded=room.align.padded(lengths, sizes[:, None]),
-            bubble_share=bubble_share,
-            parts=parts,
-        )
+        index = [np.searchsorted(room.size_of, groups.size) for groups in choices]
+        used = np.flatnonzero(np.bincount(np.concatenate(index)))
+        sizes = room.size_of[used][:, None]
+        costs = np.empty((1 + len(work), used.size, lengths.size))
+        np.divide(cost.load(lengths, sizes), model, out=costs[0])
+        np.divide(work[:, None], 1 if parts is None else sizes, out=costs[1:])
+        even = np.append(1.0, work.sum(axis=1) / (room.num_ranks * choices[0].num_microbatches))
+        padded, made = room.align.padded(lengths, sizes), list[_Packs]()
+        for groups, at in zip(choices, index):
+            counts = np.bincount(groups.microbatch)
+            first, size_at = (np.cumsum(counts) - counts)[counts > 0], np.searchsorted(used, at)
+            made.append(
+                cls(groups, first, size_at, room.limit_of[at], costs, even, padded, bubble_share, parts)
+            )
+        return made
 
     def own(self, of_sizes: npt.NDArray[N], pack: LongArray) -> npt.NDArray[N]:
-        """What each sequence has on groups of the size of its pack; [n]. of_sizes: [num_sizes, n]."""
-        return of_sizes[0] if len(of_sizes) == 1 else of_sizes[self.size_at[pack], np.arange(pack.size)]
+        """What each sequence has on groups of the size of its pack; [..., n].
+
+        of_sizes: the same on groups of each size; [..., num_sizes, n].
+        """
+        *others, num_sizes, n = of_sizes.shape
+        if num_sizes == 1:
+            return of_sizes[..., 0, :]
+        return of_sizes.reshape(*others, -1).take(self.size_at[pack] * n + np.arange(n), axis=-1)
 
     def sums(self, values: FloatArray | LongArray, pack: LongArray) -> FloatArray:
         """Of the sequences of each pack; float64 [num_packs]."""
@@ -369,7 +383,7 @@ class _Packs:
 
     def loads(self, pack: LongArray) -> FloatArray:
         """Each cost of each pack; float64 [num_costs, num_packs]."""
-        loads = np.stack([self.sums(self.own(each, pack), pack) for each in self.cost])
+        loads = np.stack([self.sums(each, pack) for each in self.own(self.cost, pack)])
         sizes = self.groups.size
         if self.parts is not None and sizes.max() > 1:
             first, num_ranks = np.cumsum(sizes) - sizes, int(sizes.sum())
@@ -388,7 +402,7 @@ class _Packs:
             found += [] if pack is None else [_Filled.of(self, pack).ordered()]
             if found and found[0].longer <= FAR:
                 break
-        return min(found, key=lambda each: each.longer, default=None)
+        return min(found, key=lambda each: each.time, default=None)
 
     def means(self, load: FloatArray) -> FloatArray:
         """Mean of one cost over the ranks of each microbatch; float64 [num_microbatches]."""
@@ -445,7 +459,7 @@ class _Packs:
 
     def contents(self, pack: LongArray, tolerance: float, max_sequences: int) -> Contents:
         """The contents of packs, and how far each is above its targets."""
-        own = [self.own(each, pack) for each in self.cost]
+        own = self.own(self.cost, pack)
         loads = np.stack([self.sums(each, pack) for each in own])
         longest = np.zeros(self.groups.num_microbatches)
         np.maximum.at(longest, self.groups.microbatch[pack], own[0])
@@ -476,33 +490,35 @@ class _Filled:
     Attributes:
         pack: of each sequence; int64 [n].
         loads: each cost of each pack; float64 [num_costs, num_packs].
-        longer: how much longer the step is than with even packs, over the time of an even language model
-            without a bubble.
+        time: of the step, over that of an even language model without a bubble.
     """
 
     packs: _Packs
     pack: LongArray
     loads: FloatArray
-    longer: float
+    time: float
 
     @classmethod
     def of(cls, packs: _Packs, pack: LongArray, loads: FloatArray | None = None) -> _Filled:
         """loads: if they are known."""
         loads = packs.loads(pack) if loads is None else loads
-        groups, tops = packs.groups, np.zeros((len(loads), packs.groups.num_microbatches))
-        for top, load in zip(tops, loads):
-            np.maximum.at(top, groups.microbatch, load)
-        excess = tops.sum(axis=0) - packs.even.sum()
-        longer = excess.sum() + packs.bubble_share * excess.max()
-        return cls(packs, pack, loads, float(longer) / groups.num_microbatches)
+        tops = np.maximum.reduceat(loads, packs.first, axis=1).sum(axis=0)
+        time = tops.sum() + packs.bubble_share * tops.max()
+        return cls(packs, pack, loads, float(time) / packs.groups.num_microbatches)
+
+    @property
+    def longer(self) -> float:
+        """Than with even packs, by this; as `time`."""
+        packs = self.packs
+        return self.time - (1 + packs.bubble_share / packs.groups.num_microbatches) * float(packs.even.sum())
 
     def ordered(self) -> _Filled:
         """Packs of one size in descending order, so that those of a microbatch are alike; or as they are."""
-        sizes, now = self.packs.size_at, np.empty_like(self.packs.size_at)
-        slots, order = np.argsort(sizes, kind="stable"), np.lexsort((-self.loads.sum(axis=0), sizes))
-        now[order], loads = slots, np.empty_like(self.loads)
-        loads[:, slots] = self.loads[:, order]
-        return min(self, _Filled.of(self.packs, now[self.pack], loads), key=lambda each: each.longer)
+        sizes, order = self.packs.size_at.astype(np.int8), descending(self.loads.sum(axis=0))
+        slots, order = np.argsort(sizes, kind="stable"), order[np.argsort(sizes[order], kind="stable")]
+        now, loads = np.empty_like(order), np.empty_like(self.loads)
+        now[order], loads[:, slots] = slots, self.loads[:, order]
+        return min(self, _Filled.of(self.packs, now[self.pack], loads), key=lambda each: each.time)
 
     def swapped(self, max_sequences: int) -> _Filled:
         """Once packs have swapped sequences."""
