@@ -292,7 +292,7 @@ class _Training(TrainLoader):
 
     def __init__(self, feed: Feed, collate: Collate, together: int, accumulated: int) -> None:
         wanted, settings = accumulated * together, _ROWS if feed.packing is None else _PACKS
-        super().__init__(feed, _same, accumulated=lambda: wanted, settings=settings)
+        super().__init__(feed, lambda microbatch: microbatch, accumulated=lambda: wanted, settings=settings)
         self._collate, self._together = collate, together
         self._left_by = ""
 
@@ -330,7 +330,7 @@ class _Validation(EvalLoader):
     """A validation set; a batch is one or several microbatches."""
 
     def __init__(self, feed: Feed, collate: Collate, together: int) -> None:
-        super().__init__(feed, _same)
+        super().__init__(feed, lambda microbatch: microbatch)
         self._collate, self._together = collate, together
 
     def __iter__(self) -> Iterator[Batch]:
@@ -341,10 +341,6 @@ def _refuse(section: str, given: Mapping[str, Any]) -> None:
     """Raises RecipeError naming the options given in a section that has no effect on a feed."""
     changed = {f"{section}.{name}": given[name] for name in sorted(given)}
     refuse_options(changed, dict.fromkeys(changed, "refused: the mf.Recipe decides") | CONFIG_FIELDS)
-
-
-def _same(microbatch: Microbatch) -> Microbatch:
-    return microbatch
 
 
 def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int) -> Iterator[Batch]:

@@ -250,7 +250,6 @@ class DatasetConfig(_Provider, _Callback):
             stream.write(json.dumps(State.at(self.recipe, step).to_json()).encode())
 
     def on_train_start(self, context: Any) -> None:
-        """Open the training data at the next step."""
         self._streams["train"].open(context.state.train_state.step)
 
     def on_train_step_start(self, context: Any) -> None:
@@ -258,23 +257,18 @@ class DatasetConfig(_Provider, _Callback):
         self._streams["train"].advance(context.state.train_state.step)
 
     def on_train_end(self, context: Any) -> None:
-        """Close the training data."""
         self._streams["train"].close()
 
     def on_eval_start(self, context: Any) -> None:
-        """Open the validation data at its first step."""
         self._streams["valid"].open(0)
 
     def on_eval_end(self, context: Any) -> None:
-        """Close the validation data."""
         self._streams["valid"].close()
 
     def on_test_start(self, context: Any) -> None:
-        """Open the test data at its first step."""
         self._streams["test"].open(0)
 
     def on_test_end(self, context: Any) -> None:
-        """Close the test data."""
         self._streams["test"].close()
 
 

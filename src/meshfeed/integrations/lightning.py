@@ -30,6 +30,7 @@ from meshfeed.integrations.loader import (
     check_feed_options,
     for_evaluation,
     framework,
+    num_given,
     num_microbatches,
     refuse_options,
 )
@@ -308,7 +309,7 @@ class _Loader(TrainLoader):
         first, at = self._first_of_epoch(), self.position
         before = num_microbatches(self._feed, first, at) if first < at else 0
         # as if all were of today's size
-        return super().__len__() - before + self._num_given(first, at) * self._each()
+        return super().__len__() - before + num_given(self._feed, first, at) * self._each()
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -363,7 +364,7 @@ class _Loader(TrainLoader):
             return
         position, before = self._start
         taken, batches = self._trainer.global_step - before, self._batches.current.processed
-        if (self._num_given(position, self.position), self.num_done) != (taken, batches % each):
+        if (num_given(self._feed, position, self.position), self.num_done) != (taken, batches % each):
             raise RecipeError(
                 f"step {self.position} of the recipe has {self.num_done} microbatches trained, but Lightning "
                 f"has taken {taken} optimizer steps since step {position} and has accumulated "
@@ -381,7 +382,7 @@ class _Loader(TrainLoader):
 
     def _trained_of_epoch(self) -> int:
         """Microbatches of Lightning's epoch that were trained, counted as accumulated now."""
-        trained = self._num_given(self._first_of_epoch(), self.position) * self._each()
+        trained = num_given(self._feed, self._first_of_epoch(), self.position) * self._each()
         limit = self._trainer.limit_train_batches
         return trained % limit if isinstance(limit, int) else trained
 

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -64,11 +64,12 @@ def check_versions(extra: str) -> None:
 
 def changed_options(given: Any, prefix: str = "") -> dict[str, Any]:
     """The fields of a framework's dataclass of options that differ from their defaults, by name."""
-    return {
-        prefix + field.name: getattr(given, field.name)
-        for field in fields(given)
-        if field.init and getattr(given, field.name) != _default_of(field)
-    }
+    changed: dict[str, Any] = {}
+    for field in fields(given):
+        usual = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.init and getattr(given, field.name) != usual:
+            changed[prefix + field.name] = getattr(given, field.name)
+    return changed
 
 
 def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) -> None:
@@ -103,18 +104,14 @@ def end_of(feed: Feed) -> tuple[int | None, str]:
     end = feed.num_steps
     if end is None:
         return None, "the stream never ends"
-    given = _num_given(feed, 0, end)
+    given = num_given(feed, 0, end)
     left_out = f" ({end - given} more are left out by amendments)" if given < end else ""
     return given, f"the stream ends after {given} steps{left_out}"
 
 
-def _num_given(feed: Feed, first: int, stop: int) -> int:
+def num_given(feed: Feed, first: int, stop: int) -> int:
     """Steps of a range that no amendment leaves out."""
     return sum(map(len, feed.recipe.given_steps(first, stop)))
-
-
-def _default_of(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:
@@ -263,12 +260,7 @@ class TrainLoader:
     def num_left(self) -> int | None:
         """Steps of the stream that are to be trained still; None for an endless stream."""
         end = self._feed.num_steps
-        return None if end is None else self._num_given(self.position, end)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether every step of the stream is trained, so that another epoch would be empty."""
-        return self.num_left == 0
+        return None if end is None else num_given(self._feed, self.position, end)
 
     @property
     def step(self) -> Step | None:
@@ -324,9 +316,6 @@ class TrainLoader:
             self._next = self._feed.next_step
         at, end = self._feed.recipe.first_given(self._next), self._feed.num_steps
         return at if end is None else max(min(at, end), self._next)
-
-    def _num_given(self, first: int, stop: int) -> int:
-        return _num_given(self._feed, first, stop)
 
     def _settle(self) -> None:
         """Forget the steps that are fully trained."""

@@ -273,7 +273,8 @@ class FeedTrainer(_Base):
         further = {
             name: value
             for name, value in microbatch.items()
-            if name not in used and name not in routes and (routes or _has_rows(value))
+            if name not in used and name not in routes
+            if routes or not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value)
         }
         if (tiles := further.pop("image_tiles", None)) is not None:
             further["batch_num_images"] = _batch_num_images(tiles)
@@ -684,10 +685,6 @@ def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:
             "cannot tell so; raise capacity, so that no document is cut"
         )
     return torch.tensor([each for is_whole, n in runs for each in ([n] if is_whole else [1] * n)])
-
-
-def _has_rows(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) > 0
 
 
 def check_packing(packing: Packing, mesh: Any) -> None:

@@ -102,9 +102,10 @@ class BackgroundSinks:
             names = ", ".join(type(backlog.sink).__name__ for backlog in self._backlogs)
             raise MetricsError(f"{names}: {len(self._inbox)} steps or more are not written: the sink hangs")
         for backlog in self._backlogs:
-            if backlog.error or self.lost:
+            lost = backlog.lost + self._overflown
+            if lost or backlog.error:
                 raise MetricsError(
-                    f"{type(backlog.sink).__name__} has missed {self.lost} steps: {backlog.error}"
+                    f"{type(backlog.sink).__name__} has missed {lost} steps: {backlog.error}"
                 ) from backlog.error
 
     def _run(self) -> None:

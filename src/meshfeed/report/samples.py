@@ -16,7 +16,7 @@ from meshfeed.multimodal.processor import tokens_of
 from meshfeed.parts import KINDS, Parts, Rules
 from meshfeed.parts.types import in_pixels
 from meshfeed.report.thumbnails import strip, thumbnail
-from meshfeed.report.words import counted, escape, in_bytes
+from meshfeed.report.words import counted, escape, short
 from meshfeed.store import StreamStore
 from meshfeed.store.loss_columns import LABELS, LOSS_MASK, count_bearing
 
@@ -223,7 +223,7 @@ def _panel(one: ShownDocument) -> str:
     if one.num_bearing is not None:
         said += [f"{one.num_bearing:,} bear loss in {counted(one.num_spans, 'span')}"]
     if one.num_parts:
-        said += [counted(one.num_parts, "part"), in_bytes(sum(part.num_bytes for part in one.parts))]
+        said += [counted(one.num_parts, "part"), short(sum(part.num_bytes for part in one.parts))]
     if one.num_parts > len(one.parts):
         said[-1] += f" in the {len(one.parts)} shown"
     text = "".join(_mark(one, each) if isinstance(each, int) else _text(each) for each in one.pieces)
@@ -249,7 +249,7 @@ def _mark(one: ShownDocument, number: int) -> str:
 def _figure(one: ShownDocument, number: int) -> str:
     part = one.parts[number]
     name = f"{part.kind} {number}"
-    facts = [in_bytes(part.num_bytes)] + ([] if part.tokens is None else [counted(part.tokens, "token")])
+    facts = [short(part.num_bytes)] + ([] if part.tokens is None else [counted(part.tokens, "token")])
     picture = "" if part.picture is None else f'<img alt="{name}" src="{part.picture}">'
     wrong = "".join(f'<p class="wrong">{escape(why)}</p>' for why in part.wrong)
     return (

@@ -27,9 +27,9 @@ def duration(seconds: float) -> str:
     return "0 ms" if seconds < 5e-7 else "1 µs"
 
 
-def in_bytes(number: int) -> str:
+def short(number: float, unit: str = "B") -> str:
     """Two digits or more in a suitable unit: 999 -> "999 B", 1234 -> "1.2 kB", 25_600_000 -> "26 MB"."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
-            return f"{number / size:,.{1 if number < 9.95 * size else 0}f} {unit}"
-    return f"{number} B"
+            return f"{number / size:,.{1 if number < 9.95 * size else 0}f} {prefix}{unit}"
+    return f"{number:.0f} {unit}"

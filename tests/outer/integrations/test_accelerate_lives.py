@@ -72,7 +72,7 @@ class Job:
         if self.num_saved:
             self.accelerator.load_state(str(self.out / str(self.num_saved - 1 - run.back % self.num_saved)))
         left = run.batches
-        while left > 0 and not self.loader.has_ended:
+        while left > 0 and self.loader.num_left != 0:
             left = self.epoch(left, run)
 
     def epoch(self, left: int, run: Run) -> int:

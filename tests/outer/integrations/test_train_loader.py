@@ -135,7 +135,7 @@ def test_the_microbatches_of_an_epoch_are_counted(corpus: str) -> None:
             loader = TrainLoader(
                 mf.Feed(amended, micro_batch_size=2, pad_rows=True), named, steps_per_epoch=size
             )
-            while not loader.has_ended:
+            while loader.num_left != 0:
                 told = len(loader)
                 assert told == len([*loader])
             loader.close()
@@ -324,12 +324,12 @@ def test_a_length_is_that_of_the_epoch_that_comes(corpus: str, steps_per_epoch: 
     )
     total, wanted = 0, [3, 3, 6, 6, 1]
     assert [loader._feed.num_microbatches(step) for step in range(6)] == [*wanted, 0]
-    while not loader.has_ended:
+    while loader.num_left != 0:
         length = len(loader)
         assert length == len(list(loader))
         total += length
     assert total == sum(wanted) and list(loader) == []
-    assert TrainLoader(feed_of(corpus)).has_ended is False
+    assert TrainLoader(feed_of(corpus)).num_left is None
 
 
 def test_every_evaluation_begins_at_the_beginning(corpus: str) -> None:

@@ -111,15 +111,11 @@ def completed(packing: Packing, config: Any, layout: Layout, *, keeps: bool = Fa
         raise RecipeError(
             f"Packing(capacity={packing.capacity}), and max_seqlen_per_dp_cp_rank={capacity}; make them equal"
         )
-    quantum = packing.quantum or quantum_of(config, layout)
+    quantum, size = packing.quantum, getattr(config, "microbatch_group_size_per_vp_stage", None)
+    if quantum is None and size and stage_map(config, pp=layout.pp).vpp > 1:
+        quantum = int(size)
     packing = replace(packing, align=_aligned(packing.align, config, layout), quantum=quantum)
     return _shaped(packing, config, keeps=keeps)
-
-
-def quantum_of(config: Any, layout: Layout) -> int | None:
-    """Microbatches that an interleaved schedule takes as a group; None without virtual stages."""
-    size = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    return int(size) if size and stage_map(config, pp=layout.pp).vpp > 1 else None
 
 
 def cp_split_of(config: Any, *, packed: bool, apart: bool = False) -> CpSplit:

@@ -96,11 +96,10 @@ class _Turn:
                     raise RecipeError(f"element {taken} is an empty pack; give each pack a sequence")
                 made[first] = {**made[first], _BEGINS: b""}
         self._num_elements = 0
-        return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in made]
-
-    def _sent_as(self, name: str) -> str:
-        """The name under which a key is sent that packs already have."""
-        return f"({name})" if f"({name})" in self._own else name
+        return [
+            {f"({k})" if f"({k})" in self._own else k: v for k, v in each.items() if k not in OVERWRITTEN}
+            for each in made
+        ]
 
 
 class SequencePacking:

@@ -88,18 +88,13 @@ def verdict(waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
     worst = limiting(waits)
     if worst is None:
         return sentence(waits)
-    text = limit_words(worst.rank, worst.wait_s, worst.share)
+    text = (
+        f"Decoding is the bottleneck: rank {worst.rank} waits {duration(worst.wait_s)} a step for decode, "
+        f"{worst.share:.0%} of its time."
+    )
     if worst.others_follow:
         text += " The ranks that it serves wait with it."
     return f"{text} {advice(decoded[worst.rank])}" if worst.rank in decoded else text
-
-
-def limit_words(rank: int, wait_s: float, share: float) -> str:
-    """That decoding is the bottleneck, and on which rank. wait_s: per step. share: of its time."""
-    return (
-        f"Decoding is the bottleneck: rank {rank} waits {duration(wait_s)} a step for decode, "
-        f"{share:.0%} of its time."
-    )
 
 
 def advice(decoded: RankDecoding) -> str:

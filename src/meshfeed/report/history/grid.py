@@ -160,7 +160,9 @@ class Grid:
             return {}
         # not from request to request: a step that waited for later microbatches would look short
         seconds = np.fmax.reduce(self.table(lambda rank: rank.seconds))
-        series: dict[str, Any] = {"time": _listed(self._over(np.fmin, np.fmin.reduce(self.table(_time))), 13)}
+        series: dict[str, Any] = {
+            "time": _listed(self._over(np.fmin, np.fmin.reduce(self.table(lambda rank: rank.time))), 13)
+        }
         for name, value in _OF_A_RANK.items():
             table, extreme = self.table(value), np.fmin if name == "queue_depth" else np.fmax
             count = self._over(np.add, np.isfinite(table).sum(axis=0))
@@ -183,10 +185,6 @@ class Grid:
 
 def _waited(rank: RankHistory) -> np.ndarray:
     return rank.wait.sum(axis=1)
-
-
-def _time(rank: RankHistory) -> np.ndarray:
-    return rank.time
 
 
 _OF_A_RANK: dict[str, Callable[[RankHistory], np.ndarray]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from meshfeed.report.history.decoding import RankDecoding, decoded_of, figures, limiting, verdict
@@ -13,7 +13,7 @@ from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.starvation import Starvation, starvation_of, starvation_words
 from meshfeed.report.history.waits import Waits, longest_of, worst_of
 from meshfeed.report.reader import RunHistory
-from meshfeed.report.words import counted, duration
+from meshfeed.report.words import counted, duration, short
 
 _NOTICEABLE = 0.01  # share of the ranks' time above which waiting counts as bad
 
@@ -70,10 +70,7 @@ def when(history: RunHistory, waits: Waits) -> str:
     if not times:
         return "no step yet"
     first, last = (datetime.fromtimestamp(at, UTC) for at in (min(times), max(times)))
-    minutes, seconds = divmod(round(max(times) - min(times)), 60)
-    hours, minutes = divmod(minutes, 60)
-    long = f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-    long = long if hours or minutes else f"{seconds} s"
+    long = timedelta(seconds=round(max(times) - min(times)))
     until = f"{last:%H:%M:%S}" if last.date() == first.date() else f"{last:%Y-%m-%d %H:%M:%S}"
     return f"{first:%Y-%m-%d %H:%M:%S} to {until} UTC, {long}, {counted(len(waits.ranks), 'rank')}"
 
@@ -83,7 +80,7 @@ def kpis(history: RunHistory, waits: Waits) -> list[tuple[str, str]]:
     found = [("steps", f"{num_steps(history):,}")]
     if history.ranks:
         tokens = max(int(rank.tokens.sum()) for rank in history.ranks.values())
-        found.append(("tokens", short(tokens)))
+        found.append(("tokens", short(tokens, "")))
     found.append(("of the ranks' time is exposed wait", f"{waits.share:.{0 if waits.share > 0.1 else 2}%}"))
     longest = longest_of(waits)
     if longest is not None:
@@ -104,10 +101,10 @@ def traffic(history: RunHistory) -> str:
         sum(int(getattr(rank, name).sum()) for rank in history.ranks.values())
         for name in ("bytes_read", "bytes_fetched")
     )
-    text = f"All ranks together read {short(read)}B"
+    text = f"All ranks together read {short(read)}"
     if fetched:
         times = fetched / max(read, 1)
-        return f"{text} and fetched {short(fetched)}B from remote storage: {times:.3f} times that."
+        return f"{text} and fetched {short(fetched)} from remote storage: {times:.3f} times that."
     return f"{text}, none of it from remote storage."
 
 
@@ -137,17 +134,5 @@ def resolution(grid: Grid) -> str:
     ranks = int((grid.row_stop - grid.rows).max(initial=1))
     columns = "A column is a step." if steps == 1 else f"A column is {steps:,} steps."
     rows = "A row is a rank." if ranks == 1 else f"A row is {ranks:,} ranks."
-    return (
-        columns
-        + " "
-        + rows
-        + ("" if steps == ranks == 1 else " A cell shows the longest wait of any of them.")
-    )
-
-
-def short(value: float) -> str:
-    """A number with a metric prefix, three digits: 1.23 G."""
-    for prefix, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if value >= unit:
-            return f"{value / unit:.3g} {prefix}"
-    return f"{value:.3g} "
+    cells = "" if steps == ranks == 1 else " A cell shows the longest wait of any of them."
+    return f"{columns} {rows}{cells}"

@@ -9,10 +9,9 @@ import numpy as np
 
 from meshfeed.metrics import STAGE_TABLE
 from meshfeed.report.history.decoding import STAGE, RankDecoding
-from meshfeed.report.history.summary import short
 from meshfeed.report.history.waits import Waits, stragglers
 from meshfeed.report.reader import MixtureHistory, RunHistory
-from meshfeed.report.words import duration, escape
+from meshfeed.report.words import duration, escape, short
 
 _MOST_RANKS, _MOST_SOURCES = 32, 40
 _TEXT = ' class="text"'
@@ -101,7 +100,7 @@ def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, Ra
             duration(waited[rank]),
             f"{done.parts:,}",
             f"{done.parts_per_s:,.3g}",
-            f"{short(done.bytes_per_s)}B/s",
+            f"{short(done.bytes_per_s)}/s",
             f"{done.workers:,}",
             f"{done.busy:.0%}",
             f"{done.of_a_core:.0%}",
