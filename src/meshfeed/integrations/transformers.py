@@ -276,6 +276,9 @@ class FeedTrainer(_Base):
             if name not in used and name not in routes
             if routes or not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value)
         }
+        if "image_index" in microbatch and _model_type(self.model) == "gemma3":
+            index = microbatch["image_index"]
+            further["attention_mask"] = _masks_within_images(self.model, made["position_ids"], index)
         if (tiles := further.pop("image_tiles", None)) is not None:
             further["batch_num_images"] = _batch_num_images(tiles)
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
@@ -671,6 +674,38 @@ def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
             f"would use features of other parts; keep what super().batch_of gives, in a dict"
         )
     return cast(Any, made)
+
+
+def _model_type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+def _masks_within_images(model: Any, positions: torch.Tensor, index: torch.Tensor) -> dict[str, Any]:
+    """The masks of Gemma 3's layers, in which the tokens of an image attend to each other both ways.
+
+    By transformers' functions, but not as by its model: that takes token_type_ids, without which its masks
+    are causal, and with which those of sliding layers take a token's place in its document for the one in the
+    pack. An image is no longer than their window, so its block may be laid over both masks.
+    positions, index: position_ids and image_index; [1, tokens] each. Raises RecipeError for flash attention.
+    """
+    config = model.config.get_text_config()
+    if "flash" in (attention := str(config._attn_implementation)):
+        raise RecipeError(
+            f"attn_implementation={attention!r} has causal masks alone, and the tokens of an image of Gemma "
+            f"3 attend to each other both ways; choose 'sdpa' or 'eager'"
+        )
+    masking, is_image = framework("transformers.masking_utils", "transformers"), index >= 0
+    begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+    given = {
+        "config": config,
+        "inputs_embeds": torch.empty(*index.shape, 0, dtype=model.dtype, device=index.device),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions,
+        "block_sequence_ids": torch.where(is_image, begins.cumsum(dim=1), -1),
+    }
+    made = masking.create_causal_mask, masking.create_sliding_window_causal_mask
+    return dict(zip(("full_attention", "sliding_attention"), (make(**given) for make in made)))
 
 
 def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:

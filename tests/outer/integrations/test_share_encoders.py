@@ -65,8 +65,9 @@ def llava_onevision() -> Made:
 
 
 def gemma3() -> Made:
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     config = transformers.Gemma3Config(
-        text_config=transformers.Gemma3TextConfig(**TEXT, head_dim=16),
+        text_config=transformers.Gemma3TextConfig(**TEXT, **layers, head_dim=16),
         vision_config=transformers.SiglipVisionConfig(**ENCODER, image_size=56, patch_size=14),
         mm_tokens_per_image=4,
         image_token_id=IMAGE,

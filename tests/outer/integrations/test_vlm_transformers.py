@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.integrations.transformers import FeedTrainer, share_encoders
 from meshfeed.multimodal.encoders import ROUTE
+from meshfeed.processors import FixedImages, FixedPixels
 
 DOCUMENTS: list[Document] = [
     [7, 8, (60, 90), 9, (150, 40), 3],
@@ -127,6 +129,59 @@ def test_a_pack_trains_a_model_as_the_rows_of_its_own_processor_do(tmp_path: Pat
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     with_images = [any(isinstance(e, tuple) for n in step for e in DOCUMENTS[n]) for step in seen]
     assert ["pixel_values" in each for each in keys] == with_images == [True, True, False]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gemma_3_attends_both_ways_within_an_image(tmp_path: Path, attention: str) -> None:
+    """As each document does alone, with its processor's token_type_ids."""
+    from test_share_encoders import gemma3
+    from transformers import TrainingArguments
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    own, _ = gemma3()
+    own.set_attn_implementation(attention)
+    assert own.config.image_token_id == IMAGE
+    half = (0.5, 0.5, 0.5)
+    image = FixedPixels(FixedImages(size=56, tokens_per_image=4), fit="stretch", mean=half, std=half)
+    rule = mf.Multimodal(image=image)
+    feed = mf.Feed(recipe(tmp_path / "store", rule), packing=mf.Packing(capacity=128))
+    trainer = FeedTrainer(own.eval(), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    seen = set[int]()
+    with feed, torch.no_grad():
+        for _, step in zip(range(3), feed):
+            for microbatch in step.microbatches:
+                batch = trainer.batch_of(microbatch)
+                logits, used = own(**batch).logits[0], 0
+                begins = microbatch["cu_seqlens"].tolist()
+                for begin, end, number in zip(begins, begins[1:], microbatch.draws.index.tolist()):
+                    tokens = batch["input_ids"][:, begin:end]
+                    images = sum(isinstance(each, tuple) for each in DOCUMENTS[number])
+                    given = {"pixel_values": batch["pixel_values"][used : used + images]} if images else {}
+                    used, types = used + images, (tokens == IMAGE).long()
+                    alone = own(input_ids=tokens, token_type_ids=types, **given).logits[0]
+                    torch.testing.assert_close(logits[begin:end], alone, rtol=1e-4, atol=1e-5)
+                    if images:
+                        causal = own(input_ids=tokens, **given).logits[0]
+                        assert not torch.allclose(causal, alone, rtol=1e-3, atol=1e-3)
+                    seen.add(number)
+    assert seen == {*range(6)}
+    arguments = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=1,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    made, options = recipe(tmp_path / "store", rule), {"packing": mf.Packing(capacity=128)}
+    whole = replace(made, epochs=1)
+    run = FeedTrainer(own, arguments, train_dataset=made, eval_dataset=whole, feed_options=options)
+    run.train()
+    assert run.state.global_step == 3 and run.evaluate()["eval_loss"] > 0
+    own.config.text_config._attn_implementation = "flash_attention_2"
+    with pytest.raises(RecipeError, match="attn_implementation='flash_attention_2' has causal masks alone"):
+        trainer.batch_of(microbatch)
 
 
 def trained(folder: Path, own: Any, steps: int, resume: str | None = None) -> Any:
