@@ -115,11 +115,20 @@ def num_given(feed: Feed, first: int, stop: int) -> int:
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:
-    """The labels, int64 [rows, tokens], with -100 where there is no loss; unchanged without a loss_mask."""
+    """The labels, int64 [rows, tokens], with -100 where there is no loss; unchanged without a loss_mask.
+
+    Raises RecipeError for a loss_mask of other weights than 0 and 1, which labels cannot have.
+    """
     labels: torch.Tensor = microbatch["labels"]
     if "loss_mask" not in microbatch:
         return labels
-    return labels.masked_fill(microbatch["loss_mask"] == 0, IGNORED)
+    mask: torch.Tensor = microbatch["loss_mask"]
+    if (other := (mask != 0) & (mask != 1)).any():
+        raise RecipeError(
+            f"loss_mask has a weight of {float(mask[other][0]):.6g}, and this loop trains tokens or leaves "
+            f"them out; give weights of 0 and 1, or read the field loss_mask in a loop of your own"
+        )
+    return labels.masked_fill(mask == 0, IGNORED)
 
 
 def refuse_masked(recipe: Recipe, name: str) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
-from meshfeed.integrations.loader import EvalLoader, TrainLoader
+from meshfeed.integrations.loader import EvalLoader, TrainLoader, masked_labels
+from meshfeed.store import DatasetWriter
 from observe import content_of
 from soak import cases
 
@@ -355,3 +359,19 @@ def test_amounts_that_end_within_a_step_are_named(corpus: str) -> None:
         RecipeError, match=r"step 1 is 4 sequences, 2 microbatches .* amounts that others follow"
     ):
         seen.extend(iter(loader))
+
+
+def test_weights_that_labels_cannot_have_are_refused(tmp_path: Path) -> None:
+    for weight in (1.0, 0.5):
+        store = tmp_path / str(weight)
+        with DatasetWriter(store, {"tokens": np.uint16, "loss_mask": np.float32}) as writer:
+            mask = np.array([0, weight, weight, 0] * 8, np.float32)
+            writer.add_document(tokens=np.arange(32, dtype=np.uint16), loss_mask=mask)
+        given = mf.Recipe(data=mf.open(store), sequence=mf.Windows(16), batch=mf.Batch(sequences=1))
+        (step,) = mf.simulate(given, mf.Layout(), 1, micro_batch_size=1)
+        (one,) = step.microbatches
+        if weight == 1:
+            assert torch.equal(masked_labels(one) == -100, one["loss_mask"] == 0)
+            continue
+        with pytest.raises(mf.errors.RecipeError, match="and this loop trains tokens or leaves them out"):
+            masked_labels(one)
