@@ -82,8 +82,8 @@ class DataModule(_Base):
     layout: of all ranks; None takes the strategy's device mesh, or plain data parallelism.
     batch_of: microbatch -> the batch that the LightningModule gets; by default a dict of its fields.
     steps_per_epoch: optimizer steps in a Lightning epoch; None for the whole stream.
-    feed_options: other arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ... A ledger
-        amends training alone.
+    feed_options: other arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ... ledger
+        and metrics are of training alone.
 
     Given to another trainer, a module resumes where it stopped; make a new one to start from the beginning.
     """

@@ -93,9 +93,10 @@ def check_feed_options(owner: str, given: Mapping[str, Any]) -> None:
 def for_evaluation(options: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The options of a training feed that hold for an evaluation of a recipe, too.
 
-    A ledger amends training alone, and a rule without parts has no encoder.
+    A ledger amends training alone, sinks take the steps of one feed at a time, and a rule without parts has
+    no encoder.
     """
-    without = {"ledger"} if isinstance(recipe.sequence, TakesParts) else {"ledger", "encoder"}
+    without = {"ledger", "metrics"} | (set() if isinstance(recipe.sequence, TakesParts) else {"encoder"})
     return {name: value for name, value in options.items() if name not in without}
 
 

@@ -123,6 +123,14 @@ def test_a_ledger_amends_training_alone(corpus: str, tmp_path: Path) -> None:
     assert len(mf.amendments.Ledger.read(ledger)) == 1
 
 
+def test_a_run_log_has_the_steps_of_training_alone(corpus: str, tmp_path: Path) -> None:
+    log = mf.metrics.RunLog(tmp_path / "log")
+    data = fed.DataModule(recipe(corpus), held_out(corpus), micro_batch_size=2, metrics=log)
+    trainer(tmp_path, max_steps=3, val_check_interval=4).fit(model(), datamodule=data)
+    run = mf.report.read_run(tmp_path / "log")
+    assert len(run.starts) == 1 and run.ranks[0].step.tolist()[:3] == [0, 1, 2]
+
+
 def test_a_job_that_was_amended_resumes_with_its_ledger(corpus: str, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     mf.amendments.Ledger((mf.amendments.Amendment(0, mf.amendments.SkipSteps(1, 2)),)).write(ledger)

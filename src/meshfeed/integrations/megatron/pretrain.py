@@ -109,7 +109,7 @@ class DatasetsProvider:
         readers: who reads; see `Readers`.
         packing: of packed sequences; `microbatches=` gives each step the number that Megatron takes.
         transport: as for `megatron.feed`; each feed's name is its recipe's, such as "train".
-        options: all others of `megatron.feed`, such as device and verify. A ledger is that of `train`.
+        options: all others of `megatron.feed`, such as device and verify. ledger and metrics are of `train`.
     """
 
     is_distributed = True  # every rank has iterators, which `pretrain` then passes on
@@ -188,7 +188,7 @@ class DatasetsProvider:
         packed = recipe.sequence.packed
         # its embedding and loss take a token beyond the vocabulary for one of another tp rank
         options = {"vocab_size": getattr(args, "padded_vocab_size", None)} | self._options
-        options |= {} if name == "train" else {"ledger": None}
+        options |= {} if name == "train" else {"ledger": None, "metrics": None}
         made = feed(
             recipe,
             args,
