@@ -99,7 +99,8 @@ class _Parts:
     video_token: str | None = option("token that stands for a video", metavar="TOKEN")
     video_text: str | None = option("text for a video, with its token in it", metavar="TEXT")
     sound_track: SoundTrack | None = option(
-        "make the sound of each video a part too, of the same stored bytes: its token comes behind the video"
+        "make the sound of each video a part too, of the same bytes: its token behind the video's, or its "
+        "tokens within the video's, as Qwen2.5-Omni may have them"
     )
     silent: bool = option("under --sound-track, take videos without sound as they are", default=False)
     image_column: str | None = option(

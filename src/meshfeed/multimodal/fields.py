@@ -19,7 +19,7 @@ from meshfeed.intervals import numbers_in
 from meshfeed.multimodal.decoding import Bad, Decoder, PartPlace, blank_of
 from meshfeed.multimodal.parts import Chosen, PartsOfDraws, Shared, parts_of_pack
 from meshfeed.multimodal.processor import PartSize, Processor, last_patches_of, named, patches_of, rows_of
-from meshfeed.parts import Expansion, Kind
+from meshfeed.parts import KINDS, Expansion, Kind
 from meshfeed.plan import Slices
 from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
@@ -133,12 +133,12 @@ def text_values(
             made["labels"] = np.where(bears, tokens.repeat(whole.repeats), 0), 1
     if tokens is not None and "tokens" in names:
         made["tokens"] = tokens.repeat(whole.repeats), 0
-    mine = parts_of_pack(among, portion)
-    for kind in among.processors:
-        if f"{kind}_index" in names:
-            places = mine[whole.parts.take(mine).of_kind(kind)]
-            index = whole.outputs(among.template(places), places)
-            made[f"{kind}_index"] = index if portion.step is None else _received(index, whole, portion), 0
+    wanted = [kind for kind in among.processors if f"{kind}_index" in names]
+    mine = parts_of_pack(among, portion) if wanted else np.zeros(0, np.int64)
+    template = among.template(mine)
+    for kind in wanted:
+        index = whole.outputs(template, mine, KINDS.index(kind))
+        made[f"{kind}_index"] = index if portion.step is None else _received(index, whole, portion), 0
     return made
 
 

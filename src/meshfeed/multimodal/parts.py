@@ -21,8 +21,11 @@ from meshfeed.multimodal.processor import (
     PartField,
     Processor,
     named,
+    outputs_of,
     rope_of,
     rows_of,
+    sounding_rope_of,
+    sounding_template_of,
     template_of,
     tokens_of,
     work_of,
@@ -38,7 +41,6 @@ from meshfeed.sequence.runs import Longs, Portion, WholeStep
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
 
-W = TypeVar("W", PartRule, Processor)
 R = TypeVar("R")
 
 
@@ -81,14 +83,17 @@ class PartsOfDraws:
             if mine.size:
                 yield kind, mine
 
-    def ask(self, ask: Callable[[W, Parts], R], who: W, places: Longs) -> R:
-        """What a rule or processor says of some parts. Raises for the first that it fails at, by name."""
+    def ask(self, ask: Callable[..., R], who: PartRule | Processor, places: Longs, *given: Longs) -> R:
+        """What a rule or processor says of some parts. Raises for the first that it fails at, by name.
+
+        given: further arguments of `ask`, a value for each part.
+        """
         try:
-            return ask(who, self.parts.take(places))
+            return ask(who, self.parts.take(places), *given)
         except Exception as error:
-            for place in places.tolist():
+            for i, place in enumerate(places.tolist()):
                 try:
-                    ask(who, self.parts.only(place))
+                    ask(who, self.parts.only(place), *(each[i : i + 1] for each in given))
                 except Exception as alone:
                     raise named(alone, who, self._told(place)) from alone
             where = self._told(int(places[0])) if places.size else str(self.recipe.sources[0])
@@ -110,6 +115,11 @@ class PartsOfDraws:
         tokens = np.zeros(len(self.parts), np.int64)
         for kind, mine in self.by_kind():
             tokens[mine] = self.ask(tokens_of, self.processors[kind].rule, mine)
+        heard = np.flatnonzero(self.parts.is_within)
+        if heard.size:
+            video = self.processors["video"].rule
+            tokens[heard] = self.ask(sounding_template_of, video, heard - 1, self._sounds(heard)).tokens
+            tokens[heard - 1] = tokens[heard]
         return Expansion(self.parts, tokens, document_lengths(self.recipe, self.draws))
 
     def work(self, cost: CostModel) -> list[tuple[Longs, npt.NDArray[np.float64]]]:
@@ -124,33 +134,52 @@ class PartsOfDraws:
 
     def mrope(self) -> Longs:
         """The positions of all tokens of the documents; see `Expansion.mrope`."""
-        made = self.template(np.arange(len(self.parts)))
-        kinds, rope = self.parts.kind[made.part], Rope.of_text(made)
-        for kind, mine in self.by_kind():
-            of = kinds == KINDS.index(kind)
+        every = np.arange(len(self.parts))
+        made = self.template(every)
+        rope = Rope.of_text(made)
+        for kind, mine, *sounds in self._groups(every):
+            of = np.isin(made.part, mine)
             rope.offsets[of.repeat(made.sizes)], rope.steps[of] = self.ask(
-                rope_of, self.processors[kind].rule, mine
+                sounding_rope_of if sounds else rope_of, self.processors[kind].rule, mine, *sounds
             )
         return self.whole.mrope(made, rope)
 
     def template(self, places: Longs) -> Template:
-        """Which tokens some parts become; int64 [k], ascending."""
-        kinds, made = self.parts.kind[places], dict[Kind, Template]()
-        for kind in self.processors:
-            mine = places[kinds == KINDS.index(kind)]
-            if mine.size:
-                made[kind] = self.ask(template_of, self.processors[kind].rule, mine)
+        """Which tokens some parts become, with the kinds of all outputs; int64 [k], ascending.
+
+        One within another part has no run of its own: that one has them.
+        """
+        made = list[tuple[Kind, Longs, Template]]()
+        for kind, mine, *sounds in self._groups(places):
+            ask, rule = sounding_template_of if sounds else template_of, self.processors[kind].rule
+            made.append((kind, np.searchsorted(places, mine), self.ask(ask, rule, mine, *sounds)))
         runs = np.zeros_like(places)
-        for kind, each in made.items():
-            runs[kinds == KINDS.index(kind)] = each.runs
+        for _, mine, each in made:
+            runs[mine] = each.runs
         total, first = int(runs.sum()), np.cumsum(runs) - runs
-        ids, sizes = np.zeros((2, total), np.int64)
-        joined = Template(runs, ids, sizes, np.zeros(total, np.bool_))
-        for kind, each in made.items():
-            mine = kinds == KINDS.index(kind)
+        ids, sizes, kinds = np.zeros((3, total), np.int64)
+        joined = Template(runs, ids, sizes, np.zeros(total, np.bool_), kinds)
+        for kind, mine, each in made:
             at = numbers_in(first[mine], runs[mine])
             joined.ids[at], joined.sizes[at], joined.is_output[at] = each.ids, each.sizes, each.is_output
+            joined.kinds[at] = np.where(each.kinds < 0, KINDS.index(kind), each.kinds)
         return joined
+
+    def _groups(self, places: Longs) -> Iterator[tuple[Kind, Longs] | tuple[Kind, Longs, Longs]]:
+        """(kind, places, outputs of the sound within each, if there is one), of some parts that have runs."""
+        is_within = self.parts.is_within
+        has_sound = np.append(is_within[1:], False)
+        for kind in self.processors:
+            mine = places[(self.parts.kind[places] == KINDS.index(kind)) & ~is_within[places]]
+            heard = mine[has_sound[mine]]
+            if heard.size < mine.size:
+                yield kind, mine[~has_sound[mine]]
+            if heard.size:
+                yield kind, heard, self._sounds(heard + 1)
+
+    def _sounds(self, places: Longs) -> Longs:
+        """Outputs of some parts of sound; int64 [k]."""
+        return self.ask(outputs_of, self.processors["audio"].rule, places)
 
     def decoded_bytes(self, kind: Kind, places: Longs, columns: Sequence[PartField]) -> int:
         """Bytes of some columns of parts of one kind, decoded."""
@@ -237,15 +266,16 @@ class Shared:
         routes: dict[str, Sequence[EncoderRoute]] = {}
         for kind, made in plans.items():
             near = distinct(made.part[made.is_near(step.rank)])
-            template = among.template(places[kind][near])
-            is_output = template.is_output
+            leaders = whole.leaders[places[kind][near]]
+            template = among.template(leaders)
+            counted = template.is_output & (template.kinds == KINDS.index(kind))
             routes[kind] = encoder_routes(
                 made,
                 step.plan,
-                whole.runs(template, places[kind][near])[is_output],
-                template.sizes[is_output],
+                whole.runs(template, leaders)[counted],
+                template.sizes[counted],
                 step.rank,
-                part=near[template.part[is_output]],
+                part=near[template.part[counted]],
                 split=step.split,
                 order=step.order,
             )

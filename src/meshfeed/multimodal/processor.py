@@ -195,17 +195,48 @@ def template_of(rule: PartRule, parts: Parts) -> Template:
     tokens = tokens_of(rule, parts)
     if (made := rule.template(parts)) is None:
         return Template.repeated(tokens)
+    checked = _checked(made, parts)
+    if wrong := np.flatnonzero(checked.tokens != tokens).tolist():
+        at = wrong[0]
+        raise RecipeError(f"template: {checked.tokens[at]} tokens, and `tokens` says {tokens[at]}")
+    return checked
+
+
+def sounding_template_of(rule: PartRule, parts: Parts, sounds: Longs) -> Template:
+    """`rule.with_sound`. Raises RecipeError without it, and unless it has the outputs of both."""
+    if (made := rule.with_sound(parts, sounds)) is None:
+        raise RecipeError(
+            "a video with its sound among its tokens, which this rule does not place; give OmniVideo with "
+            "the ids of its sound, or prepare the data by --sound-track behind"
+        )
+    checked, own = _checked(made, parts), outputs_of(rule, parts)
+    found = checked.outputs, checked.outputs_of(KINDS.index("audio"))
+    if wrong := np.flatnonzero((found[0] != own) | (found[1] != sounds)).tolist():
+        at = wrong[0]
+        raise RecipeError(
+            f"with_sound: {found[0][at]} outputs of video and {found[1][at]} of sound, and their rules say "
+            f"{own[at]} and {sounds[at]}"
+        )
+    return checked
+
+
+def sounding_rope_of(rule: PartRule, parts: Parts, sounds: Longs) -> Rope:
+    """`rule.rope_with_sound`. Raises RecipeError without it, and for other shapes."""
+    if (rope := rule.rope_with_sound(parts, sounds)) is None:
+        raise RecipeError("no rope_with_sound, which positions='mrope' needs of a video with its sound")
+    return _checked_rope(rope, sounding_template_of(rule, parts, sounds))
+
+
+def _checked(made: Template, parts: Parts) -> Template:
     runs, num = _counts("runs of the template", made.runs, len(parts), least=1), int(made.runs.sum())
     sizes = _counts("sizes of the template", made.sizes, num, least=1)
     ids = _counts("ids of the template", made.ids, num, least=PLACEHOLDER)
-    checked = Template(runs, ids, sizes, np.array(made.is_output, np.bool_))
+    kinds = _counts("kinds of the template", made.kinds, num, least=-1)
+    checked = Template(runs, ids, sizes, np.array(made.is_output, np.bool_), kinds)
     if checked.is_output.shape != (num,):
         raise RecipeError(f"template: is_output {list(checked.is_output.shape)} for {num} runs; one for each")
     if (checked.outputs < 1).any():
         raise RecipeError(f"template: no output for part {checked.outputs.argmin()}; give each one or more")
-    if wrong := np.flatnonzero(checked.tokens != tokens).tolist():
-        at = wrong[0]
-        raise RecipeError(f"template: {checked.tokens[at]} tokens, and `tokens` says {tokens[at]}")
     return checked
 
 
@@ -267,6 +298,10 @@ def rope_of(rule: PartRule, parts: Parts) -> Rope:
     if (rope := rule.rope(parts)) is None:
         rows, columns = grid_of(rule, parts)
         return Rope.of_grids(made, rows, columns, interval_of(rule, parts)[made.part[made.is_output]])
+    return _checked_rope(rope, made)
+
+
+def _checked_rope(rope: Rope, made: Template) -> Rope:
     shapes, wanted = (rope.offsets.shape, rope.steps.shape), ((made.sizes.sum(), 3), made.sizes.shape)
     if shapes != wanted:
         raise RecipeError(f"rope: offsets and steps {shapes}, where {wanted} belong")

@@ -252,12 +252,15 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         """Tokens of each row whose label exists and is text; int64 [n]."""
         whole = self.expansion(recipe, draws)
         first, stop = labels_of(whole, starts, lengths)
-        return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
+        inside = whole.inside(first, stop) * ~whole.parts.is_within
+        return (stop - first).clip(0) - whole.parts.per_sample(inside)
 
     def uncut(self, recipe: Recipe, draws: Draws) -> Uncut:
         """The tokens of each part."""
         whole = self.expansion(recipe, draws)
-        return Uncut(whole.parts.sample, whole.begins, whole.begins + whole.tokens)
+        own = ~whole.parts.is_within
+        begins = whole.begins[own]
+        return Uncut(whole.parts.sample[own], begins, begins + whole.tokens[own])
 
     def evened(
         self,

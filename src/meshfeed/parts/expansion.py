@@ -18,7 +18,7 @@ class Expansion:
 
     Attributes:
         parts: of the samples.
-        tokens: that each part becomes; int64 [p], from 1.
+        tokens: that each part becomes; of one within another's, that one's; int64 [p], from 1.
         text: tokens of each sample as stored, with one placeholder for each part; int64 [samples].
     """
 
@@ -29,14 +29,24 @@ class Expansion:
     @cached_property
     def lengths(self) -> Longs:
         """Tokens of each sample, all placeholders repeated; int64 [samples]."""
-        return self.text + self.parts.per_sample(self.tokens - 1)
+        return self.text + self.parts.per_sample(self._more)
 
     @cached_property
     def begins(self) -> Longs:
         """Which token of its sample each part begins at; int64 [p]."""
-        before = np.append(0, np.cumsum(self.tokens - 1))
+        before = np.append(0, np.cumsum(self._more))
         first = before[self.parts.starts[:-1]]
-        return self.parts.at + before[:-1] - first[self.parts.sample]
+        return self.parts.at + before[self.leaders] - first[self.parts.sample]
+
+    @cached_property
+    def leaders(self) -> Longs:
+        """The part whose placeholder each part has: itself, or the one before it; int64 [p]."""
+        return np.arange(len(self.parts)) - self.parts.is_within
+
+    @cached_property
+    def _more(self) -> Longs:
+        """Tokens that each part adds to the text; int64 [p]."""
+        return (self.tokens - 1) * ~self.parts.is_within
 
     def inside(self, starts: Longs, stops: Longs) -> Longs:
         """Tokens of each part in start..stop of its sample; int64 [samples] twice -> int64 [p]."""
@@ -50,7 +60,7 @@ class Expansion:
         The end of a sample is the end of its text.
         """
         of = self.parts.sample
-        passed = (tokens[of] - self.begins).clip(0, self.tokens - 1)
+        passed = (tokens[of] - self.begins).clip(0, self._more)
         return tokens - self.parts.per_sample(passed)
 
     def runs(self, template: Template, places: Longs) -> Longs:
@@ -65,14 +75,15 @@ class Expansion:
         at = numbers_in(self._all_runs(template, places)[names], sizes)
         tokens[at] = template.ids[names].repeat(sizes)
 
-    def outputs(self, template: Template, places: Longs) -> npt.NDArray[np.int32]:
+    def outputs(self, template: Template, places: Longs, kind: int = -1) -> npt.NDArray[np.int32]:
         """Which output of an encoder of some parts each token is; -1 for none; int32 [sum(lengths)].
 
-        template: of the parts at places, which ascend; int64 [k].
+        template: of the parts at places, which ascend; int64 [k]. kind: of its runs that are counted.
         """
-        sizes = template.sizes[template.is_output]
+        counted = template.is_output & (template.kinds == kind)
+        sizes = template.sizes[counted]
         index = np.full(int(self.lengths.sum()), -1, np.int32)
-        begins = self._all_runs(template, places)[template.is_output]
+        begins = self._all_runs(template, places)[counted]
         index[numbers_in(begins, sizes)] = np.arange(sizes.sum())
         return index
 

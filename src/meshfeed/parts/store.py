@@ -65,14 +65,6 @@ def parts_of(rows: npt.NDArray[np.float64], num_bytes: I64, counts: I64) -> Part
     return Parts(kind, height, width, length, rate, num_bytes, at, np.append(0, counts.cumsum()))
 
 
-def lost_bytes(parts: Parts) -> npt.NDArray[np.bool_]:
-    """Which parts have no bytes, and are not the sound track of a video before them; bool [p]."""
-    lost, video, audio = parts.num_bytes == 0, KINDS.index("video"), KINDS.index("audio")
-    follows = (parts.kind[1:] == audio) & (parts.kind[:-1] == video) & (parts.num_bytes[:-1] > 0)
-    lost[1:] &= ~(follows & (parts.sample[1:] == parts.sample[:-1]))
-    return lost
-
-
 class MultimodalStore(DatasetStore):
     """A DatasetStore whose documents have parts: images, audio and video.
 
@@ -123,14 +115,7 @@ class MultimodalStore(DatasetStore):
                 f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
                 f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
             )
-        found = parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
-        for i in np.flatnonzero(lost_bytes(found))[:1]:
-            sample = int(found.sample[i])
-            raise StoreError(
-                f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: 0 bytes, and it is "
-                f"no sound behind its video; {_AGAIN}"
-            )
-        return found
+        return parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
 
     def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
@@ -142,9 +127,10 @@ class MultimodalStore(DatasetStore):
             )
         sequences = first + places
         lengths = self._index.lengths_of(sequences)
-        if (is_track := lengths == 0).any():
-            self.parts(np.unique(documents[is_track]))  # which checks that a video is before it
-            sequences = sequences - is_track
+        if (empty := np.flatnonzero(lengths == 0)).size:
+            parts = self.parts(documents[empty])
+            empty = empty[parts.is_track[parts.starts[:-1] + places[empty]]]
+            sequences[empty] -= 1
             lengths = self._index.lengths_of(sequences)
         begins = self._index.pointers_of(sequences, lengths)
         return begins, begins + lengths
@@ -214,7 +200,7 @@ class MultimodalStore(DatasetStore):
         parts = self.parts(documents)
         descends = np.zeros(len(parts), np.bool_)
         same = parts.sample[1:] == parts.sample[:-1]
-        descends[1:] = same & (parts.at[1:] <= parts.at[:-1])
+        descends[1:] = same & (parts.at[1:] <= parts.at[:-1]) & ~parts.is_within[1:]
         for i in np.flatnonzero((parts.at >= lengths[parts.sample]) | descends)[:1]:
             sample = parts.sample[i]
             raise StoreError(
@@ -286,11 +272,6 @@ class MultimodalWriter(DatasetWriter):
             raise StoreError(
                 f"{self.folder}: document {data_writer.num_documents} and those after it: {len(data)} parts "
                 f"of other lengths than their sizes say; write the dataset again"
-            )
-        if lost_bytes(parts).any():
-            raise StoreError(
-                f"{self.folder}: document {data_writer.num_documents} and those after it: a part of 0 bytes "
-                f"that is no sound behind its video; leave it out"
             )
         for begin, end in zip(parts.starts.tolist(), parts.starts[1:].tolist()):
             for each in data[begin:end]:

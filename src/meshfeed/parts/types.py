@@ -38,7 +38,8 @@ class Parts:
         rate: frames or PCM samples per second; 0 for an image; float64 [p].
         num_bytes: of the part as stored; 0 for the sound track of the video before it, which shares that
             one's bytes; int64 [p].
-        at: which token of the sample's text is its placeholder, from 0; ascending in a sample; int64 [p].
+        at: which token of the sample's text is its placeholder, from 0; ascending in a sample, but that the
+            sound track of a video may share that one's; int64 [p].
         starts: where each sample's parts begin, then their end; int64 [samples + 1].
         of_sample: parts of its kind that its sample has, also of a part that is taken alone; int64 [p]. Those
             that are here by default.
@@ -71,6 +72,22 @@ class Parts:
 
     def __len__(self) -> int:
         return self.kind.size
+
+    @property
+    def is_track(self) -> npt.NDArray[np.bool_]:
+        """Which parts are the sound track of the video before them, whose bytes are theirs; bool [p]."""
+        track, video = self.num_bytes == 0, self.kind == KINDS.index("video")
+        track[:1] = False
+        track[1:] &= (self.kind[1:] == KINDS.index("audio")) & video[:-1]
+        track[1:] &= self.sample[1:] == self.sample[:-1]
+        return track
+
+    @property
+    def is_within(self) -> npt.NDArray[np.bool_]:
+        """Which of these have no placeholder of their own: their tokens stand among the video's; bool [p]."""
+        within = self.is_track
+        within[1:] &= self.at[1:] == self.at[:-1]
+        return within
 
     def of_kind(self, kind: Kind) -> Longs:
         """The places of all parts of a kind, ascending; int64 [k]."""
@@ -134,12 +151,14 @@ class Repeat(NamedTuple):
     Attributes:
         id: of the token, or PLACEHOLDER.
         size: how often it stands there, from 1.
-        is_output: whether the encoder makes an output for each.
+        is_output: whether an encoder makes an output for each.
+        kind: of that encoder, as index into KINDS; -1 for the part's own.
     """
 
     id: int
     size: int = 1
     is_output: bool = False
+    kind: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,25 +169,27 @@ class Template:
         runs: of each part; int64 [p].
         ids, sizes: of each run; see `Repeat`; int64 [r] each.
         is_output: of each run, which are in the order of the encoder's outputs; bool [r].
+        kinds: of each run of outputs, as index into KINDS; -1 for the part's own; int64 [r].
     """
 
     runs: Longs
     ids: Longs
     sizes: Longs
     is_output: npt.NDArray[np.bool_]
+    kinds: Longs
 
     @classmethod
     def of(cls, parts: Iterable[Sequence[Repeat]]) -> Self:
         """Of the runs of each part."""
-        made = [np.array(runs, np.int64).reshape(-1, 3) for runs in parts]
-        ids, sizes, is_output = np.concatenate([np.zeros((0, 3), np.int64), *made]).T
-        return cls(np.array([len(runs) for runs in made], np.int64), ids, sizes, is_output > 0)
+        made = [np.array(runs, np.int64).reshape(-1, 4) for runs in parts]
+        ids, sizes, is_output, kinds = np.concatenate([np.zeros((0, 4), np.int64), *made]).T
+        return cls(np.array([len(runs) for runs in made], np.int64), ids, sizes, is_output > 0, kinds)
 
     @classmethod
     def repeated(cls, tokens: Longs) -> Self:
         """The placeholder of each part, repeated so often, each an output; int64 [p]."""
         one = np.ones_like(tokens)
-        return cls(one, one * PLACEHOLDER, tokens, one > 0)
+        return cls(one, one * PLACEHOLDER, tokens, one > 0, -one)
 
     @property
     def names(self) -> Longs:
@@ -187,8 +208,12 @@ class Template:
 
     @property
     def outputs(self) -> Longs:
-        """Outputs of the encoder for each part; int64 [p]."""
-        return self._sums(self.sizes * self.is_output)
+        """Outputs of the part's own encoder for each part; int64 [p]."""
+        return self.outputs_of(-1)
+
+    def outputs_of(self, kind: int) -> Longs:
+        """Outputs of one kind for each part, as index into KINDS, -1 for the part's own; int64 [p]."""
+        return self._sums(self.sizes * (self.is_output & (self.kinds == kind)))
 
     def _sums(self, values: Longs) -> Longs:
         return np.bincount(self.part, values, self.runs.size).astype(np.int64)
@@ -277,6 +302,17 @@ class PartRule(ABC):
 
     def rope(self, parts: Parts) -> Rope | None:
         """Positions of a multimodal rope in the template of each part. By default None: those of `grid`."""
+        return None
+
+    def with_sound(self, parts: Parts, sounds: Longs) -> Template | None:
+        """Tokens of videos whose sound stands among theirs; None by default, for a family that has no such.
+
+        sounds: outputs of the sound of each, by its own rule; int64 [p]. They are outputs of kind "audio".
+        """
+        return None
+
+    def rope_with_sound(self, parts: Parts, sounds: Longs) -> Rope | None:
+        """Positions of a multimodal rope in the template of `with_sound`, whose arguments it has."""
         return None
 
     def work(self, parts: Parts) -> npt.NDArray[np.float64]:

@@ -92,6 +92,9 @@ def shown_documents(
             tokens = store.read(number, begin, end)
             for k in np.flatnonzero((begin <= parts.at) & (parts.at < end)).tolist():
                 at = int(parts.at[k])
+                if at < begin:  # within the part before
+                    pieces.append(k)
+                    continue
                 pieces += [*texts_of(tokens[: at - begin], bears[begin:at], decode), k]
                 tokens, begin = tokens[at + 1 - begin :], at + 1
             pieces += texts_of(tokens, bears[begin:end], decode)

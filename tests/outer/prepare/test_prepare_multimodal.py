@@ -604,6 +604,18 @@ def test_the_sound_of_videos_is_a_part_of_the_same_bytes(tmp_path, captions, wor
     assert main(["inspect", str(tmp_path / "out"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["audio"]["parts"] == 2 and told["audio"]["bytes"] == 0
+    within = replace(captions, sound_track="within", tokens={"image": PAD, "video": VIDEO})
+    prepare([tmp_path / "0.tar"], tmp_path / "within", within, engine=Here())
+    with mf.open(tmp_path / "within") as store:
+        shared = store.parts(np.array([0]))
+        tokens = store.read(0, 0, int(store.lengths(np.array([0]))[0])).tolist()
+        assert decode.decode(tokens, skip_special_tokens=False) == f"see {VIDEO} and {IMAGE}, {VIDEO}"
+        assert shared.is_within.tolist() == [False, True, False, False, True]
+        assert shared.at[[1, 4]].tolist() == shared.at[[0, 3]].tolist()
+        assert store.read_parts(0 * every, every) == [first, first, PNG, second, second]
+    list(mf.open(tmp_path / "within").verify())
+    assert main(["inspect", str(tmp_path / "within"), "--html", str(tmp_path / "page.html")]) == 0
+    assert "audio 1" in (tmp_path / "page.html").read_text()
     silent = tar(tmp_path / "1.tar", [("a.mp4", video()), ("a.txt", b"still")])
     how = replace(captions, sound_track="behind")
     with pytest.raises(PrepareError, match=r"part 0: a video without a sound track; .*--silent"):

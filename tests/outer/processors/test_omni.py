@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_processors import picture, stored
 from test_whisper import noise, wav
@@ -72,7 +74,8 @@ class Asked:
 
     Attributes:
         text: with AROUND for each part.
-        parts: (kind, bytes) of each.
+        parts: (kind, bytes) of each; no bytes for the sound of the video before.
+        within: whether this sound stands among the video's tokens.
         fps: of videos.
         limits: (min_pixels, max_pixels) of frames.
         max_frames: of a video.
@@ -83,6 +86,7 @@ class Asked:
     fps: float = 2
     limits: tuple[int, int] = (4 * 784, 20 * 784)
     max_frames: int = 768
+    within: bool = False
 
     def of(self, kind: Kind) -> list[bytes]:
         """The bytes of the parts of a kind."""
@@ -91,13 +95,12 @@ class Asked:
 
 def heard(data: bytes) -> np.ndarray:
     """float32, at 16 kHz."""
-    size = size_of(data)
+    size = track_of(data) or size_of(data)
     return decoded_audio(data, size.length, size.rate, size.length).astype(np.float32)
 
 
 def made_of(asked: list[Asked]) -> list[dict[str, Any]]:
     """By the whole processor of transformers, and positions by its model; runs where torchvision is."""
-    import torch
     from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
     from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
     from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
@@ -129,8 +132,13 @@ def made_of(asked: list[Asked]) -> list[dict[str, Any]]:
         given: dict[str, Any] = {}
         if images := each.of("image"):
             given["images"] = [Image.open(io.BytesIO(data)) for data in images]
-        if sounds := each.of("audio"):
-            given["audio"] = [heard(data) for data in sounds]
+        parts, sources = [("", b""), *each.parts], list[int | None]()
+        for (_, before), (kind, data) in itertools.pairwise(parts):
+            if kind == "audio":
+                given.setdefault("audio", []).append(heard(data or before))
+                sources.append(None if data else sum(1 for other in sources if other is not None))
+        if each.within:
+            given |= {"load_audio_from_video": True, "audio_from_video_indices": sources}
         if videos:
             given["videos"] = [torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) for _, frames in videos]
             given["videos_kwargs"] = {
@@ -150,7 +158,7 @@ def made_of(asked: list[Asked]) -> list[dict[str, Any]]:
             out.get("image_grid_thw"),
             out.get("video_grid_thw"),
             torch.ones_like(out["input_ids"]),
-            False,
+            each.within,
             None if mask is None else mask.sum(1),
             None if seconds is None else torch.as_tensor(seconds),
         )
@@ -159,30 +167,42 @@ def made_of(asked: list[Asked]) -> list[dict[str, Any]]:
     return found
 
 
-def a_part(kind: Kind, rng: random.Random) -> bytes:
+def a_part(kind: Kind, rng: random.Random, with_sound: bool = False) -> bytes:
     if kind == "image":
         return stored(picture(rng.randrange(20, 200), rng.randrange(20, 200), seed=rng.randrange(99)))
     if kind == "audio":
         length = rng.choice([rng.randrange(800, 9_000), rng.randrange(9_000, (SECONDS + 1) * 16_000), 32_000])
         return wav(noise(length, rng.randrange(99)))
     size = (2 * rng.randrange(18, 80), 2 * rng.randrange(18, 80), rng.randrange(4, 70))
-    return video(*size, rng.choice([1, 2, 5, 10, 25]), seed=rng.randrange(99))
+    sound = "flac" if with_sound else False
+    seconds = rng.choice([0.2, rng.uniform(0.1, SECONDS + 1)])
+    return video(*size, rng.choice([1, 2, 5, 10, 25]), seed=rng.randrange(99), sound=sound, seconds=seconds)
+
+
+def is_sampled(data: bytes, asked: Asked) -> bool:
+    """Whether transformers samples a video: for some it asks for a frame behind the last, and raises."""
+    size = size_of(data)
+    video = PartSize(size.height, size.width, size.length, size.rate).as_video()
+    frames = int(OmniVideo(fps=asked.fps, max_frames=asked.max_frames).frames(video)[0])
+    return len(torch.arange(0, size.length, size.length / frames)) == frames
 
 
 def drawn() -> list[Asked]:
     rng, made = random.Random(SEED), list[Asked]()
-    for k in range(cases(24, 200)):
+    for k in range(cases(36, 300)):
         kinds: list[Kind] = [rng.choice(KINDS) for _ in range(k % 5)] if k > 3 else list(KINDS[: k % 4])
         text = "".join(f"so{AROUND[kind]}" + rng.choice(["", f"it is {k}"]) for kind in kinds) + "end"
-        made.append(
-            Asked(
-                text,
-                [(kind, a_part(kind, rng)) for kind in kinds],
-                rng.choice([0.7, 1, 2, 3, 3.7]),
-                (784 * rng.choice([1, 4, 9]), 784 * rng.choice([9, 20, 40])),
-                rng.choice([6, 768]),
-            )
-        )
+        within, parts = k % 3 == 2, list[tuple[Kind, bytes]]()
+        for kind in kinds:
+            parts.append((kind, a_part(kind, rng, within)))
+            if within and kind == "video":
+                parts.append(("audio", b""))
+        limits = 784 * rng.choice([1, 4, 9]), 784 * rng.choice([9, 20, 40])
+        fps = rng.choice([1, 2, 3, rng.uniform(1, 6)] if within else [0.7, 1, 2, 3, 3.7])
+        within &= "video" in kinds
+        asked = Asked(text, parts, fps, limits, rng.choice([6, 768]), within)
+        if all(is_sampled(data, asked) for data in asked.of("video")):
+            made.append(asked)
     return made
 
 
@@ -194,6 +214,7 @@ def store_of(folder: Path, asked: Asked) -> Any:
     sizes = [each for each in found if each is not None]
     assert [each.kind for each in sizes] == [kind for kind, _ in asked.parts]
     pads = [ids(SPECIAL[f"{kind}_token"])[0] for kind in KINDS]
+    has_place = [not asked.within or len(data) > 0 for _, data in asked.parts]
     longs = {
         name: np.array([getattr(each, name) for each in sizes], np.int64)
         for name in ("height", "width", "length")
@@ -205,7 +226,7 @@ def store_of(folder: Path, asked: Asked) -> Any:
             **longs,
             rate=np.array([each.rate for each in sizes], np.float64),
             num_bytes=np.array([len(data) for _, data in asked.parts], np.int64),
-            at=np.flatnonzero(np.isin(tokens, pads)),
+            at=np.flatnonzero(np.isin(tokens, pads))[np.cumsum(has_place, dtype=np.int64) - 1],
             starts=np.array([0, len(sizes)]),
         )
         writer.add_parts(parts, [data for _, data in asked.parts])
@@ -214,7 +235,14 @@ def store_of(folder: Path, asked: Asked) -> Any:
 
 def rule_of(asked: Asked) -> mf.Multimodal:
     least, most = asked.limits
-    video = OmniVideo(min_pixels=least, max_pixels=most, fps=asked.fps, max_frames=asked.max_frames)
+    begin, pad, end = (ids(SPECIAL[f"audio_{name}token"])[0] for name in ("bos_", "", "eos_"))
+    video = OmniVideo(
+        min_pixels=least,
+        max_pixels=most,
+        fps=asked.fps,
+        max_frames=asked.max_frames,
+        sound=(begin, pad, end) if asked.within else None,
+    )
     return mf.Multimodal(
         image=NativePatches(NativeImages(**IMAGES)),
         audio=WhisperFeatures(WhisperAudio(seconds=SECONDS, window_s=2)),
@@ -251,7 +279,6 @@ def test_tokens_positions_and_arrays_are_those_of_transformers(tmp_path: Path) -
 
 def windows_of(frames: np.ndarray) -> list[int]:
     """Where the windows of the model's encoder begin, by transformers."""
-    import torch
     from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
 
     lengths = torch.from_numpy(frames.astype(np.int64))

@@ -25,7 +25,7 @@ from meshfeed.prepare.encoding.text import Text, TextColumn, TextEncoder, absolu
 from meshfeed.prepare.inputs.conversation import Conversation
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, SamplePart
 
-SoundTrack = Literal["behind"]
+SoundTrack = Literal["behind", "within"]
 
 PART_DTYPES: Mapping[str, np.dtype[Any]] = {
     "num_parts": np.dtype(np.int64),
@@ -48,8 +48,9 @@ class Multimodal:
         around: kind -> text for a part, with its placeholder in it, such as
             {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; by default the placeholder alone. In
             chats, the template prints it.
-        sound_track: "behind" makes the sound track of each video a part, whose placeholder follows the
-            video's; None leaves it out.
+        sound_track: makes the sound track of each video a part: "behind", whose placeholder follows the
+            video's; "within", whose tokens stand among the video's, so that both share one. None leaves it
+            out.
         silent: whether videos without a sound track are taken under `sound_track`, as they are.
         max_pixels: height times width of an image or frame, at most.
         part_columns: further columns that hold parts: name -> kind, such as {"jpg": "image"}.
@@ -100,7 +101,7 @@ class Multimodal:
             raise PrepareError("--multimodal: name the token that stands for an image: --image-token TOKEN")
         if self.folder is not None and without_secrets(self.folder) != self.folder:
             raise PrepareError("--parts-folder: leave password and query out of it; set them by environment")
-        if self.sound_track is not None and "audio" not in self.tokens:
+        if self.sound_track == "behind" and "audio" not in self.tokens:
             raise PrepareError("--sound-track: name the token that stands for sound: --audio-token TOKEN")
         if self.silent and self.sound_track is None:
             raise PrepareError("--silent: needs --sound-track")
@@ -175,15 +176,18 @@ class MultimodalEncoder:
         for i, (sample, some, columns) in enumerate(zip(values, sizes, encode(values, where))):
             at = np.flatnonzero(np.isin(columns["tokens"], list(self.ids.values())))
             there = columns["tokens"][at].tolist()
-            if there != [self.ids[each.kind] for each in some]:
+            is_placed = [self._is_placed(part) for part in sample.parts]
+            placed = [each for each, is_one in zip(some, is_placed) if is_one]
+            if there != [self.ids[each.kind] for each in placed]:
                 raise StoreError(
-                    f"{where(i)}: {len(there)} placeholders in its tokens, and {len(some)} parts; "
+                    f"{where(i)}: {len(there)} placeholders in its tokens, and {len(placed)} parts; "
                     + (
                         "give a chat template that prints one for each image"
                         if isinstance(self.inner, ChatEncoder)
                         else "its text spells a placeholder: remove it"
                     )
                 )
+            at = at[np.cumsum(is_placed, dtype=np.int64) - 1]
             found.append(columns | _columns_of(sample.parts, some, at))
         return found
 
@@ -204,7 +208,7 @@ class MultimodalEncoder:
         return found
 
     def _with_tracks(self, sample: Sample, sizes: Sequence[Size], where: str) -> tuple[Sample, list[Size]]:
-        """The sample with the sound track of each video as a part behind it."""
+        """The sample with the sound track of each video as a part behind it, and its place in the text."""
         parts, found, tracks = list[SamplePart](), list[Size](), list[bool]()
         for k, (part, size) in enumerate(zip(sample.parts, sizes)):
             parts, found = [*parts, part], [*found, size]
@@ -220,13 +224,19 @@ class MultimodalEncoder:
             tracks.append(track is not None)
             if track is not None:
                 parts, found = [*parts, SamplePart("audio", b"")], [*found, track]
-        if isinstance(sample.text, Conversation):
+        if self.how.sound_track == "within":
+            text = sample.text
+        elif isinstance(sample.text, Conversation):
             text = sample.text.with_behind({"type": "audio"} if each else None for each in tracks)
         else:
             has_track = iter(tracks)
             pieces = ([each, *[None] * (each is None and next(has_track))] for each in sample.text)
             text = tuple(itertools.chain.from_iterable(pieces))
         return replace(sample, text=text, parts=tuple(parts)), found
+
+    def _is_placed(self, part: SamplePart) -> bool:
+        """Whether a part has a placeholder of its own."""
+        return len(part.data) > 0 or self.how.sound_track == "behind"
 
     def _chats(self, values: Sequence[Sample], where: Where) -> list[dict[str, Array]]:
         found: list[dict[str, Array]] = []
@@ -247,7 +257,7 @@ class MultimodalEncoder:
         rest, found = iter(made), list[dict[str, Array]]()
         end = getattr(self.inner, "end", None)
         for sample in values:
-            parts = iter(sample.parts)
+            parts = filter(self._is_placed, sample.parts)
             some = [
                 next(rest) if each is not None else self._around[next(parts).kind] for each in sample.text
             ]
