@@ -32,6 +32,7 @@ from meshfeed.prepare.inputs.samples import (
 )
 
 _TEXT = ("txt", "caption")
+_HEAD_BYTES = 256
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -44,7 +45,7 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
     for member in _members(file):
         folder, slash, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
-        if member.isdir() or not stem or not suffix:
+        if member.isdir() or not stem or not (suffix or _is_part(file, member)):
             continue
         if key != (now := f"{folder}{slash}{stem}"):
             if files or reason:
@@ -62,6 +63,12 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
             files[suffix] = read_bytes(file, member.offset_data, member.offset_data + member.size)
     if files or reason:
         yield key, reason or files
+
+
+def _is_part(file: ByteFile, member: tarfile.TarInfo) -> bool:
+    """Whether a file without a suffix, which is passed over, begins like a picture or sound."""
+    begin, size = member.offset_data, min(member.size, _HEAD_BYTES) if member.isreg() else 0
+    return suffix_by_content(read_bytes(file, begin, begin + size)) is not None
 
 
 def _object_in(files: Mapping[str, bytes], how: SampleColumns) -> dict[str, Any]:
@@ -110,7 +117,8 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
     for suffix, data in files.items():
         is_named = any(suffix_of(each) == suffix for each in named)
         if suffix not in parts and not is_named and (form := suffix_by_content(data)) is not None:
-            raise StoreError(f".{suffix} begins like a {form}, and would be lost; name it .{form} in the tar")
+            what = f".{suffix}" if suffix else "a file without a suffix"
+            raise StoreError(f"{what} begins like a {form}, and would be lost; name it .{form} in the tar")
     if not any(suffix_of(each) in files for each in named) and len(named) in (0, len(parts)):
         # the names are from before the tar was made, or missing
         record = {name: value for name, value in record.items() if name not in how.parts}
