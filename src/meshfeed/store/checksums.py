@@ -41,8 +41,9 @@ Block = tuple[str, int, int]
 
 def checksums_beside(prefix: str) -> Sums | None:
     """The content of a local `prefix`.sums; None without one. Raises StoreError."""
-    encoded = _encoded_beside(prefix)
-    return None if encoded is None else parse(prefix + SUFFIX, encoded)
+    path = Path(prefix + SUFFIX)
+    with typed_errors(path):
+        return parse(str(path), path.read_bytes()) if path.exists() else None
 
 
 def checksums_of(prefix: str, fingerprint: str) -> Sums | None:
@@ -223,19 +224,12 @@ def _damage(files: Sequence[ByteFile], read: Callable[[int, int, int], None]) ->
 
 def _usable_beside(pair: Pair) -> Sums | None:
     """The .sums of a local store, if it can be read and was made for files of these sizes."""
-    encoded = _encoded_beside(pair.path)
     try:
-        sums = None if encoded is None else parse(pair.path + SUFFIX, encoded)
+        sums = checksums_beside(pair.path)
     except StoreError:
         return None
     sizes = [each.size_bytes for each in pair.files]
     return sums if sums is not None and [each.size_bytes for each in sums.files] == sizes else None
-
-
-def _encoded_beside(prefix: str) -> bytes | None:
-    path = Path(prefix + SUFFIX)
-    with typed_errors(path):
-        return path.read_bytes() if path.exists() else None
 
 
 def _wrong_in(pair: Pair, sums: Sums, number: int, begin: int, piece: memoryview) -> list[Block]:
