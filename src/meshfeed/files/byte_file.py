@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -52,7 +52,12 @@ class FileStats:
     bytes_fetched: int = 0
 
     def __add__(self, other: FileStats) -> FileStats:
-        return FileStats(*map(operator.add, astuple(self), astuple(other)))
+        return FileStats(
+            self.opens + other.opens,
+            self.reads + other.reads,
+            self.bytes_read + other.bytes_read,
+            self.bytes_fetched + other.bytes_fetched,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
