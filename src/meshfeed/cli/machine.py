@@ -67,20 +67,20 @@ def _versions() -> Finding:
 def _packages() -> Iterator[Finding]:
     """The requirements in meshfeed's metadata: one finding for the core and one for each extra."""
     for extra, packages in extras.requirements().items():
-        missing = [f"{each.name} from {each.least}" for each in packages if not _is_there(each)]
+        versions = {each: extras.version_of(each.name) for each in packages}
+        missing = [
+            f"{each.name} from {each.least}"
+            for each, found in versions.items()
+            if found is None or extras.numbers(found) < extras.numbers(each.least)
+        ]
         topic = f"extra [{extra}]" if extra else "packages"
         if not missing:
             newer = [says for says, _ in extras.untested(extra)]
-            text = ", ".join(f"{each.name} {extras.version_of(each.name)}" for each in packages)
+            text = ", ".join(f"{each.name} {found}" for each, found in versions.items())
             yield Finding(topic, "note" if newer else "ok", "; ".join([text, *newer]))
         else:
             text = f"no {', '.join(missing)}: {extras.install(extra)}"
             yield Finding(topic, "note", f"{text}, if you need it") if extra else Finding(topic, "bad", text)
-
-
-def _is_there(package: extras.Requirement) -> bool:
-    found = extras.version_of(package.name)
-    return found is not None and extras.numbers(found) >= extras.numbers(package.least)
 
 
 def _within_nodes() -> Finding:

@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = _name_in(words)
         parser = parser_of([name] if name in COMMANDS else [])
         if name and name not in COMMANDS:
-            parser.error(f"there is no command {name!r}; {_meant(name)}")
+            close = difflib.get_close_matches(name, COMMANDS, 1)
+            meant = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
+            parser.error(f"there is no command {name!r}; {meant}")
         args = vars(parser.parse_args(words))
         status = args.pop("command")(**args).run()
         sys.stdout.flush()
@@ -112,12 +114,6 @@ def _command(name: str) -> type[Command]:
 def _name_in(words: Sequence[str]) -> str:
     """The command that is meant, the first word that is no option; "" without one."""
     return next((word for word in words if not word.startswith("-")), "")
-
-
-def _meant(name: str) -> str:
-    """What to write instead of an unknown command."""
-    close = difflib.get_close_matches(name, COMMANDS, 1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
 
 
 def _tell(what: str, error: BaseException) -> None:

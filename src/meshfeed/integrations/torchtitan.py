@@ -132,8 +132,8 @@ def line(
     cut: a longer window is refused here, a longer packed sequence when its step begins, by `DataLoader`.
 
     packing: of packed sequences; None for `balanced` packs of num_tokens_per_batch.
-    Raises RecipeError for packs or windows that do not fill a batch exactly, for longer windows than
-    max_context_length, and for a packing of windows.
+    Raises RecipeError for packs or windows that do not fill a batch exactly, and for longer windows than
+    max_context_length.
     """
     packed = recipe.sequence.packed
 
@@ -161,7 +161,6 @@ def line(
                 f"'in_order'"
             )
         return shape(packing=packing)
-    refuse_packing(recipe, packing)
     length = int(getattr(recipe.sequence, "length", size))
     if length > max_context_length or size % length:
         raise RecipeError(
@@ -171,18 +170,14 @@ def line(
     return shape(micro_batch_size=size // length)
 
 
-def refuse_packing(recipe: Recipe, packing: Packing | None) -> None:
-    """Raises RecipeError for a packing of sequences of one length, which would have no effect."""
-    if packing is not None and not recipe.sequence.packed:
+def _check_contents(recipe: Recipe, packing: Packing | None) -> None:
+    """Raises RecipeError for a packing of windows, and for what batches do not tell torchtitan's models."""
+    rule = recipe.sequence
+    if packing is not None and not rule.packed:
         raise RecipeError(
-            f"{type(recipe.sequence).__name__}() has sequences of one length, which are not packed; leave "
+            f"{type(rule).__name__}() has sequences of one length, which are not packed; leave "
             f"DataLoader.Config(packing=) out"
         )
-
-
-def _check_contents(recipe: Recipe) -> None:
-    """Raises RecipeError for what torchtitan's batches do not tell its models."""
-    rule = recipe.sequence
     refuse_masked(recipe, "torchtitan's loop")
     refuse_fields(recipe, _TAKEN, "batches of torchtitan")
     if getattr(rule, "reset_attention_mask", False) and not getattr(rule, "reset_position_ids", False):
@@ -255,7 +250,7 @@ class DataLoader(_Base):
         refuse_options(changed_options(config, "dataloader."), CONFIG_FIELDS)
         # now, so that a misspelt name or wrong sizes do not fail only at the first batch
         self._recipe = recipe_at(config.recipe)
-        _check_contents(self._recipe)
+        _check_contents(self._recipe, config.packing)
         if not (config.infinite and config.repeat) and num_steps(self._recipe) is None:
             raise RecipeError(
                 f"{config.recipe!r} never ends, and a pass over it is to end (validator.steps=-1); set "
@@ -265,7 +260,6 @@ class DataLoader(_Base):
             context, size = sizes["max_context_length"], sizes["num_tokens_per_batch"]
             self._shape = line(self._recipe, context, size, config.packing)
         else:
-            refuse_packing(self._recipe, config.packing)
             self._shape = rows(self._recipe, sizes["seq_len"], sizes["local_batch_size"])
 
     def __iter__(self) -> Iterator[Batch]:

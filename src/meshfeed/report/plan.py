@@ -66,16 +66,12 @@ def _template(name: str) -> Template:
     return Template(Path(__file__).with_name(name).read_text())
 
 
-def _row_height(ranks: int) -> float:
-    return max(2.0, min(22.0, _MOST_HEIGHT / max(ranks, 1)))
-
-
 def _chart(loads: FloatArray, ranks: int, bars: Iterator[Bar]) -> str:
     """Microbatches side by side, as wide as their slowest rank; empty space means the rank is idle.
 
     loads: of each rank in each microbatch; float64 [num_microbatches, num_ranks]. ranks: how many are drawn.
     """
-    height = _row_height(ranks)
+    height = max(2.0, min(22.0, _MOST_HEIGHT / max(ranks, 1)))
     tops = loads.max(axis=1, initial=0.0)
     scale = (_WIDTH - _LEFT - 10) / max(float(tops.sum()), 1e-9)
     begins = np.concatenate(([0.0], np.cumsum(tops))) * scale + _LEFT

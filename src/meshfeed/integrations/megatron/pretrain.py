@@ -286,8 +286,13 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
             return step
     else:
         consumed, of_step = args.consumed_valid_samples, _batch_size(name, args)
+        if packed and consumed % of_step:
+            raise StateError(
+                f"{name}: Megatron has taken {consumed} samples, which are no whole number of iterations of "
+                f"{of_step}; evaluate with the batch size that the checkpoint was made with"
+            )
         if packed:
-            return _whole_steps(name, consumed, of_step)
+            return consumed // of_step
         step = recipe.batch.step(consumed)
     if (counted := recipe.batch.position(step)) != consumed:  # Megatron counts short steps whole
         raise StateError(
@@ -295,16 +300,6 @@ def _first_step(name: str, recipe: Recipe, args: Any) -> int:
             f"{counted}; make its Batch what the batch sizes were, with Batch.then where they changed"
         )
     return step
-
-
-def _whole_steps(name: str, consumed: int, of_step: int) -> int:
-    """The iterations in which Megatron took this many samples."""
-    if consumed % of_step:
-        raise StateError(
-            f"{name}: Megatron has taken {consumed} samples, which are no whole number of iterations of "
-            f"{of_step}; evaluate with the batch size that the checkpoint was made with"
-        )
-    return consumed // of_step
 
 
 def _batch_size(name: str, args: Any) -> int:

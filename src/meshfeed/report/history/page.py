@@ -32,6 +32,7 @@ def page(history: RunHistory, name: str) -> str:
     """The whole page: self-contained, no outside request, at most about 3 MB for a run of any length."""
     waits, grid, decoded = waits_of(history), Grid(history), decoded_of(history)
     folder = Path(__file__).parent
+    data = json.dumps(data_of(history, waits, grid), separators=(",", ":"), allow_nan=False)
     shell = Template((folder / "page.html").read_text())
     return shell.substitute(
         name=escape(name),
@@ -53,7 +54,7 @@ def page(history: RunHistory, name: str) -> str:
         resolution=escape(summary.resolution(grid)),
         style=(folder / "page.css").read_text(),
         script="\n".join((folder / name).read_text() for name in ("draw.js", "page.js")),
-        data=_json(data_of(history, waits, grid)),
+        data=data.replace("<", "\\u003c"),  # safe inside a script element
     )
 
 
@@ -90,8 +91,3 @@ def data_of(history: RunHistory, waits: Waits, grid: Grid) -> dict[str, Any]:
 def packed(values: np.ndarray) -> str:
     """An array as text: base64 of little-endian 32-bit floats."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
-
-
-def _json(data: dict[str, Any]) -> str:
-    """JSON that is safe inside a script element."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

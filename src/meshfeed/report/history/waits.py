@@ -183,9 +183,10 @@ def sentence(waits: Waits) -> str:
     if worst.share < _NOTHING:
         return f"The loader hardly kept anybody waiting: {waits.share:.2%} of the ranks' time. {longest}"
     if worst.stands_out:
+        where = f" on {worst.host}" if len({*waits.hosts}) > 1 else ""
         follow = " The ranks that it serves wait with it." if worst.others_follow else ""
         return (
-            f"Look at rank {worst.rank}{_where(waits, worst)}: it waits {here} a step {what}, {share} of its "
+            f"Look at rank {worst.rank}{where}: it waits {here} a step {what}, {share} of its "
             f"time; the median rank waits {median} for that.{follow}{_together(waits, worst)}"
         )
     if len(waits.ranks) == 1:
@@ -194,11 +195,6 @@ def sentence(waits: Waits) -> str:
         f"No rank stands out: the median rank waits {median} a step {what}, the worst, rank {worst.rank}, "
         f"{here} ({share} of its time)."
     )
-
-
-def _where(waits: Waits, worst: Worst) -> str:
-    """The host of the worst rank, where there are several."""
-    return f" on {worst.host}" if len(set(waits.hosts)) > 1 else ""
 
 
 def _together(waits: Waits, worst: Worst) -> str:
