@@ -251,11 +251,16 @@ def evened(
     costs = encoder_work / model, model, packing.cost, room, bubble_share, shared
     narrow = groups.narrowed(pack, lengths, room)
     packs = _Packs.of([groups] if narrow is groups else [groups, narrow], lengths, *costs)
-    best = given = _Filled.of(packs[0], pack)
-    for start in (packs[-1].filled(lengths, room.max_sequences), given):
-        if start is not None and best.longer > (0 if best is given else FAR):
-            start = given.ordered() if start is given else start
-            best = min(best, start, start.swapped(room.max_sequences), key=lambda each: each.time)
+    best, given, most = packs[-1].filled(lengths, room.max_sequences), None, room.max_sequences
+    if best is not None:
+        best = min(best, best.swapped(most), key=lambda each: each.time)
+    least = _Filled.of(packs[0], pack, packs[0].shares(pack))  # costs less to compute than `given`
+    if best is None or best.time >= least.time or best.longer > FAR:
+        given = _Filled.of(packs[0], pack)
+        best = min(given, best or given, key=lambda each: each.time)
+        if best.longer > (0 if best is given else FAR):
+            start = given.ordered()
+            best = min(best, start, start.swapped(most), key=lambda each: each.time)
     time = placed.num_microbatches * (best.time * model + packing.cost.microbatch_overhead)
     return time, placed if best is given else best.packs.groups.placement(best.pack)
 
@@ -381,10 +386,13 @@ class _Packs:
         """Of the sequences of each pack; float64 [num_packs]."""
         return np.bincount(pack, values, self.groups.size.size).astype(np.float64, copy=False)
 
+    def shares(self, pack: LongArray) -> FloatArray:
+        """At least what `loads` are: all if ranks could share any work evenly."""
+        return np.stack([self.sums(each, pack) for each in self.own(self.cost, pack)])
+
     def loads(self, pack: LongArray) -> FloatArray:
         """Each cost of each pack; float64 [num_costs, num_packs]."""
-        loads = np.stack([self.sums(each, pack) for each in self.own(self.cost, pack)])
-        sizes = self.groups.size
+        loads, sizes = self.shares(pack), self.groups.size
         if self.parts is not None and sizes.max() > 1:
             first, num_ranks = np.cumsum(sizes) - sizes, int(sizes.sum())
             for load, (of, work) in zip(loads[1:], self.parts):
