@@ -28,7 +28,10 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
 ) -> None:
     """Any cp, cut sequences, ranks and microbatches without a part, process groups in another order.
 
-    No row is sent that no token needs; what a rank encodes and receives is bounded by the capacity of its group.
+    No row is sent that no token needs, and no rank receives more than its capacity. It encodes no more than the
+    capacity of its group, or of all ranks if they share all; and of parts that are cut, for each row, what
+    lies outside of it, too: two parts of a row at most. If all share all, a rank has the mean of their work at
+    most, and a largest part less its share (Graham 1966).
     """
     rng = np.random.default_rng(seed)
     cp = int(rng.choice([size for size in (1, 2) if ranks % size == 0]))
@@ -55,6 +58,11 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
     number = [np.cumsum(each) - 1 for each in is_output]
     rows = [int(each.sum()) for each in is_output]
     made = plan_encoder(plan, of, work, encoder=encoder, start=start, tokens=tokens)
+    begin, end = (np.array(each)[made.part] for each in (start, np.add(start, tokens)))
+    first = plan.start[made.row]
+    held = np.minimum(end, first + plan.lengths[made.row]) - np.maximum(begin, first)
+    outside = end - begin - held
+    assert np.bincount(made.row[outside > 0]).max(initial=0) <= 2
     place = rng.permutation(ranks).tolist()
     routes = [
         encoder_routes(made, plan, begins, counts, rank, part=part, split=split, order=place)
@@ -72,6 +80,11 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
     for m, now in enumerate(zip(*routes)):
         encoded = np.concatenate([route.encodes for route in now])
         assert sorted(encoded.tolist()) == np.flatnonzero(made.microbatch == m).tolist(), "each part once"
+        room = packing.capacity * ranks
+        assert sum(int(route.encoded_rows.sum()) for route in now) <= room + outside[encoded].sum()
+        if encoder == "balanced":
+            largest = made.work[encoded].max(initial=0)
+            assert made.loads[m].max() <= (made.loads[m].mean() + largest * (1 - 1 / ranks)) * (1 + 1e-9)
         outbox: list[dict[int, list[tuple[int, int]]]] = []  # of each rank: receiver -> part and row
         for rank, route in enumerate(now):
             assert (made.rank[route.encodes] == rank).all()
@@ -79,8 +92,9 @@ def test_every_rank_receives_the_outputs_of_its_tokens_in_order(
             outputs = [(part, row) for part in parts for row in range(rows[part])]
             assert route.encoded_rows.tolist() == [len(outputs)]
             assert route.receive_rows.size <= packing.capacity, "a rank has no more tokens"
-            if encoder != "balanced" and not plan.oversize.size:  # a part that is cut is encoded for each row
-                assert len(outputs) <= packing.capacity * packs[rank][m].cp_size
+            if encoder != "balanced":
+                room = packing.capacity * packs[rank][m].cp_size
+                assert len(outputs) <= room + outside[route.encodes].sum()
             sent = [outputs[row] for row in route.send_rows.tolist()]
             ends = np.cumsum(route.send_counts)
             assert ends[-1] == len(sent)
