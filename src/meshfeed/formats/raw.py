@@ -18,6 +18,7 @@ from meshfeed.store.format import Place, StoreFormat
 
 VERSION = 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_NPY = b"\x93NUMPY"
 _STEP_BYTES = 1 << 24
 
 
@@ -37,13 +38,18 @@ class RawStore(StreamStore):
         self.path, self._file, self._dtype, self._cache = file.url, file, dtype, cache or Cache()
 
     def check(self) -> RawStore:
-        """Check that the file holds whole tokens. Raises StoreError."""
+        """Check that the file holds whole tokens, from its first byte on. Raises StoreError."""
         if not self._file.size_bytes:
             raise StoreError(f"{self.path}: an empty file holds no tokens; write it or copy it again")
         if self._file.size_bytes % self._dtype.itemsize:
             raise StoreError(
                 f"{self.path}: {self._file.size_bytes} bytes are not a whole number of {self._dtype.name} "
                 f"tokens; give the dtype that it was written with, or copy it again"
+            )
+        if self._file.peek([(0, len(_NPY))])[0] == _NPY:
+            raise StoreError(
+                f"{self.path}: a .npy file, whose header would be read as tokens; write the array alone: "
+                f"np.load(path).tofile('train.bin')"
             )
         return self
 

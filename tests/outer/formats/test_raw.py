@@ -50,6 +50,9 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.bin").touch()
     with pytest.raises(StoreError, match=r"empty\.bin: an empty file holds no tokens"):
         mf.open(tmp_path / "empty.bin", dtype="uint16")
+    np.save(tmp_path / "array.npy", np.arange(9, dtype=np.uint16))
+    with pytest.raises(StoreError, match=r"array\.npy: a \.npy file, whose header would be read as tokens"):
+        mf.open(tmp_path / "array.npy", dtype="uint16")
     for dtype in ("int32", "int64"):
         np.array([1, 2, -7, 3], dtype).tofile(tmp_path / "minus.bin")
         with mf.open(tmp_path / "minus.bin", dtype=dtype) as store:
