@@ -125,7 +125,16 @@ def written(folder: Path) -> list[list[tuple[int, int, Any]]]:
             nothing = 0 * kind
             writer.add_document(tokens=np.array(text, np.uint16))
             writer.add_parts(
-                Parts(kind, nothing, nothing, length, nothing + 1.0, num_bytes, at, np.array([0, len(rows)])),
+                Parts(
+                    kind,
+                    nothing,
+                    nothing,
+                    length,
+                    np.ones(kind.size),
+                    num_bytes,
+                    at,
+                    np.array([0, len(rows)]),
+                ),
                 data,
             )
             documents.append(made)
