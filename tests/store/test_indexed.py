@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from meshfeed.errors import StoreError
 from meshfeed.files import LocalFile, byte_file
-from meshfeed.store import IndexedStore, IndexedWriter, best_dtype, open_store
+from meshfeed.store import DatasetStore, IndexedStore, IndexedWriter, best_dtype, open_store
+from meshfeed.store.base import replaces_together
 from meshfeed.store.node_index import NodeIndex
 from raw_index import write_raw
 from soak import cases
@@ -357,6 +358,11 @@ def test_ranges_and_documents_outside_the_store_are_refused(small):
             store.read_stream(np.array([0, 1]), np.array([1]))
         with pytest.raises(StoreError, match="no modes"):
             store.modes(np.array([0]))
+
+
+@pytest.mark.parametrize("kind", [IndexedStore, DatasetStore])
+def test_places_and_lengths_are_one_look_up(kind):
+    assert replaces_together(kind, "extents", "offsets", "lengths")
 
 
 def test_modes_come_back(tmp_path):

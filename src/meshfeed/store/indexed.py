@@ -182,6 +182,9 @@ class IndexedStore(StreamStore):
         firsts, ends = (index.first_sequences_of(each) for each in (documents, documents + 1))
         return self._ascending(documents, _sums_between(index, firsts, ends))
 
+    def extents(self, documents: I64) -> tuple[I64, I64]:
+        return super().extents(documents)  # beside `lengths`, so that `extents_of` takes it: one look-up
+
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
         self._existing(np.array([document]))
