@@ -276,9 +276,7 @@ class FeedTrainer(_Base):
             if name not in used and name not in routes
             if routes or not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value)
         }
-        if "image_index" in microbatch and _model_type(self.model) == "gemma3":
-            index = microbatch["image_index"]
-            further["attention_mask"] = _masks_within_images(self.model, made["position_ids"], index)
+        further |= _masks_within_parts(self.model, made, microbatch)
         if (tiles := further.pop("image_tiles", None)) is not None:
             further["batch_num_images"] = _batch_num_images(tiles)
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
@@ -676,36 +674,56 @@ def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
     return cast(Any, made)
 
 
-def _model_type(model: Any) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
+def _masks_within_parts(model: Any, made: Mapping[str, Any], microbatch: Microbatch) -> dict[str, Any]:
+    """attention_mask of Gemma 3 and 4, whose tokens of an image attend to each other both ways; else nothing.
 
-
-def _masks_within_images(model: Any, positions: torch.Tensor, index: torch.Tensor) -> dict[str, Any]:
-    """The masks of Gemma 3's layers, in which the tokens of an image attend to each other both ways.
-
-    By transformers' functions, but not as by its model: that takes token_type_ids, without which its masks
-    are causal, and with which those of sliding layers take a token's place in its document for the one in the
-    pack. An image is no longer than their window, so its block may be laid over both masks.
-    positions, index: position_ids and image_index; [1, tokens] each. Raises RecipeError for flash attention.
+    By transformers' functions, but not as by its models: these take token_type_ids or mm_token_type_ids,
+    without which their masks are causal, and with which those of sliding layers take a token's place in its
+    document for the one in the pack. An image of Gemma 3 is no longer than their window, so its block may be
+    laid over both masks; Gemma 4 has it within the window, and in these layers alone.
+    made: with position_ids [1, tokens]. Raises RecipeError for flash attention, and for another model that
+    looks both ways.
     """
-    config = model.config.get_text_config()
+    parts = [microbatch[name] >= 0 for name in ("image_index", "video_index") if name in microbatch]
+    if not parts or not hasattr(getattr(model, "config", None), "get_text_config"):
+        return {}
+    kind, config = model.config.model_type, model.config.get_text_config()
+    if kind != "gemma3" and getattr(config, "use_bidirectional_attention", None) != "vision":
+        return {}
+    if kind not in ("gemma3", "gemma4"):
+        raise RecipeError(
+            f"use_bidirectional_attention='vision' of {kind}: FeedTrainer makes such masks for gemma3 and "
+            f"gemma4 alone; set None, or override FeedTrainer.batch_of"
+        )
     if "flash" in (attention := str(config._attn_implementation)):
         raise RecipeError(
-            f"attn_implementation={attention!r} has causal masks alone, and the tokens of an image of Gemma "
-            f"3 attend to each other both ways; choose 'sdpa' or 'eager'"
+            f"attn_implementation={attention!r} has causal masks alone, and the tokens of an image of {kind} "
+            f"attend to each other both ways; choose 'sdpa' or 'eager'"
         )
-    masking, is_image = framework("transformers.masking_utils", "transformers"), index >= 0
-    begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
+    masking, positions = framework("transformers.masking_utils", "transformers"), made["position_ids"]
+    is_part = torch.stack(parts).any(0)
+    begins = is_part & (~is_part.roll(1, dims=1) | (positions == 0))
+    blocks = torch.where(is_part, begins.cumsum(dim=1), -1)
     given = {
         "config": config,
-        "inputs_embeds": torch.empty(*index.shape, 0, dtype=model.dtype, device=index.device),
+        "inputs_embeds": torch.empty(*blocks.shape, 0, dtype=model.dtype, device=blocks.device),
         "attention_mask": None,
         "past_key_values": None,
-        "position_ids": positions,
-        "block_sequence_ids": torch.where(is_image, begins.cumsum(dim=1), -1),
     }
-    made = masking.create_causal_mask, masking.create_sliding_window_causal_mask
-    return dict(zip(("full_attention", "sliding_attention"), (make(**given) for make in made)))
+    if kind == "gemma3":
+        given |= {"position_ids": positions, "block_sequence_ids": blocks}
+        full, sliding = masking.create_causal_mask, masking.create_sliding_window_causal_mask
+        masks = {"full_attention": full(**given), "sliding_attention": sliding(**given)}
+    else:
+        # without position_ids, functions get places in the pack, whose documents are then kept apart here
+        apart = masking.packed_sequence_mask_function((positions == 0).cumsum(dim=1))
+        within = masking.and_masks(masking.sliding_window_overlay(config.sliding_window), apart)
+        both_ways = {"or_mask_function": masking.blockwise_overlay(blocks), "and_mask_function": within}
+        masks = {
+            "full_attention": masking.create_causal_mask(**given, position_ids=positions),
+            "sliding_attention": masking.create_causal_mask(**given, **both_ways),
+        }
+    return {"attention_mask": masks}
 
 
 def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:

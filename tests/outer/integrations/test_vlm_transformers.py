@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +19,7 @@ from qwen_vl import (
     PATCHES,
     QWEN2,
     QWEN3,
+    VIDEO,
     Document,
     Family,
     model,
@@ -31,7 +33,7 @@ import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.integrations.transformers import FeedTrainer, share_encoders
 from meshfeed.multimodal.encoders import ROUTE
-from meshfeed.processors import FixedImages, FixedPixels
+from meshfeed.processors import BudgetImages, BudgetPatches, FixedImages, FixedPixels
 
 DOCUMENTS: list[Document] = [
     [7, 8, (60, 90), 9, (150, 40), 3],
@@ -182,6 +184,143 @@ def test_gemma_3_attends_both_ways_within_an_image(tmp_path: Path, attention: st
     own.config.text_config._attn_implementation = "flash_attention_2"
     with pytest.raises(RecipeError, match="attn_implementation='flash_attention_2' has causal masks alone"):
         trainer.batch_of(microbatch)
+
+
+def gemma4() -> Any:
+    """A tiny one, that looks both ways within images and videos."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = transformers.Gemma4TextConfig(
+        **sizes,
+        vocab_size=128,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=0,
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        num_kv_shared_layers=0,
+        head_dim=16,
+        global_head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention="vision",
+    )
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config=transformers.Gemma4VisionConfig(
+            **sizes, num_hidden_layers=1, num_key_value_heads=2, head_dim=16
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=125,
+        boi_token_id=BEGIN,
+        eoi_token_id=END,
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def padded(values: torch.Tensor, patches: list[int], fill: float) -> torch.Tensor:
+    """[patches of all images, ...] as the model takes them, [images, most patches, ...]."""
+    return torch.nn.utils.rnn.pad_sequence(values.split(patches), batch_first=True, padding_value=fill)
+
+
+class OfGemma4(FeedTrainer):
+    """Pads the patches of each image to those of the largest."""
+
+    def batch_of(self, microbatch: Any) -> Any:
+        made, patches = super().batch_of(microbatch), microbatch["image_cu_seqlens"].diff().tolist()
+        for name, fill in (("pixel_values", 0), ("image_position_ids", -1)):
+            if name in made:
+                made[name] = padded(made[name], patches, fill)
+        return made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gemma_4_attends_both_ways_within_an_image(tmp_path: Path, attention: str) -> None:
+    """As each document does alone, with its processor's mm_token_type_ids."""
+    from transformers import TrainingArguments
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    own = gemma4()
+    own.set_attn_implementation(attention)
+    rule = mf.Multimodal(image=BudgetPatches(BudgetImages(max_tokens=6)))
+    feed = mf.Feed(recipe(tmp_path / "store", rule), packing=mf.Packing(capacity=128))
+    trainer = OfGemma4(own.eval(), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    seen = set[int]()
+    with feed, torch.no_grad():
+        for _, step in zip(range(3), feed):
+            for microbatch in step.microbatches:
+                batch, used = trainer.batch_of(microbatch), 0
+                logits, begins = own(**batch).logits[0], microbatch["cu_seqlens"].tolist()
+                for begin, end, number in zip(begins, begins[1:], microbatch.draws.index.tolist()):
+                    tokens = batch["input_ids"][:, begin:end]
+                    images = slice(used, used + sum(isinstance(each, tuple) for each in DOCUMENTS[number]))
+                    used, arrays = images.stop, ("pixel_values", "image_position_ids")
+                    given = {name: batch[name][images] for name in arrays if images.start < images.stop}
+                    types = (tokens == IMAGE).long()
+                    alone = own(input_ids=tokens, mm_token_type_ids=types, **given).logits[0]
+                    torch.testing.assert_close(logits[begin:end], alone, rtol=1e-4, atol=1e-5)
+                    if given:
+                        causal = own(input_ids=tokens, **given).logits[0]
+                        assert not torch.allclose(causal, alone, rtol=1e-3, atol=1e-3)
+                    seen.add(number)
+    assert seen == {*range(6)}
+    own.config.text_config._attn_implementation = "flash_attention_2"
+    with pytest.raises(RecipeError, match=r"'flash_attention_2' has causal masks alone, .* of gemma4 attend"):
+        trainer.batch_of(microbatch)
+    own.config.model_type = "gemma5"
+    with pytest.raises(RecipeError, match="use_bidirectional_attention='vision' of gemma5"):
+        trainer.batch_of(microbatch)
+    own.config.text_config.use_bidirectional_attention = None
+    assert "attention_mask" not in trainer.batch_of(microbatch)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_masks_of_a_pack_are_those_of_each_document_alone(tmp_path: Path, family: str) -> None:
+    """By transformers' functions; images stand at the ends of documents, and are longer than Gemma 4's window."""
+    from test_share_encoders import gemma3
+    from transformers import TrainingArguments, masking_utils
+    from transformers.models.gemma4 import modeling_gemma4
+
+    own = gemma3()[0] if family == "gemma3" else gemma4()
+    own.set_attn_implementation("eager")
+    trainer = FeedTrainer(own, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    config, rng = own.config.get_text_config(), np.random.default_rng(0)
+    make = (
+        masking_utils.create_masks_for_generate
+        if family == "gemma3"
+        else modeling_gemma4.create_masks_for_vision_model
+    )
+    for _ in range(20):
+        kinds = [
+            np.repeat(rng.permutation(2 if family == "gemma3" else 3), rng.integers(1, 7))[
+                rng.integers(0, 2) :
+            ]
+            for _ in range(rng.integers(1, 5))
+        ]
+        of_pack = torch.from_numpy(np.concatenate(kinds))[None]
+        index = {"image_index": 1} if family == "gemma3" else {"image_index": 1, "video_index": 2}
+        pack: Any = {name: torch.where(of_pack == number, 0, -1) for name, number in index.items()}
+        pack |= {"tokens": of_pack, "labels": of_pack}
+        pack["position_ids"] = torch.cat([torch.arange(len(each)) for each in kinds])[None]
+        masks, begin = trainer.batch_of(pack)["attention_mask"], 0
+        wanted = {name: torch.full_like(mask, torch.finfo(mask.dtype).min) for name, mask in masks.items()}
+        for each in kinds:
+            size, types = len(each), torch.from_numpy(each)[None]
+            alone = make(
+                config,
+                torch.zeros(1, size, 0),
+                None,
+                None,
+                torch.arange(size)[None],
+                block_sequence_ids=modeling_gemma4.get_block_sequence_ids_for_mask(types, types.device),
+            )
+            place = slice(begin, begin := begin + size)
+            for name, mask in alone.items():
+                wanted[name][:, :, place, place] = mask
+        for name, mask in masks.items():
+            assert torch.equal(mask, wanted[name]), name
 
 
 def trained(folder: Path, own: Any, steps: int, resume: str | None = None) -> Any:
