@@ -482,6 +482,7 @@ class FeedTrainer(_Base):
         if type(self).batch_of is FeedTrainer.batch_of:
             _check_labels(recipe, self.model, self._predicts_next)
             _check_documents(recipe)
+            _check_tiles(recipe, self._feed_options.get("encoder", "with sample"))
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
@@ -663,6 +664,16 @@ def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
         )
 
 
+def _check_tiles(recipe: Recipe, encoder: object) -> None:
+    """Raises RecipeError for a shared encoder of images that may have no tiles; see `_batch_num_images`."""
+    if encoder != "with sample" and "image_tiles" in {field.name for field in contents_of(recipe).fields}:
+        raise RecipeError(
+            f"encoder={encoder!r} with {recipe.sequence.summary()}: its images have no tiles in documents of "
+            f"several, and a rank may encode a single one of these, which batch_num_images cannot tell; choose "
+            f"encoder='with sample'"
+        )
+
+
 def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
     """The trainer's `batch_of`. Raises RecipeError if it loses what the encoders exchange."""
     made = trainer.batch_of(microbatch)
@@ -735,7 +746,7 @@ def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:
     if (True, 1) in runs:
         raise RecipeError(
             "a pack has a single image of a document of several, which has no tiles, and batch_num_images "
-            "cannot tell so; raise capacity, so that no document is cut"
+            "cannot tell so; raise capacity, so that no document is cut, and choose encoder='with sample'"
         )
     return torch.tensor([each for is_whole, n in runs for each in ([n] if is_whole else [1] * n)])
 

@@ -396,6 +396,15 @@ def test_images_of_a_document_of_several_have_no_tiles(tmp_path: Path) -> None:
     outputs = [len(each) for each in trainer.model.model.get_image_features(**fields).pooler_output]
     with pytest.raises(RecipeError, match="a single image of a document of several"):
         trainer.batch_of({**microbatch, "image_tiles": torch.tensor([3, 1, 3])})
+    for encoder in ("group", "balanced"):
+        sharing = FeedTrainer(
+            trainer.model,
+            TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1),
+            train_dataset=recipe,
+            feed_options={"packing": mf.Packing(capacity=4096), "encoder": encoder},
+        )
+        with pytest.raises(RecipeError, match=f"encoder='{encoder}' with .*AnyResImages.* no tiles in"):
+            sharing.train()
     processor: Any = SimpleNamespace(
         image_token="?",
         num_image_tokens=16,
