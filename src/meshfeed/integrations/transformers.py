@@ -669,7 +669,7 @@ def _check_tiles(recipe: Recipe, encoder: object) -> None:
     if encoder != "with sample" and "image_tiles" in {field.name for field in contents_of(recipe).fields}:
         raise RecipeError(
             f"encoder={encoder!r} with {recipe.sequence.summary()}: its images have no tiles in documents of "
-            f"several, and a rank may encode a single one of these, which batch_num_images cannot tell; choose "
+            f"several; a rank may encode a single one of these, which batch_num_images cannot tell: choose "
             f"encoder='with sample'"
         )
 
