@@ -89,7 +89,7 @@ def simulate(
             batch = stepping.global_batch(step)
             if batch is None:
                 return
-            sources = Sources.of(batch.sources, stepping.rule)
+            sources = Sources.of(batch.sources, stepping.rule, contents.fields)
             for rank, coord in zip(chosen, coords):
                 fields = stages.fields_of_rank(contents.fields, coord.pp)
                 names, reads = [field.name for field in fields], any(field.stored for field in fields)

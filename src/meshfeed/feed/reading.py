@@ -115,7 +115,7 @@ class SequenceProducer(Producer[RankPlace]):
                 return
             digester = Digester(self.compared) if self.options.verify else None
             if sources is None or sources.names != batch.sources:
-                sources = Sources.of(batch.sources, stepping.rule)
+                sources = Sources.of(batch.sources, stepping.rule, contents.fields)
             for portion in portions:
                 columns, hint = None, contents.num_bytes(recipe, portion) if is_sent else 0
                 if role.reads:

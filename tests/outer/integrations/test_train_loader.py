@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,29 @@ def test_weights_that_labels_cannot_have_are_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(mf.errors.RecipeError, match="and this loop trains tokens or leaves them out"):
             masked_labels(one)
+
+
+@pytest.mark.parametrize("column", ["loss_mask", "labels", None])
+def test_only_weights_that_may_be_others_are_looked_at(tmp_path: Path, column: str | None) -> None:
+    """Elsewhere the host need not wait for a GPU: a loss_mask on torch's meta device, without values, will do."""
+    columns = {"tokens": np.uint16} | ({} if column is None else {column: np.int32})
+    with DatasetWriter(tmp_path / "store", columns) as writer:
+        writer.add_document(**{name: np.ones(32, dtype) for name, dtype in columns.items()})
+    data = mf.open(tmp_path / "store")
+
+    class Own(mf.Windows):
+        """A rule that may weigh."""
+
+    for sequence in (mf.Windows(16), mf.Documents(), Own(16)):
+        given = mf.Recipe(data=data, sequence=sequence, batch=mf.Batch(sequences=1))
+        packing = {"packing": mf.Packing(capacity=32)} if sequence.packed else {"micro_batch_size": 1}
+        (step,) = mf.simulate(given, mf.Layout(), 1, **packing)
+        (one,) = step.microbatches
+        assert one.may_weigh == (column is not None or isinstance(sequence, Own))
+        fields = {name: one[name].to("meta") for name in ("labels", "loss_mask")}
+        on_meta = replace(one, fields=fields)
+        if not one.may_weigh:
+            assert masked_labels(on_meta).shape == one["labels"].shape
+        else:
+            with pytest.raises(RuntimeError, match="meta"):
+                masked_labels(on_meta)
