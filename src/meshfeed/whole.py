@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-_TAKES_ONE = re.compile(r"\bint\b")
+_TAKES_ONE = re.compile(r"\bint\b|TokenId")
 
 
 def whole(given: Any) -> Any:

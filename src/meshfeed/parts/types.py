@@ -341,13 +341,27 @@ def check_rules(rules: Rules) -> None:
 
 
 def check_counts(options: Any) -> None:
-    """Raises RecipeError unless all options of a dataclass that are int are whole numbers from 1."""
+    """Raises RecipeError for an option of a dataclass that has not its type; numbers are from 1."""
     settle(options)
     for each in fields(options):
-        value = vars(options)[each.name]
+        value, wanted = vars(options)[each.name], str(each.type)
+        is_left_out = value is None and "None" in wanted
+        if "TokenId" in wanted and not (is_left_out or _are_ids(value, "tuple" in wanted)):
+            several = "ids of tokens, in a tuple" if "tuple" in wanted else "the id of a token"
+            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): {several}")
+        if wanted == "bool" and type(value) is not bool:
+            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): True or False")
         is_count = each.type == "int" or (each.type == "int | None" and value is not None)
         if is_count and not is_whole(value):
             raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): a whole number from 1")
+
+
+def _are_ids(given: Any, in_tuple: bool) -> bool:
+    """Whether it is an id or PLACEHOLDER, or a tuple of such, or of tuples."""
+    if in_tuple and isinstance(given, tuple):
+        each = cast(tuple[Any, ...], given)
+        return all(_are_ids(one, isinstance(one, tuple)) for one in each)
+    return not in_tuple and is_whole(given, PLACEHOLDER)
 
 
 def check_options(rule: PartRule) -> None:

@@ -21,6 +21,7 @@ from meshfeed.processors.tiles import Fit, FixedImages, FixedPixels, Framed
 from meshfeed.processors.video import PIXELS as PIXELS_OF_VIDEO
 from meshfeed.processors.video import evenly, refuse_short, sampled_frames, video_pixels
 from meshfeed.sequence.runs import Longs
+from meshfeed.whole import real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,11 @@ class CroppedImages(FixedImages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_crops > self.min_crop or not self.min_ratio >= 1:
+        ratio = real(self.min_ratio)
+        if self.max_crops > self.min_crop or ratio is None or not ratio >= 1:
             raise RecipeError(
                 f"CroppedImages(max_crops={self.max_crops}, min_crop={self.min_crop}, "
-                f"min_ratio={self.min_ratio}): no more crops than pixels of one, and a ratio from 1"
+                f"min_ratio={self.min_ratio!r}): no more crops than pixels of one, and a ratio from 1"
             )
 
     @classmethod

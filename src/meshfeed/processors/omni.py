@@ -108,7 +108,7 @@ class OmniVideo(NativeVideo):
         chunk = int(self.tokens_per_second * self.chunk_s)
         runs = [Repeat(begin)]
         for k in range(max(len(groups), -(-sounds // chunk))):
-            if k < len(groups):
+            if k < len(groups) and groups[k]:
                 runs.append(Repeat(PLACEHOLDER, groups[k] * cells, is_output=True))
             if (some := min(chunk, sounds - k * chunk)) > 0:
                 runs.append(Repeat(sound, some, is_output=True, kind=_AUDIO))

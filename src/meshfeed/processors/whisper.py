@@ -71,7 +71,14 @@ class WhisperAudio(PartRule):
                 f"part {i}, {parts.length[i] / parts.rate[i]:.1f} s of audio, of which WhisperAudio takes "
                 f"{self.seconds} s; cut it into several parts, or leave out longer='error'"
             )
-        return self.tokens_of_frames(self.frames_of(parts.length, parts.rate))
+        tokens = self.tokens_of_frames(self.frames_of(parts.length, parts.rate))
+        if (short := np.flatnonzero(tokens < 1)).size:
+            i = int(short[0])
+            raise StoreError(
+                f"part {i}, {parts.length[i]} samples of audio at {parts.rate[i]:g} Hz, of which the encoder "
+                f"makes no output; leave the document out, such as by mf.amendments.Exclude"
+            )
+        return tokens
 
     def frames_of(self, length: Longs, rate: npt.NDArray[np.float64]) -> Longs:
         """Spectrum frames of each part that are not padding; int64 [p].
@@ -84,7 +91,7 @@ class WhisperAudio(PartRule):
     def tokens_of_frames(self, frames: Longs) -> Longs:
         """Tokens of parts of so many spectrum frames; int64 [p] -> int64 [p]."""
         encoded = (frames - 1) // 2 + 1
-        return np.maximum((encoded - self.pool) // self.pool + 1, 1)
+        return (encoded - self.pool) // self.pool + 1
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         one = np.ones(len(parts), np.int64)

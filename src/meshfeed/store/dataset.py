@@ -140,7 +140,7 @@ class DatasetStore(StreamStore):
 
     @property
     def files_version(self) -> str:
-        return self.tokens.files_version
+        return " ".join(store.files_version for store in self._stores)
 
     def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
         """See `StreamStore`. ignore: any of its columns."""

@@ -16,6 +16,7 @@ from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of
 from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
+from meshfeed.sequence import contents_of
 from meshfeed.transport import Transport
 
 CONFIG_FIELDS: dict[str, str] = {
@@ -187,7 +188,9 @@ class DatasetsProvider:
             rows = getattr(args, "eval_micro_batch_size", None) or rows
         packed = recipe.sequence.packed
         # its embedding and loss take a token beyond the vocabulary for one of another tp rank
-        options = {"vocab_size": getattr(args, "padded_vocab_size", None)} | self._options
+        has_tokens = any(field.name == "tokens" for field in contents_of(recipe).fields)
+        checked = {"vocab_size": getattr(args, "padded_vocab_size", None)} if has_tokens else {}
+        options = checked | self._options
         options |= {} if name == "train" else {"ledger": None, "metrics": None}
         made = feed(
             recipe,

@@ -103,6 +103,8 @@ class Multimodal:
             raise PrepareError("--parts-folder: leave password and query out of it; set them by environment")
         if self.sound_track == "behind" and "audio" not in self.tokens:
             raise PrepareError("--sound-track: name the token that stands for sound: --audio-token TOKEN")
+        if self.sound_track is not None and "video" not in self.tokens:
+            raise PrepareError("--sound-track: name the token that stands for a video: --video-token TOKEN")
         if self.silent and self.sound_track is None:
             raise PrepareError("--silent: needs --sound-track")
         around = self.around or {}

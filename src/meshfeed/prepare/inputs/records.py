@@ -27,6 +27,7 @@ from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
 from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
 from meshfeed.prepare.inputs.webdataset import grouped, sample_of
+from meshfeed.store.loss_columns import OF_OTHERS
 
 HERE = "here"
 """Stands for a record in errors until its line is known."""
@@ -93,6 +94,10 @@ class Columns:
         if {"chosen", "rejected", "prompt"} <= {*there} and self.names[0] in ("chosen", "rejected"):
             raise StoreError(f"{HERE}: the prompt would be lost; {PAIRS}")
         lost = [name for name in self.refused if name in there]
+        if unread := [name for name in lost if name in OF_OTHERS]:
+            raise StoreError(
+                f"{HERE}: {unread[0]!r} next to the tokens: {OF_OTHERS[unread[0]]}; or leave it out"
+            )
         if lost:
             raise StoreError(
                 f"{HERE}: {' and '.join(map(repr, lost))} next to the tokens: prepare does not keep such "

@@ -1,0 +1,59 @@
+"""Options of rules: of another type, or ids that cannot be, they are refused when the rule is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from meshfeed.parts import PLACEHOLDER, Parts
+from meshfeed.processors import (
+    AnyResImages,
+    CroppedImages,
+    OmniVideo,
+    PlacedTiles,
+    RowImages,
+    TiledImages,
+    WhisperAudio,
+)
+
+CROPPED: dict[str, Any] = dict.fromkeys(("before", "first", "between", "next"), (5, PLACEHOLDER))
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "says"),
+    [
+        (AnyResImages, {"tiles_several": "no"}, r"tiles_several='no'\): True or False"),
+        (TiledImages, {"thumbnail": None}, r"thumbnail=None\): True or False"),
+        (CroppedImages, CROPPED | {"first": "ab"}, r"first='ab'\): ids of tokens, in a tuple"),
+        (CroppedImages, CROPPED | {"min_ratio": "1.2"}, "min_ratio='1.2'"),
+        (RowImages, {"row_end": "x", "end": 3}, r"row_end='x'\): the id of a token"),
+        (RowImages, {"row_end": (1,), "end": 3}, r"row_end=\(1,\)\): the id of a token"),
+        (OmniVideo, {"sound": (1, 2, -7)}, r"sound=\(1, 2, -7\)\): ids of tokens"),
+        (
+            PlacedTiles,
+            {"places": ((1, "a"),), "around": 1, "whole": 2, "newline": (3,), "blank_line": (4,)},
+            "places=",
+        ),
+    ],
+)
+def test_options_of_another_type_are_refused(rule: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(mf.errors.RecipeError, match=says):
+        rule(**options)
+
+
+def test_ids_of_any_library_are_ids() -> None:
+    assert RowImages(row_end=np.int64(3), end=4) == RowImages(row_end=3, end=4)
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(1, 0), (320, 0), (321, 1), (16_000, 25)])
+def test_sound_of_which_the_encoder_makes_nothing_is_refused(samples: int, tokens: int) -> None:
+    one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+    sound = Parts(one, none, none, one * samples, one * 16_000.0, one, none, np.array([0, 1]))
+    if tokens:
+        assert WhisperAudio().tokens(sound).tolist() == [tokens]
+    else:
+        with pytest.raises(mf.errors.StoreError, match=rf"part 0, {samples} samples .* makes no output"):
+            WhisperAudio().tokens(sound)
