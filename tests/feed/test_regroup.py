@@ -558,6 +558,25 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
     assert [*map(len, seen)] == [12] * 3 + [20] * 9 + [7] * 4
 
 
+def test_a_rank_that_joins_amends_as_those_who_were_there(recipe: mf.Recipe, tmp_path: Path) -> None:
+    """What the job has amended at a step before is amended once more, also by a rank that has only read of it."""
+    sizes, ranks = (mf.amendments.BatchSize(7), mf.amendments.BatchSize(20)), list[Rank]()
+    with contextlib.ExitStack() as stack:
+        for generation in range(2):
+            transport = mf.Transport(delivery="direct", prefetch=0, timeout_s=60)
+            options: Any = {"transport": transport, "ledger": tmp_path / "ledger.jsonl"}
+            ranks.append(Rank(stack.enter_context(mf.Feed(recipe, packing=PACKING, **options))))
+            assert together(ranks, mf.Layout(dp=len(ranks)), generation) == [0] * len(ranks)
+            for each in ranks:
+                each.train(0, takes_last=bool(generation))
+                for size in sizes[: 2 - generation]:
+                    assert each.feed.amend(size) == 1
+        assert [len(each.feed.ledger) for each in ranks] == [3, 3]
+        for each in ranks:
+            each.train(1, takes_last=True)
+        assert sum(len(each.taken[1]) for each in ranks) == 7
+
+
 # -- who may amend ---------------------------------------------------------------------------------------
 
 

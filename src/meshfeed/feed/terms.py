@@ -19,7 +19,8 @@ class Terms:
         given: without amendments.
         ledger: the amendments that this rank has made or read.
         recipe: with them.
-        num_made: as many of them this rank has made, or made again after a restart.
+        num_made: as many of them this rank has made, or made again after a restart; all of them in a job
+            that it has joined, whose ranks may not have made them alike.
     """
 
     given: Recipe
@@ -42,7 +43,12 @@ class Terms:
         else:
             before, made = self.given, Terms.of(self.given, ledger)
         extend(made.recipe, before)
-        return replace(made, num_made=self.num_made)
+        return made.joined
+
+    @property
+    def joined(self) -> Terms:
+        """The same, of which no amendment is taken for one that is made again but the last."""
+        return replace(self, num_made=len(self.ledger))
 
     def amended(self, change: Change, step: int, first: int) -> Terms:
         """The same with one more amendment, or with none if it has that already.
@@ -57,7 +63,7 @@ class Terms:
             same = (known[at].step, known[at].known) == (new.step, new.known)
             if same and known[at].change.digest == change.digest:
                 return replace(self, num_made=at + 1)
-        return replace(self.under(self.ledger.added(new)), num_made=len(known) + 1)
+        return self.under(self.ledger.added(new))
 
     def kept(self, path: str | os.PathLike[str] | None, trained: int) -> Ledger:
         """The file's ledger if that goes on from this rank's, which it is otherwise.
