@@ -33,7 +33,7 @@ def test_look_ups_are_what_loops_find(lengths: list[int], cuts: list[tuple[float
     total = sum(lengths)
     assert (index.num_documents, index.num_tokens) == (len(lengths), total)
     everything = np.arange(len(lengths))
-    assert index.lengths(everything).tolist() == lengths
+    assert index.extents(everything)[1].tolist() == lengths
     owner = [d for d, length in enumerate(lengths) for _ in range(length)]
     place = [t for length in lengths for t in range(length)]
     ranges = [sorted((round(a * total), round(b * total))) for a, b in cuts]
