@@ -394,7 +394,9 @@ class Feed(StepSource[RankPlace]):
             check_recipe(recipe, "run")
             given = run_by(recipe, self._machine, self._options.encoder)[0]
             terms = terms if given is terms.given else Terms.of(given, ledger)
-        terms = terms.under(ledger) if layout is None and not meet else terms.under(ledger).joined
+        terms = terms.under(ledger)
+        if layout is not None or meet:
+            terms = terms.joined
         place = self._place.moved(given_layout(layout), rank, generation, rendezvous, readers)
         moves = place is not self._place
         if first is not None:

@@ -629,6 +629,7 @@ def test_the_sound_of_videos_is_a_part_of_the_same_bytes(tmp_path, captions, wor
         prepare([broken], tmp_path / "no", how, engine=Here(), overwrite=True)
     for wrong, said in (
         ({"tokens": {"video": VIDEO}}, "name the token that stands for sound: --audio-token"),
+        ({"tokens": {"audio": AUDIO}}, "name the token that stands for a video: --video-token"),
         ({"sound_track": None, "silent": True}, "--silent: needs --sound-track"),
     ):
         with pytest.raises(PrepareError, match=said):

@@ -310,6 +310,19 @@ def test_the_sound_of_a_video_is_decoded_from_its_bytes(workers: int, tmp_path: 
     assert len(made["video_grid_thw"]) == 2
 
 
+def test_a_chunk_without_a_frame_has_its_sound_alone() -> None:
+    """A chunk of 0.5 s has 12 positions, not 12.5, so in a long video one comes to have no frame."""
+    one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+    video = Parts(
+        none + KINDS.index("video"), one * 56, one * 56, one * 787, one * 24.0, one, none, np.array([0, 1])
+    )
+    rule = OmniVideo(fps=4, chunk_s=0.5, sound=(1, 2, 3))
+    made = rule.with_sound(video, np.array([820]))
+    assert made is not None and (made.sizes > 0).all()
+    assert made.outputs.tolist() == rule.tokens(video).tolist()
+    assert made.outputs_of(KINDS.index("audio")).tolist() == [820]
+
+
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"OmniVideo\(tokens_per_second=None\)"):
         OmniVideo(tokens_per_second=None)  # type: ignore[arg-type]
