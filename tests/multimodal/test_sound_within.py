@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,22 @@ class Beats(Frames):
     """A token for each sample."""
 
     kind = "audio"
+
+
+@dataclass(frozen=True)
+class InGrids(Frames):
+    """Each frame is a grid."""
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        return np.ones_like(parts.length), np.ones_like(parts.length)
+
+
+@dataclass(frozen=True)
+class InARow(Beats):
+    """All samples are one."""
+
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        return np.ones_like(parts.length), parts.length
 
 
 @dataclass(frozen=True)
@@ -224,3 +240,12 @@ def test_a_rule_that_does_not_place_sound_is_named(stored: tuple[Path, Any]) -> 
                 packing=mf.Packing(capacity=24, oversize="truncate"),
             )
         )
+
+
+def test_a_rule_without_positions_of_sound_among_tokens_is_named(stored: tuple[Path, Any]) -> None:
+    rule = mf.Multimodal(video=Rows(InGrids()), audio=Rows(InARow()), positions="mrope")
+    recipe = replace(recipe_of(stored[0]), sequence=rule)
+    with pytest.raises(
+        RecipeError, match=r"document \d+, part \d: InGrids.*no rope, which positions='mrope'"
+    ):
+        list(mf.simulate(recipe, mf.Layout(), 2, packing=mf.Packing(capacity=24, oversize="truncate")))

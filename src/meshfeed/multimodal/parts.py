@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from meshfeed.multimodal.processor import (
     outputs_of,
     rope_of,
     rows_of,
-    sounding_rope_of,
     sounding_template_of,
     template_of,
     tokens_of,
@@ -83,10 +82,10 @@ class PartsOfDraws:
             if mine.size:
                 yield kind, mine
 
-    def ask(self, ask: Callable[..., R], who: PartRule | Processor, places: Longs, *given: Longs) -> R:
+    def ask(self, ask: Callable[..., R], who: PartRule | Processor, places: Longs, *given: Any) -> R:
         """What a rule or processor says of some parts. Raises for the first that it fails at, by name.
 
-        given: further arguments of `ask`, a value for each part.
+        given: further arguments of `ask`, arrays or a Template with a value for each part.
         """
         try:
             return ask(who, self.parts.take(places), *given)
@@ -137,11 +136,9 @@ class PartsOfDraws:
         every = np.arange(len(self.parts))
         made = self.template(every)
         rope = Rope.of_text(made)
-        for kind, mine, *sounds in self._groups(every):
-            of = np.isin(made.part, mine)
-            rope.offsets[of.repeat(made.sizes)], rope.steps[of] = self.ask(
-                sounding_rope_of if sounds else rope_of, self.processors[kind].rule, mine, *sounds
-            )
+        for kind, mine, *_ in self._groups(every):
+            of, rule = np.isin(made.part, mine), self.processors[kind].rule
+            rope.offsets[of.repeat(made.sizes)], rope.steps[of] = self.ask(rope_of, rule, mine, made[mine])
         return self.whole.mrope(made, rope)
 
     def template(self, places: Longs) -> Template:

@@ -220,13 +220,6 @@ def sounding_template_of(rule: PartRule, parts: Parts, sounds: Longs) -> Templat
     return checked
 
 
-def sounding_rope_of(rule: PartRule, parts: Parts, sounds: Longs) -> Rope:
-    """`rule.rope_with_sound`. Raises RecipeError without it, and for other shapes."""
-    if (rope := rule.rope_with_sound(parts, sounds)) is None:
-        raise RecipeError("no rope_with_sound, which positions='mrope' needs of a video with its sound")
-    return _checked_rope(rope, sounding_template_of(rule, parts, sounds))
-
-
 def _checked(made: Template, parts: Parts) -> Template:
     runs, num = _counts("runs of the template", made.runs, len(parts), least=1), int(made.runs.sum())
     sizes = _counts("sizes of the template", made.sizes, num, least=1)
@@ -259,11 +252,12 @@ def work_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float64]:
     return work
 
 
-def grid_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
+def grid_of(rule: PartRule, parts: Parts, made: Template) -> tuple[Longs, Longs]:
     """`rule.grid`; int64 [runs] twice. Raises RecipeError unless each run of outputs fills whole grids."""
     if (grid := rule.grid(parts)) is None:
         raise RecipeError("grid: None; a multimodal rope needs the rows and columns of tokens of every part")
-    made = template_of(rule, parts)
+    if (made.kinds != KINDS.index(rule.kind)).any():
+        raise RecipeError("no rope, which positions='mrope' needs of a video with its sound")
     tokens = made.sizes[made.is_output]
     rows, columns = (_counts("grid", each, tokens.size, least=1) for each in grid)
     cells = rows * columns
@@ -289,19 +283,17 @@ def last_patches_of(rule: PartRule, parts: Parts) -> Longs:
 def has_rope(rule: PartRule) -> bool:
     """Whether a rule gives positions of a multimodal rope."""
     none = Parts.none(0)
-    return rule.grid(none) is not None or rule.rope(none) is not None
+    return rule.grid(none) is not None or rule.rope(none, Template.of([])) is not None
 
 
-def rope_of(rule: PartRule, parts: Parts) -> Rope:
-    """`rule.rope`, or that of its `grid`. Raises RecipeError as `grid_of`, and for other shapes."""
-    made = template_of(rule, parts)
-    if (rope := rule.rope(parts)) is None:
-        rows, columns = grid_of(rule, parts)
+def rope_of(rule: PartRule, parts: Parts, made: Template) -> Rope:
+    """`rule.rope`, or that of its `grid`. Raises RecipeError as `grid_of`, and for other shapes.
+
+    made: their tokens, with the kinds of all outputs.
+    """
+    if (rope := rule.rope(parts, made)) is None:
+        rows, columns = grid_of(rule, parts, made)
         return Rope.of_grids(made, rows, columns, interval_of(rule, parts)[made.part[made.is_output]])
-    return _checked_rope(rope, made)
-
-
-def _checked_rope(rope: Rope, made: Template) -> Rope:
     shapes, wanted = (rope.offsets.shape, rope.steps.shape), ((made.sizes.sum(), 3), made.sizes.shape)
     if shapes != wanted:
         raise RecipeError(f"rope: offsets and steps {shapes}, where {wanted} belong")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args
 
 import numpy as np
@@ -27,7 +28,7 @@ def in_pixels(height: int, width: int) -> str:
     return f"{width} pixels wide x {height} high"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Parts:
     """The parts of some samples, sample after sample, each sample's in the order of its text.
 
@@ -65,7 +66,7 @@ class Parts:
         """Samples, those without parts too."""
         return self.starts.size - 1
 
-    @property
+    @cached_property
     def sample(self) -> Longs:
         """The sample of each part; int64 [p]."""
         return np.arange(self.num_samples).repeat(np.diff(self.starts))
@@ -73,7 +74,7 @@ class Parts:
     def __len__(self) -> int:
         return self.kind.size
 
-    @property
+    @cached_property
     def is_track(self) -> npt.NDArray[np.bool_]:
         """Which parts are the sound track of the video before them, whose bytes are theirs; bool [p]."""
         track, video = self.num_bytes == 0, self.kind == KINDS.index("video")
@@ -82,10 +83,10 @@ class Parts:
         track[1:] &= self.sample[1:] == self.sample[:-1]
         return track
 
-    @property
+    @cached_property
     def is_within(self) -> npt.NDArray[np.bool_]:
         """Which of these have no placeholder of their own: their tokens stand among the video's; bool [p]."""
-        within = self.is_track
+        within = self.is_track.copy()
         within[1:] &= self.at[1:] == self.at[:-1]
         return within
 
@@ -190,6 +191,11 @@ class Template:
         """The placeholder of each part, repeated so often, each an output; int64 [p]."""
         one = np.ones_like(tokens)
         return cls(one, one * PLACEHOLDER, tokens, one > 0, -one)
+
+    def __getitem__(self, places: Longs | slice) -> Self:
+        """Of some parts, ascending."""
+        of = np.isin(self.part, np.arange(self.runs.size)[places])
+        return type(self)(self.runs[places], self.ids[of], self.sizes[of], self.is_output[of], self.kinds[of])
 
     @property
     def names(self) -> Longs:
@@ -300,8 +306,11 @@ class PartRule(ABC):
         """Positions of a multimodal rope from one grid of a part to its next; float32 [p]. 1 by default."""
         return np.ones(len(parts), np.float32)
 
-    def rope(self, parts: Parts) -> Rope | None:
-        """Positions of a multimodal rope in the template of each part. By default None: those of `grid`."""
+    def rope(self, parts: Parts, template: Template) -> Rope | None:
+        """Positions of a multimodal rope in the tokens of each part. By default None: those of `grid`.
+
+        template: the tokens, that of `with_sound` or of `template`; `kinds` are those of all outputs.
+        """
         return None
 
     def with_sound(self, parts: Parts, sounds: Longs) -> Template | None:
@@ -309,10 +318,6 @@ class PartRule(ABC):
 
         sounds: outputs of the sound of each, by its own rule; int64 [p]. They are outputs of kind "audio".
         """
-        return None
-
-    def rope_with_sound(self, parts: Parts, sounds: Longs) -> Rope | None:
-        """Positions of a multimodal rope in the template of `with_sound`, whose arguments it has."""
         return None
 
     def work(self, parts: Parts) -> npt.NDArray[np.float64]:

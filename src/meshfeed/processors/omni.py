@@ -49,9 +49,6 @@ class OmniVideo(NativeVideo):
                 f"{self.merge_frames / self.fps:g} s apart, further than chunk_s"
             )
 
-    def rope(self, parts: Parts) -> Rope:
-        return self._rope(parts)
-
     def with_sound(self, parts: Parts, sounds: Longs) -> Template | None:
         if self.sound is None:
             return None
@@ -59,19 +56,18 @@ class OmniVideo(NativeVideo):
         each = zip((rows * columns).tolist(), self._groups_of_chunks(parts), sounds.tolist())
         return Template.of(self._runs(*one) for one in each)
 
-    def rope_with_sound(self, parts: Parts, sounds: Longs) -> Rope | None:
-        if (template := self.with_sound(parts, sounds)) is None:
-            return None
+    def rope(self, parts: Parts, template: Template) -> Rope:
+        video, of_sound = self._rope(parts), template.kinds == _AUDIO
+        if not of_sound.any():
+            return video
         if (first := np.flatnonzero(parts.at == 0)).size:
             raise StoreError(
                 f"part {first[0]}: a video with sound at the begin of its document, where <|vision_bos|> "
                 f"belongs before it; prepare it with --video-text"
             )
-        video, made = self._rope(parts), Rope.of_text(template)
-        of_video, of_sound = (template.is_output & (template.kinds == kind) for kind in (-1, _AUDIO))
-        token_of = {"video": of_video.repeat(template.sizes), "sound": of_sound.repeat(template.sizes)}
-        made.offsets[token_of["video"]] = video.offsets
-        made.offsets[token_of["sound"]] = numbered(sounds)[1][:, None]
+        made = Rope.of_text(template)
+        made.offsets[(template.is_output & ~of_sound).repeat(template.sizes)] = video.offsets
+        made.offsets[of_sound.repeat(template.sizes)] = numbered(template.outputs_of(_AUDIO))[1][:, None]
         ends = np.cumsum(template.runs)
         begins, lasts = ends - template.runs, ends - 2
         made.offsets[np.cumsum(template.sizes)[begins] - 1] = -1  # where <|vision_bos|> is

@@ -106,9 +106,9 @@ class WhisperAudio(PartRule):
         frames = self.frames_of(parts.length, parts.rate)
         return (frames - 1) % self._window_frames // 2 + 1
 
-    def rope(self, parts: Parts) -> Rope:
+    def rope(self, parts: Parts, template: Template) -> Rope:
         """As text, as those of Qwen2.5-Omni."""
-        return Rope.of_text(Template.repeated(self.tokens(parts)))
+        return Rope.of_text(template)
 
     @property
     def _window_frames(self) -> int:
