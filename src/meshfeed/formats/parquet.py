@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,7 +16,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags, read_bytes
 from meshfeed.formats.tokens import (
     TokenColumn,
     hint_for,
@@ -27,6 +28,8 @@ from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 _SPAN_BYTES = 1 << 26
+_JOINT = re.compile(rb"(?s:(.{4}))PAR[1E](?=PAR1)")  # sizes of footers, magic numbers
+_FOOTER = b"\x15"  # the first byte of any: Thrift's, of its version
 
 
 class ParquetStore(DocumentFiles):
@@ -137,7 +140,31 @@ def parquet_of(file: ByteFile) -> Any:
     parquet = importlib.import_module("pyarrow.parquet")
     with typed_arrow(file.url):
         source = arrow.PythonFile(RawStream(file), mode="r")
-        return parquet.ParquetFile(source, page_checksum_verification=True)  # of pages that have one
+        found = parquet.ParquetFile(source, page_checksum_verification=True)  # of pages that have one
+        _refuse_joined(file, found.metadata)
+        return found
+
+
+def _refuse_joined(file: ByteFile, metadata: Any) -> None:
+    """Raise StoreError for several files in one: the first would be read by the footer of the last.
+
+    Offsets are those in the last file, so as many bytes as lie before it follow its columns, and its indexes.
+    """
+    footer, end = file.size_bytes - metadata.serialized_size - 8, 4
+    if last := metadata.num_row_groups:
+        group = metadata.row_group(last - 1)
+        for chunk in map(group.column, range(group.num_columns)):
+            end = max(end, _begin_of(chunk) + chunk.total_compressed_size)
+            end = max(end, (chunk.bloom_filter_offset or 0) + (chunk.bloom_filter_length or 0))
+    for at in range(0, footer - end, _SPAN_BYTES):
+        for joint in _JOINT.finditer(read_bytes(file, at, min(at + _SPAN_BYTES + 12, footer))):
+            second = at + joint.end()
+            begin = second - 8 - int.from_bytes(joint[1], "little")
+            if begin >= 4 and read_bytes(file, begin, begin + 1) == _FOOTER:
+                raise StoreError(
+                    f"{file.url}: byte {second}: another Parquet file begins within this one; write all rows "
+                    f"as one file, or give each file as one of its own"
+                )
 
 
 def name_in(schema: Any, names: Sequence[str], url: str) -> str:
@@ -184,11 +211,15 @@ def extent_of(parquet: Any, group: int, name: str) -> tuple[int, int]:
     facts = parquet.metadata.row_group(group)
     chunks = [facts.column(i) for i in range(facts.num_columns)]
     spans = [
-        (chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size)
+        (_begin_of(chunk), chunk.total_compressed_size)
         for chunk in chunks
         if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.")
     ]
     return min(begin for begin, _ in spans), max(begin + size for begin, size in spans)
+
+
+def _begin_of(chunk: Any) -> int:
+    return chunk.dictionary_page_offset or chunk.data_page_offset
 
 
 def arrow_for(path: str, kind: str = "Parquet") -> Any:

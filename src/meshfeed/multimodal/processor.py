@@ -185,6 +185,17 @@ _OF_RULE = {
 }
 
 
+def check_rule(processor: Processor) -> None:
+    """Raises RecipeError for a rule that is not one of those that a processor that ships takes."""
+    processors = [each.__name__ for each in type(processor).__mro__]
+    own, rule = next((name for name in processors if name in _OF_RULE.values()), ""), processor.rule
+    taken_by = next((_OF_RULE[each.__name__] for each in type(rule).__mro__ if each.__name__ in _OF_RULE), "")
+    if own and own != taken_by:
+        fit = " or ".join(name for name, of_rule in _OF_RULE.items() if of_rule == own)
+        other = f"; {taken_by} takes the one given" if taken_by else ""
+        raise RecipeError(f"{type(processor).__name__}(rule={rule!r}): give {fit}, or a subclass{other}")
+
+
 def tokens_of(rule: PartRule, parts: Parts) -> Longs:
     """`rule.tokens`; int64 [p]. Raises RecipeError unless it gives a whole number from 1 for each part."""
     return _counts("tokens", rule.tokens(parts), len(parts), least=1)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.formats.images import opened_image
-from meshfeed.multimodal.processor import PartField, PartSize, Processor
+from meshfeed.multimodal.processor import PartField, PartSize, Processor, check_rule
 from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.parts.types import check_counts, in_pixels
 from meshfeed.processors.resizing import Resample, resized, resized_squares
@@ -53,6 +53,7 @@ class PixelProcessor(Processor):
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
+        check_rule(self)
         check_choice(self, "dtype", get_args(Dtype))
         check_counts(self)
         mean, std = np.array(self.mean, float), np.array(self.std, float)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.sound import Sound, decoded_audio
-from meshfeed.multimodal.processor import PartField, PartSize, Processor
+from meshfeed.multimodal.processor import PartField, PartSize, Processor, check_rule
 from meshfeed.parts import Kind, PartRule, Parts, Rope, Template
 from meshfeed.parts.types import check_counts, check_options
 from meshfeed.sequence.runs import Longs
@@ -142,6 +142,7 @@ class WhisperFeatures(Processor):
     window: int = 400
 
     def __post_init__(self) -> None:
+        check_rule(self)
         check_counts(self)
 
     @property

@@ -351,6 +351,28 @@ def test_a_page_with_another_checksum_is_refused(tmp_path: Path) -> None:
         _ = open_store(path, cache=tmp_path / "cache").num_tokens
 
 
+@pytest.mark.parametrize("bloom", [{}, {"bloom_filter_options": {"id": True}}], ids=["", "bloom"])
+@pytest.mark.parametrize("index", [False, True])
+@given(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=2, max_size=3))
+@settings(max_examples=cases(4), deadline=None)
+def test_files_joined_by_cat_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, index: bool, bloom: Any, lengths: list[list[int]]
+) -> None:
+    """The last footer would read the first file's pages; whole files, of any rows and indexes, are read."""
+    folder, files = tmp_path_factory.mktemp("joined"), list[bytes]()
+    for i, each in enumerate(lengths):
+        documents = pa.array([[8] * n for n in each], pa.list_(pa.int32()))
+        table = pa.table({"id": range(len(each)), "tokens": documents, "raw": [b"PAR1PAR1"] * len(each)})
+        path = folder / f"{i}.parquet"
+        pq.write_table(table, path, row_group_size=9, write_page_index=index, use_dictionary=False, **bloom)
+        assert open_store(path, cache=folder).lengths(np.arange(len(each))).tolist() == each
+        files.append(path.read_bytes())
+    (folder / "all.parquet").write_bytes(b"".join(files))
+    joints = "|".join(str(sum(map(len, files[:i]))) for i in range(1, len(files)))
+    with pytest.raises(StoreError, match=rf"all\.parquet: byte ({joints}): another Parquet file begins"):
+        _ = open_store(folder / "all.parquet", cache=folder).num_documents
+
+
 @pytest.mark.parametrize("other", ["b.jsonl.gz", "b.json.zst", "b.ndjson", "b.parquet"])
 def test_a_folder_of_several_kinds_is_refused(tmp_path: Path, other: str) -> None:
     """What a store of one kind passed over would be lost without a word."""

@@ -8,14 +8,24 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
-from meshfeed.parts import PLACEHOLDER, Parts
+from meshfeed import processors
+from meshfeed.multimodal.processor import Processor
+from meshfeed.parts import PLACEHOLDER, PartRule, Parts
 from meshfeed.processors import (
     AnyResImages,
+    BudgetImages,
+    BudgetVideo,
     CroppedImages,
+    FixedImages,
+    FixedPixels,
+    FixedVideo,
+    NativeImages,
+    NativeVideo,
     OmniVideo,
     PlacedTiles,
     RowImages,
     TiledImages,
+    TimedVideo,
     WhisperAudio,
 )
 
@@ -57,3 +67,58 @@ def test_sound_of_which_the_encoder_makes_nothing_is_refused(samples: int, token
     else:
         with pytest.raises(mf.errors.StoreError, match=rf"part 0, {samples} samples .* makes no output"):
             WhisperAudio().tokens(sound)
+
+
+DIGITS: dict[str, Any] = {"digits": (*range(10),)}
+TAKEN_BY: dict[str, list[PartRule]] = {
+    "NativePatches": [NativeImages()],
+    "VideoPatches": [
+        NativeVideo(),
+        OmniVideo(),
+        TimedVideo(**DIGITS, before=(1,), point=2, after=(3,), start=4, end=5),
+    ],
+    "RowPatches": [RowImages(row_end=3, end=4)],
+    "BudgetPatches": [BudgetImages()],
+    "BudgetFrames": [BudgetVideo(**DIGITS, colon=2, space=3)],
+    "PlacedPixels": [
+        PlacedTiles(places=((1,),), around=1, whole=2, newline=(3,), blank_line=(4,), longest=1)
+    ],
+    "FixedPixels": [FixedImages()],
+    "FixedFrames": [FixedVideo()],
+    "CroppedPixels": [CroppedImages(**CROPPED)],
+    "TiledPixels": [TiledImages()],
+    "AnyResPixels": [AnyResImages(), AnyResImages.onevision()],
+    "WhisperFeatures": [WhisperAudio()],
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_BY)
+def test_a_processor_takes_the_rules_that_are_its_own(name: str) -> None:
+    """Those of another one, subclasses of its own among them, would count other tokens than it makes."""
+    processor = getattr(processors, name)
+    for taken_by, rules in TAKEN_BY.items():
+        for rule in rules:
+            if taken_by == name:
+                assert processor(rule).rule is rule
+                continue
+            says = rf"{name}\(rule={type(rule).__name__}\(.*: give .*, or a subclass; {taken_by} takes the one given"
+            with pytest.raises(mf.errors.RecipeError, match=says):
+                processor(rule)
+
+
+def test_rules_of_users_are_subclasses() -> None:
+    class Larger(FixedImages): ...
+
+    class Pixels(FixedPixels): ...
+
+    assert Pixels(Larger()).rule == Larger()
+    for other in (FixedImages, CroppedImages(**CROPPED), "image"):
+        with pytest.raises(mf.errors.RecipeError, match=r"Pixels.*: give FixedImages, or a subclass"):
+            Pixels(other)  # type: ignore[arg-type]
+
+
+def test_every_processor_is_tried() -> None:
+    shipped = {name for name in processors.__all__ if isinstance(getattr(processors, name), type)}
+    concrete = {name for name in shipped if issubclass(getattr(processors, name), Processor)}
+    assert concrete - {"ImageProcessor"} == TAKEN_BY.keys()
+    assert shipped - concrete == {type(rule).__name__ for rules in TAKEN_BY.values() for rule in rules}
