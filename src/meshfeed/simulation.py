@@ -89,7 +89,8 @@ def simulate(
             batch = stepping.global_batch(step)
             if batch is None:
                 return
-            sources = Sources.of(batch.sources, stepping.rule, contents.fields)
+            may_weigh = contents.may_weigh(recipe, batch.draws)
+            sources = Sources(batch.sources, stepping.rule.has_dummy_rows, may_weigh)
             for rank, coord in zip(chosen, coords):
                 fields = stages.fields_of_rank(contents.fields, coord.pp)
                 names, reads = [field.name for field in fields], any(field.stored for field in fields)

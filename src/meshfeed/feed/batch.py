@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,9 +17,7 @@ from meshfeed.layout import Layout
 from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops, plan_fixed
-from meshfeed.roles import Field
-from meshfeed.sequence import Portion, SequenceRule
-from meshfeed.summary import code_of
+from meshfeed.sequence import Portion
 
 Value = torch.Tensor | Sequence[Any]
 """A tensor, or one value per sequence: a tensor, bytes, whatever holds tensors (see `Keys`), or None."""
@@ -81,12 +79,6 @@ class Sources:
     has_dummy_rows: bool
     may_weigh: bool
 
-    @classmethod
-    def of(cls, names: tuple[str, ...], rule: SequenceRule, fields: Iterable[Field]) -> Sources:
-        """Those of microbatches with these fields, which a rule makes."""
-        stored = any(each.stored for each in fields if each.name == "loss_mask")
-        return cls(names, rule.has_dummy_rows, may_weigh=stored or code_of(rule) != "")
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
@@ -137,7 +129,11 @@ class Microbatch(Mapping[str, Any]):
 
     @property
     def may_weigh(self) -> bool:
-        """Whether loss_mask may have other weights than 0 and 1: it is stored, or made by your own rule."""
+        """Whether loss_mask may have other weights than 0 and 1; False only where the host knows of none.
+
+        So it is where no source of the step has another weight in its column, and where a rule of meshfeed
+        makes it; True for `Samples` with this field, and for a rule of yours.
+        """
         return self._sources is None or self._sources.may_weigh
 
     @property

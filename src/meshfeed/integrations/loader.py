@@ -124,7 +124,7 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     if "loss_mask" not in microbatch:
         return labels
     mask: torch.Tensor = microbatch["loss_mask"]
-    # on a GPU, the host waits here, so only where a weight can be another
+    # on a GPU, the host waits here, so only where it knows of another weight, or does not know
     if getattr(microbatch, "may_weigh", True) and (other := (mask != 0) & (mask != 1)).any():
         raise RecipeError(
             f"loss_mask has a weight of {float(mask[other][0]):.6g}, and this loop trains tokens or leaves "

@@ -22,7 +22,7 @@ from meshfeed.sequence.rule import RuleContents, SequenceRule, TakesParts, Token
 from meshfeed.sequence.runs import Longs, Portion, WithExcluded
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
-from meshfeed.store.loss_columns import count_bearing
+from meshfeed.store.loss_columns import count_bearing, has_weights
 
 _REPLACED = ("labels", "loss_mask")
 
@@ -148,6 +148,11 @@ class WithColumns(RuleContents):
             )
             np.add.at(valid, mine[of], count_bearing(recipe.sources[s], begins, ends))
         return valid
+
+    def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
+        """Whether a store of these draws has another weight anywhere, from the marks of its columns."""
+        weighs = self._masks and any(has_weights(recipe.sources[s]) for s, _, _ in draws.by_source())
+        return weighs or self.rule.may_weigh(recipe, draws)
 
     # -- read and delivered -----------------------------------------------------------------------------
 

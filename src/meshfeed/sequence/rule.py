@@ -31,6 +31,7 @@ from meshfeed.roles import Field
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
+from meshfeed.summary import code_of
 
 _TOGETHER = 1 << 18
 """Sequences that are looked up together. A store of no more is counted in less time than it takes to share
@@ -101,6 +102,10 @@ class RuleContents(ABC):
 
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
+
+    def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
+        """Whether loss_mask may have other weights than 0 and 1, by the index; by default, of your rule."""
+        return code_of(self) != ""
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""

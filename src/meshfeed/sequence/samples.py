@@ -127,6 +127,10 @@ class Samples(FindsDocuments, LeavesOut):
             lengths[mine] = store.lengths(draws.index[mine])
         return lengths
 
+    def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
+        """Whether items have a loss_mask."""
+        return any(field.name == "loss_mask" for field in self.fields)
+
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Loss-bearing tokens of each piece; int64 [n]. Raises PlanError if they are unknown."""
         whole = self.lengths(recipe, draws)

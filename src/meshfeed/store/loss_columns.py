@@ -41,6 +41,13 @@ def count_bearing(store: StreamStore, starts: I64, stops: I64) -> I64:
     return _bearing_of(store, store.kept_in or Cache()).count(starts, stops)
 
 
+def has_weights(store: StreamStore) -> bool:
+    """Whether any value that bears loss has another weight than 1; by the same index."""
+    while isinstance(store, DocumentRange):
+        store = store.of
+    return bool(_bearing_of(store, store.kept_in or Cache()).others)
+
+
 @kept_by_store(most=1)
 def _bearing_of(store: StreamStore, cache: Cache) -> Marks:
     """The marks of a store's columns; kept, since they map a file."""

@@ -2,6 +2,7 @@
 
 bits     uint8 [bytes], value i is bit i % 8 of byte i // 8, zeros at the end
 counts   int64 [blocks], marked values before each block of 256
+others   int64 [], marked values with another weight than 1, of `bearing`
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 I64 = npt.NDArray[np.int64]
 
-VERSION = 1
+VERSION = 2
 _BLOCK = 256
 _SPAN = 1 << 24
 _ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
@@ -32,6 +33,7 @@ class Marks:
 
     bits: npt.NDArray[np.uint8]
     counts: I64
+    others: I64
 
     def count(self, starts: I64, stops: I64) -> I64:
         """Marked values in each range; int64 [m] twice -> int64 [m]."""
@@ -62,9 +64,9 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = 
     of = {"content": store.fingerprint, "files": store.files_version}
     key = key_of_parts(kind="marks", version=VERSION, **of, **of_tokens)
 
-    def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:
+    def marked(begin: int, end: int) -> tuple[npt.NDArray[np.bool_], int]:
         values = _values(store, begin, end)
-        return values != 0 if tokens is None else np.isin(values, tokens)
+        return values != 0 if tokens is None else np.isin(values, tokens), 0
 
     return _made(key, store.num_tokens, marked, cache)
 
@@ -80,9 +82,13 @@ def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Ca
     of = {name: f"{store.fingerprint} {store.files_version}" for name, store in given.items()}
     key = key_of_parts(kind="bearing", version=VERSION, **of)
 
-    def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:
+    def marked(begin: int, end: int) -> tuple[npt.NDArray[np.bool_], int]:
         bears = np.ones(end - begin, np.bool_) if labels is None else _values(labels, begin, end) >= 0
-        return bears if loss_mask is None else bears & (_weights(loss_mask, begin, end) != 0)
+        if loss_mask is None:
+            return bears, 0
+        weights = _weights(loss_mask, begin, end)
+        bears &= weights != 0
+        return bears, int(np.count_nonzero(weights[bears] != 1))
 
     return _made(key, next(iter(given.values())).num_tokens, marked, cache)
 
@@ -105,19 +111,28 @@ def _values(store: StreamStore, begin: int, end: int) -> Array:
 
 
 def _made(
-    key: str, total: int, marked_in: Callable[[int, int], npt.NDArray[np.bool_]], cache: Cache
+    key: str, total: int, marked_in: Callable[[int, int], tuple[npt.NDArray[np.bool_], int]], cache: Cache
 ) -> Marks:
-    """The marks of a stream, made once per node. marked_in: which of the places begin..end are marked."""
+    """The marks of a stream, made once per node.
+
+    marked_in: which of the places begin..end are marked, and how many of them have another weight than 1.
+    """
 
     def scan(span: range) -> Mapping[str, Array]:
-        marked = marked_in(span.start, span.stop)
+        marked, others = marked_in(span.start, span.stop)
         blocks = np.concatenate((marked, np.zeros(-len(span) % _BLOCK, np.bool_))).reshape(-1, _BLOCK)
-        return {"bits": np.packbits(blocks, bitorder="little"), "counts": blocks.sum(1)}
+        counts = blocks.sum(1)
+        return {
+            "bits": np.packbits(blocks, bitorder="little"),
+            "counts": counts,
+            "others": np.array([others]),
+        }
 
     def join(spans: Sequence[range], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
         # One more block, without marks, for the place at the end.
         bits = np.concatenate((joined(arrays, "bits", np.uint8), np.zeros(_BLOCK // 8, np.uint8)))
-        return {"bits": bits, "counts": np.concatenate(([0], joined(arrays, "counts").cumsum()))}
+        counts = np.concatenate(([0], joined(arrays, "counts").cumsum()))
+        return {"bits": bits, "counts": counts, "others": joined(arrays, "others").sum(dtype=np.int64)}
 
     def spans() -> list[range]:
         return [range(first, min(first + _SPAN, total)) for first in range(0, total, _SPAN)]

@@ -378,12 +378,15 @@ def test_weights_that_labels_cannot_have_are_refused(tmp_path: Path) -> None:
             masked_labels(one)
 
 
-@pytest.mark.parametrize("column", ["loss_mask", "labels", None])
-def test_only_weights_that_may_be_others_are_looked_at(tmp_path: Path, column: str | None) -> None:
+@pytest.mark.parametrize(("column", "value"), [("loss_mask", 1), ("loss_mask", 2), ("labels", 2), (None, 0)])
+def test_only_weights_that_may_be_others_are_looked_at(
+    tmp_path: Path, column: str | None, value: int
+) -> None:
     """Elsewhere the host need not wait for a GPU: a loss_mask on torch's meta device, without values, will do."""
     columns = {"tokens": np.uint16} | ({} if column is None else {column: np.int32})
     with DatasetWriter(tmp_path / "store", columns) as writer:
-        writer.add_document(**{name: np.ones(32, dtype) for name, dtype in columns.items()})
+        tokens = np.ones(32, np.uint16)
+        writer.add_document(tokens=tokens, **({} if column is None else {column: np.full(32, value)}))
     data = mf.open(tmp_path / "store")
 
     class Own(mf.Windows):
@@ -394,7 +397,7 @@ def test_only_weights_that_may_be_others_are_looked_at(tmp_path: Path, column: s
         packing = {"packing": mf.Packing(capacity=32)} if sequence.packed else {"micro_batch_size": 1}
         (step,) = mf.simulate(given, mf.Layout(), 1, **packing)
         (one,) = step.microbatches
-        assert one.may_weigh == (column is not None or isinstance(sequence, Own))
+        assert one.may_weigh == ((column, value) == ("loss_mask", 2) or isinstance(sequence, Own))
         fields = {name: one[name].to("meta") for name in ("labels", "loss_mask")}
         on_meta = replace(one, fields=fields)
         if not one.may_weigh:
@@ -402,3 +405,33 @@ def test_only_weights_that_may_be_others_are_looked_at(tmp_path: Path, column: s
         else:
             with pytest.raises(RuntimeError, match="meta"):
                 masked_labels(on_meta)
+
+
+@settings(max_examples=cases(25, 300), deadline=None)
+@given(data=st.data())
+def test_weights_are_known_of_the_sources_of_each_step(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """By every rank, from the columns of the sources that the step draws from."""
+    folder, weighs = tmp_path_factory.mktemp("weights"), dict[str, bool]()
+    with_labels = data.draw(st.booleans())
+    columns: dict[str, Any] = {"tokens": "u2", "loss_mask": data.draw(st.sampled_from(["f4", "f8", "i2"]))}
+    for name in ("a", "b"):
+        weights = np.array(
+            data.draw(st.lists(st.sampled_from([0, 1, 1, 1, 0.5, 2]), min_size=20, max_size=20))
+        )
+        weights = weights.astype(columns["loss_mask"])
+        labels = np.array(data.draw(st.lists(st.sampled_from([-100, 3, 3]), min_size=20, max_size=20)))
+        more = {"labels": labels} if with_labels else {}
+        with DatasetWriter(folder / name, columns | dict.fromkeys(more, "i4")) as writer:
+            writer.add_document(tokens=np.arange(20, dtype="u2"), loss_mask=weights, **more)
+        bears = (weights != 0) & ((labels >= 0) | (not with_labels))
+        weighs[name] = bool((weights[bears] != 1).any())
+    mixture = mf.Mixture({name: (mf.open(folder / name), 0.5) for name in "ab"}, batches="per_source")
+    given = mf.Recipe(data=mixture, sequence=mf.Windows(4), batch=mf.Batch(sequences=2))
+    feed = mf.Feed(given, micro_batch_size=2, no_loss="allow", transport=mf.Transport(prefetch=0))
+    with feed:
+        for step in itertools.islice(feed, 6):
+            for microbatch in step.microbatches:
+                drawn = {step.sources[source] for source in microbatch.draws.source}
+                assert microbatch.may_weigh == any(weighs[name] for name in drawn)
