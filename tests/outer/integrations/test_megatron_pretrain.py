@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pretrain_driver
 import pytest
 import torch.distributed as dist
@@ -186,6 +187,51 @@ def test_what_megatron_does_not_use_is_not_opened(tmp_path: Path) -> None:
     ((evaluated, trained),) = run(unused_job, 1, tmp_path)
     assert evaluated[0] is True and evaluated[1] == evaluated[2]  # both from their first step
     assert trained[0] is not True and trained[1:] == [True, True]
+
+
+class Vectors:
+    """Items of a model without tokens."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
+        return {"vector": np.full(3, at.index, np.float32), "label": np.array([at.index])}
+
+
+def vectors() -> mf.Recipe:
+    return mf.Recipe(
+        data=mf.Mapped(Vectors()), sequence=mf.Samples("vector", "label"), batch=mf.Batch(sequences=16)
+    )
+
+
+def without_tokens_job(rank: int, folder: Path) -> dict[str, dict[int, list[float]]]:
+    """Trained and evaluated under a vocabulary that their values are beyond."""
+    seen: dict[str, dict[int, list[float]]] = {"train": {}, "valid": {}}
+    args = pretrain_driver.arguments(padded_vocab_size=8)
+    made = vectors()
+
+    def step(iterator: Any, count: int, name: str) -> None:
+        batches = [next(iterator) for _ in range(count)]
+        at = args.curr_iteration if name == "train" else args.consumed_valid_samples // 16
+        seen[name][at] = [value for each in batches for value in each["vector"][:, 0].tolist()]
+
+    with (
+        initialized(Case()),
+        pretrain_driver.global_args(args),
+        megatron.DatasetsProvider(train=made, valid=made, device="cpu") as provider,
+    ):
+        pretrain_driver.Driver(args, step).pretrain(provider)
+    return seen
+
+
+def test_a_recipe_without_tokens_needs_no_vocabulary(tmp_path: Path) -> None:
+    (seen,) = run(without_tokens_job, 1, tmp_path)
+    assert [*seen["train"]] == [*range(6)] and [*seen["valid"]] == [0, 1, 2]
+    steps = mf.simulate(vectors(), mf.Layout(), 6, micro_batch_size=16)
+    for at, step in enumerate(steps):
+        wanted = step.microbatches[0]["vector"][:, 0].tolist()
+        assert seen["train"][at] == wanted and seen["valid"].get(at, wanted) == wanted
 
 
 PACKING = mf.Packing(capacity=1024, microbatches=4)
