@@ -279,6 +279,8 @@ class FeedTrainer(_Base):
         further |= _masks_within_parts(self.model, made, microbatch)
         if (tiles := further.pop("image_tiles", None)) is not None:
             further["batch_num_images"] = _batch_num_images(tiles)
+        if getattr(getattr(self.model, "config", None), "model_type", None) == "gemma4":
+            further |= _padded_patches(further, microbatch)
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
             further = {name: value for name, value in further.items() if name in self._signature_columns}
@@ -749,6 +751,20 @@ def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:
             "cannot tell so; raise capacity, so that no document is cut, and choose encoder='with sample'"
         )
     return torch.tensor([each for is_whole, n in runs for each in ([n] if is_whole else [1] * n)])
+
+
+def _padded_patches(given: Mapping[str, Any], microbatch: Microbatch) -> dict[str, Any]:
+    """What Gemma 4 takes: [images or frames, most patches, ...], filled up with patches at places of -1.
+
+    given: [patches of all images, or of all frames, ...].
+    """
+    made = dict[str, Any]()
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        for name, fill in ((pixels, 0), (f"{kind}_position_ids", -1)):
+            if name in given and len(given[name]):
+                each = given[name].split(microbatch[f"{kind}_cu_seqlens"].diff().tolist())
+                made[name] = torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=fill)
+    return made
 
 
 def check_packing(packing: Packing, mesh: Any) -> None:

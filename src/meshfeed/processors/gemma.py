@@ -316,9 +316,9 @@ class BudgetFrames(PixelProcessor):
     Attributes:
         rule: which frames, and sizes of these and of patches.
 
-    Fields, both for the first stage, without padding: pixel_values_videos, dtype [patches, patch * patch *
-    3], frame by frame and row by row; video_position_ids int64 [patches, 2], the column and row of each.
-    Other options and errors: see `VideoPatches` and `BudgetPatches`.
+    Fields, all for the first stage, without padding: pixel_values_videos, dtype [patches, patch * patch *
+    3], frame by frame and row by row; video_position_ids int64 [patches, 2], the column and row of each;
+    num_frames_per_video int64 [videos]. Other options and errors: see `VideoPatches` and `BudgetPatches`.
     """
 
     rule: BudgetVideo  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -332,23 +332,34 @@ class BudgetFrames(PixelProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values_videos and video_position_ids."""
+        """pixel_values_videos, video_position_ids and num_frames_per_video."""
         places = PartField(name="video_position_ids", dtype="int64", shape=(2,))
-        return video_pixels(self, (3 * self.rule.patch**2,)), places
+        count = PartField(name="num_frames_per_video", dtype="int64")
+        return video_pixels(self, (3 * self.rule.patch**2,)), places, count
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as patches of all frames, of both."""
+        """As many as patches of all frames, and one."""
         frames, patches = self.rule.patches(parts)
-        return {each.name: frames * patches for each in self.fields}
+        several = {each.name: frames * patches for each in self.fields}
+        return several | {"num_frames_per_video": np.ones_like(frames)}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
         """The patches of one video, of each pixel its three colors."""
         (height,), (width,) = self.rule.resized(size.as_video())
-        side, count = self.rule.patch, self.rule.num_frames
+        side = self.rule.patch
         frames = sampled_frames(data, size, self.rule.numbers(size), int(height), int(width))
-        split = frames.reshape(count, height // side, side, width // side, side, 3).swapaxes(2, 3)
+        split = frames.reshape(-1, height // side, side, width // side, side, 3).swapaxes(2, 3)
+        return {PIXELS_OF_VIDEO: split.reshape(-1, 3 * side**2), **self._sizes(size)}
+
+    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
+        """Patches of zeros, and the places and frames that the video should have had."""
+        return {**super().blank(size, rows), **self._sizes(size)}
+
+    def _sizes(self, size: PartSize) -> Mapping[str, Array]:
+        (height,), (width,) = self.rule.resized(size.as_video())
+        count, side = self.rule.num_frames, self.rule.patch
         places = np.tile(_places(height // side, width // side), (count, 1))
-        return {PIXELS_OF_VIDEO: split.reshape(-1, 3 * side**2), "video_position_ids": places}
+        return {"video_position_ids": places, "num_frames_per_video": np.array([count])}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Squares of merge x merge patches."""

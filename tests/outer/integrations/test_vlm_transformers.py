@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,10 @@ def test_gemma_3_attends_both_ways_within_an_image(tmp_path: Path, attention: st
         trainer.batch_of(microbatch)
 
 
-def gemma4() -> Any:
+OF_GEMMA = {"image": IMAGE, "video": VIDEO, "audio": 125, "boi": BEGIN, "eoi": END}
+
+
+def gemma4(ids: Mapping[str, int] = OF_GEMMA) -> Any:
     """A tiny one, that looks both ways within images and videos."""
     import transformers
 
@@ -194,7 +198,7 @@ def gemma4() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     text = transformers.Gemma4TextConfig(
         **sizes,
-        vocab_size=128,
+        vocab_size=max(ids.values()) + 10,
         vocab_size_per_layer_input=128,
         hidden_size_per_layer_input=0,
         num_hidden_layers=2,
@@ -211,29 +215,9 @@ def gemma4() -> Any:
         vision_config=transformers.Gemma4VisionConfig(
             **sizes, num_hidden_layers=1, num_key_value_heads=2, head_dim=16
         ),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        audio_token_id=125,
-        boi_token_id=BEGIN,
-        eoi_token_id=END,
+        **{f"{name}_token_id": number for name, number in ids.items()},
     )
     return transformers.Gemma4ForConditionalGeneration(config)
-
-
-def padded(values: torch.Tensor, patches: list[int], fill: float) -> torch.Tensor:
-    """[patches of all images, ...] as the model takes them, [images, most patches, ...]."""
-    return torch.nn.utils.rnn.pad_sequence(values.split(patches), batch_first=True, padding_value=fill)
-
-
-class OfGemma4(FeedTrainer):
-    """Pads the patches of each image to those of the largest."""
-
-    def batch_of(self, microbatch: Any) -> Any:
-        made, patches = super().batch_of(microbatch), microbatch["image_cu_seqlens"].diff().tolist()
-        for name, fill in (("pixel_values", 0), ("image_position_ids", -1)):
-            if name in made:
-                made[name] = padded(made[name], patches, fill)
-        return made
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -246,7 +230,7 @@ def test_gemma_4_attends_both_ways_within_an_image(tmp_path: Path, attention: st
     own.set_attn_implementation(attention)
     rule = mf.Multimodal(image=BudgetPatches(BudgetImages(max_tokens=6)))
     feed = mf.Feed(recipe(tmp_path / "store", rule), packing=mf.Packing(capacity=128))
-    trainer = OfGemma4(own.eval(), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    trainer = FeedTrainer(own.eval(), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     seen = set[int]()
     with feed, torch.no_grad():
         for _, step in zip(range(3), feed):

@@ -163,7 +163,7 @@ def gemma_made_of(asked: list[bytes], frames: int) -> list[dict[str, Any]]:
         text = Gemma4Processor.replace_video_token(theirs, made, 0)
         real = made["video_position_ids"][..., 0] >= 0
         arrays = {each: made[each][real].numpy() for each in ("pixel_values_videos", "video_position_ids")}
-        found.append({**arrays, "text": text})
+        found.append({**arrays, "num_frames_per_video": made["num_frames_per_video"].numpy(), "text": text})
     return found
 
 
@@ -196,8 +196,11 @@ def test_video_of_gemma_4_is_that_of_transformers(tmp_path: Path) -> None:
         assert made["tokens"][0, : len(theirs)].tolist() == theirs
         is_output = np.asarray(made["video_index"][0, : len(theirs)]) >= 0
         assert np.array_equal(is_output, np.array(theirs) == placeholder)
-        for name in ("pixel_values_videos", "video_position_ids"):
+        rows = {name: int(count[0]) for name, count in processor.rows(size.as_video()).items()}
+        blank = processor.blank(size, rows)
+        for name in ("pixel_values_videos", "video_position_ids", "num_frames_per_video"):
             assert np.array_equal(made[name], wanted[name]), (name, size)
+            assert np.array_equal(blank[name], 0 * wanted[name] if "pixel" in name else wanted[name])
         rows, columns = processor.rule.grid(size.as_video())
         assert (rows * columns).sum() == is_output.sum()
         times |= set(re.findall(r"\d+:\d+", wanted["text"]))

@@ -1,0 +1,239 @@
+"""Tiny models of families in transformers' Trainer: packs of images, video and sound train them as the rows of their own processors do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from qwen_vl import picture
+from test_vlm_transformers import gemma4
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import meshfeed as mf
+from meshfeed.integrations.transformers import FeedTrainer
+from meshfeed.multimodal import MultimodalWriter
+from meshfeed.parts import KINDS, Kind, Parts
+from meshfeed.prepare.encoding.part_headers import size_of
+from meshfeed.processors import BudgetFrames, BudgetImages, BudgetPatches, BudgetVideo
+from qwen_videos import with_torchvision
+from videos import all_frames, video
+
+RATE = 0.05
+Document = list[str | tuple[Kind, bytes]]
+"""Text of letters that no processor writes, and parts."""
+
+
+def words(*special: str) -> Tokenizer:
+    """Byte by byte, and special tokens from 256 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.add_special_tokens([*special, "<pad>"])
+    return made
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        special: tokens; "image", "video" and "audio" are placeholders.
+        around: what stands in the text in place of a part, if not its placeholder.
+        rule: ours, by the id of any text.
+        model: a tiny one, with the same weights each time; from the ids of special tokens.
+        processor: theirs, from its tokenizer; made where torchvision is.
+    """
+
+    special: dict[str, str]
+    around: dict[Kind, str]
+    rule: Callable[[Callable[[str], tuple[int, ...]]], mf.Multimodal]
+    model: Callable[[dict[str, int]], Any]
+    processor: Callable[[Any], Any]
+
+    @property
+    def words(self) -> Tokenizer:
+        return words(*self.special.values())
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.words.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def of_special(self) -> dict[str, int]:
+        """The id of each special token."""
+        return {name: self.ids(token)[0] for name, token in self.special.items()}
+
+    def text(self, document: Document) -> str:
+        """As it is stored, and as their processor takes it."""
+        around = {kind: self.around.get(kind, self.special.get(kind, "")) for kind in KINDS}
+        return "".join(each if isinstance(each, str) else around[each[0]] for each in document)
+
+
+def rows_of(name: str, batches: list[list[Document]]) -> list[dict[str, torch.Tensor]]:
+    """Padded rows of documents, by the whole processor of transformers; runs where torchvision is."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.video_utils import VideoMetadata
+
+    family, made = FAMILIES[name], list[dict[str, torch.Tensor]]()
+    extra = {f"{key}_token": token for key, token in family.special.items()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=family.words, extra_special_tokens=extra, pad_token="<pad>", padding_side="right"
+    )
+    processor = family.processor(tokenizer)
+    written = [family.ids(bytes([0xC3, each]).decode())[1] for each in range(0x80, 0xC0)]
+    written += [family.ids("é")[0], *(family.ids(each)[0] for each in family.around.values())]
+    written += [family.ids(each)[-1] for each in family.around.values()]
+    for documents in batches:
+        images, videos, metadata = list[list[Any]](), list[torch.Tensor](), list[VideoMetadata]()
+        for document in documents:
+            parts = [each for each in document if not isinstance(each, str)]
+            images.append([Image.open(io.BytesIO(data)) for kind, data in parts if kind == "image"])
+            for rate, frames in (all_frames(data) for kind, data in parts if kind == "video"):
+                videos.append(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
+                metadata.append(VideoMetadata(total_num_frames=len(frames), fps=rate))
+        options: dict[str, Any] = {"images": images} if any(images) else {}
+        options |= {"videos": videos, "video_metadata": metadata} if videos else {}
+        text = [family.text(document) for document in documents]
+        row = dict(processor(**options, text=text, padding=True, return_tensors="pt"))
+        kept = torch.isin(row["input_ids"], torch.tensor(written))
+        made.append({**row, "labels": row["input_ids"].where(kept, -100)})
+    return made
+
+
+def write(folder: Path, family: Family, documents: list[Document]) -> mf.Recipe:
+    """A recipe of the documents, two a step, in their order."""
+    pads = [number for name, number in family.of_special.items() if name in KINDS]
+    with MultimodalWriter(folder, {"tokens": np.uint16}) as writer:
+        for document in documents:
+            tokens = np.array(family.ids(family.text(document)), np.uint16)
+            parts = [each for each in document if not isinstance(each, str)]
+            sizes = [size_of(data) for _, data in parts]
+            longs = {
+                name: np.array([getattr(each, name) for each in sizes], np.int64)
+                for name in ("height", "width", "length")
+            }
+            writer.add_document(tokens=tokens)
+            made = Parts(
+                kind=np.array([KINDS.index(kind) for kind, _ in parts], np.int64),
+                **longs,
+                rate=np.array([each.rate for each in sizes], np.float64),
+                num_bytes=np.array([len(data) for _, data in parts], np.int64),
+                at=np.flatnonzero(np.isin(tokens, pads)),
+                starts=np.array([0, len(parts)]),
+            )
+            writer.add_parts(made, [data for _, data in parts])
+    return mf.Recipe(
+        data=mf.open(folder), sequence=family.rule(family.ids), batch=mf.Batch(sequences=2), shuffle="none"
+    )
+
+
+# -- families ---------------------------------------------------------------------------------------------
+
+
+def unchecked(base: Any) -> Any:
+    """A processor that takes processors of images that use Pillow, and none of sound."""
+
+    class Ours(base):
+        def check_argument_for_proper_class(self, argument_name: Any, argument: Any) -> Any:
+            """Takes any."""
+
+    return Ours
+
+
+def gemma_processor(tokenizer: Any) -> Any:
+    from transformers import Gemma4Processor
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+
+    images, videos = Gemma4ImageProcessorPil(max_soft_tokens=70), Gemma4VideoProcessor(num_frames=3)
+    return unchecked(Gemma4Processor)(None, images, tokenizer, videos)
+
+
+def gemma_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
+    edges: dict[str, Any] = {"before": ids("<boi>"), "after": ids("<eoi>")}
+    spelled: dict[str, Any] = {"digits": ids("0123456789"), "colon": ids(":")[0], "space": ids(" ")[0]}
+    frames = BudgetFrames(BudgetVideo(**edges, **spelled, num_frames=3))
+    return mf.Multimodal(image=BudgetPatches(BudgetImages(max_tokens=70, **edges)), video=frames)
+
+
+FAMILIES: dict[str, Family] = {
+    "Gemma 4": Family(
+        {
+            "image": "<|image|>",
+            "video": "<|video|>",
+            "boi": "<boi>",
+            "eoi": "<eoi>",
+            "audio": "<|audio|>",
+            "boa": "<boa>",
+            "eoa": "<eoa>",
+        },
+        {},
+        gemma_rule,
+        gemma4,
+        gemma_processor,
+    ),
+}
+
+
+def documents() -> list[Document]:
+    """Six of them, two of each step: of both kinds, of either one, and of none."""
+    image: list[tuple[Kind, bytes]] = [("image", picture(*size)) for size in ((60, 90), (84, 28), (30, 30))]
+    films: list[tuple[Kind, bytes]] = [
+        ("video", video(*size)) for size in ((48, 64, 16, 10), (64, 48, 12, 5), (40, 80, 8, 4))
+    ]
+    return [
+        ["éàü", image[0], "ê", films[0], "ïî"],
+        ["äöü"],
+        [image[1], "èé", image[2]],
+        ["éé", films[1], films[2], "ôôô"],
+        ["é" * 20],
+        ["ûü"],
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packs_train_a_model_as_the_rows_of_its_own_processor_do(name: str, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    family, stored, losses = FAMILIES[name], documents(), list[float]()
+    recipe = write(tmp_path / "store", family, stored)
+
+    class Watched(FeedTrainer):
+        def training_step(self, *args: Any) -> Any:
+            losses.append(float(loss := super().training_step(*args)))
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=1,
+        optim="sgd",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    own, options = family.model(family.of_special), {"packing": mf.Packing(capacity=2048)}
+    Watched(own, arguments, train_dataset=recipe, feed_options=options).train()
+
+    other, wanted = family.model(family.of_special).train(), list[float]()
+    optimizer = torch.optim.SGD(other.parameters(), lr=RATE)
+    for row in with_torchvision(rows_of, name, [stored[i : i + 2] for i in (0, 2, 4)]):
+        loss = other(**row).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-5) and len(set(losses)) == 3
+    for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
