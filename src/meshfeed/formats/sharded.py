@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
+from meshfeed.errors import ChangedError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.formats.foreign_columns import ForeignStore
@@ -44,7 +47,7 @@ class ShardedStore(ForeignStore):
         self._forget()
 
     def _forget(self) -> None:
-        self._files = ShardFiles(self.path, self.dataset.checked_file, is_remote=self._folder.is_remote)
+        self._files = ShardFiles(self.path, self._same_file, is_remote=self._folder.is_remote)
         self._looked = FileStats()
         self._known_table: Mapping[str, Array] | None = None
 
@@ -155,7 +158,10 @@ class ShardedStore(ForeignStore):
 
     @property
     def _table(self) -> Mapping[str, Array]:
-        """starts: see LengthsIndex. begins: byte of its shard where each document's tokens begin."""
+        """starts: see LengthsIndex. begins: byte of its shard where each document's tokens begin.
+
+        versions: of each shard, when it was looked into; see `_tag`.
+        """
         # not a cached_property: Python 3.11 would hold its lock while we wait for storage
         if self._known_table is None:
             self._known_table = self._looked_up()
@@ -166,17 +172,33 @@ class ShardedStore(ForeignStore):
         parts = [numbers[at : at + _SHARDS_OF_PART] for at in range(0, len(numbers), _SHARDS_OF_PART)]
         if len(parts) <= 1 and not self._folder.is_remote:
             return _whole(parts, [self._part(part) for part in parts])
-        key = key_of_parts(
-            kind=self.dataset.kind, version=3, content=self.dataset.digest, files=self.files_version
-        )
-        return built_in_parts(self.kept_in.kept(), key, lambda: parts, self._part, _whole)
+        return built_in_parts(self.kept_in.kept(), self._key, lambda: parts, self._part, _whole)
+
+    @property
+    def _key(self) -> str:
+        """Of what is kept; without versions of remote shards, each of which would take a request."""
+        files = "" if self._folder.is_remote else self.files_version
+        return key_of_parts(kind=self.dataset.kind, version=4, content=self.dataset.digest, files=files)
 
     @property
     def files_version(self) -> str:
-        """Of shards on this machine; of remote ones, each would take a request."""
+        """Of remote shards, when they were looked into: `_same_file` refuses others."""
         if self._folder.is_remote:
-            return ""
+            return hashlib.blake2b(self._table["versions"].tobytes(), digest_size=16).hexdigest()
         return " ".join(self._folder.file(shard.name).version for shard in self.dataset.shards)
+
+    def _same_file(self, number: int) -> ByteFile:
+        """The file of a shard. Raises ChangedError for another version than the one that was looked into."""
+        file = self.dataset.checked_file(number)
+        if self._known_table is None or _tag(file) == self._known_table["versions"][number]:
+            return file
+        if self._folder.is_remote:  # else the next run would find it, too
+            shutil.rmtree(self.kept_in.kept() / self._key, ignore_errors=True)
+        raise ChangedError(
+            f"{file.url}: was replaced after this node had looked up its documents; if the dataset is whole, "
+            f"open it again, and all of it is looked up anew",
+            path=file.url,
+        )
 
     def _part(self, numbers: Sequence[int]) -> Mapping[str, Array]:
         """begins and lengths of all documents of some shards."""
@@ -184,16 +206,22 @@ class ShardedStore(ForeignStore):
         counts = [self.dataset.shards[number].num_documents for number in numbers]
         CachedFile.glance(files, [*map(ItemsFile.glanced_bytes, counts)])
         found = at_once(self._looked_into, [*zip(numbers, files)])
-        self._looked = sum((stats for _, _, stats in found), self._looked)
-        begins, lengths, _ = zip(*found)
-        return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths)}
+        self._looked = sum((file.stats for file in files), self._looked)
+        begins, lengths = zip(*found)
+        versions = np.array([*map(_tag, files)])
+        return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths), "versions": versions}
 
-    def _looked_into(self, shard: tuple[int, ByteFile]) -> tuple[I64, I64, FileStats]:
+    def _looked_into(self, shard: tuple[int, ByteFile]) -> tuple[I64, I64]:
         number, file = shard
         self.dataset.refuse_size(number, file)
-        return *self.dataset.places(number, file), file.stats
+        return self.dataset.places(number, file)
+
+
+def _tag(file: ByteFile) -> int:
+    """Of a file's version, 63 bits."""
+    return int.from_bytes(hashlib.blake2b(file.version.encode(), digest_size=8).digest()) >> 1
 
 
 def _whole(parts: Sequence[Any], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
     starts = np.concatenate(([0], joined(arrays, "lengths").cumsum(dtype=np.int64)))
-    return {"starts": starts, "begins": joined(arrays, "begins")}
+    return {"starts": starts} | {name: joined(arrays, name) for name in ("begins", "versions")}

@@ -18,7 +18,7 @@ import pytest
 import lit
 import meshfeed as mf
 import mosaic
-from meshfeed.errors import StoreError
+from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import FileStats
 from meshfeed.formats import sharded
 from meshfeed.formats.mds import MDSDataset, MDSStore
@@ -345,3 +345,46 @@ def test_few_local_shards_leave_nothing_behind(tmp_path: Path) -> None:
         whole = store.read_stream(np.array([0]), np.array([store.num_tokens]))
     assert np.array_equal(whole, np.concatenate(made))
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("kind", ["mds", "litdata"])
+def test_a_far_shard_that_was_replaced_is_refused_and_then_looked_up_anew(kind: str, tmp_path: Path) -> None:
+    """One of the same size, under the same index: what the node keeps of its documents is of the earlier one."""
+    needs("nginx")
+    made = [np.full(n, i, np.uint16) for i, n in enumerate(np.random.default_rng(5).integers(1, 60, COUNT))]
+
+    def write(name: str, given: list[np.ndarray]) -> Path:
+        if kind == "litdata":
+            return lit.written(tmp_path / name, given, chunk_bytes=1 << 11)
+        samples = [{"tokens": one} for one in given]
+        return mosaic.written(tmp_path / name, {"tokens": "ndarray:uint16"}, samples, size_limit=1 << 11)
+
+    dataset: Any = mf.open(write("served", made)).dataset  # type: ignore[attr-defined]
+    number = next(at for at in range(99) if at not in np.linspace(0, len(dataset.shards) - 1, 8).astype(int))
+    name, first = (
+        dataset.shards[number].name,
+        dataset.firsts[number],
+    )  # the first decides where that before ends
+    mine = slice(first + 1, first + 6)
+    turned = [*made]
+    turned[mine] = made[mine][::-1]
+    other = write("other", turned) / name
+    with Nginx(tmp_path / "served") as nginx:
+        cache = mf.Cache(tmp_path / "cache")
+
+        def found() -> tuple[list[list[int]], str]:
+            shutil.rmtree(cache.own_path / "answers", ignore_errors=True)  # half a minute later
+            with mf.open(nginx.url, cache=cache) as store:
+                ends = np.cumsum(store.lengths(np.arange(COUNT)))
+                return [one.tolist() for one in np.split(store.read_stream(ends[:1] * 0, ends[-1:]), ends)], (
+                    store.files_version
+                )
+
+        before, version = found()
+        assert before[:-1] == [one.tolist() for one in made]
+        shutil.copy(other, tmp_path / "served" / name)
+        with pytest.raises(ChangedError, match=rf"{name}: was replaced after this node had looked up"):
+            found()
+        after, later = found()
+        assert after[:-1] == [one.tolist() for one in turned]
+        assert version != later, "what else the node keeps of it"
