@@ -687,6 +687,14 @@ def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
     return cast(Any, made)
 
 
+_OTHER_MASKS = {
+    "paligemma": "an image and the prompt behind it",
+    "molmo2": "all images of a document",
+    "shieldgemma2": "an image",
+}
+"""Families that always attend both ways, beside Gemma 3, and where."""
+
+
 def _masks_within_parts(model: Any, made: Mapping[str, Any], microbatch: Microbatch) -> dict[str, Any]:
     """attention_mask of Gemma 3 and 4, whose tokens of an image attend to each other both ways; else nothing.
 
@@ -695,18 +703,22 @@ def _masks_within_parts(model: Any, made: Mapping[str, Any], microbatch: Microba
     document for the one in the pack. An image of Gemma 3 is no longer than their window, so its block may be
     laid over both masks; Gemma 4 has it within the window, and in these layers alone.
     made: with position_ids [1, tokens]. Raises RecipeError for flash attention, and for another model that
-    looks both ways.
+    looks both ways; transformers lays its blocks over the pack, also where they join two documents.
     """
     parts = [microbatch[name] >= 0 for name in ("image_index", "video_index") if name in microbatch]
     if not parts or not hasattr(getattr(model, "config", None), "get_text_config"):
         return {}
     kind, config = model.config.model_type, model.config.get_text_config()
-    if kind != "gemma3" and getattr(config, "use_bidirectional_attention", None) != "vision":
+    asked = getattr(config, "use_bidirectional_attention", None) == "vision"
+    if not asked and kind not in ("gemma3", *_OTHER_MASKS):
         return {}
     if kind not in ("gemma3", "gemma4"):
         raise RecipeError(
-            f"use_bidirectional_attention='vision' of {kind}: FeedTrainer makes such masks for gemma3 and "
-            f"gemma4 alone; set None, or override FeedTrainer.batch_of"
+            f"{kind} attends both ways within {_OTHER_MASKS.get(kind, 'an image')}, and FeedTrainer makes "
+            f"such masks for gemma3 and gemma4 alone: without one it would be causal, and transformers' own "
+            f"lets documents of a pack attend to each other; "
+            f"{'set use_bidirectional_attention=None, or ' * asked}write a FeedTrainer.batch_of that gives "
+            f"attention_mask"
         )
     if "flash" in (attention := str(config._attn_implementation)):
         raise RecipeError(

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
-from meshfeed.integrations.transformers import FeedTrainer, share_encoders
+from meshfeed.integrations.transformers import _OTHER_MASKS, FeedTrainer, share_encoders
 from meshfeed.multimodal.encoders import ROUTE
 from meshfeed.processors import BudgetImages, BudgetPatches, FixedImages, FixedPixels
 
@@ -254,10 +255,72 @@ def test_gemma_4_attends_both_ways_within_an_image(tmp_path: Path, attention: st
     with pytest.raises(RecipeError, match=r"'flash_attention_2' has causal masks alone, .* of gemma4 attend"):
         trainer.batch_of(microbatch)
     own.config.model_type = "gemma5"
-    with pytest.raises(RecipeError, match="use_bidirectional_attention='vision' of gemma5"):
+    with pytest.raises(
+        RecipeError, match=r"gemma5 attends both ways within an image.* set use_bidirectional"
+    ):
         trainer.batch_of(microbatch)
     own.config.text_config.use_bidirectional_attention = None
     assert "attention_mask" not in trainer.batch_of(microbatch)
+
+
+def paligemma() -> Any:
+    """A tiny one, whose images and prompts are a prefix."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.PaliGemmaConfig(
+        text_config=transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16, vocab_size=128),
+        vision_config=transformers.SiglipVisionConfig(
+            **sizes, image_size=28, patch_size=14, projection_dim=32
+        ),
+        image_token_id=IMAGE,
+        projection_dim=32,
+    )
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+def test_paligemma_is_refused_since_no_mask_of_its_own_fits_a_pack(tmp_path: Path) -> None:
+    """Its processor's token_type_ids join the prefixes of all documents; without them it is causal."""
+    from transformers import TrainingArguments
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    own, rule = paligemma().eval(), mf.Multimodal(image=FixedPixels(FixedImages(size=28)))
+    whole = replace(recipe(tmp_path / "store", rule), batch=mf.Batch(sequences=4))
+    feed = mf.Feed(whole, packing=mf.Packing(capacity=128))
+    trainer = FeedTrainer(own, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    with feed:
+        (microbatch,) = next(iter(feed)).microbatches
+    with pytest.raises(RecipeError, match="paligemma attends both ways within an image and the prompt"):
+        trainer.batch_of(microbatch)
+    own.config.model_type, differs = "other", [0, 0]
+    batch, used = trainer.batch_of(microbatch), 0
+    is_image, begins = (batch["input_ids"] == IMAGE).long(), microbatch["cu_seqlens"].tolist()
+    with torch.no_grad():
+        packs = own(**batch).logits[0], own(**batch, token_type_ids=1 - is_image).logits[0]
+        for begin, end, number in zip(begins, begins[1:], microbatch.draws.index.tolist()):
+            images = slice(used, used + sum(isinstance(each, tuple) for each in DOCUMENTS[number]))
+            given = {"input_ids": batch["input_ids"][:, begin:end]}
+            if (used := images.stop) > images.start:
+                given |= {"pixel_values": batch["pixel_values"][images]}
+            alone = own(**given, token_type_ids=1 - is_image[:, begin:end]).logits[0]
+            for at, pack in enumerate(packs):
+                differs[at] += not torch.allclose(pack[begin:end], alone, rtol=1e-3, atol=1e-3)
+    assert min(differs) > 1
+
+
+def test_every_family_whose_images_attend_both_ways_is_known() -> None:
+    """In transformers, all of these give blocks to the functions that make masks."""
+    (folder,) = find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
+    found = {
+        path.parent.name
+        for path in Path(folder, "models").glob("*/modeling_*.py")
+        if "block_sequence_ids" in path.read_text()
+    }
+    configured = {"gemma4", "gemma4_unified", "diffusion_gemma"}  # by use_bidirectional_attention
+    elsewhere = {"git", "pi0", "deepseek_ocr2", "unlimited_ocr"}  # no placeholders, encoders, a cache
+    text = {"hrm_text"}
+    assert found == {"gemma3", *_OTHER_MASKS} - {"shieldgemma2"} | configured | elsewhere | text
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
