@@ -358,10 +358,10 @@ def _check_fields(recipe: Recipe) -> None:
     refuse_masked(recipe, "Automodel's loop")
     if rule.packed:
         refuse_fields(recipe, _PACKED, "packs of Automodel")
-    elif "cu_seqlens" in names:
+    elif "cu_seqlens" in names or getattr(rule, "reset_position_ids", False):
         raise RecipeError(
-            f"{name}(reset_attention_mask=True): Automodel does not keep the documents of a row apart; use "
-            f"mf.Documents() and packed_sequence"
+            f"{rule.summary()}: it depends on the model and its use_cache whether documents of a row, whose "
+            f"positions begin again, are kept apart; reset neither, or use mf.Documents() and packed_sequence"
         )
 
 

@@ -141,6 +141,21 @@ def refuse_masked(recipe: Recipe, name: str) -> None:
         )
 
 
+def refuse_half_apart(recipe: Recipe, who: str) -> None:
+    """Raises RecipeError for rows whose documents a model would keep apart, or not, against the rule.
+
+    who: keeps them apart where positions begin again, with its verb.
+    """
+    positions, attention = (
+        getattr(recipe.sequence, f"reset_{name}", False) for name in ("position_ids", "attention_mask")
+    )
+    if positions != attention:
+        raise RecipeError(
+            f"{recipe.sequence.summary()}: {who} documents apart where their positions begin again; set both "
+            f"reset_position_ids and reset_attention_mask, or neither"
+        )
+
+
 def refuse_fields(recipe: Recipe, taken: Set[str], name: str) -> None:
     """Raises RecipeError for fields beyond those taken, which a loop would lose. name: of its batches."""
     if further := {field.name for field in contents_of(recipe).fields} - taken:

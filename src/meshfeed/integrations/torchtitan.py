@@ -35,6 +35,7 @@ from meshfeed.integrations.loader import (
     framework,
     masked_labels,
     refuse_fields,
+    refuse_half_apart,
     refuse_masked,
     refuse_options,
 )
@@ -180,11 +181,7 @@ def _check_contents(recipe: Recipe, packing: Packing | None) -> None:
         )
     refuse_masked(recipe, "torchtitan's loop")
     refuse_fields(recipe, _TAKEN, "batches of torchtitan")
-    if getattr(rule, "reset_attention_mask", False) and not getattr(rule, "reset_position_ids", False):
-        raise RecipeError(
-            f"{rule.summary()}: torchtitan's models keep documents apart where their positions begin again; "
-            f"set reset_position_ids=True, too"
-        )
+    refuse_half_apart(recipe, "torchtitan's models keep")
 
 
 def batch_of(microbatch: Microbatch) -> Batch:

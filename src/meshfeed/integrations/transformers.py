@@ -35,6 +35,7 @@ from meshfeed.integrations.loader import (
     framework,
     masked_labels,
     pads_rows,
+    refuse_half_apart,
     refuse_masked,
     refuse_options,
 )
@@ -483,7 +484,7 @@ class FeedTrainer(_Base):
         _check_positions(recipe, self.model)
         if type(self).batch_of is FeedTrainer.batch_of:
             _check_labels(recipe, self.model, self._predicts_next)
-            _check_documents(recipe)
+            refuse_half_apart(recipe, "transformers keeps")
             _check_tiles(recipe, self._feed_options.get("encoder", "with sample"))
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
@@ -635,18 +636,6 @@ def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -
         raise RecipeError(
             f"{name} takes no shift_labels, so that nothing says whether its loss shifts labels; give its "
             f"forward that argument, the token that each position predicts, or override FeedTrainer.batch_of"
-        )
-
-
-def _check_documents(recipe: Recipe) -> None:
-    """Raises RecipeError for rows whose documents transformers would keep apart, or not, against the rule."""
-    positions, attention = (
-        getattr(recipe.sequence, f"reset_{name}", False) for name in ("position_ids", "attention_mask")
-    )
-    if positions != attention:
-        raise RecipeError(
-            f"{recipe.sequence.summary()}: transformers keeps documents apart where their positions begin "
-            f"again; set both reset_position_ids and reset_attention_mask, or neither"
         )
 
 

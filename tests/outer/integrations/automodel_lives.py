@@ -64,7 +64,7 @@ def write(place: Path) -> None:
 
 
 def rows(store: str = "text", **given: Any) -> mf.Recipe:
-    rule = mf.Windows(32, eod_mask_loss=True, reset_position_ids=True)
+    rule = mf.Windows(32, eod_mask_loss=True)
     given = {"batch": mf.Batch(sequences=8), "seed": 5, "steps": END - 1} | given
     return mf.Recipe(data=mf.open(folder() / store), sequence=rule, **given)
 

@@ -104,12 +104,16 @@ def packed_images() -> mf.Recipe:
     return pictures("tokens", "labels", "pixel_values", packed=True)
 
 
-def apart() -> mf.Recipe:
+def apart(**reset: bool) -> mf.Recipe:
     return mf.Recipe(
         data=mf.open(folder() / "text"),
-        sequence=mf.Windows(WINDOW, reset_attention_mask=True),
+        sequence=mf.Windows(WINDOW, **reset or {"reset_attention_mask": True}),
         batch=mf.Batch(sequences=8),
     )
+
+
+def restarted() -> mf.Recipe:
+    return apart(reset_position_ids=True)
 
 
 def five_images() -> mf.Recipe:
@@ -518,7 +522,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         r"Samples\(\): packs of Automodel have no place for pixel_values",
     ),
-    ({"dataset": fed("apart")}, {}, r"reset_attention_mask=True\): .* use mf.Documents\(\) and packed_sequ"),
+    *(
+        ({"dataset": fed(name)}, {}, r"begin again, are kept apart; .* use mf.Documents\(\) and packed_sequ")
+        for name in ("apart", "restarted")
+    ),
     (
         {"dataset": fed("windows"), "step_scheduler": {"global_batch_size": 16}},
         {},

@@ -296,12 +296,13 @@ def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packin
 
 
 UNTOLD = [
-    (mf.Windows(32, reset_attention_mask=True), "set reset_position_ids=True, too"),
+    (mf.Windows(32, reset_attention_mask=True), "set both reset_position_ids and reset_attention"),
+    (mf.Windows(32, reset_position_ids=True), "set both reset_position_ids and reset_attention"),
     (mf.Masked(32, vocab_size=128, mask_token=127), "torchtitan's loop predicts next tokens"),
 ]
 
 
-@pytest.mark.parametrize(("rule", "told"), UNTOLD, ids=["apart", "hidden"])
+@pytest.mark.parametrize(("rule", "told"), UNTOLD, ids=["apart", "restarted", "hidden"])
 @pytest.mark.parametrize("sizes", [PLACE, IN_LINE], ids=["rows", "line"])
 def test_what_a_batch_does_not_tell_the_model_is_refused(
     corpus: str, sizes: Any, rule: Any, told: str
@@ -352,7 +353,7 @@ def test_the_validator_sets_repeat_and_closes_early(corpus: str) -> None:
 def test_labels_that_bear_no_loss_are_ignored(corpus: str) -> None:
     masked = mf.Recipe(
         data=mf.open(corpus),
-        sequence=mf.Windows(32, reset_position_ids=True, eod_mask_loss=True),
+        sequence=mf.Windows(32, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
         batch=mf.Batch(sequences=8, last="keep"),
         epochs=1,
     )
