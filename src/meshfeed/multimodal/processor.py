@@ -172,6 +172,8 @@ _OF_RULE = {
     "NativeImages": "NativePatches",
     "NativeVideo": "VideoPatches",
     "OmniVideo": "VideoPatches",
+    "TimedVideo": "VideoPatches",
+    "SecondsVideo": "VideoPatches",
     "FixedVideo": "FixedFrames",
     "BudgetVideo": "BudgetFrames",
     "RowImages": "RowPatches",

@@ -18,6 +18,7 @@ from meshfeed.processors.gemma import (
     CroppedImages,
     CroppedPixels,
 )
+from meshfeed.processors.glm import SecondsVideo
 from meshfeed.processors.idefics import PlacedPixels, PlacedTiles
 from meshfeed.processors.omni import OmniVideo
 from meshfeed.processors.patches import NativeImages, NativePatches
@@ -56,6 +57,7 @@ __all__ = [
     "PlacedTiles",
     "RowImages",
     "RowPatches",
+    "SecondsVideo",
     "TiledImages",
     "TiledPixels",
     "TimedVideo",

@@ -1,10 +1,15 @@
-"""Video as Qwen2-VL and its heirs take it: NativeVideo, TimedVideo, VideoPatches. Of one size: FixedVideo."""
+"""Video as Qwen2-VL and its heirs take it: NativeVideo, TimedVideo, VideoPatches. Of one size: FixedVideo.
+
+`SpelledVideo` is what other families of videos with times share.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -228,46 +233,32 @@ def _told(size: PartSize) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedVideo(NativeVideo):
-    """NativeVideo for Qwen3-VL: the time is written before each merged frames, and all frames share a size.
+class SpelledVideo(NativeVideo):
+    """NativeVideo whose merged frames have their time beside them, in words, and share a size.
 
-    Frames are sampled from the first to the last one; `min_pixels` and `max_pixels` are of all of them
-    together. Merged frames are spelled "<0.2 seconds>", start, outputs, end: the time in the middle of them.
+    `min_pixels` and `max_pixels` are of all frames together. The outputs of merged frames stand between start
+    and end.
 
     Attributes:
-        digits: ids of "0" to "9".
-        before, point, after: ids of "<", of ".", and of " seconds>".
-        start, end: ids of "<|vision_start|>" and "<|vision_end|>".
+        start, end: ids.
+        output: id of the token of each output; by default the placeholder.
     """
 
-    digits: tuple[TokenId, ...]
-    before: tuple[TokenId, ...]
-    point: TokenId
-    after: tuple[TokenId, ...]
     start: TokenId
     end: TokenId
-    patch: int = 16
-    min_pixels: int = 128 * 32 * 32
-    max_pixels: int = 768 * 32 * 32
+    output: TokenId = PLACEHOLDER
+    unused: ClassVar[tuple[str, ...]] = ("max_video_tokens", "tokens_per_second")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ids = (*self.digits, *self.before, *self.after)
-        if len(self.digits) != 10 or not all(isinstance(each, int) and each >= 0 for each in ids):
-            raise RecipeError(f"TimedVideo(digits={self.digits}, ...): the ids of 0 to 9, and others from 0")
-        if self.max_video_tokens is not None or self.tokens_per_second is not None:
-            raise RecipeError(
-                "TimedVideo: leave max_video_tokens and tokens_per_second out, which it does not use"
-            )
+        given = [name for name in self.unused if getattr(self, name) != getattr(type(self), name)]
+        if given:
+            name = type(self).__name__
+            raise RecipeError(f"{name}: leave {' and '.join(given)} out, which it does not use")
 
-    def frames(self, parts: Parts) -> Longs:
-        refuse_short(parts, self.merge_frames)
-        asked = (parts.length / parts.rate * self.fps).astype(np.int64)
-        return np.minimum(np.minimum(np.maximum(asked, self.min_frames), self.max_frames), parts.length)
-
-    def numbers(self, size: PartSize) -> list[int]:
-        frames = int(self.frames(size.as_video())[0])
-        return np.linspace(0, size.length - 1, frames).round().astype(int).tolist()
+    @abstractmethod
+    def told(self, first: float, last: float) -> tuple[Sequence[TokenId], Sequence[TokenId]]:
+        """Ids before and behind merged frames, from the seconds of the first and last of them."""
 
     def resized(self, parts: Parts) -> tuple[Longs, Longs]:
         frames, factor = self.frames(parts), self.patch * self.merge
@@ -302,13 +293,53 @@ class TimedVideo(NativeVideo):
     def _runs(self, size: PartSize, outputs: int) -> list[Repeat]:
         numbers, merged = self.numbers(size), self.merge_frames
         numbers += numbers[-1:] * (-len(numbers) % merged)
+        made = [Repeat(self.start), Repeat(self.output, outputs, is_output=True), Repeat(self.end)]
         runs: list[Repeat] = []
         for first, last in zip(numbers[::merged], numbers[merged - 1 :: merged]):
-            whole, _, tenths = f"{(first / size.rate + last / size.rate) / 2:.1f}".partition(".")
-            spelled = [self.digits[int(each)] for each in whole], [self.digits[int(each)] for each in tenths]
-            ids = (*self.before, *spelled[0], self.point, *spelled[1], *self.after, self.start)
-            runs += [*map(Repeat, ids), Repeat(PLACEHOLDER, outputs, is_output=True), Repeat(self.end)]
+            before, behind = self.told(first / size.rate, last / size.rate)
+            runs += [*map(Repeat, before), *made, *map(Repeat, behind)]
         return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedVideo(SpelledVideo):
+    """SpelledVideo for Qwen3-VL: merged frames behind "<0.2 seconds>", the time in the middle of them.
+
+    Frames are sampled from the first to the last one.
+
+    Attributes:
+        digits: ids of "0" to "9".
+        before, point, after: ids of "<", of ".", and of " seconds>".
+        start, end: ids of "<|vision_start|>" and "<|vision_end|>".
+    """
+
+    digits: tuple[TokenId, ...]
+    before: tuple[TokenId, ...]
+    point: TokenId
+    after: tuple[TokenId, ...]
+    patch: int = 16
+    min_pixels: int = 128 * 32 * 32
+    max_pixels: int = 768 * 32 * 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ids = (*self.digits, *self.before, *self.after)
+        if len(self.digits) != 10 or not all(isinstance(each, int) and each >= 0 for each in ids):
+            raise RecipeError(f"TimedVideo(digits={self.digits}, ...): the ids of 0 to 9, and others from 0")
+
+    def frames(self, parts: Parts) -> Longs:
+        refuse_short(parts, self.merge_frames)
+        asked = (parts.length / parts.rate * self.fps).astype(np.int64)
+        return np.minimum(np.minimum(np.maximum(asked, self.min_frames), self.max_frames), parts.length)
+
+    def numbers(self, size: PartSize) -> list[int]:
+        frames = int(self.frames(size.as_video())[0])
+        return np.linspace(0, size.length - 1, frames).round().astype(int).tolist()
+
+    def told(self, first: float, last: float) -> tuple[Sequence[TokenId], Sequence[TokenId]]:
+        whole, _, tenths = f"{(first + last) / 2:.1f}".partition(".")
+        spelled = [self.digits[int(each)] for each in whole], [self.digits[int(each)] for each in tenths]
+        return (*self.before, *spelled[0], self.point, *spelled[1], *self.after), ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from qwen_vl import picture
+from test_share_encoders import MROPE, NATIVE, TEXT
 from test_vlm_transformers import gemma4
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -21,7 +23,14 @@ from meshfeed.integrations.transformers import FeedTrainer
 from meshfeed.multimodal import MultimodalWriter
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.prepare.encoding.part_headers import size_of
-from meshfeed.processors import BudgetFrames, BudgetImages, BudgetPatches, BudgetVideo
+from meshfeed.processors import (
+    BudgetFrames,
+    BudgetImages,
+    BudgetPatches,
+    BudgetVideo,
+    SecondsVideo,
+    VideoPatches,
+)
 from qwen_videos import with_torchvision
 from videos import all_frames, video
 
@@ -49,6 +58,7 @@ class Family:
         rule: ours, by the id of any text.
         model: a tiny one, with the same weights each time; from the ids of special tokens.
         processor: theirs, from its tokenizer; made where torchvision is.
+        kinds: of parts.
     """
 
     special: dict[str, str]
@@ -56,6 +66,7 @@ class Family:
     rule: Callable[[Callable[[str], tuple[int, ...]]], mf.Multimodal]
     model: Callable[[dict[str, int]], Any]
     processor: Callable[[Any], Any]
+    kinds: tuple[Kind, ...] = ("image", "video")
 
     @property
     def words(self) -> Tokenizer:
@@ -96,7 +107,8 @@ def rows_of(name: str, batches: list[list[Document]]) -> list[dict[str, torch.Te
             images.append([Image.open(io.BytesIO(data)) for kind, data in parts if kind == "image"])
             for rate, frames in (all_frames(data) for kind, data in parts if kind == "video"):
                 videos.append(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
-                metadata.append(VideoMetadata(total_num_frames=len(frames), fps=rate))
+                length = len(frames)
+                metadata.append(VideoMetadata(total_num_frames=length, fps=rate, duration=length / rate))
         options: dict[str, Any] = {"images": images} if any(images) else {}
         options |= {"videos": videos, "video_metadata": metadata} if videos else {}
         text = [family.text(document) for document in documents]
@@ -162,7 +174,48 @@ def gemma_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
     return mf.Multimodal(image=BudgetPatches(BudgetImages(max_tokens=70, **edges)), video=frames)
 
 
+def glm(ids: Mapping[str, int]) -> Any:
+    torch.manual_seed(0)
+    text = TEXT | MROPE | {"head_dim": 16, "vocab_size": max(ids.values()) + 10}
+    tokens: Any = {f"{name}_token_id": ids[name] for name in ("image", "video")}
+    tokens |= {"video_start_token_id": ids["bov"], "video_end_token_id": ids["eov"]}
+    config = transformers.Glm4vConfig(text_config=text, vision_config=NATIVE | {"image_size": 56}, **tokens)
+    return transformers.Glm4vForConditionalGeneration(config)
+
+
+def glm_processor(tokenizer: Any) -> Any:
+    from transformers import Glm4vProcessor
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+
+    videos = Glm4vVideoProcessor(size={"shortest_edge": 784, "longest_edge": 40 * 784})
+    return unchecked(Glm4vProcessor)(None, tokenizer, videos)
+
+
+def glm_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
+    image, start, end = (ids(f"<|{name}|>")[0] for name in ("image", "begin_of_image", "end_of_image"))
+    seconds = tuple(ids(str(each)) for each in range(9))
+    rule = SecondsVideo(
+        output=image, start=start, end=end, seconds=seconds, min_pixels=784, max_pixels=40 * 784
+    )
+    return mf.Multimodal(video=VideoPatches(rule), positions="mrope")
+
+
 FAMILIES: dict[str, Family] = {
+    "GLM-4.5V": Family(
+        {
+            "image": "<|image|>",
+            "video": "<|video|>",
+            "boi": "<|begin_of_image|>",
+            "eoi": "<|end_of_image|>",
+            "bov": "<|begin_of_video|>",
+            "eov": "<|end_of_video|>",
+        },
+        {"video": "<|begin_of_video|><|video|><|end_of_video|>"},
+        glm_rule,
+        glm,
+        glm_processor,
+        ("video",),
+    ),
     "Gemma 4": Family(
         {
             "image": "<|image|>",
@@ -181,13 +234,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def documents() -> list[Document]:
-    """Six of them, two of each step: of both kinds, of either one, and of none."""
+def documents(kinds: tuple[Kind, ...]) -> list[Document]:
+    """Six of them, two of each step: of all these kinds, of one, and of none."""
     image: list[tuple[Kind, bytes]] = [("image", picture(*size)) for size in ((60, 90), (84, 28), (30, 30))]
     films: list[tuple[Kind, bytes]] = [
         ("video", video(*size)) for size in ((48, 64, 16, 10), (64, 48, 12, 5), (40, 80, 8, 4))
     ]
-    return [
+    made: list[Document] = [
         ["éàü", image[0], "ê", films[0], "ïî"],
         ["äöü"],
         [image[1], "èé", image[2]],
@@ -195,13 +248,14 @@ def documents() -> list[Document]:
         ["é" * 20],
         ["ûü"],
     ]
+    return [[each for each in document if isinstance(each, str) or each[0] in kinds] for document in made]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packs_train_a_model_as_the_rows_of_its_own_processor_do(name: str, tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
-    family, stored, losses = FAMILIES[name], documents(), list[float]()
+    family, stored, losses = FAMILIES[name], documents(FAMILIES[name].kinds), list[float]()
     recipe = write(tmp_path / "store", family, stored)
 
     class Watched(FeedTrainer):

@@ -217,7 +217,7 @@ def test_wrong_options_are_refused() -> None:
     for wrong, said in (
         ({"digits": (1, 2)}, "the ids of 0 to 9"),
         ({"after": (-1,)}, "the ids of 0 to 9, and others from 0"),
-        ({"max_video_tokens": 768}, "leave max_video_tokens and tokens_per_second out"),
+        ({"max_video_tokens": 768}, "TimedVideo: leave max_video_tokens out, which"),
         ({"fps": 0}, "fps=0"),
     ):
         with pytest.raises(RecipeError, match=said):
