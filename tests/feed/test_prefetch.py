@@ -129,14 +129,14 @@ def test_light_items_go_with_the_heavy_ones_but_not_without_end(light: int, ahea
     made: list[int] = []
     reached = threading.Event()
 
-    def items() -> Iterator[int]:
+    def items() -> Iterator[float]:
         for i in range(200):
             made.append(i)
             if len(made) == ahead_of_all:
                 reached.set()
-            yield i
+            yield i if i % (light + 1) == light else float(i)
 
-    ahead = Prefetcher(items(), StageClock(), 2, lambda i: i % (light + 1) == light)
+    ahead = Prefetcher(items(), StageClock(), 2, int)
     ahead.start()
     assert reached.wait(SOON_S) and len(made) == ahead_of_all
     assert ahead.num_ready == {0: 2, 2: 2, 100: 0}[light]

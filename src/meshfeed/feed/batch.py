@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from operator import length_hint
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -215,7 +216,9 @@ class Microbatches(Iterator[Microbatch]):
     """The microbatches of one step, each handed out once. A second pass raises StateError."""
 
     def __init__(self, taken: Generator[Microbatch], num_microbatches: int) -> None:
-        self._taken, self._num_microbatches, self._num_given = taken, num_microbatches, 0
+        self._taken, self._num_microbatches = taken, num_microbatches
+        self._left = iter(range(1, num_microbatches + 1))  # as many numbers as were not given
+        self._given = compress(taken, self._left)  # has no `close`: a generator around it closes only itself
 
     def __len__(self) -> int:
         """Those of the step, also of the ones that were taken."""
@@ -223,17 +226,15 @@ class Microbatches(Iterator[Microbatch]):
 
     def __iter__(self) -> Iterator[Microbatch]:
         is_closed = inspect.getgeneratorstate(self._taken) == inspect.GEN_CLOSED
-        if is_closed or 0 < self._num_microbatches <= self._num_given:
+        if is_closed or (self._num_microbatches and not length_hint(self._left)):
             raise StateError(
                 "the microbatches of this step were taken already and are not kept; use "
                 "list(step.microbatches) to keep them"
             )
-        return iter(self.__next__, None)  # which has no `close`: a generator around it closes only itself
+        return self._given
 
     def __next__(self) -> Microbatch:
-        microbatch = next(self._taken)
-        self._num_given += 1
-        return microbatch
+        return next(self._given)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

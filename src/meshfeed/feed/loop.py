@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NoReturn, Self
 
 from meshfeed.deliver import Meeting, fail_everywhere
@@ -136,7 +137,7 @@ class Loop:
             return iter(())
         if is_new:
             run.start()
-        return self._steps_of(run, view)
+        return chain.from_iterable(self._in_line(run, view))
 
     def stop(self) -> None:
         """End the present run; the next one begins at the first step that was not fully handed out."""
@@ -218,15 +219,15 @@ class Loop:
         self._line.append(run)
         return run
 
-    def _steps_of(self, run: Run, view: int) -> Iterator[Step]:
-        """The steps of a run, and of those that go on from it."""
-        yield from run.steps(view)
-        while run.goes_on:
+    def _in_line(self, run: Run, view: int) -> Iterator[Iterator[Step]]:
+        """The steps of a run, and those of each that goes on from it."""
+        yield run.steps(view)
+        while run.is_whole:
             with self.changing:
                 run, is_new = self._followed(run, view)
             if is_new:
                 run.start(follows=True)
-            yield from run.steps(view)
+            yield run.steps(view)
 
     def _end(self, run: Run) -> None:
         run.stop()

@@ -25,7 +25,7 @@ class _Taking(threading.local):
 class Prefetcher(Generic[T]):
     """Runs an iterator on a thread, at most `depth` items ahead; with a depth of 0, where `get` is called.
 
-    Only `heavy` items count. Light items are queued along with them, so the thread need not run between two
+    Only items of the type `heavy` count. Light items are queued along with them, so the thread need not run between two
     heavy items: switching to it would cost a loop that takes both a millisecond.
 
     `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
@@ -43,7 +43,7 @@ class Prefetcher(Generic[T]):
         items: Iterator[T],
         clock: StageClock,
         depth: int,
-        heavy: Callable[[T], bool] = lambda item: True,
+        heavy: type = object,
     ) -> None:
         self._items, self._clock, self.depth, self._heavy = items, clock, depth, heavy
         self.num_ready, self.num_made, self.is_full = 0, 0, False
@@ -87,7 +87,7 @@ class Prefetcher(Generic[T]):
             if self._stopped:
                 raise StopIteration
             item = next(self._items)
-            self.num_made += self._heavy(item)
+            self.num_made += isinstance(item, self._heavy)
             return item, self._clock.take()
 
     def _take(self, timeout_s: float, error_of_job: ErrorOfJob) -> tuple[T, list[Span]]:
@@ -104,7 +104,7 @@ class Prefetcher(Generic[T]):
             if not self._queue:
                 raise StopIteration
             item, spans = self._queue.popleft()
-            self.num_ready -= self._heavy(item)
+            self.num_ready -= isinstance(item, self._heavy)
             self._changed.notify_all()
         return item, spans
 
@@ -168,7 +168,7 @@ class Prefetcher(Generic[T]):
     def _run(self) -> None:
         try:
             for item in self._items:
-                self._offer(item, self._heavy(item))
+                self._offer(item, isinstance(item, self._heavy))
         except BaseException as error:  # carried to the consumer, whatever it is
             with self._changed:
                 self._error = None if self._stopped else error

@@ -111,7 +111,7 @@ class SequenceProducer(Producer[RankPlace]):
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:
             yield StepStart(batch, run.recorder.new_costs(batch.stats))
-            if _is_over(delivery, portions):
+            if delivery.interrupted and _is_over(delivery, portions):
                 return
             digester = Digester(self.compared) if self.options.verify else None
             may_weigh = contents.may_weigh(recipe, batch.draws)
@@ -124,20 +124,21 @@ class SequenceProducer(Producer[RankPlace]):
                         columns = self._load(run, batch.step, portion, hint)
                     if costs is not None:
                         clock.split("decode", costs.wait_s - waited_s)
-                with clock.stage("deliver"):
-                    columns = delivery.deliver(columns, hint)
+                if is_sent:
+                    with clock.stage("deliver"):
+                        columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):
-                    built = self._built(run, portion, columns, digester)
+                    built = self._built(run, portion, columns or {}, digester)
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, run.placer, sources)
                 yield Made(made, ticket, meter.take())
-                if _is_over(delivery, portions):
+                if delivery.interrupted and _is_over(delivery, portions):
                     return
                 ahead.have_read()
             digests = digester.digests() if digester else None
             reread: Callable[[], Digests] = partial(self._reread, portions)
             yield StepEnd(batch.step, digests, reread)
-            if _is_over(delivery, portions):
+            if delivery.interrupted and _is_over(delivery, portions):
                 return
 
     def _load(self, run: Run, step: int, portion: Portion, hint: int) -> Columns:
@@ -174,4 +175,4 @@ class SequenceProducer(Producer[RankPlace]):
 
 def _is_over(delivery: Delivery, portions: Sequence[Portion]) -> bool:
     """Whether a stopped producer ends here. A step of no portions may have no next one that has some."""
-    return delivery.interrupted and (delivery.ends_at_once or not portions)
+    return delivery.ends_at_once or not portions

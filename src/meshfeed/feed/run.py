@@ -144,6 +144,7 @@ class Run:
         producer: as given.
         first: the first step.
         delivery, clock, placer, recorder: that the producer uses.
+        is_whole: whether another run follows it, and all steps before that one are made, in the views' queues.
     """
 
     def __init__(
@@ -169,9 +170,7 @@ class Run:
         self._telling, self._behind = threading.Lock(), None
         self.first, self._num_ready = start, 0
         self._views = [_View(hidden, start, start, start) for hidden in place.hidden_from(num_views)]
-        self._prefetcher = Prefetcher(
-            self._reporting(start), self.clock, producer.depth, lambda item: isinstance(item, Made)
-        )
+        self._prefetcher = Prefetcher(self._reporting(start), self.clock, producer.depth, Made)
         self._failures = Failures(meeting, place.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that no view was given
@@ -179,7 +178,7 @@ class Run:
         self._taken = 0  # items of the producer, in all steps
         self._waits, self._since = "", time.monotonic()  # what the loop waits for, since when
         self._until: float = math.inf  # the step before which it ends, if another run goes on from there
-        self._is_whole = False  # all steps before that one are made, and in the views' queues
+        self.is_whole = False
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
         self._stopping = threading.RLock()  # held while the run is started or stopped
@@ -242,7 +241,7 @@ class Run:
 
     def join(self, view: int, num_views: int) -> bool:
         """Join as a view; False if that is impossible and a new run must begin."""
-        is_over = self._stopped and not self._is_whole
+        is_over = self._stopped and not self.is_whole
         if is_over or num_views != len(self._views) or self._views[view].joined:
             return False
         self._views[view].joined = True
@@ -262,7 +261,7 @@ class Run:
         """The steps of one view. Asking for the next step drops the rest of the current one."""
         consumer = self._views[view]
         while True:
-            if not self._stopped or self._is_whole:  # an unfinished step does not count after a failure
+            if not self._stopped or self.is_whole:  # an unfinished step does not count after a failure
                 consumer.whole = consumer.left = consumer.step
             if consumer.step >= self._until:
                 self._complete()
@@ -338,7 +337,7 @@ class Run:
             for microbatch in made.microbatches:
                 if view.step != after:
                     raise _of_finished_step()
-                if self._stopped and not self._is_whole:
+                if self._stopped and not self.is_whole:
                     raise self._why_stopped()
                 self.placer.receive(microbatch, made.ticket)  # now: the loop may use another stream for each
                 left -= 1
@@ -353,7 +352,7 @@ class Run:
 
     def _take(self, view: _View) -> StepStart | Made | None:
         """The view's next item; None at the end of the stream."""
-        if self._stopped and not self._is_whole:
+        if self._stopped and not self.is_whole:
             raise self._why_stopped()
         while not view.items:
             self._pull_or_end()
@@ -362,10 +361,10 @@ class Run:
     def _complete(self) -> None:
         """Take all that the run makes of the steps before its end, for every view."""
         self._take_all_before(self._until)
-        self._is_whole = True
+        self.is_whole = True
 
     def _take_all_before(self, step: float) -> None:
-        while self._due < step and not self._is_whole:
+        while self._due < step and not self.is_whole:
             self._pull_or_end()
 
     def _pull_or_end(self) -> None:

@@ -203,6 +203,10 @@ class Stepping:
         return Align(sequence=int(Align().padded(np.array(tokens), self.layout.cp)) if tokens > 1 else 1)
 
     @cached_property
+    def _shares_encoder(self) -> bool:
+        return encoder_of(self.rule) != "with sample"
+
+    @cached_property
     def _row_tokens(self) -> int | None:
         return self.rule.row_tokens if self.rule.has_dummy_rows else None
 
@@ -392,7 +396,7 @@ class Stepping:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
-        if encoder_of(self.rule) != "with sample":
+        if self._shares_encoder:
             order = tuple(np.argsort(np.argsort(beside)).tolist())
             step = WholeStep(
                 draws=batch.draws,

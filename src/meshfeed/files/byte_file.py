@@ -338,8 +338,7 @@ class LocalFile(ByteFile):
     def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
         file = self._opened()
         self._waits = not fill(file.fd, out, begins, sizes, places, self.url)
-        with typed_errors(self.url):
-            self._check_version(os.fstat(file.fd))
+        self._check_version(file)
 
     def _leave(self) -> None:
         self._version = None
@@ -362,13 +361,18 @@ class LocalFile(ByteFile):
         """Called for the first read inside `with`, and after the file was closed to make room for others."""
         with typed_errors(self.url):
             file = Descriptor(os.open(self.url, os.O_RDONLY | os.O_CLOEXEC))
-            self._check_version(os.fstat(file.fd))
+        self._check_version(file)
         self.stats.opens += 1
         return file
 
-    def _check_version(self, found: os.stat_result) -> None:
+    def _check_version(self, file: Descriptor) -> None:
         """Raise ChangedError if the file was replaced or written since it was opened."""
-        self._refuse_resized(found)
+        try:
+            found = os.fstat(file.fd)
+        except OSError as error:
+            raise typed(self.url, error) from error
+        if found.st_size != self._size_bytes:
+            self._refuse_resized(found)
         version = found.st_dev, found.st_ino, found.st_mtime_ns
         known = self._version or version
         if version[:2] != known[:2]:

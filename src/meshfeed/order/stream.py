@@ -237,7 +237,7 @@ class Stream:
 
     def start(self, step: int) -> int:
         """The first position of a step, as if the stream had no end."""
-        return self._batch.position(step) - self._missing(step)
+        return self._batch.position(step) - (self._missing(step) if self._shorts else 0)
 
     def _missing(self, step: int) -> int:
         """What short steps before a step lack, in what the batch counts."""

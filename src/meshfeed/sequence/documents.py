@@ -98,7 +98,7 @@ class DocumentRule(FindsDocuments, JoinsShards, LeavesOut):
             return
         found = [self._ranges(recipe, portion) for portion in portions]
         source, _, starts, stops = map(np.concatenate, zip(*found))
-        for s in distinct(source).tolist():
+        for s in distinct(source).tolist() if len(recipe.sources) > 1 else [0]:
             mine = source == s
             recipe.sources[s].will_need(starts[mine], stops[mine])
 

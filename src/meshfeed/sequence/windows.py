@@ -64,9 +64,10 @@ class Windows(Rows, TokenRule, FindsDocuments, JoinsShards):
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Offset of each window's first token in the ring of one source, maybe past its end; int64 [n]."""
-        first, seed, key = draws.index * self.length, recipe.seed, recipe.source_key(source)
+        first = draws.index * self.length
         for epoch in set(draws.epoch.tolist()) - {0}:
-            first[draws.epoch == epoch] += key_of(seed, key, epoch, self.length) % self.length
+            key = key_of(recipe.seed, recipe.source_key(source), epoch, self.length)
+            first[draws.epoch == epoch] += key % self.length
         return first
 
     def joints(self, recipe: Recipe, source: int, firsts: Longs) -> tuple[Longs, Longs]:

@@ -84,12 +84,12 @@ class IndexedStore(StreamStore):
         if isinstance(self._data, CachedFile):
             self._data.cut(begins * self.dtype.itemsize, ends * self.dtype.itemsize)
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.header.dtype
 
-    @property
-    def num_tokens(self) -> int:
+    @cached_property
+    def num_tokens(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Tokens in the .bin."""
         return self.header.bin_size_bytes // self.header.dtype.itemsize
 
@@ -107,8 +107,8 @@ class IndexedStore(StreamStore):
         """Whether every sequence has a mode (multimodal stores)."""
         return self.header.has_modes
 
-    @property
-    def is_stream(self) -> bool:
+    @cached_property
+    def is_stream(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Whether the sequences fill the .bin in order, so that it can be read as one stream."""
         return self.header.is_stream
 
