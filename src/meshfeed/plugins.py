@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -34,6 +35,11 @@ def named(group: str, name: str) -> Any:
     if name not in points:
         raise OptionError(f"{group}: nothing is registered as {name!r}; known: {', '.join(points)}")
     return loaded(points[name])
+
+
+def remote_storage() -> Any:
+    """The package `remote`, which reads objects: imported where a process first needs one."""
+    return import_module("meshfeed.remote")
 
 
 def loaded(point: EntryPoint) -> Any:

@@ -16,8 +16,8 @@ import pytest
 
 from meshfeed.files import Cache
 from meshfeed.files.cache import once
-from meshfeed.files.cache.answers import shared
 from meshfeed.files.cache.once import DAY_S, once_per_node, sweep
+from meshfeed.remote.answers import shared
 from meshfeed.store.node_arrays import cached_arrays
 
 

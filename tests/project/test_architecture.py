@@ -57,7 +57,8 @@ UPWARD = {
     "the pure core touches no effect": ("plan/step.py", "import torch"),
     "the core never imports the ring around it": ("plan/fill.py", "import meshfeed.parts"),
     "the core and the ring around it never import the outer one": ("__init__.py", "import meshfeed.__main__"),
-    "imports run downward in files": ("files/local/lock.py", "import meshfeed.files.fetcher.start"),
+    "imports run downward in files": ("files/local/lock.py", "import meshfeed.files.folder"),
+    "imports run downward in remote": ("remote/cut.py", "import meshfeed.remote.client"),
     "imports run downward in prepare": ("prepare/inputs/sharegpt.py", "import meshfeed.prepare.job"),
     "adapters know nothing of each other": (
         "integrations/rl.py",

@@ -21,7 +21,7 @@ from demo.storage import Manners, Served, SlowStorage
 
 import quick
 from meshfeed.errors import MeshfeedError
-from meshfeed.files.remote.retries import Patience
+from meshfeed.remote.retries import Patience
 
 STEPS, KILL_AT, TOLERANCE = 9, 6, 1e-6
 SHORT = """

@@ -1,6 +1,6 @@
 """Storage fetchers that hedge nothing, for tests that count bytes: on a busy machine any request may be slow.
 
-As a script, this is such a fetcher; see meshfeed/files/fetcher/start.py.
+As a script, this is such a fetcher; see meshfeed/remote/fetcher/start.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 @contextlib.contextmanager
 def unhedged() -> Iterator[None]:
     """This process has such a fetcher, begun here."""
-    from meshfeed.files.fetcher import protocol
+    from meshfeed.remote.fetcher import protocol
 
     mine: Any = protocol.fetcher.__self__
     before = mine._client, protocol._SCRIPT
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     package = ModuleType("meshfeed")  # imports no torch
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["meshfeed"] = package
-    from meshfeed.files.remote.client import Client
+    from meshfeed.remote.client import Client
 
     Client._may_hedge = lambda self, num_bytes: False
-    runpy.run_path(f"{package.__path__[0]}/files/fetcher/start.py", run_name="__main__")
+    runpy.run_path(f"{package.__path__[0]}/remote/fetcher/start.py", run_name="__main__")

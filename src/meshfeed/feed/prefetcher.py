@@ -25,8 +25,8 @@ class _Taking(threading.local):
 class Prefetcher(Generic[T]):
     """Runs an iterator on a thread, at most `depth` items ahead; with a depth of 0, where `get` is called.
 
-    Only items of the type `heavy` count. Light items are queued along with them, so the thread need not run between two
-    heavy items: switching to it would cost a loop that takes both a millisecond.
+    Only items of the type `heavy` count. Light items are queued along with them, so the thread need not run
+    between two heavy items: switching to it would cost a loop that takes both a millisecond.
 
     `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
     collective that its peer never joins.

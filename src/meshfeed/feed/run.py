@@ -144,7 +144,7 @@ class Run:
         producer: as given.
         first: the first step.
         delivery, clock, placer, recorder: that the producer uses.
-        is_whole: whether another run follows it, and all steps before that one are made, in the views' queues.
+        is_whole: whether another run follows it, and all steps before that are made, in the views' queues.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
-"""Local and remote files: bytes at random offsets, each fetched once per node.
+"""Files: bytes at random offsets, and what a node keeps.
 
-Read byte_file, the interface and files of this machine, and folder, which opens files. cached reads
-remote objects through the node's cache, which keeps each block as a file: it asks its process's fetcher for
-blocks, then reads their files. cache is that folder, which all processes of the node share. The fetcher is a
-light process, and the only one that reads from storage, through remote. codec and sums check what arrives.
-Nothing here imports torch.
+Read byte_file, the interface and files of this machine, and folder, which opens files; those in remote
+storage are in the package `remote`. cache is a folder that all processes of a node share: what one of them
+has made once for all (once), and blocks of remote objects. sums are checksums of a pair's blocks. Nothing
+here imports torch.
 """
 
 from meshfeed.files.byte_file import ByteFile, Content, Fetching, FileStats, LocalFile, Vector, typed_errors

@@ -82,6 +82,10 @@ class Content:
     raw_hashes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+LEAST = 64
+"""Shards of less than 1/64 of a block are not worth a file each."""
+
+
 class Fetching(NamedTuple):
     """How a file is fetched.
 
@@ -198,6 +202,18 @@ class ByteFile(ABC):
 
     def forget_needs(self) -> None:  # noqa: B027 - as little can advice to the system be withdrawn
         """Cancel announced ranges that have not been read."""
+
+    @property
+    def fetching(self) -> Fetching | None:
+        """How it is fetched; None for a file on this machine. Raises StoreError."""
+        return None
+
+    def cut(self, begins: I64, ends: I64) -> None:  # noqa: B027 - a local file has no blocks
+        """Let blocks that are fetched end where the shards of a shuffle meet; not while it is entered."""
+
+    @abstractmethod
+    def within(self, cache: Any) -> ByteFile:
+        """The same file as it is now; one that is fetched, through another `Cache`."""
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
         """Arrays in the file, read as they are indexed. Each part: (NumPy dtype, first byte, count).
@@ -328,6 +344,9 @@ class LocalFile(ByteFile):
         with typed_errors(self.url):
             for begin, end in zip(begins.tolist(), ends.tolist()):
                 advise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    def within(self, cache: Any) -> LocalFile:
+        return LocalFile(self.url)
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
         self._refuse_resized(status_of(self.url))

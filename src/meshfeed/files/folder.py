@@ -11,10 +11,8 @@ from pathlib import Path
 from meshfeed.errors import MissingError
 from meshfeed.files.byte_file import ByteFile, Content, LocalFile, typed_errors
 from meshfeed.files.cache.cache import Cache
-from meshfeed.files.cached import CachedFile
-from meshfeed.files.fetcher.objects import Address
-from meshfeed.files.fetcher.protocol import fetcher, retried
-from meshfeed.files.url import is_remote, join, local_path, without_secrets
+from meshfeed.files.url import is_hub, is_remote, join, local_path, without_secrets
+from meshfeed.plugins import remote_storage
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,7 +50,7 @@ class Folder:
         if not self.is_remote and content is None:
             return LocalFile(url)
         beside = None if sums is None else (join(self.url, sums[0]), sums[1])
-        return CachedFile(url, self.cache, self.options, content, beside)
+        return remote_storage().CachedFile(url, self.cache, self.options, content, beside)
 
     def holds(self, name: str) -> bool:
         """Whether such a file exists. Raises StoreError if storage does not answer."""
@@ -73,10 +71,16 @@ class Folder:
         """
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
-        address, cache = Address.of(self.url, self.options), self.cache.make()
-        found = retried(lambda: fetcher().ask("list", address, cache, what=address.url))
-        prefix = f"{address.path.rstrip('/')}/".lstrip("/")
-        return [(name.removeprefix(prefix), size) for name, size in found]
+        return remote_storage().listed(self.url, self.cache, self.options)
+
+
+def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
+    """A URL on the Hugging Face Hub at the commit of its revision; any other URL or path unchanged.
+
+    Processes of a node that ask within half a minute share one request. If the default process group is
+    initialised, all ranks get the commit that the first one found. Raises StoreError.
+    """
+    return remote_storage().pinned(url, cache, options) if is_hub(url) else url
 
 
 def _below(root: Path) -> Iterator[tuple[str, int]]:

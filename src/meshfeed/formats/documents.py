@@ -21,11 +21,11 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats, Folder
-from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
 from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
+from meshfeed.remote.cached import CachedFile
 from meshfeed.store.base import I64, LengthsIndex
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError
 from meshfeed.files import ByteFile, Cache, FileStats
-from meshfeed.files.cached import CachedFile
 from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.items import ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.shards import ShardedDataset, at_once
+from meshfeed.remote.cached import CachedFile
 from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts

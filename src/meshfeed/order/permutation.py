@@ -130,9 +130,11 @@ def rng(seed: int, epoch: int, index: int, *more: int) -> np.random.Generator:
     Equal arguments give equal numbers in any process, as long as NumPy does not change its generators'
     methods. Raises RecipeError for integers that do not fit in 64 bits.
     """
-    given = {"seed": seed, "epoch": epoch, "index": index}
-    given |= {f"more[{at}]": each for at, each in enumerate(more)}
-    return np.random.Generator(philox(*whole_numbers(RecipeError, -(2**63), optional=(), **given)))
+    parts = seed, epoch, index, *more
+    if {*map(type, parts)} != {int}:
+        named = dict(zip(("seed", "epoch", "index", *(f"more[{at}]" for at in range(len(more)))), parts))
+        parts = whole_numbers(RecipeError, -(2**63), optional=(), **named)
+    return np.random.Generator(philox(*parts))
 
 
 def philox(*parts: int) -> np.random.Philox:

@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from meshfeed.files import Fetching
-from meshfeed.files.cache.cut import LEAST
+from meshfeed.files.byte_file import LEAST
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence.rule import JoinsShards, SequenceRule
 from meshfeed.store import StreamStore

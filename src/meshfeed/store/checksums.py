@@ -1,7 +1,7 @@
 """Checksums of the blocks of a .bin/.idx pair: create them, match them with their pair, verify the pair.
 
 `files.sums` is the format of PREFIX.sums. Reads are verified elsewhere: of remote files by
-`files.fetcher.objects`, of a local .bin by `GuardedFile`.
+`remote.fetcher.objects`, of a local .bin by `GuardedFile`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, StoreError
 from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder
-from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
 from meshfeed.intervals import numbers_in
@@ -38,8 +37,9 @@ class IndexedStore(StreamStore):
     StoreError, naming file and byte.
     """
 
-    not_pickled = ("_index",)
+    not_pickled = ("_index", "_documents")
     _index: Index | None = None
+    _documents: LengthsIndex | None = None
 
     def __init__(self, path: str | os.PathLike[str], pair: Pair | None = None) -> None:
         super().__init__()
@@ -78,11 +78,10 @@ class IndexedStore(StreamStore):
 
     @property
     def fetching(self) -> Fetching | None:
-        return self._data.fetching if isinstance(self._data, CachedFile) else None
+        return self._data.fetching
 
     def cut(self, begins: I64, ends: I64) -> None:
-        if isinstance(self._data, CachedFile):
-            self._data.cut(begins * self.dtype.itemsize, ends * self.dtype.itemsize)
+        self._data.cut(begins * self.dtype.itemsize, ends * self.dtype.itemsize)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -165,15 +164,17 @@ class IndexedStore(StreamStore):
         stack.enter_context(self._idx)
         stack.enter_context(self._data)
         self._index = look_up(self.header, self._idx)
-        stack.callback(setattr, self, "_index", None)
+        stack.callback(vars(self).update, _index=None, _documents=None)
 
     # -- documents ----------------------------------------------------------------------------------
 
     @property
     def documents(self) -> LengthsIndex:
         """Where documents begin, from the entries of the index."""
-        self._refuse_no_stream()
-        return LengthsIndex(self._entered())
+        if self._documents is None:
+            self._refuse_no_stream()
+            self._documents = LengthsIndex(self._entered())
+        return self._documents
 
     def lengths(self, documents: I64) -> I64:
         if self.is_stream:
@@ -252,9 +253,9 @@ def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
         prefix = join(folder.url, idx).removesuffix(".idx")  # a stem may be "."
         return IndexedStore(path, LocalPair(path, prefix, folder.cache))
     if not _holds(folder, sums):
-        return IndexedStore(path, Pair(path, folder.file(idx), folder.file(data)))
+        return IndexedStore(path, Pair(path, folder.file(idx), folder.file(data), folder.cache))
     guarded = folder.file(idx, sums=(sums, IDX)), folder.file(data, sums=(sums, BIN))
-    return IndexedStore(path, refuse_others(Pair(path, *guarded)))
+    return IndexedStore(path, refuse_others(Pair(path, *guarded, folder.cache)))
 
 
 def _holds(folder: Folder, sums: str) -> bool:

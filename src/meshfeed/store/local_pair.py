@@ -27,7 +27,7 @@ class LocalPair(Pair):
 
     def __init__(self, path: str, prefix: str, cache: Cache | None = None) -> None:
         self._index = NodeIndex(prefix, cache)
-        super().__init__(path, self._index, GuardedFile(self._index))
+        super().__init__(path, self._index, GuardedFile(self._index), self._index.cache)
 
     @cached_property
     def header(self) -> Header:
@@ -44,10 +44,6 @@ class LocalPair(Pair):
     @property
     def is_checked(self) -> bool:
         return bool((self._index.facts or {}).get("is_checked"))
-
-    @property
-    def cache(self) -> Cache:
-        return self._index.cache
 
 
 class GuardedFile(LocalFile):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import Cache, Folder
-from meshfeed.files.revision import pinned
+from meshfeed.files.folder import pinned
 from meshfeed.files.url import is_http, is_remote, local_path, parent, without_secrets
 from meshfeed.store.base import LabelsAre, StreamStore
 from meshfeed.store.dataset import NAME

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 
-from meshfeed.files import ByteFile, Cache, LocalFile
-from meshfeed.files.cached import CachedFile
+from meshfeed.files import ByteFile, Cache
 from meshfeed.files.sums import SUFFIX
 from meshfeed.store.index import Header, fingerprint_of, read_header
 
 
 class Pair:
-    """The .idx and .bin at a path, which messages name. All members raise StoreError."""
+    """The .idx and .bin at a path, which messages name. All members raise StoreError.
 
-    def __init__(self, path: str, idx: ByteFile, data: ByteFile) -> None:
-        self.path, self.idx, self.data = path, idx, data
+    cache: where the node keeps what belongs to these files, if anywhere.
+    """
+
+    def __init__(self, path: str, idx: ByteFile, data: ByteFile, cache: Cache | None = None) -> None:
+        self.path, self.idx, self.data, self.cache = path, idx, data, cache
 
     @property
     def files(self) -> tuple[ByteFile, ByteFile]:
@@ -39,11 +41,6 @@ class Pair:
         return False
 
     @property
-    def cache(self) -> Cache | None:
-        """Where the node keeps what belongs to these files."""
-        return self.idx.cache if isinstance(self.idx, CachedFile) else None
-
-    @property
     def is_summed(self) -> bool:
         """Whether there are checksums of its blocks."""
         if self.data.is_remote:
@@ -53,9 +50,5 @@ class Pair:
     @contextmanager
     def anew(self) -> Generator[Pair]:
         """The files as they are now, not what the node has cached of them."""
-        idx, data = self.idx, self.data
-        if isinstance(idx, CachedFile) and isinstance(data, CachedFile):
-            with data.cache.anew() as cache:
-                yield Pair(self.path, idx.within(cache), data.within(cache))
-        else:
-            yield Pair(self.path, LocalFile(idx.url), LocalFile(data.url))
+        with self.cache.anew() if self.cache and self.data.is_remote else nullcontext(self.cache) as cache:
+            yield Pair(self.path, self.idx.within(cache), self.data.within(cache), cache)

@@ -15,10 +15,10 @@ import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import AccessError, MeshfeedError, StoreError
 from meshfeed.files import Cache, Folder
-from meshfeed.files.cached import CachedFile
-from meshfeed.files.fetcher import protocol
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare import Text, encode_part, prepare
+from meshfeed.remote.cached import CachedFile
+from meshfeed.remote.fetcher import protocol
 from services.faults import Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx

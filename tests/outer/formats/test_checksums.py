@@ -18,7 +18,7 @@ import mosaic
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache, byte_file
-from meshfeed.files.cached import CachedFile
+from meshfeed.remote.cached import CachedFile
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
 from meshfeed.store.checksums import checksums_beside
 from meshfeed.store.node_index import NodeIndex

@@ -25,15 +25,15 @@ import torch
 import meshfeed as mf
 import quick
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
-from meshfeed.files.cache import answers, once
-from meshfeed.files.remote import hub as hub_module
-from meshfeed.files.remote import retries
-from meshfeed.files.remote.hub import HubClient
-from meshfeed.files.remote.hub_url import hub_path
-from meshfeed.files.remote.retries import Patience
-from meshfeed.files.revision import pinned
+from meshfeed.files.cache import once
+from meshfeed.files.folder import pinned
 from meshfeed.prepare.inputs.files import find_inputs
 from meshfeed.prepare.job.writer import Writer
+from meshfeed.remote import answers, retries
+from meshfeed.remote import hub as hub_module
+from meshfeed.remote.hub import HubClient
+from meshfeed.remote.hub_url import hub_path
+from meshfeed.remote.retries import Patience
 from services.hub import Hub
 from soak import cases
 

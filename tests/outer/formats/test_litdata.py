@@ -19,9 +19,9 @@ import lit
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, StoreError
-from meshfeed.files.codec import decompress
 from meshfeed.formats.litdata import LitdataStore
 from meshfeed.formats.mds import MDSStore
+from meshfeed.remote.codec import decompress
 from meshfeed.store import IndexedWriter
 from meshfeed.testing import assert_store
 from outer.fuzz.fuzzing import damaged

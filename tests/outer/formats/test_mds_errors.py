@@ -22,7 +22,7 @@ import meshfeed as mf
 import mosaic
 import quick
 from meshfeed.errors import ChecksumError, OptionError, StoreError
-from meshfeed.files.codec import check_hashes, decompress
+from meshfeed.remote.codec import check_hashes, decompress
 from soak import some
 
 
@@ -177,7 +177,7 @@ GROWTH = """
 import resource, sys
 from pathlib import Path
 from meshfeed.errors import StoreError
-from meshfeed.files.codec import decompress
+from meshfeed.remote.codec import decompress
 codec, path = sys.argv[1:]
 data = Path(path).read_bytes()
 for name in ("brotli", "zstandard", "cramjam"):

@@ -21,11 +21,11 @@ from meshfeed.errors import (
     StoreError,
     UnavailableError,
 )
-from meshfeed.files.remote.errors import options_of_environment
-from meshfeed.files.remote.retries import Patience
 from meshfeed.prepare import Text, prepare
 from meshfeed.prepare.job.storage_output import step_of
 from meshfeed.prepare.job.writer import Writer
+from meshfeed.remote.errors import options_of_environment
+from meshfeed.remote.retries import Patience
 from services.faults import NOTHING, Fault
 from soak import some
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Cache, Folder, LocalFile, typed_errors
-from meshfeed.files.revision import pinned
+from meshfeed.files.folder import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat, batches_in
 from meshfeed.formats.documents import read_bytes

@@ -21,12 +21,12 @@ from typing import Any
 
 from meshfeed.errors import ChangedError, MissingError
 from meshfeed.files import typed_errors
-from meshfeed.files.remote.errors import options_of_environment
 from meshfeed.files.url import split, without_secrets
 from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.job.job import read_json, write_json
 from meshfeed.prepare.job.output import FOREIGN, OPENS, OnBytes, Output, manifest_in, step_of
 from meshfeed.prepare.job.writer import Writer
+from meshfeed.remote.errors import options_of_environment
 
 _NOTES = "uploads.json"
 

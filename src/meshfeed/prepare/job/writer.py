@@ -17,9 +17,9 @@ from typing import BinaryIO, TypeVar
 
 from meshfeed.errors import MissingError, StoreError, UnavailableError
 from meshfeed.files.byte_file import typed_errors
-from meshfeed.files.remote.client import Client, store_of
-from meshfeed.files.remote.errors import reason
-from meshfeed.files.remote.retries import Patience, Stat
+from meshfeed.remote.client import Client, store_of
+from meshfeed.remote.errors import reason
+from meshfeed.remote.retries import Patience, Stat
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshfeed.errors import StoreError, UnavailableError
-from meshfeed.files.remote.errors import has_no_names, is_unknown_host, kind_of, reason
 from meshfeed.files.url import without_secrets
+from meshfeed.remote.errors import has_no_names, is_unknown_host, kind_of, reason
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ from urllib.parse import quote, urlsplit
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.extras import install
-from meshfeed.files.cache.answers import recent, shared
-from meshfeed.files.remote.errors import REPLACED, reason, refuse_other_size
-from meshfeed.files.remote.hub_url import hub_options, hub_path, is_commit
-from meshfeed.files.remote.retries import Patience, Retries, Stat
+from meshfeed.remote.answers import recent, shared
+from meshfeed.remote.errors import REPLACED, reason, refuse_other_size
+from meshfeed.remote.hub_url import hub_options, hub_path, is_commit
+from meshfeed.remote.retries import Patience, Retries, Stat
 
 ENDPOINT = "https://huggingface.co"
 _MOST_PAUSE_S = 600.0

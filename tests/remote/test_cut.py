@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfeed.files.cache.cut import LEAST, Cut, cut_at
+from meshfeed.remote.cut import LEAST, Cut, cut_at
 
 
 @given(size=st.integers(0, 5_000), block=st.integers(1, 700))

@@ -10,8 +10,8 @@ import pytest
 from demo.storage import Manners, SlowStorage
 
 from meshfeed.errors import UnavailableError
-from meshfeed.files.remote.client import Client
-from meshfeed.files.remote.retries import Patience
+from meshfeed.remote.client import Client
+from meshfeed.remote.retries import Patience
 from services.faults import Fault, Faults
 
 BLOCK = 4096

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from meshfeed.files.cache.cut import SHARED, Cut
 from meshfeed.files.local.lock import locked, take
+from meshfeed.remote.cut import SHARED, Cut
 
 SUM_BYTES = 4
 """Of the checksum behind each block."""

@@ -13,8 +13,8 @@ import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.errors import AccessError, ChangedError, MissingError
 from meshfeed.files import Cache, Folder
-from meshfeed.files.remote.client import Client
-from meshfeed.files.remote.retries import Patience
+from meshfeed.remote.client import Client
+from meshfeed.remote.retries import Patience
 from services.azure import ACCOUNT, KEY, Azure
 from services.needs import needs
 

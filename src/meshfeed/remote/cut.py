@@ -12,13 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.files.byte_file import LEAST
 from meshfeed.intervals import distinct, numbered
 
 I64 = npt.NDArray[np.int64]
 SHARED = "+"
 """Ends the name of a block that two shards read."""
-LEAST = 64
-"""Shards of less than 1/64 of a block are not worth a file each."""
 
 
 class Cut(NamedTuple):

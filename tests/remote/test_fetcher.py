@@ -19,12 +19,12 @@ import pytest
 import world
 from meshfeed.errors import CacheError, StoreError
 from meshfeed.files import Cache
-from meshfeed.files.cache.blocks import SUM_BYTES
 from meshfeed.files.cache.cache import cache_error
-from meshfeed.files.cached import CachedFile
-from meshfeed.files.fetcher import protocol
 from meshfeed.files.local.lock import locked
-from meshfeed.files.remote.errors import options_of_environment, without_credentials
+from meshfeed.remote.blocks import SUM_BYTES
+from meshfeed.remote.cached import CachedFile
+from meshfeed.remote.errors import options_of_environment, without_credentials
+from meshfeed.remote.fetcher import protocol
 from services.faults import Fault, Faults
 from services.needs import immutable, needs, small_disk
 from services.nginx import Nginx

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from meshfeed.errors import StoreError
-from meshfeed.files.remote.retries import GIVE_UP
 from meshfeed.files.url import HUB
+from meshfeed.remote.retries import GIVE_UP
 
 _ROOT = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.S)
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.blocks import CacheFolder, Claim, Summed
 from meshfeed.files.cache.cache import FULL, cache_error
-from meshfeed.files.fetcher.objects import RANGE_BYTES, StoredObject
-from meshfeed.files.fetcher.pace import Pace
+from meshfeed.remote.blocks import CacheFolder, Claim, Summed
+from meshfeed.remote.fetcher.objects import RANGE_BYTES, StoredObject
+from meshfeed.remote.fetcher.pace import Pace
 
 T = TypeVar("T")
 

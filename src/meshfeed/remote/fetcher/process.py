@@ -19,18 +19,18 @@ from typing import Any
 
 from meshfeed.errors import ChangedError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.answers import forget, recent, shared
-from meshfeed.files.cache.blocks import CacheFolder
 from meshfeed.files.cache.cache import cache_error
-from meshfeed.files.cache.cut import I64
-from meshfeed.files.fetcher.objects import Address, Opened, StoredObject, sums_at
-from meshfeed.files.fetcher.protocol import Channel
-from meshfeed.files.fetcher.schedule import Scheduler
-from meshfeed.files.remote.client import Client, LocalReader, Reader
-from meshfeed.files.remote.hub import HubClient
-from meshfeed.files.remote.retries import Stat
 from meshfeed.files.sums import Sums, parse
 from meshfeed.files.url import is_hub
+from meshfeed.remote.answers import forget, recent, shared
+from meshfeed.remote.blocks import CacheFolder
+from meshfeed.remote.client import Client, LocalReader, Reader
+from meshfeed.remote.cut import I64
+from meshfeed.remote.fetcher.objects import Address, Opened, StoredObject, sums_at
+from meshfeed.remote.fetcher.protocol import Channel
+from meshfeed.remote.fetcher.schedule import Scheduler
+from meshfeed.remote.hub import HubClient
+from meshfeed.remote.retries import Stat
 
 _ANSWERERS = 32
 _ANSWERS = "answers"

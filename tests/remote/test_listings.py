@@ -11,8 +11,8 @@ import pytest
 
 import meshfeed as mf
 from meshfeed.errors import StoreError, UnavailableError
-from meshfeed.files.remote.client import Client
-from meshfeed.files.remote.retries import Patience
+from meshfeed.remote.client import Client
+from meshfeed.remote.retries import Patience
 from services import listings
 from services.listings import Lie, Lister
 from soak import SEED, cases

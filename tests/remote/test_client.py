@@ -16,10 +16,10 @@ import pytest
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.files import Cache, url
-from meshfeed.files.cached import CachedFile
-from meshfeed.files.remote import retries
-from meshfeed.files.remote.client import Client
-from meshfeed.files.remote.retries import Patience
+from meshfeed.remote import retries
+from meshfeed.remote.cached import CachedFile
+from meshfeed.remote.client import Client
+from meshfeed.remote.retries import Patience
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, SKEWED, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx

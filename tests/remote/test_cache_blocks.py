@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import meshfeed.files.cache.blocks
-from meshfeed.files.cache.blocks import SUM_BYTES, CachedBlocks, CacheFolder, Summed
-from meshfeed.files.cache.cut import Cut
+import meshfeed.remote.blocks
+from meshfeed.remote.blocks import SUM_BYTES, CachedBlocks, CacheFolder, Summed
+from meshfeed.remote.cut import Cut
 
 SIZE = 1000
 
@@ -117,7 +117,7 @@ def test_a_block_published_during_a_count_is_counted(
 ) -> None:
     claim = blocks.claim(3, wait=True)
     assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
-    look = meshfeed.files.cache.blocks._removed_if_free
+    look = meshfeed.remote.blocks._removed_if_free
 
     def looking(part: Path) -> bool:
         if when == "before":
@@ -127,7 +127,7 @@ def test_a_block_published_during_a_count_is_counted(
             claim.publish(zeros())
         return is_gone
 
-    monkeypatch.setattr("meshfeed.files.cache.blocks._removed_if_free", looking)
+    monkeypatch.setattr("meshfeed.remote.blocks._removed_if_free", looking)
     (tmp_path / "room").write_text("")
     assert blocks.cache.held_bytes() == SIZE and held(blocks) == [3]
 

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.blocks import CachedBlocks, CacheFolder, Summed
-from meshfeed.files.cache.cut import I64, Cut, cut_at
-from meshfeed.files.codec import check_hashes, decompress
-from meshfeed.files.remote.client import Reader
-from meshfeed.files.remote.errors import options_of_environment
-from meshfeed.files.remote.hub_url import hub_path
-from meshfeed.files.remote.retries import Stat
 from meshfeed.files.sums import ANEW, FileSums, parse
 from meshfeed.files.url import credentials_of, is_hub, is_remote, local_path, split, without_secrets
+from meshfeed.remote.blocks import CachedBlocks, CacheFolder, Summed
+from meshfeed.remote.client import Reader
+from meshfeed.remote.codec import check_hashes, decompress
+from meshfeed.remote.cut import I64, Cut, cut_at
+from meshfeed.remote.errors import options_of_environment
+from meshfeed.remote.hub_url import hub_path
+from meshfeed.remote.retries import Stat
 
 T = TypeVar("T")
 

@@ -28,13 +28,13 @@ from meshfeed.files.byte_file import (
     fill,
     release,
 )
-from meshfeed.files.cache.blocks import CacheFolder
 from meshfeed.files.cache.cache import Cache, cache_error
-from meshfeed.files.fetcher.objects import Address, Opened
-from meshfeed.files.fetcher.protocol import FetcherClient, LostError, fetcher, retried
-from meshfeed.files.remote.retries import Stat
 from meshfeed.files.url import is_hub, without_secrets
 from meshfeed.intervals import numbered
+from meshfeed.remote.blocks import CacheFolder
+from meshfeed.remote.fetcher.objects import Address, Opened
+from meshfeed.remote.fetcher.protocol import FetcherClient, LostError, fetcher, retried
+from meshfeed.remote.retries import Stat
 
 _MARKED_S = 10.0
 
@@ -364,3 +364,11 @@ class CachedFile(ByteFile):
             at = self._open() if request == "wish" else self._at
             if at is not None:
                 at[0].tell(request, at[1], *arguments)
+
+
+def listed(url: str, cache: Cache, options: Mapping[str, str]) -> list[tuple[str, int]]:
+    """(relative name, bytes) of all objects below a URL; see `Folder.names`."""
+    address, folder = Address.of(url, options), cache.make()
+    found = retried(lambda: fetcher().ask("list", address, folder, what=address.url))
+    prefix = f"{address.path.rstrip('/')}/".lstrip("/")
+    return [(name.removeprefix(prefix), size) for name, size in found]

@@ -7,19 +7,14 @@ import sys
 from collections.abc import Callable, Mapping
 
 from meshfeed.files.cache.cache import Cache
-from meshfeed.files.fetcher.objects import Address
-from meshfeed.files.fetcher.protocol import fetcher, retried
-from meshfeed.files.remote.hub_url import at_commit, hub_options, hub_path, is_commit
-from meshfeed.files.url import is_hub
+from meshfeed.remote.fetcher.objects import Address
+from meshfeed.remote.fetcher.protocol import fetcher, retried
+from meshfeed.remote.hub_url import at_commit, hub_options, hub_path, is_commit
 
 
 def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
-    """A URL on the Hub at the commit of its revision; any other URL or path unchanged.
-
-    Processes of a node that ask within half a minute share one request. If the default process group is
-    initialised, all ranks get the commit that the first one found. Raises StoreError.
-    """
-    if not is_hub(url) or is_commit(hub_path(url).revision):
+    """See `files.folder.pinned`."""
+    if is_commit(hub_path(url).revision):
         return url
     address = Address.of(url, options)
 

@@ -14,11 +14,11 @@ from typing import Any
 from meshfeed.errors import ChangedError, OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files.byte_file import typed_errors
-from meshfeed.files.remote.errors import REPLACED, reason, refuse_other_size, refuses_method, refuses_range
-from meshfeed.files.remote.hub import HubClient
-from meshfeed.files.remote.listing import Listing
-from meshfeed.files.remote.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
+from meshfeed.remote.errors import REPLACED, reason, refuse_other_size, refuses_method, refuses_range
+from meshfeed.remote.hub import HubClient
+from meshfeed.remote.listing import Listing
+from meshfeed.remote.retries import GIVE_UP, Patience, Retries, Stat
 
 _log = logging.getLogger("meshfeed")
 

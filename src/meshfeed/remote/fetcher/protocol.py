@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import StoreError
-from meshfeed.files.remote.errors import without_credentials
 from meshfeed.forks import at_fork
+from meshfeed.remote.errors import without_credentials
 
 T = TypeVar("T")
 

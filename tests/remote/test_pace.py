@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfeed.files.fetcher.pace import Pace
+from meshfeed.remote.fetcher.pace import Pace
 
 
 def simulated(seconds_of: object, rounds: int = 200) -> Pace:

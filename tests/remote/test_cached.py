@@ -26,10 +26,10 @@ import world
 from meshfeed.errors import CacheError, ChangedError, MissingError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.byte_file import Content
-from meshfeed.files.cache.answers import read_answer, write_answer
-from meshfeed.files.cache.blocks import SUM_BYTES
-from meshfeed.files.cached import CachedFile
-from meshfeed.files.fetcher.protocol import fetcher, retried
+from meshfeed.remote.answers import read_answer, write_answer
+from meshfeed.remote.blocks import SUM_BYTES
+from meshfeed.remote.cached import CachedFile
+from meshfeed.remote.fetcher.protocol import fetcher, retried
 from services.faults import Fault, Faults
 from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx

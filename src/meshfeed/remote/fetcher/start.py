@@ -20,6 +20,6 @@ if __name__ == "__main__":
     package = ModuleType("meshfeed")
     package.__path__ = [str(here.parents[1])]
     sys.modules["meshfeed"] = package
-    from meshfeed.files.fetcher.process import main
+    from meshfeed.remote.fetcher.process import main
 
     main(int(sys.argv[1]))

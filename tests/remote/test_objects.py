@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import ChecksumError
-from meshfeed.files.cache.blocks import SUM_BYTES, CacheFolder
-from meshfeed.files.fetcher.objects import Address, StoredObject
-from meshfeed.files.remote.client import LocalReader
 from meshfeed.files.sums import Summer
+from meshfeed.remote.blocks import SUM_BYTES, CacheFolder
+from meshfeed.remote.client import LocalReader
+from meshfeed.remote.fetcher.objects import Address, StoredObject
 
 BLOCK = 1 << 14
 DATA = np.random.default_rng(0).integers(0, 256, 5 * BLOCK + 99).astype(np.uint8).tobytes()

@@ -15,7 +15,7 @@ import meshfeed as mf
 import mosaic
 import world
 from corpus import write_corpus
-from meshfeed.files.remote import client
+from meshfeed.remote import client
 from observe import simulated, take
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, Fault, Faults
 from services.needs import needs

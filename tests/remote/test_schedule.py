@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from meshfeed.files.cache.blocks import CacheFolder
-from meshfeed.files.fetcher.objects import Address, StoredObject
-from meshfeed.files.fetcher.schedule import Scheduler
-from meshfeed.files.remote.client import LocalReader
+from meshfeed.remote.blocks import CacheFolder
+from meshfeed.remote.client import LocalReader
+from meshfeed.remote.fetcher.objects import Address, StoredObject
+from meshfeed.remote.fetcher.schedule import Scheduler
 
 BLOCK, NUM_BLOCKS = 1 << 12, 20
 
@@ -36,7 +36,7 @@ def test_the_limit_is_not_read_for_each_block(tmp_path: Path, monkeypatch: pytes
     cache.join(None)
     look = cache._limit
     monkeypatch.setattr(cache, "_limit", lambda: looks.append(0) or look())
-    monkeypatch.setattr("meshfeed.files.cache.blocks.time.monotonic", lambda: now)
+    monkeypatch.setattr("meshfeed.remote.blocks.time.monotonic", lambda: now)
     now = cache._seen_at
     for _ in range(3):
         assert cache.reserve([], (), over_pins=False)
