@@ -34,14 +34,15 @@ from meshfeed.transport import Transport
 
 if typing.TYPE_CHECKING:
     from meshfeed import amendments as amendments
+    from meshfeed.datasets import Mapped, Resampled, SameEveryEpoch, Samples
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step, loss_by_source
     from meshfeed.files import Cache
     from meshfeed.multimodal import Multimodal, exchange_encoded
-    from meshfeed.sequence import Chat, Documents, Masked, Samples, Windows
+    from meshfeed.sequence import Chat, Documents, Masked, Windows
     from meshfeed.simulation import simulate
-    from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
+    from meshfeed.store import DatasetWriter, IndexedWriter, Lengths
     from meshfeed.store import open_store as open
 
     MegatronGPT: typing.Any
@@ -96,13 +97,13 @@ _ON_FIRST_USE = {
     "Feed": "meshfeed.feed",
     "IndexedWriter": "meshfeed.store",
     "Lengths": "meshfeed.store",
-    "Mapped": "meshfeed.store",
+    "Mapped": "meshfeed.datasets",
     "Masked": "meshfeed.sequence",
     "Microbatch": "meshfeed.feed.batch",
     "Multimodal": "meshfeed.multimodal",
-    "Resampled": "meshfeed.store",
-    "SameEveryEpoch": "meshfeed.store",
-    "Samples": "meshfeed.sequence",
+    "Resampled": "meshfeed.datasets",
+    "SameEveryEpoch": "meshfeed.datasets",
+    "Samples": "meshfeed.datasets",
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
     "exchange_encoded": "meshfeed.multimodal.encoded",
@@ -114,7 +115,7 @@ _ON_FIRST_USE = {
 
 _PACKAGES = {
     *("amendments", "deliver", "feed", "files", "metrics", "sequence", "store"),
-    *("exchange", "multimodal"),  # around it
+    *("datasets", "exchange", "multimodal"),  # around it
     *("formats", "processors", "report", "sinks"),  # of the outer circle
 }
 """What `import meshfeed` offers as attributes, imported on first use too."""

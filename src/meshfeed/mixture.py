@@ -51,6 +51,11 @@ class Store(ABC):
         return {}
 
     @property
+    def when_late(self) -> str:
+        """For messages: that it has not returned what is read, and what to check."""
+        return "its own storage has not returned it; check the storage"
+
+    @property
     def wants_ahead(self) -> bool:
         """Whether to announce reads many steps ahead, as a remote store needs it."""
         return False

@@ -24,10 +24,10 @@ import pictures
 import world
 from corpus import write_corpus
 from evened import plan_step
+from meshfeed.datasets.workers import Failure
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.multimodal import Processor, decoding
 from meshfeed.order import draws_of_step
-from meshfeed.store.workers import Failure
 from meshfeed.testing import assert_rule
 from observe import content_of, simulated, take
 from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, recipe_over, write_pictures
@@ -626,7 +626,7 @@ class Uncounted(Look):
 def test_what_workers_fail_at_is_named(
     folder: Path, image: Any, timeout_s: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.store.workers._GRACE_S", 0.5)
+    monkeypatch.setattr("meshfeed.datasets.workers._GRACE_S", 0.5)
     machine = mf.Machine(workers=1, item_timeout_s=timeout_s)
     with (
         mf.Feed(multimodal(folder, image=image), machine=machine, **PACKING) as feed,

@@ -22,8 +22,8 @@ import torch
 import meshfeed as mf
 import mosaic
 import world
+from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.order import key_of, permute
-from meshfeed.store.workers import Failure, Workers
 from observe import take
 from soak import some
 from user_datasets import (

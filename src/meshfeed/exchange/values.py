@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from meshfeed.columns import Array
+from meshfeed.datasets.mapped import NUMBERS, Refused, are_numbers, plain
 from meshfeed.deliver import wire
 from meshfeed.errors import StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, NESTED, carrier
 from meshfeed.feed.nested import children_of, made_of
-from meshfeed.store import NUMBERS, Refused
-from meshfeed.store.mapped import are_numbers, plain
 
 # complex types go through `plain`, which resolves torch's lazy conjugation
 NAME_OF_TYPE = {

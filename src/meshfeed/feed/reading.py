@@ -17,7 +17,6 @@ from meshfeed.metrics import Meter, RunStart
 from meshfeed.order import edges_of
 from meshfeed.sequence import Columns, Portion, decode_costs, encoder_of
 from meshfeed.sequence.table import RUN_FIELDS
-from meshfeed.store import Mapped
 from meshfeed.store.vocabulary import check_tokens
 
 
@@ -46,13 +45,7 @@ class SequenceProducer(Producer[RankPlace]):
         self.place, self.stepping, self.options = place, stepping, options
         self.left_out, self.checks_tokens, self.host = left_out, checks_tokens, host
         self.compared = [*(each.name for each in place.fields), *RUN_FIELDS]
-        self.origin = "its own storage has not returned it; check the storage"
-        for store in stepping.recipe.sources:
-            if isinstance(store, Mapped):
-                self.origin = (
-                    f"{store} has not returned it; check what the dataset does, or give the Feed workers, "
-                    f"machine=mf.Machine(workers=...)"
-                )
+        self.origin = stepping.recipe.sources[-1].when_late
         depth = options.transport.prefetch
         if depth == 0:
             depth = int(place.meets_stages or (options.verify and place.layout.pp > 1))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self, cast
 import numpy as np
 
 from meshfeed.columns import Array
+from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.machine import Machine
 from meshfeed.multimodal.arena import Arena, ArenaRange
@@ -30,7 +31,6 @@ from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import DecodeCosts
 from meshfeed.sequence.runs import Longs
-from meshfeed.store.workers import Failure, Workers
 
 Made = dict[str, Array]
 

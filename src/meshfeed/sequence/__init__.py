@@ -17,7 +17,6 @@ from meshfeed.sequence.rule import (
     run_by,
 )
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
-from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, fields_of_plan, table_of_pack, widened
 from meshfeed.sequence.windows import Windows
 
@@ -36,7 +35,6 @@ __all__ = [
     "RuleContents",
     "RunField",
     "Runs",
-    "Samples",
     "SequenceRule",
     "TakesParts",
     "WholeStep",

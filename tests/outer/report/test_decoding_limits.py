@@ -25,13 +25,13 @@ import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed, leap
 from meshfeed.cli.main import main
+from meshfeed.datasets.workers import Workers
 from meshfeed.metrics import Span, StageClock
 from meshfeed.multimodal import decoding
 from meshfeed.report import RankHistory, read_run
 from meshfeed.report.history.decoding import limiting
 from meshfeed.report.history.page import page
 from meshfeed.report.history.waits import waits_of
-from meshfeed.store.workers import Workers
 from pictures import Look, multimodal, write_pictures
 from soak import cases
 

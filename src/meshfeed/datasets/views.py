@@ -6,9 +6,9 @@ import operator
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Protocol, cast
 
+from meshfeed.datasets.mapped import EpochDataset, fingerprint_of, name_of
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.order import EpochIndex, key_of, permute
-from meshfeed.store.mapped import EpochDataset, fingerprint_of, name_of
 from meshfeed.whole import is_whole, of_kind, whole, whole_numbers
 
 

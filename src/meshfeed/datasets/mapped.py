@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 
 from meshfeed.columns import Array
+from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
-from meshfeed.store.workers import Failure, Workers
 
 I64 = npt.NDArray[np.int64]
 
@@ -124,6 +124,13 @@ class Mapped(Store):
         for counts in (self._lengths, self._valid):
             digest.update(b"none" if counts is None else counts.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    @property
+    def when_late(self) -> str:
+        return (
+            f"{self} has not returned it; check what the dataset does, or give the Feed workers, "
+            f"machine=mf.Machine(workers=...)"
+        )
 
     @property
     def has_lengths(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.datasets.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.errors import PlanError, RecipeError, StoreError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, EpochIndex, LeavesOut
@@ -23,7 +24,6 @@ from meshfeed.roles import Field
 from meshfeed.sequence.rule import FindsDocuments
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, places_among
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
-from meshfeed.store import NUMBERS, Item, Mapped, Refused
 
 Value = Array | bytes
 
