@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -165,6 +166,8 @@ class Stream:
     def __init__(self, recipe: Recipe, before: Stream | None = None) -> None:
         self._recipe = weakref.ref(recipe)  # an entry of `_streams` would keep its recipe alive
         self._batch, self._turns = recipe.batch, list[Turns]()
+        stages = [(step, self._batch.position(step), size) for step, size in self._batch.stages]
+        self._stages = stages  # first step, what the batch counts before it, and in each of its steps
         self._shorts, self.cut_off = list[Short](), set[int]()
         if isinstance(recipe.sequence, OwnOrder):
             self._prepare()
@@ -237,7 +240,12 @@ class Stream:
 
     def start(self, step: int) -> int:
         """The first position of a step, as if the stream had no end."""
-        return self._batch.position(step) - (self._missing(step) if self._shorts else 0)
+        return self._due(step)
+
+    def _due(self, step: int) -> int:
+        """What all steps before one have, in what the batch counts."""
+        first, before, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
+        return before + (step - first) * size - (self._missing(step) if self._shorts else 0)
 
     def _missing(self, step: int) -> int:
         """What short steps before a step lack, in what the batch counts."""
@@ -294,8 +302,7 @@ class Stream:
             return False
         drops = self._batch.last == "drop"  # then the last step is whole
         last = steps if drops else steps - 1
-        due = self._batch.position(last) - self._missing(last)
-        return self._amount(end, len(self._turns) - 1) + drops <= due
+        return self._amount(end, len(self._turns) - 1) + drops <= self._due(last)
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Positions [start, stop), cut off at the end."""
@@ -554,7 +561,7 @@ class TokenStream(Stream):
         return [self._segment(i) for i, turns in enumerate(self._turns) if not i or turns.step < step]
 
     def _make_cut(self, step: int) -> int:
-        target, near = self._batch.position(step) - self._missing(step), self._near
+        target, near = self._due(step), self._near
         if not target:
             return 0
         near = near if near.tokens < target else KnownPosition(0, 0)
