@@ -101,14 +101,14 @@ class SequenceProducer(Producer[RankPlace]):
             budget_bytes=self.options.transport.read_ahead_bytes,
             left_out=self.left_out,
         )
-        is_sent = not isinstance(delivery, Direct)
+        is_sent, has_dummies = not isinstance(delivery, Direct), stepping.rule.has_dummy_rows
         for batch, portions in ahead:
             yield StepStart(batch, run.recorder.new_costs(batch.stats))
             if delivery.interrupted and _is_over(delivery, portions):
                 return
             digester = Digester(self.compared) if self.options.verify else None
             may_weigh = contents.may_weigh(recipe, batch.draws)
-            sources = Sources(batch.sources, stepping.rule.has_dummy_rows, may_weigh)
+            sources = Sources(batch.sources, has_dummies, may_weigh)
             for portion in portions:
                 columns, hint = None, contents.num_bytes(recipe, portion) if is_sent else 0
                 if role.reads:

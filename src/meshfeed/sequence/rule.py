@@ -91,6 +91,10 @@ class RuleContents(ABC):
         """Whether its `table` agrees with its `build`: a subclass may replace `build` alone."""
         return replaces_together(type(self), "table", "build")
 
+    @cached_property
+    def _is_users(self) -> bool:
+        return code_of(self) != ""
+
     @property
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
@@ -105,7 +109,7 @@ class RuleContents(ABC):
 
     def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
         """Whether loss_mask may have other weights than 0 and 1, by the index; by default, of your rule."""
-        return code_of(self) != ""
+        return self._is_users
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""
