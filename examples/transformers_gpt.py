@@ -14,7 +14,10 @@ from pathlib import Path
 
 import torch
 from loops_shared import SEED, parser_of, recipes_of, versions_of
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.trainer_callback import TrainerCallback
+from transformers.training_args import TrainingArguments
 
 from meshfeed.integrations.transformers import FeedTrainer
 

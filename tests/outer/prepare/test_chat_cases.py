@@ -156,7 +156,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_in(tmp_path_factory.mktemp("cases"))
 
 
-@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("write", [as_lines, as_parquet, as_saved, as_loaded])
 def test_what_each_record_says_is_in_the_store(
     folder: Path, tmp_path: Path, write: Callable[[Rows, Path], Path]
@@ -193,7 +192,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("quick_workers")
 def test_what_would_be_lost_is_refused_by_name(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +209,6 @@ def test_what_would_be_lost_is_refused_by_name(
     assert stored(folder, tmp_path / "out") == [(PLAIN, "GOOD<|end|>")]
 
 
-@pytest.mark.usefixtures("quick_workers")
 def test_thoughts_of_several_turns_by_the_template_of_qwen(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

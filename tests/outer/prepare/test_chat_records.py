@@ -161,7 +161,6 @@ def two_tools() -> list[dict[str, Any]]:
     return [talk("move", {"x": "0", "y": "1"}), talk("say", {"message": "hi"})]
 
 
-@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("kind", ["structs", "json"])
 def test_tables_say_what_lines_say(folder: Path, tmp_path: Path, kind: str) -> None:
     """Structs of a table have every key of their type; `datasets` 5 writes JSON instead, as a type of its own."""
@@ -194,7 +193,6 @@ def documents_of(out: Path) -> list[list[int]]:
         return [store.read(n, 0, length).tolist() for n, length in enumerate(lengths)]
 
 
-@pytest.mark.usefixtures("quick_workers")
 def test_variables_and_ignored_keys_by_the_command_line(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

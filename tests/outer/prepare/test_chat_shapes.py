@@ -164,7 +164,6 @@ def test_every_column_is_in_the_text_or_refused_by_name(
     assert decoded(folder, columns_of["tokens"], columns_of["loss_mask"]) == wanted
 
 
-@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_the_command_that_goes_on_is_in_the_refusal(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], suffix: str

@@ -20,8 +20,6 @@ from services.needs import needs
 from services.nginx import Nginx
 from soak import cases, some
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 BYTES = Text(tokenizer="bytes")
 
 

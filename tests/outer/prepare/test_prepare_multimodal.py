@@ -30,8 +30,6 @@ from services.nginx import Nginx
 from soak import cases
 from videos import video
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 PAD, START, END, AUDIO, _, VIDEO = SPECIAL
 PNG, JPG, TURNED = picture(5, 9), picture(8, 4, "JPEG", seed=1), picture(3, 7, "JPEG", exif=turned(6))
 

@@ -17,8 +17,6 @@ from meshfeed.files import Folder
 from meshfeed.prepare import Chats, Text, prepare
 from services.needs import needs_root
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 BYTES = Text(tokenizer="bytes")
 
 

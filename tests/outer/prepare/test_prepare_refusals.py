@@ -298,6 +298,7 @@ def full_disk(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.usefixtures("real_workers")
 @some(2)
 @pytest.mark.parametrize("engine", [Here(), Local(2)], ids=["here", "processes"])
 @pytest.mark.parametrize(("part_bytes", "where"), [(None, "parts/0"), (8000, "out/tokens.bin")])
@@ -355,6 +356,7 @@ def test_a_worker_that_dies_is_named_with_its_part(tmp_path, monkeypatch, how, s
     assert documents(tmp_path / "out") == [text.encode() for text in texts(200)]
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_workers_end_with_the_run(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", texts(200))
     with (

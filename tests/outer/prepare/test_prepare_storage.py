@@ -29,8 +29,6 @@ from meshfeed.remote.retries import Patience
 from services.faults import NOTHING, Fault
 from soak import some
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 BYTES = Text(tokenizer="bytes")
 
 

@@ -33,8 +33,6 @@ from soak import cases
 sys.path.append(str(Path(__file__).parents[1] / "formats"))
 from save_with_datasets import TEXTS, TOKENS, saved
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 BYTES = Text(tokenizer="bytes", eod="0")
 WORDS = [f"word {i} " * (i % 7) + 'größe \\ " [{,}]' for i in range(60)]
 RECORDS = [{"text": text, "of": {"no": [{"use": "]"}, {"use": "}"}]}} for text in WORDS]

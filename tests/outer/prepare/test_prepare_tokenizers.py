@@ -24,8 +24,6 @@ from meshfeed.formats.tokenizers import _PATTERNS
 from meshfeed.prepare import Chats, Local, Text, prepare
 from meshfeed.store.tokenizer import _loaded, tokenizer_file
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]
 
 

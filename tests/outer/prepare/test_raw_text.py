@@ -25,8 +25,6 @@ from meshfeed.store.tokenizer import tokenizer_file
 from services.needs import needs
 from services.nginx import Nginx
 
-pytestmark = pytest.mark.usefixtures("quick_workers")
-
 SOME = texts(120, 5)
 END = 256  # of a document of bytes
 LENGTH = 16
