@@ -89,11 +89,20 @@ def compile_what_the_tree_holds() -> None:
         build.compile_in_place()
 
 
+def is_further(path: Path) -> bool:
+    return path.name in FURTHER or (path.parent.name == "integrations" and path.name not in ADAPTERS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What `make test` leaves out is not even imported: its frameworks take each process seconds."""
+    left = collection_path.name.startswith("test_") and is_further(collection_path)
+    return True if left and config.option.markexpr == "not further" else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        name, is_adapter = item.path.name, item.path.parent.name == "integrations"
-        if name in FURTHER or (is_adapter and name not in ADAPTERS):
+        if is_further(item.path):
             item.add_marker("further")
     whole = any("::" in argument for argument in config.args)  # who names a test gets all of it
     if not SOAK and not whole and (out := left_out(items)):

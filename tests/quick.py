@@ -67,6 +67,18 @@ def share() -> None:
     subprocess.run([python(), "-c", ""], check=True)
 
 
+def at_hand() -> str:
+    """The shared one; an ordinary Python where one process runs the tests, for which a server would take longer to start."""
+    return os.environ.get(SHARED, sys.executable)
+
+
+def workers(patch: Any) -> None:
+    """Have workers of `prepare` be such Pythons, until a MonkeyPatch ends: of their own, they take a second of a core to start."""
+    local = importlib.import_module("meshfeed.prepare.engines.local")
+    command = local.command
+    patch.setattr(local, "command", lambda *words: [at_hand(), *command(*words)[1:]])
+
+
 @functools.cache
 def python() -> str:
     """The path of an executable; the server behind it ends with this process. Who asks at once waits for it."""

@@ -24,6 +24,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import numpy.typing as npt
 
+import quick
+
 
 @dataclass
 class Asked:
@@ -65,7 +67,7 @@ def with_torchvision(function: Callable[..., Any], *args: Any) -> Any:
         there.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
         code = f"import qwen_videos; qwen_videos.main({str(there)!r}, {str(made)!r})"
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | paths)
+        subprocess.run([quick.at_hand(), "-c", code], check=True, env=os.environ | paths)
         return pickle.loads(made.read_bytes())
 
 
@@ -84,6 +86,9 @@ class InterpolationMode(Enum):
 def _with_torchvision() -> None:
     """Let it resize and normalize as torchvision does: bytes by torch's own kernel, without a detour to float."""
     import torch
+
+    for name in [each for each in sys.modules if each.partition(".")[0] == "transformers"]:
+        del sys.modules[name]  # it has looked for torchvision already
 
     def resize(image: Any, size: Any, interpolation: Any = None, antialias: bool = True) -> Any:
         if tuple(image.shape[-2:]) == tuple(size):

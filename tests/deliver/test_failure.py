@@ -168,14 +168,23 @@ def test_an_error_of_one_ranks_own_code_ends_all_ranks(corpus: str, raises: int)
 
 
 LEAVES = """
-import sys
+import os, sys
 
 import torch.distributed as dist
 
 import meshfeed as mf
 from corpus import recipe_of
 
-dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
+ranks, _ = [], mf.Feed  # what it imports, both have
+for rank in range(2):  # each ends as a script does
+    child = os.fork()
+    if not child:
+        break
+    ranks.append(child)
+else:
+    print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks))
+    sys.exit()
+dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=rank, world_size=2)
 transport = mf.Transport(delivery="broadcast", timeout_s=600)
 feed = mf.Feed(recipe_of(sys.argv[1]), mf.Layout(tp=2), transport=transport)
 for step in feed:
@@ -190,12 +199,9 @@ def test_so_does_one_outside_a_with(corpus: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(LEAVES)
     job = [sys.executable, str(tmp_path / "job.py"), corpus, str(tmp_path / "store")]
     found = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    ranks = [
-        subprocess.Popen([*job, rank], env=found, stderr=subprocess.PIPE, text=True) for rank in ("0", "1")
-    ]
-    told = [each.communicate(timeout=world.HANG_S)[1] for each in ranks]
-    assert [each.returncode for each in ranks] == [1, 1]
-    assert "rank 1 ended at step 3: ValueError: mine" in told[0]
+    done = subprocess.run(job, env=found, capture_output=True, text=True, timeout=world.HANG_S)
+    assert done.stdout == "1 1\n", done.stderr
+    assert "rank 1 ended at step 3: ValueError: mine" in done.stderr  # which rank 0 says
 
 
 def heard_first(module: Any, name: str, run_of: Callable[[], Any]) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,12 +22,13 @@ from corpus import recipe_of, write_corpus
 from soak import cases
 
 TIMEOUT_S = 15.0  # of a call on the store
-HOST = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+
+
+def serve(rank: int, told: Any) -> None:
+    """A host of a store; it tells its port."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    told.send(store.port)
+    threading.Event().wait()
 
 
 class Line:
@@ -60,15 +59,13 @@ class Line:
 
 
 @pytest.fixture
-def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
+def host() -> Iterator[tuple[int, int]]:
     """A process that serves a store, and its port."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        yield process, int(process.stdout.readline())
-        process.send_signal(signal.SIGCONT)
-        process.kill()
+    ours, theirs = world.context.Pipe()
+    (process,) = world.start(serve, 1, theirs, distributed=False).processes
+    yield process.pid, ours.recv()
+    process.kill()
+    process.join()
 
 
 def states_of(pid: int) -> set[str]:
@@ -126,11 +123,9 @@ def rank_of_a_job(rank: int, path: str, port: int, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["cut off", "stopped", "killed"][: cases(1, 3)])
-def test_every_rank_ends_when_the_store_is_lost(
-    tmp_path: Path, host: tuple[subprocess.Popen[str], int], how: str
-) -> None:
+def test_every_rank_ends_when_the_store_is_lost(tmp_path: Path, host: tuple[int, int], how: str) -> None:
     write_corpus(tmp_path / "text", num_tokens=20_000)
-    process, port = host
+    pid, port = host
     line = Line(port)
     jobs = world.start(rank_of_a_job, 4, str(tmp_path / "text"), line.port, str(tmp_path), distributed=False)
     direct: Any = dist.TCPStore("127.0.0.1", port, None, False)
@@ -149,8 +144,8 @@ def test_every_rank_ends_when_the_store_is_lost(
     if how == "cut off":
         line.cut.set()
     else:
-        process.send_signal(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
-        while how == "stopped" and {"T"} != states_of(process.pid):
+        os.kill(pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        while how == "stopped" and {"T"} != states_of(pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     (tmp_path / "lost.new").write_text(str(time.time()))

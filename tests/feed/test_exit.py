@@ -28,7 +28,7 @@ class LongEnd:  # a thread still inside torch returns while the interpreter ends
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 path, folder, *deliveries = sys.argv[1:]
-codes, rank = [], None
+codes, rank, _ = [], None, mf.Feed  # what it imports, all children have
 for attempt, delivery in enumerate(deliveries):
     size = 1 if delivery == "direct" else 2
     children = []

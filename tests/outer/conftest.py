@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 import quick
@@ -13,9 +11,8 @@ from meshfeed.prepare.without_torch import command
 
 @pytest.fixture(autouse=True)
 def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forks, where several processes run the tests: a Python of their own takes a second of a core to start."""
-    if quick.SHARED in os.environ:
-        monkeypatch.setattr(local, "command", lambda *words: [quick.python(), *command(*words)[1:]])
+    """Ranks, which are processes of their own, call quick.workers themselves."""
+    quick.workers(monkeypatch)
 
 
 @pytest.fixture

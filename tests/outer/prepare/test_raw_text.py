@@ -17,6 +17,7 @@ import pytest
 from texts import Here, documents, jsonl, left_behind, texts, tree
 
 import meshfeed as mf
+import quick
 import world
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, OptionError, StateError, StoreError
@@ -152,6 +153,7 @@ def watch(patch: pytest.MonkeyPatch, made: str, look: Callable[[Progress], None]
 
     Parts are small.
     """
+    quick.workers(patch)
     patch.setattr(importlib.import_module("meshfeed.prepare.prepare"), "_LEAST_PART_BYTES", 300)
     real = raw_text.prepare
 
@@ -337,7 +339,9 @@ def remote(rank: int, url: str, cache: str) -> list[bytes]:
     os.environ["MESHFEED_CACHE"] = cache
     with pytest.raises(OptionError, match="options= do not reach"):
         opened(url, cache, options={"give_up_s": "9"})
-    return documents(Path(opened(url, cache).path))
+    with pytest.MonkeyPatch.context() as patch:
+        quick.workers(patch)
+        return documents(Path(opened(url, cache).path))
 
 
 def test_remote_text(corpus: Path, tmp_path: Path) -> None:
