@@ -21,7 +21,7 @@ import torch.distributed as dist
 import meshfeed as mf
 import world
 from leftovers import as_a_rank_with_workers, check_nothing_is_left, held_by, shared_by
-from meshfeed.store import workers
+from meshfeed.datasets import workers
 from pictures import Look, multimodal, write_pictures
 from soak import cases
 

@@ -32,7 +32,7 @@ def test_urls_elsewhere_are_refused(tmp_path: Path, scheme: str, monkeypatch: py
 @pytest.mark.parametrize("base", ["s3://b/pictures", "http://h/pictures"])
 @pytest.mark.parametrize("name", ["../a.png", "x/../../a.png", "%2e%2e/a.png", "..%5ca.png", "/a.png"])
 def test_no_name_leaves_a_folder_of_storage(base: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshfeed.files.folder.CachedFile", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr("meshfeed.remote.CachedFile", lambda *_: pytest.fail("it is read"))
     for given in (name, f"{base}/{name}"):
         with pytest.raises(StoreError, match=r"without '\.\.'|not below the folder"):
             fetch_from(base, MOST)(given)
