@@ -55,6 +55,9 @@ _CAUSAL = frozenset(
 _MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_ids"})
 """The fields that `masked_batch` uses or ignores."""
 _SHIFTED = "shift_labels"
+_FRAMES = "pixel_values_videos"
+_IN_ONE = {"internvl"}
+"""Kinds of models that take frames of videos among images, all as pixel_values."""
 _ROUTES = "encoder_routes"  # of a batch, until the model is called
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
@@ -280,8 +283,11 @@ class FeedTrainer(_Base):
         further |= _masks_within_parts(self.model, made, microbatch)
         if (tiles := further.pop("image_tiles", None)) is not None:
             further["batch_num_images"] = _batch_num_images(tiles)
-        if getattr(getattr(self.model, "config", None), "model_type", None) == "gemma4":
+        if self._family == "gemma4":
             further |= _padded_patches(further, microbatch)
+        if self._family in _IN_ONE and _FRAMES in further:
+            frames = further.pop(_FRAMES)
+            further["pixel_values"] = _in_order(further.get("pixel_values"), frames, microbatch)
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
             further = {name: value for name, value in further.items() if name in self._signature_columns}
@@ -421,6 +427,10 @@ class FeedTrainer(_Base):
         self._check_returned(recipe)
         return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, evaluates=True))
 
+    @property
+    def _family(self) -> str | None:
+        return getattr(getattr(self.model, "config", None), "model_type", None)
+
     @cached_property
     def _predicts_next(self) -> bool:
         return takes_shift_labels(self.model)
@@ -485,7 +495,14 @@ class FeedTrainer(_Base):
         if type(self).batch_of is FeedTrainer.batch_of:
             _check_labels(recipe, self.model, self._predicts_next)
             refuse_half_apart(recipe, "transformers keeps")
-            _check_tiles(recipe, self._feed_options.get("encoder", "with sample"))
+            encoder = self._feed_options.get("encoder", "with sample")
+            _check_tiles(recipe, encoder)
+            names = {field.name for field in contents_of(recipe).fields}
+            if encoder != "with sample" and _FRAMES in names and self._family in _IN_ONE:
+                raise RecipeError(
+                    f"encoder={encoder!r}: {self._family} takes frames of videos as images, and outputs are "
+                    f"exchanged by kind; choose encoder='with sample'"
+                )
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
@@ -766,6 +783,19 @@ def _padded_patches(given: Mapping[str, Any], microbatch: Microbatch) -> dict[st
                 each = given[name].split(microbatch[f"{kind}_cu_seqlens"].diff().tolist())
                 made[name] = torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=fill)
     return made
+
+
+def _in_order(images: torch.Tensor | None, frames: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+    """Images and frames of videos in the order of their tokens, of which each square has as many.
+
+    images: [squares, 3, side, side]. frames: [videos, frames, 3, side, side].
+    """
+    both, index = frames.flatten(0, -4), microbatch["video_index"]
+    if images is not None:
+        both, of_image = torch.cat([images, both]), microbatch["image_index"]
+        index = torch.where(index >= 0, index + of_image.max() + 1, of_image)
+    index = index[index >= 0].view(len(both), -1)
+    return both[index[:, 0] // index.shape[1]]
 
 
 def check_packing(packing: Packing, mesh: Any) -> None:

@@ -175,6 +175,7 @@ _OF_RULE = {
     "TimedVideo": "VideoPatches",
     "SecondsVideo": "VideoPatches",
     "FixedVideo": "FixedFrames",
+    "NumberedVideo": "FixedFrames",
     "BudgetVideo": "BudgetFrames",
     "RowImages": "RowPatches",
     "BudgetImages": "BudgetPatches",

@@ -32,7 +32,14 @@ from meshfeed.processors.tiles import (
     TiledImages,
     TiledPixels,
 )
-from meshfeed.processors.video import FixedFrames, FixedVideo, NativeVideo, TimedVideo, VideoPatches
+from meshfeed.processors.video import (
+    FixedFrames,
+    FixedVideo,
+    NativeVideo,
+    NumberedVideo,
+    TimedVideo,
+    VideoPatches,
+)
 from meshfeed.processors.whisper import WhisperAudio, WhisperFeatures
 
 __all__ = [
@@ -52,6 +59,7 @@ __all__ = [
     "NativeImages",
     "NativePatches",
     "NativeVideo",
+    "NumberedVideo",
     "OmniVideo",
     "PlacedPixels",
     "PlacedTiles",

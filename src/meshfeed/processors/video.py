@@ -373,12 +373,17 @@ class FixedVideo(PartRule):
 
     def tokens(self, parts: Parts) -> Longs:
         refuse_short(parts, self.num_frames)
-        return np.full(len(parts), self.tokens_of_one, np.int64)
+        return np.full(len(parts), self.outputs_of_one, np.int64)
 
     @property
-    def tokens_of_one(self) -> int:
-        """Tokens of a video."""
-        return self.num_frames * (-(-(self.size // self.patch) // self.pool)) ** 2 + 1
+    def outputs_of_frame(self) -> int:
+        """Outputs of the encoder for a frame."""
+        return (-(-(self.size // self.patch) // self.pool)) ** 2
+
+    @property
+    def outputs_of_one(self) -> int:
+        """Outputs of the encoder for a video, with the newline."""
+        return self.num_frames * self.outputs_of_frame + 1
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         one = np.ones(len(parts), np.int64)
@@ -387,7 +392,7 @@ class FixedVideo(PartRule):
 
 @dataclass(frozen=True)
 class FixedFrames(PixelProcessor):
-    """The sampled frames of a video, with the values of LLaVA-OneVision's video processor; decoded by PyAV.
+    """The sampled frames of a video, with the values of LLaVA-OneVision's and InternVL's; decoded by PyAV.
 
     A frame is resized by torch, as there. A video whose size, frames or rate are not those of the index is
     broken.
@@ -418,4 +423,50 @@ class FixedFrames(PixelProcessor):
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """As the rule says of a video."""
-        return len(made[PIXELS]) * self.rule.tokens_of_one
+        return len(made[PIXELS]) * self.rule.outputs_of_one
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberedVideo(FixedVideo):
+    """FixedVideo for InternVL 3 and 3.5: frames from the middle of even stretches, behind "Frame1: ", ...
+
+    Attributes:
+        before: ids before the outputs of each frame: of "Frame1: <img>", of "\\nFrame2: <img>", ...
+        after: ids behind the outputs of a frame: of </img>.
+        output: id of the token of each output, <IMG_CONTEXT>; by default the placeholder.
+
+    Other options: see `FixedVideo`; there is no newline token. Raises RecipeError unless there are ids before
+    each of num_frames.
+    """
+
+    before: tuple[tuple[TokenId, ...], ...]
+    after: tuple[TokenId, ...]
+    output: TokenId = PLACEHOLDER
+    size: int = 448
+    alpha: float = 6 * 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.before) != self.num_frames:
+            raise RecipeError(
+                f"NumberedVideo(num_frames={self.num_frames}): ids before {len(self.before)} frames"
+            )
+
+    def numbers(self, size: PartSize) -> list[int]:
+        step = size.length / self.num_frames
+        return torch.arange(step / 2, size.length, step).int().tolist()
+
+    @property
+    def outputs_of_one(self) -> int:
+        """Outputs of the encoder for a video."""
+        return self.num_frames * self.outputs_of_frame
+
+    def tokens(self, parts: Parts) -> Longs:
+        refuse_short(parts, self.num_frames)
+        return self.template(parts).tokens
+
+    def template(self, parts: Parts) -> Template:
+        made, behind = Repeat(self.output, self.outputs_of_frame, is_output=True), [*map(Repeat, self.after)]
+        return Template.of(
+            [[run for ids in self.before for run in (*map(Repeat, ids), made, *behind)]] * len(parts)
+        )

@@ -14,11 +14,12 @@ import torch
 import transformers
 from PIL import Image
 from qwen_vl import picture
-from test_share_encoders import MROPE, NATIVE, TEXT
+from test_share_encoders import ENCODER, MROPE, NATIVE, TEXT
 from test_vlm_transformers import gemma4
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
+from meshfeed.errors import RecipeError
 from meshfeed.integrations.transformers import FeedTrainer
 from meshfeed.multimodal import MultimodalWriter
 from meshfeed.parts import KINDS, Kind, Parts
@@ -28,7 +29,11 @@ from meshfeed.processors import (
     BudgetImages,
     BudgetPatches,
     BudgetVideo,
+    FixedFrames,
+    NumberedVideo,
     SecondsVideo,
+    TiledImages,
+    TiledPixels,
     VideoPatches,
 )
 from qwen_videos import with_torchvision
@@ -200,7 +205,49 @@ def glm_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
     return mf.Multimodal(video=VideoPatches(rule), positions="mrope")
 
 
+def intern(ids: Mapping[str, int]) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = ENCODER | {"image_size": [56, 56], "patch_size": [14, 14]}
+    words: dict[str, Any] = TEXT | {"vocab_size": max(ids.values()) + 10}
+    vision, text = transformers.InternVLVisionConfig(**sizes), transformers.Qwen2Config(**words)
+    config = transformers.InternVLConfig(vision_config=vision, text_config=text, image_token_id=ids["image"])
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def intern_processor(tokenizer: Any) -> Any:
+    from transformers import InternVLProcessor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+
+    both: dict[str, Any] = {"size": {"height": 56, "width": 56}, "image_mean": MEAN, "image_std": STD}
+    images = GotOcr2ImageProcessorPil(**both, crop_to_patches=True)
+    videos = InternVLVideoProcessor(**both, do_sample_frames=True, num_frames=3)
+    return unchecked(InternVLProcessor)(images, tokenizer, videos, image_seq_length=4)
+
+
+def intern_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
+    images = TiledImages(tile=56, tokens_per_tile=4, before=ids("<img>"), after=ids("</img>"))
+    before = tuple(ids(f"{line}: <img>") for line in ("Frame1", "\nFrame2", "\nFrame3"))
+    (output,) = ids("<IMG_CONTEXT>")
+    rule = NumberedVideo(num_frames=3, before=before, after=ids("</img>"), output=output, size=56)
+    return mf.Multimodal(image=TiledPixels(images), video=FixedFrames(rule, mean=MEAN, std=STD))
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FAMILIES: dict[str, Family] = {
+    "InternVL 3": Family(
+        {
+            "image": "<IMG_CONTEXT>",
+            "video": "<video>",
+            "context_image": "<IMG_CONTEXT>",
+            "start_image": "<img>",
+            "end_image": "</img>",
+        },
+        {},
+        intern_rule,
+        intern,
+        intern_processor,
+    ),
     "GLM-4.5V": Family(
         {
             "image": "<|image|>",
@@ -241,7 +288,7 @@ def documents(kinds: tuple[Kind, ...]) -> list[Document]:
         ("video", video(*size)) for size in ((48, 64, 16, 10), (64, 48, 12, 5), (40, 80, 8, 4))
     ]
     made: list[Document] = [
-        ["éàü", image[0], "ê", films[0], "ïî"],
+        ["éàü", films[0], "ê", image[0], "ïî"],
         ["äöü"],
         [image[1], "èé", image[2]],
         ["éé", films[1], films[2], "ôôô"],
@@ -291,3 +338,15 @@ def test_packs_train_a_model_as_the_rows_of_its_own_processor_do(name: str, tmp_
     assert losses == pytest.approx(wanted, rel=1e-5) and len(set(losses)) == 3
     for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_frames_among_images_are_not_shared_by_kind(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    family = FAMILIES["InternVL 3"]
+    recipe = write(tmp_path / "store", family, documents(family.kinds))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to=[])
+    options: Any = {"packing": mf.Packing(capacity=2048), "encoder": "balanced"}
+    own = family.model(family.of_special)
+    with pytest.raises(RecipeError, match="encoder='balanced': internvl takes frames of videos as images"):
+        FeedTrainer(own, arguments, train_dataset=recipe, feed_options=options).train()
