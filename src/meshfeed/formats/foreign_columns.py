@@ -95,7 +95,7 @@ class ForeignStore(StreamStore):
 
 def _checked(tokens: StreamStore, there: dict[str, StreamStore], cache: Cache) -> Mapping[str, StreamStore]:
     for name in there.keys() & OF_OTHERS:
-        raise OptionError(f"{tokens.path}: column {name!r} is not read: {OF_OTHERS[name]}; or {_cure(name)}")
+        raise OptionError(f"{tokens.path}: column {name!r} is not read: {OF_OTHERS[name]}; or {cure(name)}")
     for name, store in there.items():
         _compare(tokens, name, store)
     if ATTENTION_MASK in there:
@@ -109,12 +109,12 @@ def _compare(tokens: StreamStore, name: str, store: StreamStore) -> None:
         try:
             lengths = store.lengths(documents)
         except StoreError as error:
-            raise StoreError(f"{error}; {_cure(name)}") from error
+            raise StoreError(f"{error}; {cure(name)}") from error
         expected = tokens.lengths(documents)
         for i in np.flatnonzero(lengths != expected)[:1]:
             raise StoreError(
                 f"{tokens.path}: document {documents[i]} has {lengths[i]} values in column {name!r}, "
-                f"{expected[i]} tokens; write both from the same documents, or {_cure(name)}"
+                f"{expected[i]} tokens; write both from the same documents, or {cure(name)}"
             )
 
 
@@ -124,7 +124,7 @@ def _with_loss_mask(path: str, found: Mapping[str, StreamStore], cache: Cache) -
     if len(masks) > 1:
         both = " and ".join(map(repr, masks))
         raise OptionError(
-            f"{path}: columns {both} are all masks of the loss; use one, and {_cure(*masks[1:])}"
+            f"{path}: columns {both} are all masks of the loss; use one, and {cure(*masks[1:])}"
         )
     if masks in ([], [LOSS_MASK]):
         return found
@@ -134,7 +134,7 @@ def _with_loss_mask(path: str, found: Mapping[str, StreamStore], cache: Cache) -
     if others := total - int(marks.count(np.array([0]), np.array([total]))[0]):
         raise OptionError(
             f"{path}: column {name!r} is neither 0 nor 1 at {others:,} of {total:,} tokens; call a "
-            f"column of weights {LOSS_MASK!r}, or {_cure(name)}"
+            f"column of weights {LOSS_MASK!r}, or {cure(name)}"
         )
     return {LOSS_MASK if each == name else each: store for each, store in found.items()}
 
@@ -147,11 +147,12 @@ def _refuse_padding(path: str, mask: StreamStore, cache: Cache) -> None:
         raise OptionError(
             f"{path}: column {ATTENTION_MASK!r} is 0 at {total - attended:,} of {total:,} tokens; "
             f"meshfeed trains on every token of a document and pads by itself: tokenize without padding, "
-            f"or {_cure(ATTENTION_MASK)}, and train on them"
+            f"or {cure(ATTENTION_MASK)}, and train on them"
         )
 
 
-def _cure(*names: str) -> str:
+def cure(*names: str) -> str:
+    """How to leave columns out of use; ends a message."""
     options = " ".join(f"--ignore {name}" for name in names)
     what = "it" if len(names) == 1 else "them"
     return f"leave {what} out of use: mf.open(path, ignore={[*names]!r}) ({options})"

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import ChangedError
+from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats
-from meshfeed.formats.foreign_columns import ForeignStore
+from meshfeed.formats.foreign_columns import ForeignStore, cure
 from meshfeed.formats.items import ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.shards import ShardedDataset, at_once
+from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.remote.cached import CachedFile
 from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
@@ -103,11 +104,24 @@ class ShardedStore(ForeignStore):
         return self._folder.cache
 
     def _columns_of_loss(self) -> Mapping[str, ShardedStore]:
-        own = self.dataset
-        others = [field.name for at, field in enumerate(own.fields) if at != own.items.at]
-        return {
-            name: ShardedStore(type(own)(own.folder, column=name)) for name in others if name in LOSS_COLUMNS
-        }
+        """Of nested items, those of the tokens' own object, else of the nearest around it.
+
+        Raises OptionError for one elsewhere, unless it is beside other tokens.
+        """
+        own, paths = self.dataset, [field.name for field in self.dataset.fields]
+        found, tokens = dict[str, str](), paths[own.items.at]
+        for path in sorted(paths, key=lambda path: path.count(".")):
+            around, dot, name = path.rpartition(".")
+            if path == tokens or name not in LOSS_COLUMNS or name in self._ignored:
+                continue
+            if tokens.startswith(around + dot):
+                found[name] = path
+            elif not any(around + dot + each in paths for each in TOKEN_COLUMNS):
+                raise OptionError(
+                    f"{self.path}: column {path!r} is in another object than the tokens, {tokens!r}; "
+                    f"write it beside them, or {cure(name)}"
+                )
+        return {name: ShardedStore(type(own)(own.folder, column=path)) for name, path in found.items()}
 
     # -- entering and leaving -----------------------------------------------------------------------------
 

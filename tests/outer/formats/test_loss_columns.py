@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import world
 from meshfeed.errors import OptionError, RecipeError, StoreError
 from meshfeed.testing import assert_store
 from observe import simulated, take
-from soak import SOAK, some
+from soak import SOAK, cases, some
 
 Rows = dict[str, list[list[Any]]]
 TOKENS = [[11, 12, 13, 14], [21, 22], [31], [], [41, 42, 43, 44, 45]]
@@ -136,6 +137,46 @@ def test_labels_and_loss_masks_are_used(tmp_path: Path, kind: str) -> None:
     prints = [mf.open(path, **options).fingerprint for options in ({}, {"ignore": "loss_mask"})]
     assert len({*prints}) == 2
     assert {mf.open(path, labels=how).fingerprint for how in ("shifted", "unshifted")} == {prints[0]}
+
+
+def test_columns_of_nested_items_are_those_of_their_tokens(tmp_path: Path) -> None:
+    """Random trees, each object with tokens or not: the nearest around the tokens is used, others are refused."""
+    rng = random.Random(6)
+    rows = [i for i, each in enumerate(TOKENS) if each]
+    for case in range(cases(20)):
+        homes = ["", *rng.sample(["a.", "b.", "a.a.", "a.b.", "b.c.d."], 3)]
+        tokens = [home for home in homes if rng.random() < 0.6] or homes[-1:]
+        columns = {home: [name for name in ("labels", "loss_mask") if rng.random() < 0.4] for home in homes}
+
+        def item(i: int, columns: Any = columns, tokens: Any = tokens) -> Any:
+            made: dict[str, Any] = {}
+            for at, (home, names) in enumerate(columns.items(), start=1):
+                own = {"input_ids": np.array(TOKENS[i])} if home in tokens else {}
+                # of each object its own labels, so that those of another would be seen
+                said = {"labels": [at * each for each in LABELS[i]], "loss_mask": MASK[i]}
+                inside = made
+                for key in home.split(".")[:-1]:
+                    inside = inside.setdefault(key, {})
+                inside.update(own | {name: np.array(said[name]) for name in names} | {"id": np.array([i])})
+            return made
+
+        folder = lit.written(tmp_path / f"{case}", [item(i) for i in rows])
+        home = rng.choice(tokens)
+        around = [each for each in sorted(homes, key=len) if home.startswith(each)]
+        strays = [n for each in homes if each not in (*around, *tokens) for n in columns[each]]
+        store = mf.open(folder, column=f"{home}input_ids")
+        if strays:
+            with pytest.raises(OptionError, match="is in another object than the tokens"):
+                trained(store)
+        labels, mask = TOKENS, ONES
+        for each in around:
+            if "labels" in columns[each]:
+                labels = [[(homes.index(each) + 1) * label for label in row] for row in LABELS]
+            if "loss_mask" in columns[each]:
+                mask = MASK
+        labels, mask = (TOKENS if "labels" in strays else labels), (ONES if "loss_mask" in strays else mask)
+        store = mf.open(folder, column=f"{home}input_ids", ignore=strays)
+        assert trained(store) == expected(labels, mask, shifted=False), (homes, tokens, columns, home)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
