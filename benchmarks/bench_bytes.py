@@ -63,7 +63,7 @@ def of_layouts(short: bool) -> Iterator[Row]:
     import meshfeed as mf
     import world
     from corpus import write_corpus
-    from files.test_far import NUM_TOKENS, one_epoch
+    from remote.test_far import NUM_TOKENS, one_epoch
     from services.nginx import Nginx
 
     with tempfile.TemporaryDirectory() as scratch:
