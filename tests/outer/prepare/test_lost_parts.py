@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mosaic
 from meshfeed.cli.main import main
-from meshfeed.prepare.inputs.samples import suffix_by_content
+from meshfeed.errors import StoreError
+from meshfeed.prepare.inputs.samples import PART_KEYS, Sample, SampleColumns, suffix_by_content
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -137,6 +138,38 @@ def test_a_name_of_a_picture_is_read_or_refused(
     assert f"'{key}' holds a png that is not read" in capsys.readouterr().err
     assert prepared(tmp_path / "in", tokenizer, "--image-column", key) == 0, told_of(capsys)
     assert "1 part" in told_of(capsys)
+
+
+def shuffled_record(rng: np.random.Generator) -> dict[str, Any]:
+    """A row with parts under any keys, each named differently; interleaved, with marks, or a caption."""
+    filled = [key for key in PART_KEYS if rng.random() < 0.3]
+    record: dict[str, Any] = {}
+    for key in filled:
+        names = [f"{key}{k}" for k in range(rng.integers(1, 3))]
+        record[key] = names if key.endswith("s") or len(names) > 1 else names[0]
+    kinds = [PART_KEYS[key] for key in filled for _ in range(np.size(record[key]))]
+    if rng.random() < 0.6:
+        count = rng.choice([len(kinds), kinds.count("image"), *(np.size(record[key]) for key in filled)])
+        return record | {"texts": list(rng.permutation([None] * count + ["a"]))}
+    marks = "".join(f"<{kind}>" for kind in rng.permutation(kinds))
+    return record | {"text": f"{marks if rng.random() < 0.5 else ''} a"}
+
+
+def test_every_part_of_a_row_is_in_its_sample_or_refused() -> None:
+    rng, taken, lost = np.random.default_rng(0), 0, 0
+    for _ in range(2_000):
+        record = shuffled_record(rng)
+        given = sorted(name for key in PART_KEYS for name in np.atleast_1d(record.get(key, [])).tolist())
+        try:
+            made = SampleColumns(chat=False).sample(record, str.encode)
+        except StoreError as error:
+            assert "would be lost" in str(error) or "texts are null" in str(error), record
+            lost += "would be lost" in str(error)
+        else:
+            assert isinstance(made, Sample)
+            assert sorted(each.data.decode() for each in made.parts) == given, record
+            taken += "texts" in record and len(given) > 0
+    assert taken > 100 and lost > 100, (taken, lost)
 
 
 @pytest.mark.parametrize("suffix", [".img", ".image", ""])

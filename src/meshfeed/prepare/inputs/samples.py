@@ -183,9 +183,7 @@ class SampleColumns:
         if not self.chat:
             self._refuse_lost(record)
         if isinstance(value, list) and not self.chat:
-            there = (_list(record.get(key)) for key, kind in self.parts.items() if kind == "image")
-            images = next((each for each in there if each), [])
-            return _of_places(cast(list[Any], value), images, fetch)
+            return _of_places(cast(list[Any], value), *self._images(record), fetch)
         given = [
             SamplePart(kind, _bytes(each, f"{key}[{k}]", fetch))
             for key, kind in self.parts.items()
@@ -199,6 +197,18 @@ class SampleColumns:
         if not isinstance(value, str):
             raise StoreError(f"{name!r} is {type(value).__name__} where text belongs")
         return _of_text(value, given)
+
+    def _images(self, record: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        """The key of an interleaved document's images, and its list. Raises StoreError for further parts."""
+        lists = {key: _list(record.get(key)) for key in self.parts}
+        found = {key: some for key, some in lists.items() if any(each is not None for each in some)}
+        key = next((key for key in found if self.parts[key] == "image"), "images")
+        if lost := [each for each in found if each != key]:
+            raise StoreError(
+                f"{lost[0]!r} would be lost: an interleaved document has one list of images; leave it out, "
+                f"or give text with marks, such as <{self.parts[lost[0]]}>"
+            )
+        return key, found.get(key, [])
 
     def _refuse_lost(self, record: Mapping[str, Any]) -> None:
         """Raises StoreError for pictures and sound under keys that are not read.
@@ -326,7 +336,7 @@ def _of_text(text: str, given: Sequence[SamplePart]) -> Sample:
     return Sample(tuple(pieces), _matched(kinds, given))
 
 
-def _of_places(texts: list[Any], images: list[Any], fetch: Fetch) -> Sample:
+def _of_places(texts: list[Any], key: str, images: list[Any], fetch: Fetch) -> Sample:
     """Interleaved texts and images, an image wherever the text is null. The images may have nulls, too."""
     there = [k for k, each in enumerate(images) if each is not None]
     places = [k for k, each in enumerate(texts) if each is None]
@@ -337,7 +347,7 @@ def _of_places(texts: list[Any], images: list[Any], fetch: Fetch) -> Sample:
         )
     if not all(isinstance(each, str | None) for each in texts):
         raise StoreError("a list of texts holds text and null alone")
-    parts = [SamplePart("image", _bytes(images[k], f"images[{k}]", fetch)) for k in there]
+    parts = [SamplePart("image", _bytes(images[k], f"{key}[{k}]", fetch)) for k in there]
     return Sample(tuple(texts), tuple(parts))
 
 
