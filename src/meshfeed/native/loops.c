@@ -428,6 +428,21 @@ static double wanted(const rates *is, double missing, double tokens, int64_t fre
     return length;
 }
 
+/* The first of `left` from `at` on that is not taken, whose member is then ~, and at most so long. */
+static int64_t first_within(const int64_t *lengths, const int64_t *left, int64_t at, int64_t num_left, double length)
+{
+    for (int64_t end = num_left; at < end;) {
+        int64_t middle = at + (end - at) / 2, member = left[middle];
+        if ((double)lengths[member < 0 ? ~member : member] > length)
+            at = middle + 1;
+        else
+            end = middle;
+    }
+    while (at < num_left && left[at] < 0)
+        at++;
+    return at;
+}
+
 /* Let groups take sequences until each is complete or finds none that fits: `complete` of plan/fill.py.
 
    Changes missing, tokens, free and slots of the groups. Moves what is left to the front of `left`; writes
@@ -439,11 +454,11 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
                     int64_t num_left, int64_t *left, int64_t *members, int64_t *group,
                     int64_t *many, entry *heap)
 {
-    int64_t num_taken = 0;
+    int64_t num_taken = 0, num_trying, kept = 0;
     for (int64_t g = 0; g < num_groups; g++)
         many[g] = 1;
-    for (;;) {
-        int64_t num_trying = 0;
+    do {
+        num_trying = 0;
         for (int64_t g = 0; g < num_groups; g++) {
             int open = many[g] && slots[g] > 0 && missing[g] > is->least_missing * goal[g];
             many[g] = 0;
@@ -452,17 +467,12 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
                 push(heap, &num_trying, (entry){key_of(-length), g});
             }
         }
-        if (!num_trying || !num_left)
-            return num_taken;
         /* the longest of at most that length; where several groups want the same one, the next after it */
-        int64_t at = 0, kept = 0;
-        while (num_trying) {
-            entry next = pop(heap, &num_trying);
+        for (int64_t at = 0, still = num_trying; still;) {
+            entry next = pop(heap, &still);
             int64_t g = next.group, got = 0;
-            double length = -number_of(next.key);
-            for (; got < many[g]; got++, at++) {
-                while (at < num_left && (double)lengths[left[at]] > length)
-                    left[kept++] = left[at++];
+            for (; got < many[g]; got++) {
+                at = first_within(lengths, left, at, num_left, -number_of(next.key));
                 if (at == num_left)
                     break;
                 int64_t member = left[at], of = size_at[g] * num_sequences + member;
@@ -472,13 +482,15 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
                 slots[g]--;
                 members[num_taken] = member;
                 group[num_taken++] = g;
+                left[at++] = ~member;
             }
             many[g] = got;
         }
-        while (at < num_left)
-            left[kept++] = left[at++];
-        num_left = kept;
-    }
+    } while (num_trying && num_taken < num_left);
+    for (int64_t at = 0; at < num_left; at++)
+        if (left[at] >= 0)
+            left[kept++] = left[at];
+    return num_taken;
 }
 
 enum { MOST_COSTS = 4, MOST_CHOSEN = 8, MOST_CHOICES = 1 + MOST_CHOSEN * (MOST_CHOSEN + 1) / 2 };

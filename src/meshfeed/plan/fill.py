@@ -32,6 +32,7 @@ cp, and groups several times as wide if cp is dynamic; reaching alone makes step
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,10 +85,13 @@ def fill_step(sequences: Sequences, num_microbatches: int) -> Filled:
     # where keys and values cross nodes, widening makes steps up to 1.5 times as long
     widenings = MAX_WIDENING if 2 * cost.ring_tokens <= (WORTH - 1) * cost.alpha else 0
     left, made = np.arange(sequences.lengths.size), list[Microbatch]()
+    tokens = sequences.tokens(left)
     for remaining in range(num_microbatches, 1, -1):
         if left.size:
-            microbatch, left = reach(sequences, left, remaining, widenings)
+            target = target_of(sequences, left[: -(-left.size // remaining)], tokens / remaining)
+            microbatch, left = reach(sequences, left, target, widenings)
             made.append(microbatch)
+            tokens -= sequences.tokens(microbatch.members)
     if not left.size:
         return Filled(made, left)
     # one of many microbatches may be uneven by more, since the step's time is their sum: for 0.1 % of it the
@@ -395,14 +399,13 @@ class Groups:
 
 
 def reach(
-    sequences: Sequences, left: LongArray, remaining: int, widenings: int
+    sequences: Sequences, left: LongArray, target: Target, widenings: int
 ) -> tuple[Microbatch, LongArray]:
-    """Fill the next of the remaining microbatches; returns it, and the sequences left after it.
+    """Fill the next microbatch; returns it, and the sequences left after it.
 
     left: indices in `sequences`, ascending; int64 [k], k >= 1. widenings: how many times groups that stay
     incomplete are widened.
     """
-    target = target_of(sequences, left, remaining)
     first, left = reach_first(sequences, left, target)
     size = int(first.sizes[0])
     load = float(first.goal[0] - first.missing[0]) / size
@@ -412,16 +415,23 @@ def reach(
     return _microbatch(sequences, [first, *others]), left
 
 
-def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> Target:
-    """What a rank should hold if the next of `num_microbatches` takes its share of the sequences left.
+def target_of(sequences: Sequences, longest: LongArray, share: float) -> Target:
+    """What a rank should hold if a microbatch takes its share of the tokens left.
 
-    left: indices in `sequences`, ascending, so by descending length; int64 [k].
+    longest: the longest sequences left, that many that they hold a share; indices in `sequences`, ascending.
     """
-    tokens = np.cumsum(sequences.lengths[left])
-    share = float(tokens[-1]) / num_microbatches
+    tokens = np.cumsum(sequences.lengths[longest])
     count = int(np.searchsorted(tokens, share)) + 1
-    work_per_token = float(sequences.work[left[:count]].sum()) / float(tokens[count - 1])
+    work_per_token = float(sequences.work[longest[:count]].sum()) / float(tokens[count - 1])
     return Target(share / sequences.room.num_ranks * work_per_token, work_per_token)
+
+
+def first_within(sequences: Sequences, left: LongArray, length: float, begin: int = 0) -> int:
+    """The place of the longest of some sequences, from a place on, that is at most so long; log k steps.
+
+    left: indices in `sequences`, ascending; int64 [k].
+    """
+    return bisect_left(left, -length, begin, key=lambda member: -sequences.lengths[member])
 
 
 def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[Groups, LongArray]:
@@ -439,7 +449,7 @@ def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[
             # one sequence too many is better than one too few: the tokens must go somewhere. Without
             # it, steps with ring_tokens are up to three times as long
             length = min(max(target.work_per_token - sequences.cost.alpha, 1), float(group.free[0]))
-            at = int(np.searchsorted(-sequences.lengths[rest], -length))
+            at = first_within(sequences, rest, length)
             group.take(sequences, rest[at : at + 1], np.zeros(rest[at : at + 1].size, np.int64))
             rest = _without(rest, np.s_[at : at + 1])
         if index == widest or not group.open()[0]:
@@ -502,14 +512,13 @@ def seed_groups(
     """
     sizes, limits = sequences.room.size_of, sequences.room.limit_of
     most = np.minimum(limits, sequences.cost.reach(load * sizes * EXACT, sizes))
-    ascending = -sequences.lengths[left]
     seeds, size_at = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     end = 0
     while ranks:
         usable = int(np.searchsorted(sizes, ranks, side="right"))
         # those before `end` are taken, or too long for a wider size
-        first = max(end, int(np.searchsorted(ascending, -most[usable - 1])))
-        offered = -ascending[first : first + ranks // int(sizes[0])]
+        first = first_within(sequences, left, float(most[usable - 1]), end)
+        offered = sequences.lengths[left[first : first + ranks // int(sizes[0])]]
         if not offered.size:
             break
         narrowest = np.minimum(np.searchsorted(most[:usable] / 2**tightness, offered), usable - 1)
