@@ -34,6 +34,8 @@ def changed(what: str) -> list[list[dict[str, Any]]]:
     made = rows()
     if what == "tokens":
         made[1][0]["tokens"] = made[1][0]["tokens"] + 1
+    elif what == "labels":  # of the last stage alone
+        made[1][0]["labels"] = made[1][0]["labels"] + 1
     elif what == "order":
         made[1], made[2] = made[2], made[1]
     elif what == "end":
@@ -65,7 +67,7 @@ def staged(rank: int, whats: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_stages_with_other_items_do_not_train_a_step_to_its_end() -> None:
-    whats = ("length", "tokens", "order", "end", "nothing")
+    whats = ("length", "tokens", "labels", "order", "end", "nothing")
     first, last = world.run(staged, 2, whats)
     assert first["nothing"] == last["nothing"] == ("", len(LENGTHS))
     for what in whats[:-1]:
@@ -138,6 +140,32 @@ def verified(rank: int, where: int | None) -> tuple[str, int]:
         except mf.errors.VerifyError as error:
             return f"{error.ranks} {error}", steps
     return "", steps
+
+
+def verified_stages(rank: int, where: int | None) -> str:
+    """Three stages with iterators of their own; a label of the first one's, which the last alone needs, is wrong."""
+    mine = rows()
+    for step in mine:
+        step[0]["note"] = np.arange(3)
+    if rank == 0 and where is not None:
+        mine[1][0]["labels"][where] += 1
+    try:
+        with mf.Exchange(
+            mine, mf.Layout(pp=3), packing=PACKING, verify=True, transport=mf.Transport(timeout_s=600)
+        ) as exchange:
+            for step in exchange:
+                list(step.microbatches)
+    except mf.errors.VerifyError as error:
+        return f"{error.ranks} {error}"
+    return ""
+
+
+def test_verify_compares_what_one_stage_alone_needs() -> None:
+    assert world.run(verified_stages, 3, None) == [""] * 3
+    for told in world.run(verified_stages, 3, 40):
+        assert re.match(
+            r"\(0,\) .*step 1: rank\(s\) \[0\].* different bytes in 'labels of its iterator'", told
+        ), told
 
 
 def test_verify_names_the_rank_that_holds_other_bytes() -> None:

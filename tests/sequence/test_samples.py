@@ -94,6 +94,8 @@ def test_tokens_are_counted_by_what_is_known() -> None:
     assert totals(valid=some) == (40, some.sum())
     assert totals(lengths=LENGTHS) == (LENGTHS.sum(), LENGTHS.sum())
     assert totals(lengths=LENGTHS, valid=LENGTHS // 2) == (LENGTHS.sum(), (LENGTHS // 2).sum())
+    textless = np.where(np.arange(len(LENGTHS)) % 2, LENGTHS, 0)
+    assert totals(lengths=textless, valid=some) == (textless.sum(), some.sum())
 
 
 def test_what_is_handed_out_is_not_the_datasets_own() -> None:

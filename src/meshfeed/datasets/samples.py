@@ -139,8 +139,9 @@ class Samples(FindsDocuments, LeavesOut):
             if not store.has_valid:
                 continue
             of_item, size = store.valid_tokens(draws.index[mine]), np.maximum(whole[mine], 1)
-            # 5 of 9 tokens in pieces of 3 3 3: up to each cut 0 1 3 5, hence 1 2 2
-            valid[mine] = of_item * stops[mine] // size - of_item * starts[mine] // size
+            # 5 of 9 tokens in pieces of 3 3 3: up to each cut 0 1 3 5, hence 1 2 2; one piece of none
+            ends = np.where(whole[mine], stops[mine], 1)
+            valid[mine] = of_item * ends // size - of_item * starts[mine] // size
         self._refuse_truncated(recipe, draws, starts, stops, whole)
         return valid
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from meshfeed.deliver import Meeting
 from meshfeed.errors import DeliveryError, PeerError
-from meshfeed.exchange.lengths import LENGTH, GatheredLengths, MemberReport
+from meshfeed.exchange.lengths import LENGTH, GatheredLengths, MemberReport, are_alike
 from meshfeed.exchange.membership import Membership
 
 Summary = dict[str, list[Any]]
-"""Data-parallel rank, as text -> [rank that gave its items, number of items, tokens, digest]."""
+"""Data-parallel rank, as text -> [rank that gave its items, number of items, tokens, digest, content]."""
 
 
 def check_agreement(
@@ -54,7 +54,8 @@ def _summary_of(
         if members:
             report = reports[members[0]]
             tokens = int(report.rows[:, LENGTH].sum())
-            summary[str(dp_rank)] = [membership.ranks[members[0]], len(report.rows), tokens, report.digest]
+            told = [membership.ranks[members[0]], len(report.rows), tokens, report.digest]
+            summary[str(dp_rank)] = [*told, report.content]
     return summary
 
 
@@ -69,7 +70,7 @@ def _refuse_different(step: int, here: Summary, there: Summary) -> None:
                 f"an iterator in all stages and tp ranks",
                 (one,),
             )
-        if ours[1:] != theirs[1:]:
+        if ours[1:4] != theirs[1:4] or not are_alike(ours[4], theirs[4]):
             raise PeerError(
                 f"rank {ours[0]} and rank {theirs[0]} have data-parallel rank {dp_rank}, but their "
                 f"iterators gave different items at step {step}: {ours[1]} of {ours[2]} tokens, and "

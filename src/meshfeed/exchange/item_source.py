@@ -17,7 +17,7 @@ import torch
 
 from meshfeed.deliver import ErrorRecord
 from meshfeed.errors import RecipeError, StateError, StoreError
-from meshfeed.exchange.items import Given, elements_of, encode, failed, nothing
+from meshfeed.exchange.items import Digested, Given, elements_of, encode, failed, nothing
 from meshfeed.exchange.keys import Keys
 from meshfeed.feed.nested import changed
 from meshfeed.state import sealed, unsealed
@@ -70,7 +70,7 @@ class ItemSource:
         return self._source is not None
 
     def pull(
-        self, step: int, rank: int, wanted: frozenset[str], handed_out: int, *, digested: bool = True
+        self, step: int, rank: int, wanted: frozenset[str], handed_out: int, *, digested: Digested = "some"
     ) -> Given:
         """The items that this rank gives to a step. If the iterator fails, the report carries its error.
 
@@ -176,7 +176,7 @@ class ItemSource:
         """The iterator's state after the last step that was kept."""
         return replace(self._last, given=nothing(), state=_state_of(self._source))
 
-    def _next(self, rank: int, wanted: frozenset[str], digested: bool) -> _Pulled:
+    def _next(self, rank: int, wanted: frozenset[str], digested: Digested) -> _Pulled:
         """The next step of the iterator."""
         taken, pulled, ended = self._last.taken, self._last.pulled, self._last.ended
         if self._source is None:

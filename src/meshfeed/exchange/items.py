@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 
 from meshfeed.columns import Array
-from meshfeed.deliver import ErrorRecord, wire
+from meshfeed.deliver import Digester, ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.exchange.dtypes import BYTES
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
@@ -36,7 +37,9 @@ from meshfeed.intervals import numbered
 from meshfeed.roles import Field
 
 _Rest = tuple[tuple[str, str, int], ...]  # of a Schema
-_SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
+Digested = Literal["none", "some", "all"]
+_WIDE = 16  # numbers of a token's entry in its digest
+_SAMPLED = 64  # tokens of an item in its digest: all of them would cost as much as a checksum of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,13 @@ class Given:
         columns: their bytes: the unsplit keys of all items, one item after the other; then each split key
             that any item has, by name, of all items that have it; uint8.
         error: why there are none, for all ranks; its cause is this rank's own exception.
+        digests: of all bytes of each declared key. Empty if nobody compares them.
     """
 
     report: MemberReport
     columns: tuple[Bytes, ...] = (NO_BYTES,)
     error: MeshfeedError | None = None
+    digests: tuple[int, ...] = ()
 
     def message(self) -> wire.Message:
         """What the other members must know."""
@@ -67,13 +72,13 @@ def encode(
     ended: bool = False,
     wanted: frozenset[str] | None = None,
     rank: int = 0,
-    digested: bool = True,
+    digested: Digested = "some",
 ) -> Given:
     """Measure items and encode them as bytes.
 
     first: number of the first item. ended: whether these are the last. wanted: the declared keys that any
-    receiver needs; None for all. rank: the rank that gives them, for error messages. digested: whether to
-    digest their content, because another rank may give the same items.
+    receiver needs; None for all. rank: the rank that gives them, for error messages. digested: what to
+    digest of each declared key, because another rank may give the same items.
     Raises StoreError naming rank, item and key if the length key is missing, keys differ in their number of
     tokens, a type is not the declared one or that of the other items, or a value cannot be sent.
     """
@@ -94,14 +99,17 @@ def encode(
     if keys.valid is not None:
         rows[:, VALID] = [num_nonzero(item[keys.valid]) for item in given.items]
     rows[:, SCHEMA], schemas = _schemas_of(split, kinds)
-    report = MemberReport(
-        first=first,
-        rows=rows,
-        schemas=schemas,
-        ended=ended,
-        content=zlib.crc32(_some_of_each(tokens.values, tokens.sizes)) if digested else 0,
-    )
-    return Given(report, (rest, *(_bytes_of(column.values) for column in split.values())))
+    columns = [_bytes_of(column.values) for column in split.values()]
+    content = digests = ()
+    if digested != "none":
+        for field in keys.declared:
+            if field.split and field.name not in split:
+                split[field.name] = given.column(field.name, field, tokens.sizes)
+        content = _content(split, keys)
+    if digested == "all":
+        digests = given.digests(split)
+    report = MemberReport(first=first, rows=rows, schemas=schemas, ended=ended, content=content)
+    return Given(report, (rest, *columns), digests=digests)
 
 
 def nothing() -> Given:
@@ -257,6 +265,17 @@ class _Items:
                 kinds[at] = tuple((name, dtype, array.ndim) for name, dtype, array in own)
         return num_bytes, kinds, np.concatenate(pieces)
 
+    def digests(self, split: Mapping[str, _TokenValues]) -> tuple[int, ...]:
+        """Of all bytes of each declared key. split: those with one entry per token."""
+        digester = Digester([field.name for field in self.keys.declared])
+        for name, column in split.items():
+            if column.dtype != ANY:
+                digester.add([{name: column.sizes}, {name: column.values}])
+        for field in self.keys.declared:
+            if not field.split and any(num_bytes := (rest := self.rest([field.name]))[0]):
+                digester.add([{field.name: np.array(num_bytes)}, {field.name: rest[2]}])
+        return tuple(digester.digests().tolist())
+
     def value(self, at: int, name: str, value: Any, *, whole: bool = False) -> tuple[str, Array]:
         """`value_of` a key of an item. whole: it is not split, and may be nested."""
         try:
@@ -325,12 +344,17 @@ def _bytes_of(array: Array) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # copies a view such as x[::2] or x.T
 
 
-def _some_of_each(tokens: Array, sizes: Longs) -> bytes:
-    """Evenly spaced numbers of each item, including its last one.
+def _content(split: Mapping[str, _TokenValues], keys: Keys) -> tuple[int, ...]:
+    """See `MemberReport.content`."""
+    columns = [split[field.name] for field in keys.declared if field.split]
+    return tuple(0 if each.dtype == ANY else zlib.crc32(_some_of_each(each)) for each in columns)
 
-    tokens: one item after the other. sizes: tokens of each; int64 [n].
-    """
+
+def _some_of_each(column: _TokenValues) -> bytes:
+    """Of evenly spaced tokens of each item, including its last one, the first numbers."""
+    sizes, values = np.maximum(column.sizes, 0), column.values
     step = np.maximum(sizes // _SAMPLED, 1)
     counts = -(-sizes // step)
     of, turn = numbered(counts)
-    return tokens[np.cumsum(sizes)[of] - 1 - turn * step[of]].tobytes()
+    found = values[np.cumsum(sizes)[of] - 1 - turn * step[of]]
+    return found.reshape(len(found), math.prod(found.shape[1:]))[:, :_WIDE].tobytes()

@@ -78,7 +78,8 @@ class MemberReport:
         schemas: those that the last column refers to.
         owns: whether it has an iterator.
         ended: whether the iterator is exhausted.
-        content: a digest of the items, from some of the numbers of their length key; 0 if nobody compares it.
+        content: a digest of each declared split key, from some of its numbers; 0 where no item has it.
+            Empty if nobody compares them.
     """
 
     first: int = 0
@@ -86,30 +87,36 @@ class MemberReport:
     schemas: tuple[Schema, ...] = ()
     owns: bool = True
     ended: bool = False
-    content: int = 0
+    content: tuple[int, ...] = ()
 
     def equals(self, other: MemberReport) -> bool:
         """Whether both give the same items."""
         same = np.array_equal(self.rows, other.rows) and self.schemas == other.schemas
-        return same and self.digest == other.digest
+        return same and self.digest == other.digest and are_alike(self.content, other.content)
 
     @property
     def digest(self) -> str:
-        """Equal for members that give the same items: lengths, loss-bearing tokens, content, end."""
+        """Equal for members that give the same items: lengths, loss-bearing tokens, end."""
         measured = np.ascontiguousarray(self.rows[:, [LENGTH, VALID]]).tobytes()
-        text = f"{self.first} {self.ended} {self.content} {zlib.crc32(measured):x}"
+        text = f"{self.first} {self.ended} {zlib.crc32(measured):x}"
         return f"{zlib.crc32(text.encode()):08x}"
 
 
+def are_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether no key that both have differs, by `MemberReport.content`."""
+    return all(a == b or not a or not b for a, b in zip(one, other))
+
+
 def columns_of(reports: Sequence[MemberReport]) -> dict[str, Any]:
-    """Reports as columns, for a message: three arrays, since many small pieces would cost more."""
+    """Reports as columns, for a message: four arrays, since many small pieces would cost more."""
     texts = [_text_of(each.schemas) for each in reports]
     counts = [
-        (each.first, each.owns, each.ended, each.content, len(each.rows), len(text))
+        (each.first, each.owns, each.ended, len(each.content), len(each.rows), len(text))
         for each, text in zip(reports, texts)
     ]
     return {
         "counts": np.array(counts, np.int64).reshape(-1, 6),
+        "content": np.array([*chain.from_iterable(each.content for each in reports)], np.int64),
         "rows": np.concatenate([NO_ROWS, *(each.rows for each in reports)]),
         "schemas": np.frombuffer(b"".join(texts), np.uint8),
     }
@@ -118,18 +125,19 @@ def columns_of(reports: Sequence[MemberReport]) -> dict[str, Any]:
 def reports_of(columns: Mapping[str, Any]) -> list[MemberReport]:
     """The reports of a message."""
     reports: list[MemberReport] = []
-    rows, texts, row, at = columns["rows"], columns["schemas"].tobytes(), 0, 0
-    for first, owns, ended, content, num_rows, size in columns["counts"].tolist():
+    rows, texts, content = columns["rows"], columns["schemas"].tobytes(), columns["content"].tolist()
+    row = at = key = 0
+    for first, owns, ended, num_keys, num_rows, size in columns["counts"].tolist():
         report = MemberReport(
             first=first,
             rows=rows[row : row + num_rows],
             schemas=_schemas_of(texts[at : at + size]),
             owns=bool(owns),
             ended=bool(ended),
-            content=content,
+            content=tuple(content[key : key + num_keys]),
         )
         reports.append(report)
-        row, at = row + num_rows, at + size
+        row, at, key = row + num_rows, at + size, key + num_keys
     return reports
 
 

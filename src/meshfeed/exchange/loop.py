@@ -44,7 +44,7 @@ class Exchange(StepSource[ExchangePlace]):
     Args:
         iterator: an iterable of items (see `Keys`) or of lists of items; None for a rank without one. If
             several ranks of one data-parallel rank have one, they must give the same items; lengths and
-            some of the numbers are compared every step.
+            some of the numbers are compared every step, all bytes by `verify`.
         layout: the arrangement of the ranks, or a torch DeviceMesh; None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         packing: how items become microbatches.

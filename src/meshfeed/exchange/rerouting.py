@@ -69,7 +69,8 @@ class ItemProducer(Producer[ExchangePlace]):
         self.place, self.puller, self.packing, self.keys = place, puller, packing, keys
         self.uneven: Uneven = uneven
         self.left_over, self.made_plan = left_over, made_plan
-        self.depth, self.compared = place.options.transport.prefetch or 0, compared(keys)
+        self.depth = place.options.transport.prefetch or 0
+        self.compared = [*compared(keys), *(f"{key.name} of its iterator" for key in keys.declared)]
 
     def agreed(self) -> Mapping[str, str]:
         name, keys = repr(self.place.options.transport.name), str(self.keys)
@@ -121,7 +122,7 @@ class ItemProducer(Producer[ExchangePlace]):
                 with clock.stage("build"):
                     made, ticket = next(built)
                 yield Made(made, ticket, meter.take())
-            yield StepEnd(step, digester.digests() if digester else None, _not_again)
+            yield StepEnd(step, self._digests(digester, step, run) if digester else None, _not_again)
             ended, step = received.gathered.ended, step + 1
         self.puller.restart(step)
 
@@ -173,8 +174,16 @@ class ItemProducer(Producer[ExchangePlace]):
         """The items that this rank gives to a step."""
         if not self.place.role.reads:
             return nothing()
-        place, digested = self.place, self.place.membership.has_copies
+        place, digested = self.place, "none"
+        if place.membership.has_copies:
+            digested = "all" if place.options.verify else "some"
         return self.puller.pull(step, place.rank, place.wanted, run.step, digested=digested)
+
+    def _digests(self, digester: Digester, step: int, run: Run) -> Digests:
+        """Of this rank's fields, and of all that its iterator gave: what one stage alone needs, too."""
+        found, given = digester.digests(), self._pull(step, run).digests
+        found[found.size - len(given) :] = given
+        return found
 
     def _received(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
         """The same on a rank that another one serves, from the message that was delivered."""
