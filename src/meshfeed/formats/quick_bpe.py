@@ -1,9 +1,9 @@
 """gigatoken, a fast encoder of byte-level BPE, for texts of which it gives the ids that `tokenizers` gives.
 
 It passes over some settings of a tokenizer without an error, and its tables are of a newer Unicode. So it is
-used for tokenizers of a known form, if a trial shows no difference, and for texts of characters that have not
-changed since Unicode 3.2. Symbols that came later, such as emoji, are taken too, if no pattern tells symbols
-from unknown characters. `tokenizers` encodes the rest.
+used for tokenizers of a known form, if a trial shows no difference, and for texts in NFC, of characters that
+have not changed since Unicode 3.2. Symbols that came later, such as emoji, are taken too, if no pattern tells
+symbols from unknown characters. `tokenizers` encodes the rest.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import importlib
 import json
 import re
 import unicodedata
-from contextlib import suppress
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,10 @@ class QuickBPE:
         self._begin()
 
     def encode(self, text: str) -> Array | None:
-        """Its tokens, int64 [n]; None for a text with characters that `tokenizers` may know otherwise."""
-        if not text.isascii() and _unsettled(self._symbols).search(text):
+        """Its tokens, int64 [n]; None for a text that `tokenizers` may read otherwise."""
+        if not text.isascii() and (
+            _unsettled(self._symbols).search(text) or not unicodedata.is_normalized("NFC", text)
+        ):
             return None
         self._rest -= len(text)
         if self._rest < 0:
@@ -61,7 +62,7 @@ def quick_bpe(content: bytes, tokenizer: Any) -> QuickBPE | None:
 
     content: of its JSON file. tokenizer: the `tokenizers.Tokenizer` of it.
     """
-    with suppress(Exception):  # what it does not read raises various types
+    try:
         importlib.import_module("gigatoken")  # before a large file is parsed
         if untested("gigatoken") or not _is_known(said := json.loads(content), tokenizer):
             return None
@@ -73,14 +74,22 @@ def quick_bpe(content: bytes, tokenizer: Any) -> QuickBPE | None:
         found = [quick.encode(text) for text in texts]
         if all(ids is None or ids.tolist() == one.ids for ids, one in zip(found, expected)):
             return quick
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # what it does not read raises various types; a panic is no Exception
+        pass
     return None
 
 
 def _is_known(said: dict[str, Any], tokenizer: Any) -> bool:
     """Whether a tokenizer's JSON is byte-level BPE, with no setting that gigatoken passes over."""
-    model, before = said["model"], said["pre_tokenizer"]
+    model, before, added = said["model"], said["pre_tokenizer"], said["added_tokens"]
     *splits, last = before.get("pretokenizers", [before])
     alphabet = importlib.import_module("tokenizers").pre_tokenizers.ByteLevel.alphabet()
+    # `tokenizers` looks for those that are not normalized first, in the text before it is normalized
+    first, second = (
+        [each["content"] for each in added if each["normalized"] is late] for late in (False, True)
+    )
     others = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
     return (
         model["type"] == "BPE"
@@ -93,7 +102,9 @@ def _is_known(said: dict[str, Any], tokenizer: Any) -> bool:
             each["type"] == "Split" and each["behavior"] == "Isolated" and not each["invert"]
             for each in splits
         )
-        and not any(each["single_word"] for each in said["added_tokens"])
+        and not any(each["single_word"] or each["lstrip"] or each["rstrip"] for each in added)
+        and all(unicodedata.is_normalized("NFC", each["content"]) for each in added)
+        and not any(a[:1] in b or b[:1] in a for a, b in product(first, second))
         and tokenizer.get_vocab().keys() >= set(alphabet)
     )
 

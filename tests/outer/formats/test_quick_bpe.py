@@ -182,6 +182,8 @@ def test_symbols_are_left_to_tokenizers_where_a_pattern_names_them(named: str) -
     "change",
     [
         lambda said: said["added_tokens"][0].update(single_word=True),
+        lambda said: said["added_tokens"][0].update(lstrip=True),
+        lambda said: said["added_tokens"][0].update(rstrip=True),
         lambda said: said["model"].update(end_of_word_suffix="</w>"),
         lambda said: said["model"].update(dropout=0.5),
         lambda said: said["pre_tokenizer"].update(use_regex=False),
@@ -196,6 +198,47 @@ def test_symbols_are_left_to_tokenizers_where_a_pattern_names_them(named: str) -
 def test_other_forms_are_left_to_tokenizers(change: Callable[[dict[str, Any]], object]) -> None:
     content = changed(change)
     assert quick(content) is None
+
+
+ADDED = ["<s>", "the", "hello", " W", "é", "e\u0301", "trường", "  ", "<", "1", "\n\n", "<|end|>x"]
+
+
+def test_added_tokens_beside_anything_are_the_same() -> None:
+    """Random words added to tokenizers, in texts of them, white space and marks that compose with letters."""
+    rng, num_quick = random.Random(5), 0
+    for case in range(cases(25, 600)):
+        made = own(file_of(rng.choice(KINDS)))
+        for word in rng.sample(ADDED, rng.randint(1, 4)):
+            strips = {side: rng.random() < 0.05 for side in ("lstrip", "rstrip")}
+            token = tokenizers.AddedToken(word, normalized=rng.random() < 0.5, **strips)
+            (made.add_special_tokens if rng.random() < 0.5 else made.add_tokens)([token])
+        content = made.to_str().encode()
+        found = quick(content)
+        num_quick += found is not None
+        pieces = [*ADDED, "don't", "cafe", "caf\u00e9", " ", "  ", "\u0301", "\u0338", "\u00a0", "\r\n", "12"]
+        texts = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(150 if found else 0)]
+        for text, expected in zip(texts, ids(content, texts)):
+            tokens = found.encode(text) if found else None
+            assert tokens is None or tokens.tolist() == expected, (
+                case,
+                text,
+                made.get_added_tokens_decoder(),
+            )
+    assert num_quick > cases(25, 600) // 10
+
+
+def test_a_panic_leaves_all_to_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As Rust's, by PyO3, which is no Exception."""
+
+    def begin(self: QuickBPE, error: type[BaseException]) -> None:
+        raise error
+
+    monkeypatch.setattr(QuickBPE, "_begin", lambda self: begin(self, Panic))
+    assert quick(file_of("gpt2")) is None
+    monkeypatch.setattr(QuickBPE, "_begin", lambda self: begin(self, KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        quick(file_of("gpt2"))
 
 
 def test_the_trial_finds_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
