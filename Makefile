@@ -91,7 +91,7 @@ docs: $(VENV)/.tested
 	$(BIN)/mkdocs build
 
 # torch comes first and by itself: a free choice of version would bring gigabytes for a GPU.
-$(VENV)/.installed: pyproject.toml hatch_build.py src/meshfeed/native/loops.c
+$(VENV)/.installed: pyproject.toml hatch_build.py $(wildcard src/meshfeed/*/loops.c src/meshfeed/*/*/loops.c src/meshfeed/native/heap.h)
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) "$(TORCH)"

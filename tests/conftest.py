@@ -85,7 +85,7 @@ def compile_what_the_tree_holds() -> None:
         return
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    if not build.SOURCE.with_name(build.library_name(platform.machine())).exists():
+    if not all((s.parent / build.library_name(s, platform.machine())).exists() for s in build.SOURCES):
         build.compile_in_place()
 
 

@@ -18,7 +18,7 @@ ROWS = [line.strip("|").split("|") for line in (TABLE[1] if TABLE else "").strip
 
 
 def lines_of(path: Path) -> int:
-    files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.c")]
+    files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.[ch]")]
     assert files, f"{path} is on the page and nowhere else"
     return sum(file.read_text().count("\n") for file in files if "_examples" not in file.parts)
 

@@ -1,6 +1,6 @@
-"""Finds the compiled loops of loops.c, which the package's build makes where there is a C compiler.
+"""Finds the compiled loops of a loops.c, which the package's build makes where there is a C compiler.
 
-The name of the library carries a digest of its source, so that an old one is never taken for it. Without a
+The name of a library carries a digest of its source, so that an old one is never taken for it. Without a
 library, or with MESHFEED_NATIVE=0, `compiled` gives None, and the caller's NumPy version runs instead. Both
 compute the same bits. Nothing is compiled when meshfeed is imported.
 """
@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import platform
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,19 @@ class LONGS(ctypes.c_void_p):
 _BYTE = ctypes.c_char
 _INT64 = np.dtype(np.int64)
 
-_SOURCE = Path(__file__).with_name("loops.c")
+_HERE = Path(__file__).parent
 
 
-def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] | None:
-    """A function of loops.c that returns int64; None if there is no library.
+def compiled(name: str, *arguments: type[WHOLE | ARRAY], folder: Path = _HERE) -> Callable[..., int] | None:
+    """A function of a folder's loops.c that returns int64; None if there is no library.
 
     It runs without the interpreter lock. arguments: WHOLE, ARRAY or LONGS for each; None is no array. The
     function raises ValueError for an array that is not contiguous, or not of int64 where it must be: none is
     converted.
     """
-    if _LIBRARY is None:
+    if (library := _loaded(folder)) is None:
         return None
-    function = getattr(_LIBRARY, name)
+    function = getattr(library, name)
     function.argtypes, function.restype = arguments, WHOLE
 
     def call(*given: Any) -> int:
@@ -67,17 +68,19 @@ def compiled(name: str, *arguments: type[WHOLE | ARRAY]) -> Callable[..., int] |
 
 def is_compiled() -> bool:
     """Whether this process runs the compiled loops."""
-    return _LIBRARY is not None
+    return _loaded(_HERE) is not None
 
 
-def _loaded() -> ctypes.CDLL | None:
+@cache
+def _loaded(folder: Path) -> ctypes.CDLL | None:
     if not switch("MESHFEED_NATIVE", unset=True):
         return None
     try:
-        digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-        return ctypes.CDLL(str(_SOURCE.with_name(f"loops-{digest}-{platform.machine()}.so")))
+        sources = (_HERE / "heap.h").read_bytes() + (folder / "loops.c").read_bytes()
+        digest = hashlib.sha256(sources).hexdigest()[:16]
+        return ctypes.CDLL(str(folder / f"loops-{digest}-{platform.machine()}.so"))
     except OSError:  # not compiled, or for another system
         return None
 
 
-_LIBRARY = _loaded()
+_loaded(_HERE)

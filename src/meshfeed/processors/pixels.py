@@ -16,8 +16,9 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.formats.images import opened_image
+from meshfeed.multimodal.native import compiled
 from meshfeed.multimodal.processor import PartField, PartSize, Processor, check_rule
-from meshfeed.native import ARRAY, WHOLE, compiled
+from meshfeed.native import ARRAY, WHOLE
 from meshfeed.parts.types import check_counts, in_pixels
 from meshfeed.processors.resizing import Resample, resized, resized_squares
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.native import ARRAY, WHOLE, compiled
+from meshfeed.multimodal.native import compiled
+from meshfeed.native import ARRAY, WHOLE
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 Floats = npt.NDArray[np.float64]

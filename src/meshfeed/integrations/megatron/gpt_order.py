@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,8 +37,9 @@ _SEPARATE_BELOW = 0.80  # of an epoch: a last epoch that is used less than this 
 _BLOCK = 1 << 14  # documents whose ends fit a core's cache
 _SHUFFLED = np.dtype([("document", "<i4"), ("length", "<i4")])
 
-_shuffle = compiled("mf_shuffle", ARRAY, WHOLE, WHOLE, WHOLE, WHOLE)
-_blend_steps = compiled("mf_blend", WHOLE, *[ARRAY] * 4, WHOLE, ARRAY, LONGS)
+_HERE = Path(__file__).parent
+_shuffle = compiled("mf_shuffle", ARRAY, WHOLE, WHOLE, WHOLE, WHOLE, folder=_HERE)
+_blend_steps = compiled("mf_blend", WHOLE, *[ARRAY] * 4, WHOLE, ARRAY, LONGS, folder=_HERE)
 
 
 def document_range(split: str, part: Part, num_documents: int) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbers_in
-from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
+from meshfeed.multimodal.native import compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.types import Encoder, FloatArray, IntArray, LongArray, StepPlan
 

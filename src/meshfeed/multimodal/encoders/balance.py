@@ -34,7 +34,8 @@ import numpy.typing as npt
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbered
 from meshfeed.multimodal.encoders.assign import descending, is_work, share
-from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
+from meshfeed.multimodal.native import compiled
+from meshfeed.native import ARRAY, LONGS, WHOLE
 from meshfeed.plan.fill import place
 from meshfeed.plan.packing import TOLERANCE, CostModel, Packing
 from meshfeed.plan.problem import Placement, Room, Sequences, narrowest_holding, room_of
