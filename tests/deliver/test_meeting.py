@@ -267,7 +267,6 @@ def idle_consumer(rank: int, path: str) -> Any:
     world.limit_waits(feed, 1)
     if rank == 1:
         store.wait(["told0"], LONG)
-        steps.close()
         return None
     told = failure(steps, 50)  # type: ignore[arg-type]
     store.set("told0", "1")

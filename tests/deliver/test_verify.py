@@ -157,7 +157,6 @@ def silent_rank(rank: int, path: str) -> Any:
     world.limit_waits(feed, 1)
     if rank == 1:  # takes one step and then no more
         store.wait(["told0", "told2"])
-        steps.close()
         return None
     with pytest.raises(mf.errors.PeerError) as raised:
         for _ in steps:
