@@ -258,4 +258,4 @@ def test_the_library_needs_an_old_libc_alone() -> None:
     assert len(libraries) == 3
     for held in (library.read_bytes() for library in libraries):
         assert {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", held)} <= set(range(29))
-        assert set(re.findall(rb"lib[\w+-]*\.so[.\d]*", held)) == {b"libc.so.6"}
+        assert set(re.findall(rb"lib[\w+-]*\.so[.\d]*", held)) <= {b"libc.so.6"}
