@@ -332,19 +332,21 @@ def energon(folder: Path) -> Iterator[Batch]:
         def batch(self, samples: list[Any]) -> Any:
             return collated(samples)
 
-    def batches() -> Iterator[Batch]:
-        data = of.get_train_dataset(
-            folder / "shards",
-            worker_config=of.WorkerConfig(rank=0, world_size=1, num_workers=WORKERS),
-            batch_size=BATCH,
-            shuffle_buffer_size=100,
-            max_samples_per_sequence=100,
-            task_encoder=Encoder(),
-            repeat=False,
-        )
-        yield from of.get_savable_loader(data)
+    return by_energon(of, folder, Encoder(), BATCH)
 
-    return batches()
+
+def by_energon(of: Any, folder: Path, encoder: Any, batch_size: int) -> Iterator[Batch]:
+    """What Energon's own loader gives of the shards of a folder; of: its module."""
+    data = of.get_train_dataset(
+        folder / "shards",
+        worker_config=of.WorkerConfig(rank=0, world_size=1, num_workers=WORKERS),
+        batch_size=batch_size,
+        shuffle_buffer_size=100,
+        max_samples_per_sequence=100,
+        task_encoder=encoder,
+        repeat=False,
+    )
+    yield from of.get_savable_loader(data)
 
 
 def on_tp_rank_0(peer: str) -> str:
@@ -452,7 +454,7 @@ def write_all(folder: Path, count: int) -> Path:
         *("--num-workers", "1", "--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"),
         *("--field-map", '{"image": "jpg", "caption": "json"}'),
     )
-    write_tokenizer(folder / "tokenizer.json")
+    write_tokenizer(folder / "tokenizer.json", "<|image|>")
     run(
         *("meshfeed", "prepare", folder / "shards", "--multimodal", "--out", folder / "store"),
         *("--tokenizer", folder / "tokenizer.json", "--eod-token", "<|end|>", "--image-token", "<|image|>"),
@@ -474,14 +476,14 @@ def picture(rng: np.random.Generator, height: int, width: int) -> bytes:
     return out.getvalue()
 
 
-def write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path, placeholder: str) -> None:
     """Bytes as tokens, and a placeholder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.add_special_tokens(["<|image|>", "<|end|>"])
+    tokenizer.add_special_tokens([placeholder, "<|end|>"])
     tokenizer.save(str(path))
 
 

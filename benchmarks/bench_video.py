@@ -29,7 +29,7 @@ import av
 import measure
 import numpy as np
 import torch
-from bench_decoding import cpu_s, run
+from bench_decoding import by_energon, cpu_s, run, write_tokenizer
 from measure import Row, from_ranks, ratio
 
 import meshfeed as mf
@@ -187,19 +187,7 @@ def energon(folder: Path) -> Iterator[Batch]:
         def batch(self, samples: list[Any]) -> Any:
             return collated(samples)
 
-    def batches() -> Iterator[Batch]:
-        data = of.get_train_dataset(
-            folder / "shards",
-            worker_config=of.WorkerConfig(rank=0, world_size=1, num_workers=WORKERS),
-            batch_size=BATCH,
-            shuffle_buffer_size=100,
-            max_samples_per_sequence=100,
-            task_encoder=Encoder(),
-            repeat=False,
-        )
-        yield from of.get_savable_loader(data)
-
-    return batches()
+    return by_energon(of, folder, Encoder(), BATCH)
 
 
 def encoded(frames: torch.Tensor, text: bytes) -> Batch:
@@ -257,7 +245,7 @@ def write_all(folder: Path, count: int) -> Path:
         *("--num-workers", "1", "--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"),
         *("--field-map", '{"image": "mp4", "caption": "json"}'),
     )
-    write_tokenizer(folder / "tokenizer.json")
+    write_tokenizer(folder / "tokenizer.json", "<|video|>")
     run(
         *("meshfeed", "prepare", folder / "shards", "--multimodal", "--out", folder / "store"),
         *("--tokenizer", folder / "tokenizer.json", "--eod-token", "<|end|>", "--video-token", "<|video|>"),
@@ -284,17 +272,6 @@ def film(seed: int) -> bytes:
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return out.getvalue()
-
-
-def write_tokenizer(path: Path) -> None:
-    """Bytes as tokens, and a placeholder."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.add_special_tokens(["<|video|>", "<|end|>"])
-    tokenizer.save(str(path))
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def check(recipe: mf.Recipe, ledger: mf.amendments.Ledger, realised: dict[int, s
 
 def test_what_was_trained_follows_from_recipe_and_ledger(folder: Path, tmp_path: Path) -> None:
     happened = Counter[str]()
-    for life in range(cases(12, 300)):
+    for life in range(cases(8, 300)):
         recipe = recipe_of(folder, mf.Batch(tokens=150) if life % 3 == 0 else 6)
         ledger = tmp_path / f"{life}.jsonl"
         realised, did = a_life(folder, recipe, ledger, random.Random(f"{SEED} {life}"))
@@ -1048,7 +1048,7 @@ def test_amendments_of_two_calls_are_those_of_one(folder: Path, data: st.DataObj
 # -- all ranks, in the same step ----------------------------------------------------------------------
 
 
-@settings(max_examples=cases(40), deadline=None)
+@settings(max_examples=cases(12, 400), deadline=None)
 @given(dice=st.randoms(use_true_random=False))
 def test_virtual_stages_get_every_step_however_far_apart_they_are(folder: Path, dice: random.Random) -> None:
     """One stage may be several amendments ahead of another one, which may not have begun yet."""

@@ -90,13 +90,13 @@ def layout_of(text: str) -> mf.Layout:
 
 
 def test_a_feed_is_what_simulate_says_however_a_step_was_reached(folder: Path) -> None:
-    assert world.run(lives, 4, str(folder), cases(12, 1_000)) == [[]] * 4
+    assert world.run(lives, 4, str(folder), cases(8, 1_000)) == [[]] * 4
 
 
 # -- order, state, exclusion, plans -------------------------------------------------------------------------
 
 
-@settings(max_examples=cases(60, 3_000), deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=cases(40, 3_000), deadline=None, suppress_health_check=HEALTH)
 @given(st.data())
 def test_positions_are_the_inverse_of_the_order(folder: Path, data: st.DataObject) -> None:
     job = data.draw(jobs(folder))
@@ -107,7 +107,7 @@ def test_positions_are_the_inverse_of_the_order(folder: Path, data: st.DataObjec
     assert padded or found.tolist() == list(range(begin, begin + len(draws)))
 
 
-@settings(max_examples=cases(60, 3_000), deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=cases(40, 3_000), deadline=None, suppress_health_check=HEALTH)
 @given(st.data())
 def test_a_state_loads_under_its_recipe_and_no_other(folder: Path, data: st.DataObject) -> None:
     """Another recipe that it loads under has the same steps before it."""
@@ -157,7 +157,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=cases(60, 3_000), deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=cases(40, 3_000), deadline=None, suppress_health_check=HEALTH)
 @given(st.data())
 def test_what_is_excluded_moves_nothing_else(numbered: Path, data: st.DataObject) -> None:
     """Token by token: the same sequences at the same places, without loss where a document is gone."""
@@ -207,7 +207,7 @@ def losses_of(recipe: mf.Recipe, step: int, packing: mf.Packing | None) -> Count
     return found
 
 
-@settings(max_examples=cases(60, 3_000), deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=cases(40, 3_000), deadline=None, suppress_health_check=HEALTH)
 @given(st.data())
 def test_plans_are_total_and_capped(folder: Path, data: st.DataObject) -> None:
     job = data.draw(jobs(folder))

@@ -149,13 +149,13 @@ def data_of(recipe: mf.Recipe, steps: Any, *, fields: bool = True) -> dict[int, 
     return made
 
 
-@settings(max_examples=cases(60, 3_000), deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=cases(40, 3_000), deadline=None, suppress_health_check=HEALTH)
 @given(st.data())
 def test_what_comes_later_changes_nothing_before_it(stores: Path, data: st.DataObject) -> None:
     check_that_later_changes_keep_what_comes_before(data, data.draw(jobs(stores)))
 
 
-@settings(max_examples=cases(40, 3_000), deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=cases(20, 3_000), deadline=None, suppress_health_check=HEALTH)
 @given(data=st.data())
 @pytest.mark.parametrize("of_tokens", [False, True])
 def test_what_comes_later_changes_nothing_before_it_in_jobs_that_grow(

@@ -104,7 +104,7 @@ def test_packs_have_as_many_placeholders_as_outputs(store: Path, policy: Any, ov
     """Of each pack: tokens with an index, over its cp ranks, and what its parts' encoder gives."""
     rng, cut, parts = np.random.default_rng((SEED, 5)), 0, 0
     layouts = ("dp4",) if policy == "dynamic_cp" else ("dp1", "dp2", "cp2", "dp2-cp2", "cp4", "tp2-pp2")
-    for _ in range(cases(8, 200)):
+    for _ in range(cases(4, 200)):
         recipe = recipe_over(mf.open(store), mf.Multimodal(image=Look(), audio=Outputs()))
         layout, split = mf.Layout.parse(str(rng.choice(layouts))), str(rng.choice(get_args(CpSplit)))
         ranks = 4 if policy == "dynamic_cp" else layout.cp

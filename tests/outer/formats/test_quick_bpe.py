@@ -29,7 +29,7 @@ CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SOURCES = [path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]]
+SOURCES = [path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40]]
 PIECES = [
     "'s",
     "'LL",
@@ -122,7 +122,7 @@ def test_random_texts_are_the_same(kind: str) -> None:
     unsettled = module._unsettled(symbols=True)
     taken = [chr(c) for c in range(sys.maxunicode) if chr(c).isascii() or not unsettled.search(chr(c))]
     assert len(taken) > 50_000
-    for _ in range(cases(3, 500)):
+    for _ in range(cases(1, 500)):
         texts = []
         for _ in range(1000):
             first = rng.randrange(len(taken))

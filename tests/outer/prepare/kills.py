@@ -45,7 +45,7 @@ def dies_at(step, work):
         os._exit(1)
 
 
-def command(folder: Path, out: Path, workers: int, engine: str) -> list[str]:
+def command(folder: Path, out: Path, workers: int, engine: str, python: str) -> list[str]:
     options = [
         "--train-bpe",
         "300",
@@ -60,7 +60,7 @@ def command(folder: Path, out: Path, workers: int, engine: str) -> list[str]:
     ]
     given = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")]
     return [
-        *(sys.executable, "-m", "meshfeed", "prepare", *given),
+        *(python, "-m", "meshfeed", "prepare", *given),
         *("--out", str(out), "--workers", str(workers), "--engine", engine, *options),
     ]
 
@@ -76,13 +76,16 @@ def make_corpus(folder: Path, count: int) -> None:
 
 def killed(words: list[str], after_s: float, *, workers_too: bool) -> bool:
     """Whether a run was killed, and did not end before."""
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+    ended, held = os.pipe()
+    with tempfile.TemporaryFile() as said, os.fdopen(ended, "rb") as end:
+        process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True, pass_fds=[held])
+        os.close(held)
         try:
             process.wait(after_s)
         except subprocess.TimeoutExpired:
             (os.killpg if workers_too else os.kill)(process.pid, signal.SIGKILL)
             process.wait()
+            end.read()  # a fork that ran for this process has ended, too
             return True
         said.seek(0)
         assert process.returncode == 0, said.read().decode()
@@ -97,16 +100,22 @@ def run(
     count: int = 20_000,
     engine: str = "local",
     limit_s: float = float("inf"),
+    python: str = sys.executable,
 ) -> dict[str, int]:
-    """Raises AssertionError where a killed run comes to something else; else how often what was done."""
+    """Raises AssertionError where a killed run comes to something else; else how often what was done.
+
+    python: who runs the command. A quick one is no process of the group that dies together.
+    """
     rng = random.Random(seed)
     make_corpus(folder, count)
     begun = time.monotonic()
-    assert not killed(command(folder, folder / "whole", workers[0], "local"), 600, workers_too=False)
+    assert not killed(command(folder, folder / "whole", workers[0], "local", python), 600, workers_too=False)
     whole_s, whole = time.monotonic() - begun, tree(folder / "whole")
     if engine != "local":
         begun = time.monotonic()
-        assert not killed(command(folder, folder / "timed", workers[0], engine), 600, workers_too=False)
+        assert not killed(
+            command(folder, folder / "timed", workers[0], engine, python), 600, workers_too=False
+        )
         whole_s = time.monotonic() - begun
     kills = finished = chain = 0
     while kills < num_kills or chain:
@@ -115,7 +124,7 @@ def run(
         out, count_ = folder / "out", workers[kills % len(workers)]
         more = kills < num_kills and chain < 8  # or one run would hardly ever reach its end
         after_s = rng.uniform(0.2, 1.0) * whole_s if more else 600
-        if killed(command(folder, out, count_, engine), after_s, workers_too=rng.random() < 0.5):
+        if killed(command(folder, out, count_, engine, python), after_s, workers_too=rng.random() < 0.5):
             kills, chain = kills + 1, chain + 1
             continue
         assert tree(out) == whole, f"after {chain} kills the output differs"

@@ -8,6 +8,7 @@ import pytest
 from kills import dies_at, run
 from texts import Here, jsonl, left_behind, texts, tree
 
+import quick
 from meshfeed.prepare import Text, prepare
 from meshfeed.prepare.engines import tasks as module
 from meshfeed.prepare.engines.tasks import encoded, prepare_tasks, run_task
@@ -107,6 +108,9 @@ def test_a_restarted_task_leaves_no_part_to_nobody(tmp_path):
 
 
 def test_real_kills_of_the_command_and_its_workers(tmp_path):
-    done = run(tmp_path, cases(1, 15), [5 if SOAK else 2, 1], seed=1, count=cases(1_000, 2_000))
+    python = sys.executable if SOAK else quick.at_hand()
+    done = run(
+        tmp_path, cases(1, 15), [5 if SOAK else 2, 1], seed=1, count=cases(1_000, 2_000), python=python
+    )
     assert done["kills"] == cases(1, 15)
     assert done["finished"] >= 1
