@@ -41,7 +41,9 @@ MOST_MISSES = 1
 """This many numbers in a row that do not shorten the step end the search, without a bubble or ring_tokens."""
 
 WHERE_DEALT = 4
-"""How many numbers are tried once one was dealt out; after each that leaves sequences, 1/4 more."""
+"""How many numbers are tried once one was dealt out; after each that leaves sequences, 1/4 more.
+
+With 8, groups are twice as wide, which pays only where communication costs nothing; see docs/planner.md."""
 
 
 MORE_COUNTS = 8
