@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import wave
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +22,34 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
+from meshfeed.formats.sound import decoded_audio
 from meshfeed.integrations.transformers import FeedTrainer
 from meshfeed.multimodal import MultimodalWriter
 from meshfeed.parts import KINDS, Kind, Parts
-from meshfeed.prepare.encoding.part_headers import size_of
+from meshfeed.prepare.encoding.part_headers import size_of, track_of
 from meshfeed.processors import (
     BudgetFrames,
     BudgetImages,
     BudgetPatches,
     BudgetVideo,
     FixedFrames,
+    NativeImages,
+    NativePatches,
     NumberedVideo,
+    OmniVideo,
     SecondsVideo,
     TiledImages,
     TiledPixels,
     VideoPatches,
+    WhisperAudio,
+    WhisperFeatures,
 )
 from qwen_videos import with_torchvision
 from videos import all_frames, video
 
 RATE = 0.05
 Document = list[str | tuple[Kind, bytes]]
-"""Text of letters that no processor writes, and parts."""
+"""Text of letters that no processor writes, and parts; no bytes for the sound of the video before, among its tokens."""
 
 
 def words(*special: str) -> Tokenizer:
@@ -51,6 +59,25 @@ def words(*special: str) -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.add_special_tokens([*special, "<pad>"])
     return made
+
+
+def wav(sound: np.ndarray) -> bytes:
+    """Of 16 bits, at 16 kHz."""
+    out = io.BytesIO()
+    with wave.open(out, "wb") as stream:
+        stream.setparams((1, 2, 16_000, 0, "NONE", ""))
+        stream.writeframes((sound * 32_767).astype("<i2").tobytes())
+    return out.getvalue()
+
+
+def noise(length: int) -> np.ndarray:
+    return np.random.default_rng(length).uniform(-1, 1, length) * np.logspace(0, -2, length)
+
+
+def heard(data: bytes) -> np.ndarray:
+    """float32, at 16 kHz."""
+    size = track_of(data) or size_of(data)
+    return decoded_audio(data, size.length, size.rate, size.length).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,8 @@ class Family:
         model: a tiny one, with the same weights each time; from the ids of special tokens.
         processor: theirs, from its tokenizer; made where torchvision is.
         kinds: of parts.
+        within: whether the sound of each video stands among its tokens.
+        of_video: options of their processor of video, where those of its own do not hold.
     """
 
     special: dict[str, str]
@@ -72,6 +101,8 @@ class Family:
     model: Callable[[dict[str, int]], Any]
     processor: Callable[[Any], Any]
     kinds: tuple[Kind, ...] = ("image", "video")
+    within: bool = False
+    of_video: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def words(self) -> Tokenizer:
@@ -88,15 +119,15 @@ class Family:
     def text(self, document: Document) -> str:
         """As it is stored, and as their processor takes it."""
         around = {kind: self.around.get(kind, self.special.get(kind, "")) for kind in KINDS}
-        return "".join(each if isinstance(each, str) else around[each[0]] for each in document)
+        return "".join(each if isinstance(each, str) else around[each[0]] for each in document if each[-1])
 
 
-def rows_of(name: str, batches: list[list[Document]]) -> list[dict[str, torch.Tensor]]:
+def rows_of(name: str, batches: list[list[Document]]) -> list[dict[str, Any]]:
     """Padded rows of documents, by the whole processor of transformers; runs where torchvision is."""
     from transformers import PreTrainedTokenizerFast
     from transformers.video_utils import VideoMetadata
 
-    family, made = FAMILIES[name], list[dict[str, torch.Tensor]]()
+    family, made = FAMILIES[name], list[dict[str, Any]]()
     extra = {f"{key}_token": token for key, token in family.special.items()}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=family.words, extra_special_tokens=extra, pad_token="<pad>", padding_side="right"
@@ -107,6 +138,7 @@ def rows_of(name: str, batches: list[list[Document]]) -> list[dict[str, torch.Te
     written += [family.ids(each)[-1] for each in family.around.values()]
     for documents in batches:
         images, videos, metadata = list[list[Any]](), list[torch.Tensor](), list[VideoMetadata]()
+        sounds, sources = list[Any](), list[int | None]()
         for document in documents:
             parts = [each for each in document if not isinstance(each, str)]
             images.append([Image.open(io.BytesIO(data)) for kind, data in parts if kind == "image"])
@@ -114,12 +146,22 @@ def rows_of(name: str, batches: list[list[Document]]) -> list[dict[str, torch.Te
                 videos.append(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
                 length = len(frames)
                 metadata.append(VideoMetadata(total_num_frames=length, fps=rate, duration=length / rate))
+            for (_, before), (kind, data) in pairwise([("", b""), *parts]):
+                if kind == "audio":
+                    sounds.append(heard(data or before))
+                    sources.append(None if data else len([each for each in sources if each is not None]))
         options: dict[str, Any] = {"images": images} if any(images) else {}
         options |= {"videos": videos, "video_metadata": metadata} if videos else {}
+        options |= {"audio": sounds} if sounds else {}
+        if family.of_video and videos:
+            options["videos_kwargs"] = family.of_video | {"video_metadata": options.pop("video_metadata")}
+        if family.within and sounds:
+            options |= {"load_audio_from_video": True, "audio_from_video_indices": sources}
         text = [family.text(document) for document in documents]
         row = dict(processor(**options, text=text, padding=True, return_tensors="pt"))
         kept = torch.isin(row["input_ids"], torch.tensor(written))
-        made.append({**row, "labels": row["input_ids"].where(kept, -100)})
+        within = {"use_audio_in_video": True} if family.within else {}
+        made.append({**row, **within, "labels": row["input_ids"].where(kept, -100)})
     return made
 
 
@@ -130,7 +172,11 @@ def write(folder: Path, family: Family, documents: list[Document]) -> mf.Recipe:
         for document in documents:
             tokens = np.array(family.ids(family.text(document)), np.uint16)
             parts = [each for each in document if not isinstance(each, str)]
-            sizes = [size_of(data) for _, data in parts]
+            found = [
+                size_of(data) if data else track_of(before)
+                for (_, before), (_, data) in pairwise([("", b""), *parts])
+            ]
+            sizes = [each for each in found if each is not None]
             longs = {
                 name: np.array([getattr(each, name) for each in sizes], np.int64)
                 for name in ("height", "width", "length")
@@ -141,7 +187,9 @@ def write(folder: Path, family: Family, documents: list[Document]) -> mf.Recipe:
                 **longs,
                 rate=np.array([each.rate for each in sizes], np.float64),
                 num_bytes=np.array([len(data) for _, data in parts], np.int64),
-                at=np.flatnonzero(np.isin(tokens, pads)),
+                at=np.flatnonzero(np.isin(tokens, pads))[
+                    np.cumsum([len(data) > 0 for _, data in parts], dtype=int) - 1
+                ],
                 starts=np.array([0, len(parts)]),
             )
             writer.add_parts(made, [data for _, data in parts])
@@ -234,7 +282,78 @@ def intern_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
 
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def omni(ids: Mapping[str, int]) -> Any:
+    torch.manual_seed(0)
+    text: dict[str, Any] = TEXT | MROPE | {"vocab_size": max(ids.values()) + 10}
+    vision = NATIVE | {"fullatt_block_indexes": [1], "depth": 2}
+    sound = {
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "d_model": 32,
+        "output_dim": 32,
+    }
+    tokens: Any = {f"{kind}_token_index": ids[kind] for kind in KINDS}
+    config = transformers.Qwen2_5OmniThinkerConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=sound,
+        audio_start_token_id=ids["audio_bos"],
+        **tokens,
+    )
+    config.vision_start_token_id = ids["vision_bos"]
+    return transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
+def omni_processor(tokenizer: Any) -> Any:
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    class Features(WhisperFeatureExtractor):
+        """By NumPy, whose spectra are those of float64."""
+
+        def _torch_extract_fbank_features(self, waveform: Any, device: str = "cpu") -> Any:
+            return self._np_extract_fbank_features(waveform, device)
+
+    images, videos = Qwen2VLImageProcessorPil(size=OF_VIDEO["size"]), Qwen2VLVideoProcessor()
+    features = Features(feature_size=128, chunk_length=3)
+    return unchecked(Qwen2_5OmniProcessor)(images, videos, features, tokenizer)
+
+
+def omni_rule(ids: Callable[[str], tuple[int, ...]]) -> mf.Multimodal:
+    limits: dict[str, Any] = {"min_pixels": 4 * 784, "max_pixels": 9 * 784}
+    begin, sound, end = (ids(f"<|{each}|>")[0] for each in ("audio_bos", "AUDIO", "audio_eos"))
+    return mf.Multimodal(
+        image=NativePatches(NativeImages(**limits)),
+        audio=WhisperFeatures(WhisperAudio(seconds=3, window_s=2)),
+        video=VideoPatches(OmniVideo(**limits, sound=(begin, sound, end))),
+        positions="mrope",
+    )
+
+
+OF_VIDEO: dict[str, Any] = {
+    "do_sample_frames": True,
+    "fps": 2,
+    "size": {"shortest_edge": 4 * 784, "longest_edge": 9 * 784},
+}
+OMNI = {
+    **{"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"},
+    **{name: f"<|{name}|>" for name in ("vision_bos", "vision_eos", "audio_bos", "audio_eos")},
+}
+SEEN: dict[Kind, str] = {
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+}
+HEARD: dict[Kind, str] = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 FAMILIES: dict[str, Family] = {
+    "Qwen2.5-Omni": Family(OMNI, SEEN | HEARD, omni_rule, omni, omni_processor, KINDS, of_video=OF_VIDEO),
+    "Qwen2.5-Omni, sound within": Family(
+        OMNI, SEEN, omni_rule, omni, omni_processor, within=True, of_video=OF_VIDEO
+    ),
     "InternVL 3": Family(
         {
             "image": "<IMG_CONTEXT>",
@@ -281,28 +400,41 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def documents(kinds: tuple[Kind, ...]) -> list[Document]:
+def documents(kinds: tuple[Kind, ...], within: bool = False) -> list[Document]:
     """Six of them, two of each step: of all these kinds, of one, and of none."""
     image: list[tuple[Kind, bytes]] = [("image", picture(*size)) for size in ((60, 90), (84, 28), (30, 30))]
     films: list[tuple[Kind, bytes]] = [
-        ("video", video(*size)) for size in ((48, 64, 16, 10), (64, 48, 12, 5), (40, 80, 8, 4))
+        ("video", video(*size, sound="flac", seconds=size[2] / size[3]))
+        for size in ((48, 64, 16, 10), (64, 48, 12, 5), (40, 80, 8, 4))
     ]
+    sounds: list[tuple[Kind, bytes]] = [("audio", wav(noise(length))) for length in (9_000, 40_000)]
     made: list[Document] = [
         ["éàü", films[0], "ê", image[0], "ïî"],
         ["äöü"],
-        [image[1], "èé", image[2]],
-        ["éé", films[1], films[2], "ôôô"],
+        [image[1], "èé", image[2], sounds[0]],
+        ["éé", films[1], sounds[1], films[2], "ôôô"],
         ["é" * 20],
         ["ûü"],
     ]
-    return [[each for each in document if isinstance(each, str) or each[0] in kinds] for document in made]
+    of_kinds = [[each for each in document if isinstance(each, str) or each[0] in kinds] for document in made]
+    if not within:
+        return of_kinds
+    heard: tuple[Kind, bytes] = ("audio", b"")
+    return [
+        [new for each in document for new in ([each, heard] if each[0] == "video" else [each])]
+        for document in of_kinds
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packs_train_a_model_as_the_rows_of_its_own_processor_do(name: str, tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
-    family, stored, losses = FAMILIES[name], documents(FAMILIES[name].kinds), list[float]()
+    family, stored, losses = (
+        FAMILIES[name],
+        documents(FAMILIES[name].kinds, FAMILIES[name].within),
+        list[float](),
+    )
     recipe = write(tmp_path / "store", family, stored)
 
     class Watched(FeedTrainer):
