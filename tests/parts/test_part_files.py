@@ -1,7 +1,9 @@
 """A store of documents with parts: what it says of each before it is read, and what it reads."""
 
+import itertools
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +148,10 @@ def test_damage_is_named(tmp_path):
         rows = np.frombuffer(path.read_bytes(), "<f8").reshape(-1, 6).copy()
         rows[at] = value
         path.write_bytes(rows.tobytes())
+        with pytest.raises(StoreError, match=r"part_sizes\.bin and \.idx: not those that were written"):
+            list(mf.open(tmp_path / name).verify())
+        told = json.loads((tmp_path / name / "dataset.json").read_bytes())
+        (tmp_path / name / "dataset.json").write_text(json.dumps(told | {"fingerprints": {}}))
         return mf.open(tmp_path / name)
 
     for name, at, value in (("kind", (1, 0), len(KINDS)), ("half", (1, 2), 0.5), ("nan", (1, 4), np.nan)):
@@ -153,12 +159,38 @@ def test_damage_is_named(tmp_path):
             store.parts(np.arange(4))
     with pytest.raises(StoreError, match="document 2, part 0: its placeholder is token 99 of"):
         list(damaged("at", (2, 5), 99).verify())
+    with mf.open(tmp_path / "at") as store, pytest.raises(StoreError, match="placeholder is token 99 of"):
+        store.parts(np.arange(4))
     written(tmp_path / "cut", SOME)
     told = json.loads((tmp_path / "cut" / "dataset.json").read_bytes())
     assert told["version"] == 2
     (tmp_path / "cut" / "dataset.json").write_text(json.dumps(told | {"parts": {"bytes": "parts"}}))
     with pytest.raises(StoreError, match='"parts" is not an object with "bytes" and "sizes"'):
         mf.open(tmp_path / "cut")
+
+
+def test_parts_of_other_tokens_are_refused(tmp_path):
+    """Of as many documents and parts, at places that the text has, too."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        written(tmp_path / name, [[(0, 5, name.encode())], *SOME[1:]] if name < "c" else SOME, seed)
+    for other, pair in itertools.product("bc", ("tokens", "parts", "part_sizes")):
+        mixed = shutil.copytree(tmp_path / "a", tmp_path / f"a{other}{pair}")
+        for suffix in (".bin", ".idx", ".sums"):
+            shutil.copy(tmp_path / other / f"{pair}{suffix}", mixed / f"{pair}{suffix}")
+        if all(
+            (mixed / f"{pair}{s}").read_bytes() == (tmp_path / f"a/{pair}{s}").read_bytes()
+            for s in (".bin", ".idx")
+        ):
+            assert list(mf.open(mixed).verify())[-1] == 1.0
+            continue
+        with pytest.raises(StoreError):
+            list(mf.open(mixed).verify())
+        with pytest.raises(StoreError), mf.open(mixed):
+            pass
+    told = json.loads((tmp_path / "a/dataset.json").read_bytes())
+    del told["fingerprints"]  # as written by earlier versions
+    (tmp_path / "a/dataset.json").write_text(json.dumps(told))
+    assert list(mf.open(tmp_path / "a").verify())[-1] == 1.0
 
 
 def test_far_away_it_is_the_same_and_what_is_damaged_is_noticed(tmp_path, monkeypatch):

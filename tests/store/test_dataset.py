@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import Cache
-from meshfeed.store import DatasetWriter, IndexedWriter, marks, open_store
+from meshfeed.store import DatasetWriter, IndexedWriter, dataset, marks, open_store
 from meshfeed.store.loss_columns import count_bearing
 from services.needs import needs
 from services.nginx import Nginx
@@ -223,10 +224,39 @@ def test_other_documents_are_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "c")
     replace([3, 0, 699, 2, 520, 0, 9])
     store = open_store(tmp_path / "c")  # counts alone agree
+    with (
+        pytest.raises(StoreError, match="document 2 has 699 values in column 'loss_mask', 700 tokens"),
+        store,
+    ):
+        pass
     with pytest.raises(StoreError, match="document 2 has 699 values in column 'loss_mask', 700 tokens"):
         list(store.verify())
     with pytest.raises(StoreError, match="has no option tokenizer; leave out"):
         open_store(tmp_path / "c", tokenizer="bytes")
+
+
+@settings(max_examples=cases(15, 300), deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
+def test_columns_of_documents_in_another_order_are_never_entered(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
+) -> None:
+    others, block = data.draw(st.permutations(lengths)), data.draw(st.integers(1, 12))
+    folder = tmp_path_factory.mktemp("c")
+    write(folder / "a", lengths)
+    write(folder / "b", others)
+    for suffix in (".bin", ".idx", ".sums"):
+        shutil.copy(folder / f"b/loss_mask{suffix}", folder / f"a/loss_mask{suffix}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "_BLOCK", block)  # below and above the size that is compared once per node
+        for _ in range(2):
+            store = open_store(folder / "a")
+            if lengths == others:
+                with store:
+                    pass
+                continue
+            first = next(i for i, (a, b) in enumerate(zip(others, lengths)) if a != b)
+            with pytest.raises(StoreError, match=f"document {first} has {others[first]} values"), store:
+                pass
 
 
 @pytest.mark.parametrize(

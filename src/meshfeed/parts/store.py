@@ -8,7 +8,8 @@ A dataset.json of version 2 names two .bin/.idx pairs next to the tokens, with t
                                 is the sound track of the video before it
     part_sizes.bin .idx .sums   float64 [parts, 6]: the SIZES of each part; all but the rate are whole
 
-So a plan reads 48 bytes per part, and only the index of `parts`.
+So a plan reads 48 bytes per part, and only the index of `parts`. "fingerprints", if it is there, has those
+of both pairs and of the tokens, so that they are of one dataset.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SIZES = ("kind", "height", "width", "length", "rate", "at")
 FILES = {"bytes": "parts", "sizes": "part_sizes"}
 """The entry "parts" of dataset.json: the prefixes of both pairs."""
 
+_BOUND = ("tokens", *FILES)
+
 
 def are_sizes(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Which rows of stored sizes, float64 [p, 6], can be those of a part; bool [p]."""
@@ -70,7 +73,12 @@ class MultimodalStore(DatasetStore):
 
     In the text, each part is one token, its placeholder. The inherited members describe that text. Its
     constructor takes the two pairs of `part_files`, too: bytes and sizes of the parts.
+
+    Attributes:
+        written: "tokens", "bytes" and "sizes" -> fingerprint of the pair, as dataset.json has them.
     """
+
+    written: Mapping[str, Any] = {}
 
     def __getitem__(self, documents: slice) -> NoReturn:
         raise StoreError(f"{self.path}: documents with parts are not cut into ranges; prepare them apart")
@@ -115,7 +123,9 @@ class MultimodalStore(DatasetStore):
                 f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
                 f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
             )
-        return parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
+        parts = parts_of(rows, self._index.lengths_of(numbers_in(first, counts)), counts)
+        self._refuse_places(documents, parts, parts.at >= self.lengths(documents)[parts.sample])
+        return parts
 
     def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
@@ -192,21 +202,34 @@ class MultimodalStore(DatasetStore):
         with self:
             for begin in range(0, self.num_documents, _PLACED):
                 documents = np.arange(begin, min(begin + _PLACED, self.num_documents))
-                self._check_places(documents, self.lengths(documents))
+                self._check_places(documents)
                 yield (5 + documents[-1] / self.num_documents) / 6
         yield 1.0
 
-    def _check_places(self, documents: I64, lengths: I64) -> None:
+    def _check_places(self, documents: I64) -> None:
         parts = self.parts(documents)
         descends = np.zeros(len(parts), np.bool_)
         same = parts.sample[1:] == parts.sample[:-1]
         descends[1:] = same & (parts.at[1:] <= parts.at[:-1]) & ~parts.is_within[1:]
-        for i in np.flatnonzero((parts.at >= lengths[parts.sample]) | descends)[:1]:
+        self._refuse_places(documents, parts, descends)
+
+    def _refuse_places(self, documents: I64, parts: Parts, wrong: npt.NDArray[np.bool_]) -> None:
+        for i in np.flatnonzero(wrong)[:1]:
             sample = parts.sample[i]
+            length = self.lengths(documents)[sample]
             raise StoreError(
                 f"{self.path}: document {documents[sample]}, part {i - parts.starts[sample]}: its "
-                f"placeholder is token {parts.at[i]} of {lengths[sample]}, out of order or range; {_AGAIN}"
+                f"placeholder is token {parts.at[i]} of {length}, out of order or range; {_AGAIN}"
             )
+
+    def refuse_apart(self) -> None:
+        super().refuse_apart()
+        for name, store in zip(_BOUND, (self.tokens, *self._further)):
+            if self.written.get(name, store.fingerprint) != store.fingerprint:
+                raise StoreError(
+                    f"{store.path}.bin and .idx: not those that were written with {NAME}, which has another "
+                    f"fingerprint of them; {_AGAIN}"
+                )
 
     def facts(self) -> dict[str, Any]:
         facts = super().facts() | {"format": f"meshfeed {NAME}, version {WITH_PARTS}"}
@@ -236,7 +259,11 @@ class MultimodalFormat(DatasetFormat):
         stores = pairs_in(content, folder, shown, "columns", ("tokens",))
         parts = pairs_in(content, folder, shown, "parts", tuple(FILES))
         tokens, further = stores.pop("tokens"), [parts[name] for name in FILES]
-        return MultimodalStore(folder, shown, tokens, stores, cache, further).check()
+        store = MultimodalStore(folder, shown, tokens, stores, cache, further)
+        store.written = content.get("fingerprints", {})
+        if not isinstance(store.written, dict):
+            raise StoreError(f'{shown}/{NAME}: "fingerprints" is not an object; write it again')
+        return store.check()
 
 
 class MultimodalWriter(DatasetWriter):
@@ -280,4 +307,6 @@ class MultimodalWriter(DatasetWriter):
         sizes_writer.add_documents(rows_of(parts).ravel(), np.diff(parts.starts) * len(SIZES))
 
     def _content(self) -> dict[str, Any]:
-        return super()._content() | {"parts": FILES}
+        stores = (IndexedStore(self.folder / name) for name in ("tokens", *FILES.values()))
+        fingerprints = {name: store.fingerprint for name, store in zip(_BOUND, stores)}
+        return super()._content() | {"parts": FILES, "fingerprints": fingerprints}

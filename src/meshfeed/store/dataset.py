@@ -58,6 +58,7 @@ class DatasetStore(StreamStore):
         super().__init__()
         self.folder, self.path, self.tokens, self._cache = folder, path, tokens, cache
         self._columns, self._further, self._used = dict(columns), tuple(further), ""
+        self._is_whole = False
 
     @property
     def _stores(self) -> tuple[IndexedStore, ...]:
@@ -95,6 +96,18 @@ class DatasetStore(StreamStore):
         for done, (name, store) in enumerate(self._columns.items(), start=len(stores) + 1):
             self._compare(name, store)
             yield done / total
+
+    def refuse_apart(self) -> None:
+        """Raises StoreError for columns of other lengths than the tokens; many are compared once per node."""
+        if self._columns and self.num_documents <= _BLOCK:
+            self._compared()
+        elif self._columns:
+            self.once_per_node(self._compared, kind="lengths of columns", version=1)
+
+    def _compared(self) -> I64:
+        for name, store in self._columns.items():
+            self._compare(name, store)
+        return np.zeros(1, np.int64)
 
     @property
     def is_summed(self) -> bool:
@@ -198,9 +211,12 @@ class DatasetStore(StreamStore):
             store.forget_needs()
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Enter the tokens, every column, and what else belongs to its documents."""
+        """Enter the tokens, every column, and what else belongs to its documents, compared the first time."""
         for store in self._stores:
             stack.enter_context(store)
+        if not self._is_whole:
+            self.refuse_apart()
+            self._is_whole = True
 
     def __repr__(self) -> str:
         return f"DatasetStore({self.path!r}, columns {', '.join(self._columns) or 'none'})"
