@@ -53,8 +53,8 @@ class ForeignStore(StreamStore):
     def columns(self) -> Mapping[str, StreamStore]:
         """`labels` and `loss_mask`, if the files have them, compared with the tokens at the first use.
 
-        Raises StoreError for a column without one number per token; OptionError for an attention mask with a
-        0, one of OTHER_MASKS with other values than 0 and 1, several masks, and any of OF_OTHERS.
+        Raises StoreError for a column without one number per token; OptionError for an attention mask that is
+        not 1, one of OTHER_MASKS with other values than 0 and 1, several masks, and any of OF_OTHERS.
         """
         if self._columns is None:
             there: dict[str, StreamStore] = {}
@@ -140,14 +140,14 @@ def _with_loss_mask(path: str, found: Mapping[str, StreamStore], cache: Cache) -
 
 
 def _refuse_padding(path: str, mask: StreamStore, cache: Cache) -> None:
-    """Raises StoreError for an attention mask with a 0."""
-    marks, total = marks_of(mask, cache), mask.num_tokens
+    """Raises OptionError for an attention mask that is not 1 everywhere: of padding, or of segments."""
+    marks, total = marks_of(mask, cache, (1,)), mask.num_tokens
     attended = int(marks.count(np.array([0]), np.array([total]))[0])
     if attended < total:
         raise OptionError(
-            f"{path}: column {ATTENTION_MASK!r} is 0 at {total - attended:,} of {total:,} tokens; "
-            f"meshfeed trains on every token of a document and pads by itself: tokenize without padding, "
-            f"or {cure(ATTENTION_MASK)}, and train on them"
+            f"{path}: column {ATTENTION_MASK!r} is not 1 at {total - attended:,} of {total:,} tokens; "
+            f"meshfeed trains on every token of a document and packs by itself: tokenize without padding, "
+            f"write each sequence of a packed row as its own, or {cure(ATTENTION_MASK)}, and train on them"
         )
 
 

@@ -224,12 +224,12 @@ def test_an_attention_mask_is_refused_unless_it_says_nothing(tmp_path: Path, kin
     store = mf.open(path)
     assert store.columns == {}
     assert trained(store) == expected(TOKENS, ONES, shifted=False)
-    padded = [*ONES[:4], [1, 1, 1, 0, 0]]
-    path = written(kind, tmp_path / "b", input_ids=TOKENS, attention_mask=padded)
-    with pytest.raises(
-        StoreError, match=r"'attention_mask' is 0 at 2 of 12 tokens.*tokenize without padding"
-    ):
-        trained(mf.open(path))
+    for at, last in enumerate(([1, 1, 1, 0, 0], [1, 1, 1, 2, 2])):  # padding, or the segments of a packed row
+        path = written(kind, tmp_path / f"b{at}", input_ids=TOKENS, attention_mask=[*ONES[:4], last])
+        with pytest.raises(
+            OptionError, match=r"'attention_mask' is not 1 at 2 of 12 tokens.*without padding"
+        ):
+            trained(mf.open(path))
     assert trained(mf.open(path, ignore=["attention_mask"])) == expected(TOKENS, ONES, shifted=False)
 
 

@@ -332,7 +332,7 @@ def test_files_of_a_web_server(
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
 def test_tokens_with_padding_are_refused(tmp_path: Path, kind: str) -> None:
-    """By an attention mask with a 0, as `convert` and `open` do; one of 1 everywhere says nothing."""
+    """By an attention mask that is not 1, as `convert` and `open` do; one of 1 everywhere says nothing."""
     out = iter(range(99))
 
     def prepared(mask: Any) -> dict[str, bytes]:
@@ -351,6 +351,6 @@ def test_tokens_with_padding_are_refused(tmp_path: Path, kind: str) -> None:
     plain = prepared(None)
     for ones in ([1, 1, 1], [True] * 3, [1.0] * 3):
         assert prepared(ones) == plain
-    for padded in ([1, 1, 0], [0, 1, 1], [True, True, False], [1, None, 1], [[1, 1, 0]]):
+    for padded in ([1, 1, 0], [0, 1, 1], [1, 1, 2], [True, True, False], [1, None, 1], [[1, 1, 0]]):
         with pytest.raises(PrepareError, match="'attention_mask' is not 1 at every token"):
             prepared(padded)

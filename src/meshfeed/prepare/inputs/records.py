@@ -106,12 +106,13 @@ class Columns:
 
 
 def _refuse_padding(name: str, mask: Any) -> None:
-    """Raises StoreError unless a mask is a list of numbers without a 0. name: of its column."""
+    """Raises StoreError unless a mask is a list of ones. name: of its column."""
     numbers: list[Any] = cast(list[Any], mask) if isinstance(mask, list) else [None]
-    if not (set(map(type, numbers)) <= {int, float, bool} and all(numbers)):
+    if not (set(map(type, numbers)) <= {int, float, bool} and set(numbers) <= {1}):
         raise StoreError(
             f"{HERE}: {name!r} is not 1 at every token; meshfeed trains on every token of a document and "
-            f"pads by itself: tokenize without padding, or leave the column out to train on them all"
+            f"packs by itself: tokenize without padding, write each sequence of a packed row as its own, or "
+            f"leave the column out to train on them all"
         )
 
 
