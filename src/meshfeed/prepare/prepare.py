@@ -7,6 +7,7 @@
         origins.npy     the record that each document was, beside dataset.json; see `formats.prepared`
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
+        named.json      files that records name, if any; see `inputs.named`
         manifest.json   the request and the results
 
 The output depends on the inputs and the request alone: not on engine, workers, parts, or kills.
@@ -15,6 +16,7 @@ The output depends on the inputs and the request alone: not on engine, workers, 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
-from meshfeed.files import Cache, typed_errors
+from meshfeed.files import Cache, Folder, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encoding.encodings import Encoding
@@ -34,11 +36,12 @@ from meshfeed.prepare.encoding.text import TRAINED
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
+from meshfeed.prepare.inputs.named import NAMED, as_it_is, first_changed
 from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.inputs.samples import SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
-from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
+from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, changed_since, load_job, read_json, write_json
 from meshfeed.prepare.job.merge import merge
 from meshfeed.prepare.job.output import OnDisk, Output
 from meshfeed.prepare.job.part_file import Malformed, PartSummary, part_path, summary_of_part
@@ -151,6 +154,8 @@ def prepare(
                 f"with --overwrite"
             )
         manifest = output.finished(request) if resume else None
+        if manifest is not None and _has_changed(_read_named(output), request, overwrite=overwrite):
+            manifest = None
         if manifest is None:
             given = max_errors, max_record_bytes
             limits = dict[str, Any](zip(LIMITS, given, strict=True))
@@ -200,7 +205,7 @@ def _published(
 
     with _noted(job):
         output.begin()
-        manifest = _merged(job, _encoded(job, engine, on_progress), on_progress)
+        manifest = _merged(job, _encoded(job, engine, on_progress, overwrite=overwrite), on_progress)
         stores = manifest["stores"].values()
         if any(store["num_documents"] for store in stores) and not any(
             store.get("num_parts", 1) for store in stores
@@ -285,7 +290,25 @@ def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     )
 
 
-def _encoded(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> list[PartSummary]:
+def _has_changed(named: Mapping[str, str], request: Request, *, overwrite: bool) -> bool:
+    """Whether files that records name have changed. Raises ChangedError for one, except with `overwrite`."""
+    changed = first_changed(named, [each.url for each in request.inputs])
+    if changed is not None and not overwrite:
+        raise changed_since(changed)
+    return changed is not None
+
+
+def _read_named(output: Output) -> dict[str, str]:
+    """The files that records of a finished output name. Raises StoreError."""
+    if NAMED not in output.names():
+        return {}
+    file = as_it_is(Folder(output.url).file(NAMED))
+    return json.loads(file.peek([(0, file.size_bytes)])[0])
+
+
+def _encoded(
+    job: Job, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
+) -> list[PartSummary]:
     """Encode the missing parts; returns the summary of each part."""
     summaries: dict[int, PartSummary] = {}
     malformed: list[Malformed] = []
@@ -305,7 +328,11 @@ def _encoded(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) 
 
     missing: list[int] = []
     for part in range(job.num_parts):
-        count(part) if part_path(job.folder, part).exists() else missing.append(part)
+        path = part_path(job.folder, part)
+        if path.exists() and _has_changed(summary_of_part(path).named, job.request, overwrite=overwrite):
+            path.unlink()
+            (job.folder / "out" / MANIFEST).unlink(missing_ok=True)
+        count(part) if path.exists() else missing.append(part)
     on_progress(progress)
     refuse_malformed(job, malformed)
     with closing(engine.encode(job.folder, missing)) as parts:
@@ -333,6 +360,12 @@ def _merged(
         with typed_errors(trained):
             shutil.copyfile(trained, out / TRAINED)
     job.refuse_changed()
+    named: dict[str, str] = {}
+    for url, version in (each for summary in summaries for each in summary.named.items()):
+        if named.setdefault(url, version) != version:
+            raise changed_since(url)
+    if named:
+        write_json(out / NAMED, named)
     manifest = {"format": FORMAT, "request": job.request.record()} | made
     write_json(out / MANIFEST, manifest)
     return manifest

@@ -1,8 +1,10 @@
 """`prepare --multimodal`: what it makes of tars, of attacks, and that nothing but the input decides it."""
 
 import base64
+import contextlib
 import io
 import json
+import os
 import tarfile
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer
 import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
-from meshfeed.errors import ChecksumError, PrepareError, StoreError
+from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
 from meshfeed.formats.video import sound_size
 from meshfeed.multimodal import MultimodalStore
 from meshfeed.parts import KINDS
@@ -442,6 +444,79 @@ def rows(tmp_path):
     return tmp_path / "in"
 
 
+def test_a_resumed_job_is_of_the_pictures_as_they_are(tmp_path, captions):
+    """Refused if a picture of a part that is kept has changed; else what a new run makes, byte for byte."""
+    rng, refused, kept = np.random.default_rng(5), 0, 0
+    for case in range(cases(9, 60)):
+        folder, out, new = (tmp_path / f"{case}{name}" for name in ("in", "out", "new"))
+        folder.mkdir()
+        there = [f"{k}.png" for k in range(7)]
+        for k, name in enumerate(there):
+            (folder / name).write_bytes(picture(2 + k, 3, seed=k))
+        rows = [{"text": "a row", "images": rng.choice(there, rng.integers(3)).tolist()} for _ in range(9)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        how = {"part_bytes": 60, "engine": Here(case)}
+        stop, changed = int(rng.integers(10)), rng.choice(there, rng.integers(3), replace=False).tolist()
+        with contextlib.suppress(KeyboardInterrupt):
+            prepare([folder / "rows.jsonl"], out, captions, **how | {"engine": Here(case, stop)})
+        for name in changed:
+            (folder / name).write_bytes(picture(20, 30, seed=case))
+            os.utime(folder / name, ns=(case, case))
+        prepare([folder / "rows.jsonl"], new, captions, **how)
+        try:
+            prepare([folder / "rows.jsonl"], out, captions, resume=True, **how)
+            kept += bool(changed)
+        except ChangedError as error:
+            assert any(f"{folder / name}: was changed" in str(error) for name in changed)
+            prepare([folder / "rows.jsonl"], out, captions, resume=True, overwrite=True, **how)
+            refused += 1
+        assert tree(out) == tree(new) and left_behind(out) == []
+        named = json.loads((out / "named.json").read_text())
+        assert {*named} == {str(folder / name) for row in rows for name in row["images"]}
+    assert min(refused, kept) > 1, (refused, kept)
+
+
+def test_a_finished_output_is_not_of_other_pictures(tmp_path, rows, captions):
+    how = {"engine": Here(), "resume": True}
+    prepare([rows / "rows.jsonl"], tmp_path / "out", captions, **how)
+    old = tree(tmp_path / "out")
+    (rows / "new.png").write_bytes(PNG)
+    prepare([rows / "rows.jsonl"], tmp_path / "out", captions, **how)
+    assert tree(tmp_path / "out") == old
+    (rows / "b.jpg").write_bytes(PNG)
+    with pytest.raises(ChangedError, match=r"in/b\.jpg: was changed"):
+        prepare([rows / "rows.jsonl"], tmp_path / "out", captions, **how)
+    assert tree(tmp_path / "out") == old and left_behind(tmp_path / "out") == []
+    prepare([rows / "rows.jsonl"], tmp_path / "out", captions, **how, overwrite=True)
+    assert tree(tmp_path / "out")["parts.bin"] != old["parts.bin"]
+
+
+def test_a_resumed_job_is_of_the_shards_as_they_are(tmp_path, captions):
+    """Though the index of MDS, of the same names and sizes, is the same."""
+    image = Image.open(io.BytesIO(PNG))
+    with mosaic.imported(keep=()).MDSWriter(
+        out=str(tmp_path / "in"), columns={"text": "str", "image": "png"}, size_limit=500
+    ) as writer:
+        for i in range(6):
+            writer.write({"text": f"<image>{i}", "image": image})
+    shards = sorted((tmp_path / "in").glob("shard.*"))
+    assert len(shards) > 2
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "in"], tmp_path / "out", captions, engine=Here(1, 1), part_bytes=1)
+    (part,) = (int(each.name) for each in (tmp_path / "out.preparing/parts").iterdir())
+    other = shards[part - 1]
+    os.utime(other, ns=(1, 1))
+    os.utime(shards[part], ns=(2, 2))
+    with pytest.raises(ChangedError, match=f"{shards[part].name}: was changed"):
+        prepare([tmp_path / "in"], tmp_path / "out", captions, engine=Here(), resume=True)
+    prepare([tmp_path / "in"], tmp_path / "out", captions, engine=Here(), resume=True, overwrite=True)
+    prepare([tmp_path / "in"], tmp_path / "new", captions, engine=Here())
+    assert tree(tmp_path / "out") == tree(tmp_path / "new")
+    os.utime(other, ns=(3, 3))
+    with pytest.raises(ChangedError, match=f"{other.name}: was changed"):
+        prepare([tmp_path / "in"], tmp_path / "out", captions, engine=Here(), resume=True)
+
+
 def test_json_lines_name_parts_by_path(tmp_path, rows, captions, words):
     """From the file's folder or another, in every cut; never from outside it."""
     for part_bytes in (10, 100, None):
@@ -529,7 +604,12 @@ def test_parts_below_a_folder_in_storage_are_read_and_those_that_fail_are_counte
         lines = [json.dumps({"text": "x", "image": name}) + "\n" for name in names]
         (rows / "rows.jsonl").write_text("".join(lines))
         far = replace(captions, folder=server.url)
-        prepare([rows / "rows.jsonl"], tmp_path / "out", far, engine=Here(), max_errors=3)
+        made = prepare([rows / "rows.jsonl"], tmp_path / "out", far, engine=Here(), max_errors=3)
+        how = {"engine": Here(), "max_errors": 3, "resume": True}
+        assert prepare([rows / "rows.jsonl"], tmp_path / "out", far, **how) == made
+        (rows / "sub/a.png").write_bytes(picture(30, 30))
+        with pytest.raises(ChangedError, match=rf"{server.url}/sub/a\.png: was changed"):
+            prepare([rows / "rows.jsonl"], tmp_path / "out", far, **how)
     told = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()]
     assert [each["line"] for each in told] == [2, 3, 5]
     assert "none.jpg" in told[0]["error"] and "closed/b.jpg" in told[1]["error"]

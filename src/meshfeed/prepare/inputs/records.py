@@ -7,7 +7,7 @@ import gzip
 import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -124,11 +124,13 @@ class Reading:
         columns: of the values; or how samples with parts are made.
         encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is used.
         most_bytes: of a record, uncompressed; of a sample, with its parts.
+        named: gets the version of each file that is read beside the inputs; see `named.NAMED`.
     """
 
     columns: Columns | ChatColumns | SampleColumns
     encodings: Sequence[str]
     most_bytes: int
+    named: dict[str, str] = field(default_factory=dict[str, str])
 
     def declared(self, kinds: Mapping[str, str]) -> Reading:
         """Itself for a file that declares which of its columns are parts: name -> kind."""
@@ -142,7 +144,7 @@ class Reading:
             return self.columns.value(record)
         own = parent(url)[0]
         folder = own if self.columns.folder is None else self.columns.folder
-        return self.columns.sample(record, fetch_from(folder, self.most_bytes, own=own))
+        return self.columns.sample(record, fetch_from(folder, self.most_bytes, own=own, named=self.named))
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
@@ -229,7 +231,12 @@ def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Re
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
     with mds_of(url) as store:
-        fields = store.dataset.fields
+        dataset = store.dataset
+        fields = dataset.fields
+        for shard, first in zip(dataset.shards, dataset.firsts.tolist()):
+            if first < samples.stop and samples.start < first + shard.num_documents:
+                file = dataset.folder.file(shard.name)
+                how.named.setdefault(without_secrets(file.url), file.version)
         how = how.declared({each.name: "image" for each in fields if each.encoding in PICTURES})
         names = columns.wanted((there := [each.name for each in fields]), there)
         for number, i in enumerate(samples):

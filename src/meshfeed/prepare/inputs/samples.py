@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import Folder
-from meshfeed.files.url import is_http, is_remote, without_secrets
+from meshfeed.files.url import is_http, is_remote, join, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.images import brands_of
 from meshfeed.formats.sound import audio_format
@@ -234,7 +234,7 @@ class SampleColumns:
                     )
 
 
-def fetch_from(folder: str, most_bytes: int, *, own: str = "") -> Fetch:
+def fetch_from(folder: str, most_bytes: int, *, own: str = "", named: dict[str, str] | None = None) -> Fetch:
     """A function that reads the parts that a record names: by path within a folder, or as `data:` URLs.
 
     A URL is read if it is below one of the two folders. Others are refused: whoever made the records chose
@@ -243,23 +243,32 @@ def fetch_from(folder: str, most_bytes: int, *, own: str = "") -> Fetch:
     folder: base of the paths, or its URL.
     most_bytes: of the parts of a record together.
     own: the folder of the file that has the record, or its URL.
+    named: gets the version of each file that is read; see `named.NAMED`.
     """
-    left = most_bytes
+    left, versions = most_bytes, {} if named is None else named
 
     def read(name: str) -> bytes:
-        base, named = folder, _relative(name, folder)
+        base, inside = folder, _relative(name, folder)
         if is_remote(name):
-            found = [(each, below) for each in (folder, own) if (below := _below(name, each)) is not None]
+            found = [(each, rest) for each in (folder, own) if (rest := below(name, each)) is not None]
             if not found:
                 raise StoreError(
                     f"{without_secrets(name)}: not below the folder of its file; name its folder by "
                     f"--parts-folder, or download the parts first, as img2dataset does"
                 )
-            base, named = found[0]
-        elif not is_remote(folder):
-            return read_beneath(folder, named, left + 1)
-        with Folder(base).file(named) as file:
-            return read_bytes(file, 0, min(file.size_bytes, left + 1))
+            base, inside = found[0]
+        where = without_secrets(join(base, inside))
+        try:
+            if is_remote(base):
+                with Folder(base).file(inside) as file:
+                    version, data = file.version, read_bytes(file, 0, min(file.size_bytes, left + 1))
+            else:
+                data, version = read_beneath(base, inside, left + 1)
+        except MissingError:
+            versions.setdefault(where, "")
+            raise
+        versions.setdefault(where, version)
+        return data
 
     def fetch(name: str) -> bytes:
         nonlocal left
@@ -299,7 +308,7 @@ def _refuse_unreadable(name: str) -> None:
         raise StoreError(f"{name!r}: neither a path nor a URL: {error}") from error
 
 
-def _below(url: str, folder: str) -> str | None:
+def below(url: str, folder: str) -> str | None:
     """The path of a URL relative to a folder's URL; None if it is not below that."""
     if not is_remote(folder):
         return None

@@ -11,8 +11,8 @@ from meshfeed.files import typed_errors
 from meshfeed.files.url import join, local_path
 
 
-def read_beneath(folder: str, name: str, most_bytes: int) -> bytes:
-    """The bytes of a file below a local folder, at most `most_bytes`.
+def read_beneath(folder: str, name: str, most_bytes: int) -> tuple[bytes, str]:
+    """Bytes of a file below a local folder, at most `most_bytes`, and its version; see `ByteFile.version`.
 
     Links are followed as long as they stay below the folder. Raises StoreError for a path
     outside it, and unless it is a regular file.
@@ -26,9 +26,10 @@ def read_beneath(folder: str, name: str, most_bytes: int) -> bytes:
                 f"with all that its links point to: cp -rL"
             )
         with os.fdopen(_opened(base, Path(real).relative_to(base).parts), "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise StoreError(f"{path}: not a file")
-            return stream.read(most_bytes)
+            return stream.read(most_bytes), f"{found.st_size}-{found.st_mtime_ns}"
 
 
 def _opened(base: str, names: tuple[str, ...]) -> int:

@@ -6,6 +6,7 @@ It may run several times, even at the same time: the part file is the same, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +70,11 @@ def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
 
 def _records(job: Job, part: int, summary: PartSummary) -> Iterator[tuple[int, Record]]:
     """(span, record) of each record of a part that may be a document; the others are noted."""
+    reading = replace(job.reading, named=summary.named)
     for span in job.spans_of(part):
         _, i, begin, end = job.spans[span].tolist()
         summary.counts.append(0)
-        for record in records(job.request.inputs[i], begin, end, job.reading):
+        for record in records(job.request.inputs[i], begin, end, reading):
             summary.counts[-1] += 1
             if record is None:
                 continue

@@ -123,10 +123,15 @@ class Job:
         """Raises ChangedError if an input has changed."""
         for each in self.request.inputs:
             if version_of(each.url) != (each.size_bytes, each.modified_ns):
-                raise ChangedError(
-                    f"{without_secrets(each.url)}: was changed while it was prepared; restore the old one "
-                    f"and rerun with --resume, or start over with --overwrite"
-                )
+                raise changed_since(each.url)
+
+
+def changed_since(url: str) -> ChangedError:
+    """For a file that is not as it was when it was read."""
+    return ChangedError(
+        f"{without_secrets(url)}: was changed while it was prepared, or since; restore the old one and rerun "
+        f"with --resume, or start over with --overwrite"
+    )
 
 
 def load_job(folder: Path) -> Job:

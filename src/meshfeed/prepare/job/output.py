@@ -15,6 +15,7 @@ from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import sync
 from meshfeed.files.url import is_remote
 from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
+from meshfeed.prepare.inputs.named import NAMED
 from meshfeed.prepare.job.job import JOB, Request
 
 OnBytes = Callable[[int, int], None]
@@ -27,7 +28,7 @@ _STEPS = (
     rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy)",
     rf"{_FOLDER}{_COLUMN}\.idx",
     rf"{_FOLDER}dataset\.json",
-    rf"{re.escape(ERRORS)}|tokenizer\.json",
+    rf"{re.escape(ERRORS)}|{re.escape(NAMED)}|tokenizer\.json",
     re.escape(MANIFEST),
 )
 OPENS, FOREIGN = 2, len(_STEPS)

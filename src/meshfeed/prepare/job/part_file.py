@@ -3,7 +3,7 @@
 blocks    of documents: each some arrays as NumPy's .npy, one after the other (see Block)
 summary   JSON (see PartSummary)
 u64       bytes of the summary
-"MFPART" 0 3
+"MFPART" 0 4
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from meshfeed.files import typed_errors
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-VERSION = 3
+VERSION = 4
 """Of part files; a job resumes only with its own version."""
 
-_MAGIC = b"MFPART\0\3"
+_MAGIC = b"MFPART\0\4"
 _TAIL = struct.Struct("<Q8s")
 
 
@@ -60,6 +60,7 @@ class PartSummary:
         num_blocks: in its file.
         counts: lines or rows of each of its spans, documents or not.
         malformed: records that are not documents, in order.
+        named: files that were read beside the inputs; see `inputs.named.NAMED`.
     """
 
     num_documents: int = 0
@@ -68,6 +69,7 @@ class PartSummary:
     num_blocks: int = 0
     counts: list[int] = field(default_factory=list[int])
     malformed: list[Malformed] = field(default_factory=list[Malformed])
+    named: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
