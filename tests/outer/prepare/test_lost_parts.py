@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import mosaic
 from meshfeed.cli.main import main
 from meshfeed.errors import StoreError
-from meshfeed.prepare.inputs.samples import PART_KEYS, Sample, SampleColumns, suffix_by_content
+from meshfeed.prepare.inputs.samples import PART_KEYS, SUFFIXES, Sample, SampleColumns, suffix_by_content
+from meshfeed.prepare.inputs.webdataset import sample_of
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -170,6 +171,30 @@ def test_every_part_of_a_row_is_in_its_sample_or_refused() -> None:
             assert sorted(each.data.decode() for each in made.parts) == given, record
             taken += "texts" in record and len(given) > 0
     assert taken > 100 and lost > 100, (taken, lost)
+
+
+def test_every_part_of_a_tar_is_in_its_sample_or_refused() -> None:
+    rng, taken, lost = np.random.default_rng(1), 0, 0
+    for _ in range(1_000):
+        parts = [f"{k}.{rng.choice(['png', 'wav', 'mp4'])}" for k in range(rng.integers(1, 5))]
+        named = [each for each in parts if rng.random() < 0.7]
+        record: dict[str, Any] = {"text": "a"}
+        for each in rng.permutation(named).tolist():
+            record.setdefault(f"{SUFFIXES[each[-3:]]}s", []).append(f"1.{each}")
+        if named and rng.random() < 0.3 and all(each.endswith("png") for each in named):
+            record = {"texts": [None] * len(named), "images": record["images"]}
+        files = {each: each.encode() for each in parts} | {"json": json.dumps(record).encode(), "txt": b"b"}
+        try:
+            made = sample_of("1", files, SampleColumns(chat=False))
+        except StoreError as error:
+            assert "is not named by the .json, and would be lost" in str(error) and 0 < len(named) < len(
+                parts
+            )
+            lost += 1
+        else:
+            assert sorted(each.data.decode() for each in made.parts) == parts
+            taken += 1
+    assert min(taken, lost) > 100, (taken, lost)
 
 
 @pytest.mark.parametrize("suffix", [".img", ".image", ""])

@@ -175,10 +175,11 @@ def test_a_folder_below_that_cannot_be_listed_is_refused(tmp_path):
 
 
 def test_a_mark_of_byte_order_is_no_text(tmp_path):
-    for name, text in (("a.txt", "a\r\n"), ("b.jsonl", '{"text": "b"}\r\n')):
+    for name, text in (("a.txt", "a\r\n"), ("b.jsonl", '{"text": "b"}\r\n'), ("c.jsonl", '\n{"text": "c"}')):
         (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
-    prepare([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "out", BYTES, engine=Here())
-    assert documents(tmp_path / "out") == [b"a\r\n", b"b"]
+    some = [tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl")]
+    prepare(some, tmp_path / "out", BYTES, engine=Here())
+    assert documents(tmp_path / "out") == [b"a\r\n", b"b", b"c"]
 
 
 def test_an_output_of_two_stores_says_which_to_open(tmp_path):

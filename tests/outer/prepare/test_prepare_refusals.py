@@ -183,7 +183,7 @@ def test_an_input_that_changes_meanwhile_is_refused(tmp_path):
             yield from super().encode(folder, parts)
             os.utime(path, ns=(0, 0))
 
-    with pytest.raises(ChangedError, match=r"a\.jsonl: was changed while it was prepared"):
+    with pytest.raises(ChangedError, match=r"a\.jsonl: was changed after it was read"):
         prepare([path], tmp_path / "out", BYTES, engine=Changes())
     assert not (tmp_path / "out").exists()
 

@@ -65,17 +65,26 @@ def cut(raw: bytes, size: int) -> Iterable[bytes]:
 
 
 @settings(max_examples=cases(60), deadline=None)
-@given(st.lists(JSON, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]), st.data())
+@given(
+    st.lists(JSON, max_size=6),
+    st.integers(1, 40),
+    st.sampled_from([None, 1]),
+    st.sampled_from(["", "\ufeff", " \n", "\ufeff" + "\n" * 50]),
+    st.sampled_from(["", "\n", " \r\n" * 50]),
+    st.data(),
+)
 def test_a_list_is_its_elements_however_its_bytes_come(
-    values: list[Any], size: int, indent: int | None, data: st.DataObject
+    values: list[Any], size: int, indent: int | None, before: str, behind: str, data: st.DataObject
 ) -> None:
-    raw = b" \n" + json.dumps(values, indent=indent, ensure_ascii=False).encode() + b"\n"
+    raw = f"{before}{json.dumps(values, indent=indent, ensure_ascii=False)}{behind}".encode()
     found = list(elements(cut(raw, size), 1 << 20, "x"))
     assert [json.loads(text or b"") for _, _, text in found] == values
     assert [raw[begin:end] for begin, end, _ in found] == [text for _, _, text in found]
-    short = list(elements(cut(raw, size), 3, "x"))
-    assert [each[:2] for each in short] == [each[:2] for each in found]
-    assert [text for *_, text in short] == [text if text and len(text) <= 3 else None for *_, text in found]
+    for most in (0, 3):
+        short = list(elements(cut(raw, size), most, "x"))
+        assert [each[:2] for each in short] == [each[:2] for each in found]
+        wanted = [text if text and len(text) <= most else None for *_, text in found]
+        assert [text for *_, text in short] == wanted
     if values:
         first = data.draw(st.integers(0, len(values) - 1))
         last = data.draw(st.integers(first, len(values) - 1))
@@ -90,8 +99,9 @@ def test_a_list_is_its_elements_however_its_bytes_come(
 )
 def test_what_is_not_one_list_is_refused(raw: bytes) -> None:
     for size in (1, 3, 99):
-        with pytest.raises(StoreError, match="x: not one JSON list"):
-            list(elements(cut(raw, size), 99, "x"))
+        for most_bytes in (0, 99):
+            with pytest.raises(StoreError, match="x: not one JSON list"):
+                list(elements(cut(raw, size), most_bytes, "x"))
 
 
 def test_a_list_that_is_cut_off_is_refused() -> None:

@@ -272,9 +272,7 @@ def test_a_file_that_changes_while_it_is_opened(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch(monkeypatch, str(tmp_path / "made"), lambda progress: os.utime(corpus / "c-3.jsonl.gz"))
-    with pytest.raises(
-        ChangedError, match=r"c-3\.jsonl\.gz: was changed while it was prepared; open it again$"
-    ):
+    with pytest.raises(ChangedError, match=r"c-3\.jsonl\.gz: was changed after it was read; open it again$"):
         opened(corpus / "c-*", tmp_path / "cache")
 
 

@@ -55,7 +55,11 @@ def elements(
             after_comma = mark == b","
         text += piece[first:]
         here += len(piece)
-        if len(text) > most_bytes:
+        if not within and scanner.depth < 1:  # before or behind the list
+            text = text.strip()
+            if text and (scanner.lists or not _BOM.startswith(text)):
+                raise _not_a_list(where)
+        elif len(text) > most_bytes:
             text, too_long = b"", True
     if within:
         if text.strip() or too_long or after_comma:

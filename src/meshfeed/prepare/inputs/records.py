@@ -170,7 +170,11 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
                     raise _too_long(
                         place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
                     )
-                yield _of_line(number, byte, line, how, each.url) if line.strip() else None
+                yield (
+                    _of_line(number, byte, line, how, each.url)
+                    if line.removeprefix(codecs.BOM_UTF8).strip()
+                    else None
+                )
         elif each.kind == "webdataset" and isinstance(how.columns, SampleColumns):
             yield from _of_tar(file, how, how.columns)
         elif each.kind == "mds" and isinstance(how.columns, SampleColumns):

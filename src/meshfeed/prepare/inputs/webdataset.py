@@ -4,8 +4,9 @@
     0002.0.png, 0002.1.png, 0002.json    pictures, and {"conversations": ...} or {"texts": ..., "images": ...}
 
 The name up to the first dot of its last component is the key; files of one key are adjacent. The text comes
-from the .json, if it has any, else from the .txt, else from the .json's caption. The parts are those that the
-.json names, else all, in order. No file is written, and no name in a tar is used as a path.
+from the .json, if it has any, else from the .txt, else from the .json's caption. All parts are read, in the
+order in which the .json names them, if it names any; one that it does not name then is refused. No file is
+written, and no name in a tar is used as a path.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
     def suffix_of(name: str) -> str:
         return name.rpartition("/")[2].lower().removeprefix(stem)
 
+    read = set[str]()
+
     def fetch(name: str) -> bytes:
+        read.add(suffix_of(name))
         if suffix_of(name) not in files:
             raise StoreError(f"{name!r} is not among the files of this sample: {', '.join(sorted(files))}")
         return files[suffix_of(name)]
@@ -124,7 +128,13 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
         record = {name: value for name, value in record.items() if name not in how.parts}
         for suffix, kind in parts.items():
             record.setdefault(kind, []).append(files[suffix])
-    return replace(how.sample(record, fetch), name=key)
+        read = parts.keys()
+    made = how.sample(record, fetch)
+    if lost := sorted(parts.keys() - read):
+        raise StoreError(
+            f".{lost[0]} is not named by the .json, and would be lost; name it there, or leave it out"
+        )
+    return replace(made, name=key)
 
 
 def _last(suffix: str) -> str:

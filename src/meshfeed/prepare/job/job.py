@@ -129,7 +129,7 @@ class Job:
 def changed_since(url: str) -> ChangedError:
     """For a file that is not as it was when it was read."""
     return ChangedError(
-        f"{without_secrets(url)}: was changed while it was prepared, or since; restore the old one and rerun "
+        f"{without_secrets(url)}: was changed after it was read; restore the old one and rerun "
         f"with --resume, or start over with --overwrite"
     )
 
