@@ -17,6 +17,7 @@ from meshfeed.metrics import Meter, RunStart
 from meshfeed.order import edges_of
 from meshfeed.sequence import Columns, Portion, decode_costs, encoder_of
 from meshfeed.sequence.table import RUN_FIELDS
+from meshfeed.store import StreamStore
 from meshfeed.store.vocabulary import check_tokens
 
 
@@ -28,7 +29,7 @@ class SequenceProducer(Producer[RankPlace]):
         stepping: the steps of its recipe.
         options: of the feed.
         left_out: steps that are neither read nor given.
-        checks_tokens: compare each token with `options.vocab_size`.
+        checks_tokens: compare each token with `options.vocab_size`, too.
         host: memory for what is read.
     """
 
@@ -138,9 +139,9 @@ class SequenceProducer(Producer[RankPlace]):
         stepping, vocab_size = self.stepping, self.options.vocab_size
         try:
             columns = stepping.contents.load(stepping.recipe, portion, self.host.allocate)
-            if vocab_size is not None and self.checks_tokens:
-                sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
-                check_tokens(columns.get("tokens"), vocab_size, sources)
+            sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
+            if self.checks_tokens or all(isinstance(source, StreamStore) for source in sources):
+                check_tokens(columns.get("tokens"), vocab_size if self.checks_tokens else None, sources)
             return columns
         except Exception as error:
             run.record(error.__cause__ if isinstance(error.__cause__, Exception) else error)

@@ -21,7 +21,7 @@ from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 I64 = npt.NDArray[np.int64]
 
-VERSION = 2
+VERSION = 3
 _BLOCK = 256
 _SPAN = 1 << 24
 _ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
@@ -75,7 +75,8 @@ def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Ca
     """The marks of tokens that bear loss by a column of labels, a loss mask, or both; at least one is given.
 
     A label below 0 bears none, nor does a weight that is 0 in float32, as fields have it. Made once per node,
-    which reads all of both. Raises StoreError, also for a weight that is not finite there.
+    which reads all of both. Raises StoreError, also for a weight that is not finite there, and for
+    a label that is no whole number of 32 bits.
     """
     columns = {"labels": labels, "loss_mask": loss_mask}
     given = {name: store for name, store in columns.items() if store is not None}
@@ -83,7 +84,7 @@ def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Ca
     key = key_of_parts(kind="bearing", version=VERSION, **of)
 
     def marked(begin: int, end: int) -> tuple[npt.NDArray[np.bool_], int]:
-        bears = np.ones(end - begin, np.bool_) if labels is None else _values(labels, begin, end) >= 0
+        bears = np.ones(end - begin, np.bool_) if labels is None else _labels(labels, begin, end) >= 0
         if loss_mask is None:
             return bears, 0
         weights = _weights(loss_mask, begin, end)
@@ -91,6 +92,19 @@ def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Ca
         return bears, int(np.count_nonzero(weights[bears] != 1))
 
     return _made(key, next(iter(given.values())).num_tokens, marked, cache)
+
+
+def _labels(store: StreamStore, begin: int, end: int) -> Array:
+    values = _values(store, begin, end)
+    if not np.can_cast(values.dtype, np.int32):
+        with np.errstate(invalid="ignore"):
+            wrong = np.flatnonzero(values != values.astype(np.int32)).tolist()
+        if wrong:
+            raise StoreError(
+                f"{store.path}: token {begin + wrong[0]} of the stream has label {values[wrong[0]]}, where a "
+                f"whole number of 32 bits belongs; write it again, or leave it out of use: ignore= (--ignore)"
+            )
+    return values
 
 
 def _weights(store: StreamStore, begin: int, end: int) -> npt.NDArray[np.float32]:

@@ -34,18 +34,20 @@ def check_stores(stores: Sequence[Any], vocab_size: int) -> bool:
     return is_open
 
 
-def check_tokens(tokens: Any, vocab_size: int, stores: Sequence[Any]) -> None:
-    """Raises StoreError, naming the stores, for tokens that are not in [0, vocab_size).
+def check_tokens(tokens: Any, vocab_size: int | None, stores: Sequence[Any]) -> None:
+    """Raises StoreError, naming the stores, for tokens that are not in [0, vocab_size); None is 2**63.
 
     tokens: an array, or one for each sequence; other objects than arrays of whole numbers are not checked.
+    What a dtype cannot hold is not looked for.
     """
     arrays: Sequence[Any] = [tokens] if isinstance(tokens, np.ndarray) else tokens or ()
     whole = [a for a in arrays if isinstance(a, np.ndarray) and a.dtype.kind in "iu" and a.size]
-    largest = max((int(each.max()) for each in whole), default=0)
+    limit = 1 << 63 if vocab_size is None else vocab_size
+    largest = max((int(each.max()) for each in whole if np.iinfo(each.dtype).max >= limit), default=0)
     smallest = min((int(each.min()) for each in whole if each.dtype.kind == "i"), default=0)
-    if largest >= vocab_size or smallest < 0:
+    if largest >= limit or smallest < 0:
         names = ", ".join(str(getattr(store, "path", store)) for store in stores[:_NAMED])
-        raise StoreError(
-            f"{names}: token {largest if smallest >= 0 else smallest} was read, and vocab_size={vocab_size} "
-            f"allows 0 to {vocab_size - 1}; {_REMEDY}"
-        )
+        allowed = f"vocab_size={vocab_size} allows 0 to {limit - 1}; {_REMEDY}"
+        if vocab_size is None:
+            allowed = "tokens are whole numbers from 0 below 2**63; write the store again"
+        raise StoreError(f"{names}: token {largest if smallest >= 0 else smallest} was read, and {allowed}")

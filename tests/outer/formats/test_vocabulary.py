@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lit
 import meshfeed as mf
+import mosaic
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.store.vocabulary import check_stores, check_tokens
 from soak import cases
@@ -106,3 +109,60 @@ def test_a_rule_without_tokens_has_nothing_to_check_and_says_so() -> None:
 def test_items_of_several_lengths_are_checked() -> None:
     with pytest.raises(StoreError, match="token 7 was read"):
         check_tokens([np.array([1, 2]), np.array([7])], 7, ["items"])
+
+
+def dataset(path: Path, columns: dict[str, np.ndarray[Any, Any]]) -> mf.StreamStore:
+    with mf.DatasetWriter(path, {name: each.dtype for name, each in columns.items()}) as writer:
+        writer.add_document(**columns)
+    return mf.open(path)
+
+
+def mds(path: Path, columns: dict[str, np.ndarray[Any, Any]]) -> mf.StreamStore:
+    kinds = {name: f"ndarray:{each.dtype.name}" for name, each in columns.items()}
+    return mf.open(mosaic.written(path, kinds, [columns]))
+
+
+def litdata(path: Path, columns: dict[str, np.ndarray[Any, Any]]) -> mf.StreamStore:
+    return mf.open(lit.written(path, [columns]))
+
+
+@pytest.mark.parametrize("write", [dataset, mds, litdata])
+def test_numbers_that_are_no_tokens_or_labels_are_refused_in_every_format(write: Any, tmp_path: Path) -> None:
+    """Tokens are not negative and labels fit 32 bits, whatever numbers a format can hold."""
+    rng = random.Random(4)
+    edges = [
+        -(1 << 63),
+        -(1 << 31) - 1,
+        -(1 << 31),
+        -100,
+        -1,
+        (1 << 31) - 1,
+        1 << 31,
+        (1 << 32) + 7,
+        (1 << 64) - 1,
+    ]
+    num_refused = 0
+    for case in range(cases(25, 250)):
+        columns: dict[str, np.ndarray[Any, Any]] = {}
+        for name in ("tokens", "labels")[: rng.randint(1, 2)]:
+            dtype = np.dtype(rng.choice(["int32", "int64"] + ["uint64"] * (write is not dataset)))
+            fit = [each for each in edges if np.iinfo(dtype).min <= each <= np.iinfo(dtype).max]
+            columns[name] = np.array([rng.choice(fit) if rng.random() < 0.2 else i for i in range(4)], dtype)
+        store = write(tmp_path / f"{case}", columns)
+        recipe = mf.Recipe(store, mf.Documents(), batch=mf.Batch(sequences=1), epochs=1)
+        tokens, labels = columns["tokens"].tolist(), columns.get("labels", np.array([], np.int8)).tolist()
+        is_good = all(0 <= each < 1 << 63 for each in tokens) and all(
+            -1 << 31 <= each < 1 << 31 for each in labels
+        )
+        num_refused += not is_good
+        with mf.Feed(recipe, packing=mf.Packing(capacity=4), no_loss="allow") as feed:
+            if is_good:
+                (found,) = [m["tokens"][0].tolist() for step in feed for m in step.microbatches]
+                assert found == tokens
+                continue
+            with pytest.raises(
+                StoreError, match=r"tokens are whole numbers from 0|a whole number of 32 bits belongs"
+            ):
+                for step in feed:
+                    list(step.microbatches)
+    assert 3 < num_refused < cases(25, 250)
