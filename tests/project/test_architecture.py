@@ -64,7 +64,7 @@ UPWARD = {
         "integrations/rl.py",
         "import meshfeed.integrations.lightning",
     ),
-    "nobody imports Megatron-Bridge's adapter": (
+    "nobody imports an adapter that rests on others": (
         "integrations/lightning.py",
         "import meshfeed.integrations.bridge",
     ),

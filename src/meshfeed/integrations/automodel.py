@@ -9,6 +9,8 @@ replica get the same whole sequences.
       _target_: meshfeed.integrations.automodel.FeedDataset
       recipe: my_data:train
       delivery: share
+
+`automodel_vlm.FeedVlmRecipe` is the recipe for vision-language models.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +42,7 @@ from meshfeed.integrations.loader import (
 from meshfeed.machine import Machine
 from meshfeed.plan import Align, Packing
 from meshfeed.plan.packing import Oversize
+from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import contents_of
 from meshfeed.sequence.table import PLAN_FIELDS
@@ -54,6 +57,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "dataset.machine": "honoured: as for mf.Feed; a section with the fields of mf.Machine",
     "dataset.verify": "honoured: as for mf.Feed",
     "dataset.oversize": "honoured: as for mf.Packing",
+    "dataset.encoder": "honoured: as for mf.Feed; of automodel_vlm, in training",
     "validation_dataset": "honoured: the same options; each pass begins at the start",
     "step_scheduler.global_batch_size": "honoured: sequences, or packs, of the recipe's step",
     "step_scheduler.local_batch_size": "honoured: rows, or packs, of a batch",
@@ -90,10 +94,6 @@ _ROWS = Settings(
     accumulated="step_scheduler.global_batch_size / (local_batch_size x data-parallel ranks)",
     micro_batch_size="step_scheduler.local_batch_size",
 )
-_PACKS = Settings(
-    accumulated="step_scheduler.global_batch_size / data-parallel ranks",
-    capacity="packed_sequence.packed_sequence_size",
-)
 
 
 @dataclass(kw_only=True)
@@ -107,6 +107,7 @@ class FeedDataset:
         machine: workers and other settings of this machine, as for `Feed`; a section becomes a `Machine`.
         verify: compare what ranks received; as for `Feed`.
         oversize: what happens to sequences that are longer than a pack; as for `Packing`.
+        encoder: who encodes images and video, in training; as for `Feed`.
     """
 
     recipe: str | Recipe
@@ -114,6 +115,7 @@ class FeedDataset:
     machine: Machine | dict[str, Any] = Machine()
     verify: bool = False
     oversize: Oversize = "error"
+    encoder: Encoder = "with sample"
 
     def __post_init__(self) -> None:
         if isinstance(self.machine, dict):  # as a YAML file has it
@@ -121,27 +123,25 @@ class FeedDataset:
 
     def build(self, **given: Any) -> object:
         """Raises RecipeError: `FeedRecipe` never calls it, other recipes of Automodel do."""
-        raise RecipeError(f"this recipe makes its own data loaders; set recipe: {_HERE}.FeedRecipe")
+        raise RecipeError(
+            f"this recipe makes its own data loaders; set recipe: {_HERE}.FeedRecipe, or for vision-language "
+            f"models {_HERE}_vlm.FeedVlmRecipe"
+        )
 
 
 _loader: Any = framework("nemo_automodel.components.datasets.loader", "automodel")
 _train: Any = framework("nemo_automodel.recipes.llm.train_ft", "automodel")
 
 
-class FeedRecipe(_train.TrainFinetuneRecipeForNextTokenPrediction):
-    """Automodel's recipe for training language models, with data sets that are mf.Recipes.
+class ClosesFeed:
+    """A recipe of Automodel whose data loader is a feed's."""
 
-    For another recipe with this loop, list that second: `class MyRecipe(FeedRecipe, OtherRecipe)`. The state
-    of the data is one small file for all ranks, and loads under another number of replicas.
-    """
-
-    def __init__(self, cfg: Any) -> None:
-        super().__init__(cfg if isinstance(cfg, _Config) else _Config(cfg))
+    dataloader: Any
 
     def run_train_validation_loop(self) -> None:
         """As Automodel's; closes files and connections at the end."""
         try:
-            super().run_train_validation_loop()
+            super().run_train_validation_loop()  # type: ignore[misc]
         except BaseException as error:
             self._close(error)
             raise
@@ -152,6 +152,17 @@ class FeedRecipe(_train.TrainFinetuneRecipeForNextTokenPrediction):
             self.dataloader.close(during)
 
 
+class FeedRecipe(ClosesFeed, _train.TrainFinetuneRecipeForNextTokenPrediction):
+    """Automodel's recipe for training language models, with data sets that are mf.Recipes.
+
+    For another recipe with this loop, list that second: `class MyRecipe(FeedRecipe, OtherRecipe)`. The state
+    of the data is one small file for all ranks, and loads under another number of replicas.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg if isinstance(cfg, _Config) else _Config(cfg))  # type: ignore[call-arg]
+
+
 class _Config(_train.RecipeConfig):
     """Automodel's view of the YAML file, in which a `FeedDataset` becomes a feed."""
 
@@ -160,7 +171,7 @@ class _Config(_train.RecipeConfig):
         if not isinstance(made.dataset_config, FeedDataset):
             return made
         given = {name: dataloader_node.get(name) for name in set(dataloader_node) - {"_target_"}}
-        _refuse("dataloader", given)
+        refuse_given("dataloader", given, CONFIG_FIELDS)
         return _FeedConfig(
             dataset_config=made.dataset_config,
             seed=made.seed,
@@ -196,65 +207,21 @@ class _FeedConfig(_loader.DataloaderConfig):
         self, *, dp_rank: int, dp_world_size: int, collate_wrapper: Any = None, **runtime: Any
     ) -> TrainLoader | EvalLoader:
         """The loader of this rank. All ranks call it together."""
-        given = self.dataset_config
-        recipe = recipe_at(given.recipe)
-        rule = recipe.sequence
-        _check_fields(recipe)
-        accumulated = self.scheduler.global_batch_size // (self.local_batch_size * dp_world_size)
-        together, collate = 1, _rows
-        if rule.packed:
-            together, collate = self.local_batch_size, self._collater(recipe, runtime)
-            packing = self._packing(runtime.get("cp_size", 1), accumulated * together, together)
-            options: dict[str, Any] = {"packing": packing}
-        elif self.packs is not None and self.trains:
-            raise RecipeError(
-                f"{type(recipe.sequence).__name__}() has sequences of one length, which are not packed; "
-                f"remove packed_sequence, or use mf.Documents()"
-            )
-        else:
-            pads = not self.trains and pads_rows(recipe, dp_world_size)
-            options = {"micro_batch_size": self.local_batch_size, "pad_rows": pads}
-        options |= {
-            "transport": Transport(delivery=given.delivery),
-            "verify": given.verify,
-            "machine": given.machine,
-        }
-        feed = Feed(recipe, gathered_layout(dp_rank, dp_world_size), **options)
-        self._check_end(feed)
+        recipe = recipe_at(self.dataset_config.recipe)
+        check_fields(recipe)
+        size = None if self.packs is None else self.packs.packed_sequence_size
+        packs = Packs("packed_sequence.packed_sequence_size", size, runtime.get("cp_size", 1))
+        collate = self._collater(recipe, runtime) if recipe.sequence.packed and size else rows_of
         collate = collate_wrapper(collate) if collate_wrapper is not None else collate
-        if self.trains:
-            return _Training(feed, collate, together, accumulated)
-        return _Validation(feed, collate, together)
-
-    def _packing(self, cp_size: int, num_microbatches: int, together: int) -> Packing:
-        """Packs of constant shape that fill batches, with the padding that context parallelism needs."""
-        size, multiple = int(self.packs.packed_sequence_size), 2 * cp_size if cp_size > 1 else 1
-        if size % multiple:
-            raise RecipeError(
-                f"packed_sequence.packed_sequence_size={size}: cp_size={cp_size} needs a multiple of "
-                f"{multiple}"
-            )
-        return Packing(
-            capacity=size,
-            align=Align(sequence=multiple),
-            max_sequences=size,
-            fixed_shapes=True,
-            oversize=self.dataset_config.oversize,
-            microbatches=num_microbatches if self.trains else None,
-            quantum=None if self.trains else together,
-        )
+        return loader_of(self, recipe, packs, collate, dp_rank, dp_world_size)
 
     def _collater(self, recipe: Recipe, runtime: Mapping[str, Any]) -> Collate:
         """Automodel's own function from packs to a batch, for its packing strategy and the model."""
-        if self.packs is None:
-            raise RecipeError(
-                f"{type(recipe.sequence).__name__}() needs packs; set packed_sequence.packed_sequence_size"
-            )
         defaults = type(self.packs)(packed_sequence_size=self.packs.packed_sequence_size)
-        _refuse(
-            "packed_sequence",
-            {name: value for name, value in vars(self.packs).items() if value != getattr(defaults, name)},
-        )
+        changed = {
+            name: value for name, value in vars(self.packs).items() if value != getattr(defaults, name)
+        }
+        refuse_given("packed_sequence", changed, CONFIG_FIELDS)
         known = ("supports_seq_lens", "cp_size", "attn_implementation", "packing_contract")
         sample = {"input_ids": [0], "labels": [0]}
         told = {name: runtime[name] for name in known if name in runtime}
@@ -263,24 +230,83 @@ class _FeedConfig(_loader.DataloaderConfig):
             raise RecipeError(
                 "packed_sequence.packing_strategy=thd: this model does not take seq_lens; choose neat"
             )
-        return lambda microbatches: theirs([_pack(microbatch) for microbatch in microbatches])
+        return lambda microbatches: theirs([pack_of(microbatch) for microbatch in microbatches])
 
-    def _check_end(self, feed: Feed) -> None:
-        """Raises RecipeError if Automodel would count steps, or epochs, that the stream does not have."""
-        (end, told), scheduler = end_of(feed), self.scheduler
-        if not self.trains:
-            if end is None:
-                raise RecipeError("validation_dataset never ends; give its mf.Recipe epochs=1 or steps=")
-        elif scheduler.max_steps is None and (end is None or feed.packing is not None):
-            raise RecipeError("set step_scheduler.max_steps: an endless or packed stream has no length")
-        elif end is not None and (
-            scheduler.max_steps > end if scheduler.max_steps is not None else scheduler.num_epochs != 1
-        ):
-            raise RecipeError(
-                f"{told}, and step_scheduler asks for "
-                f"max_steps={scheduler.max_steps}, num_epochs={scheduler.num_epochs}; set max_steps to at "
-                f"most {end}, or give the mf.Recipe more epochs"
-            )
+
+class Packs(NamedTuple):
+    """What Automodel's config says of packs: the option of their size, this, and the ranks that cut them."""
+
+    option: str
+    size: int | None
+    cp_size: int
+
+    def packing(self, num_microbatches: int | None, quantum: int | None, oversize: Oversize) -> Packing:
+        """Packs of constant shape that fill batches, with the padding that context parallelism needs."""
+        size, multiple = int(self.size or 0), 2 * self.cp_size if self.cp_size > 1 else 1
+        if size % multiple:
+            raise RecipeError(f"{self.option}={size}: cp_size={self.cp_size} needs a multiple of {multiple}")
+        return Packing(
+            capacity=size,
+            align=Align(sequence=multiple),
+            max_sequences=size,
+            fixed_shapes=True,
+            oversize=oversize,
+            microbatches=num_microbatches,
+            quantum=quantum,
+        )
+
+
+def loader_of(
+    config: Any, recipe: Recipe, packs: Packs, collate: Collate, dp_rank: int, dp_world_size: int
+) -> TrainLoader | EvalLoader:
+    """The loader of a config with `dataset_config`, `scheduler`, `local_batch_size` and `trains`."""
+    given: Any = config.dataset_config
+    rule, trains, together = type(recipe.sequence).__name__, config.trains, config.local_batch_size
+    accumulated = config.scheduler.global_batch_size // (together * dp_world_size)
+    options: dict[str, Any] = {"encoder": given.encoder} if given.encoder != "with sample" else {}
+    if recipe.sequence.packed:
+        if not packs.size:
+            raise RecipeError(f"{rule}() needs packs; set {packs.option}")
+        num, quantum = (accumulated * together, None) if trains else (None, together)
+        options["packing"] = packs.packing(num, quantum, given.oversize)
+    elif packs.size and trains:
+        raise RecipeError(
+            f"{rule}() has sequences of one length, which are not packed; remove packed_sequence, or use "
+            f"mf.Documents()"
+        )
+    else:
+        pads, together = not trains and pads_rows(recipe, dp_world_size), 1
+        options |= {"micro_batch_size": config.local_batch_size, "pad_rows": pads}
+    feed = Feed(
+        recipe,
+        gathered_layout(dp_rank, dp_world_size),
+        transport=Transport(delivery=given.delivery),
+        verify=given.verify,
+        machine=given.machine,
+        **options,
+    )
+    _check_end(feed, config.scheduler, trains)
+    if trains:
+        return _Training(feed, collate, together, accumulated, packs.option)
+    return _Validation(feed, collate, together)
+
+
+def _check_end(feed: Feed, scheduler: Any, trains: bool) -> None:
+    """Raises RecipeError if Automodel would count steps, or epochs, that the stream does not have."""
+    end, told = end_of(feed)
+    if not trains:
+        if end is None:
+            raise RecipeError("validation_dataset never ends; give its mf.Recipe epochs=1 or steps=")
+    elif scheduler.max_steps is None and (end is None or feed.packing is not None):
+        raise RecipeError("set step_scheduler.max_steps: an endless or packed stream has no length")
+    elif end is not None and (
+        scheduler.max_steps > end if scheduler.max_steps is not None else scheduler.num_epochs != 1
+    ):
+        raise RecipeError(
+            f"{told}, and step_scheduler asks for "
+            f"max_steps={scheduler.max_steps}, num_epochs={scheduler.num_epochs}; set max_steps to at "
+            f"most {end}, or give the mf.Recipe more epochs"
+        )
 
 
 class _Training(TrainLoader):
@@ -290,8 +316,12 @@ class _Training(TrainLoader):
     neither a state nor a further batch until a state is loaded.
     """
 
-    def __init__(self, feed: Feed, collate: Collate, together: int, accumulated: int) -> None:
-        wanted, settings = accumulated * together, _ROWS if feed.packing is None else _PACKS
+    def __init__(self, feed: Feed, collate: Collate, together: int, accumulated: int, capacity: str) -> None:
+        wanted, settings = accumulated * together, _ROWS
+        if feed.packing is not None:
+            settings = Settings(
+                accumulated="step_scheduler.global_batch_size / data-parallel ranks", capacity=capacity
+            )
         super().__init__(feed, lambda microbatch: microbatch, accumulated=lambda: wanted, settings=settings)
         self._collate, self._together = collate, together
         self._left_by = ""
@@ -337,10 +367,10 @@ class _Validation(EvalLoader):
         return _batches(super().__iter__(), self._collate, self._together)
 
 
-def _refuse(section: str, given: Mapping[str, Any]) -> None:
-    """Raises RecipeError naming the options given in a section that has no effect on a feed."""
+def refuse_given(section: str, given: Mapping[str, Any], treatments: Mapping[str, str]) -> None:
+    """Raises RecipeError naming the options given in a section that have no effect on a feed."""
     changed = {f"{section}.{name}": given[name] for name in sorted(given)}
-    refuse_options(changed, dict.fromkeys(changed, "refused: the mf.Recipe decides") | CONFIG_FIELDS)
+    refuse_options(changed, dict.fromkeys(changed, "refused: the mf.Recipe decides") | dict(treatments))
 
 
 def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int) -> Iterator[Batch]:
@@ -348,7 +378,7 @@ def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int
         yield collate(group)
 
 
-def _check_fields(recipe: Recipe) -> None:
+def check_fields(recipe: Recipe) -> None:
     """Raises RecipeError for fields that Automodel's loop lacks, or has no place for."""
     rule, names = recipe.sequence, {field.name for field in contents_of(recipe).fields}
     name = type(rule).__name__
@@ -357,7 +387,7 @@ def _check_fields(recipe: Recipe) -> None:
         raise RecipeError(f"{name}() has no field {', '.join(sorted(lacking))}, which Automodel's loop needs")
     refuse_masked(recipe, "Automodel's loop")
     if rule.packed:
-        refuse_fields(recipe, _PACKED, "packs of Automodel")
+        refuse_fields(recipe, _PACKED, "packs of Automodel", parts=f"set recipe: {_HERE}_vlm.FeedVlmRecipe")
     elif "cu_seqlens" in names or getattr(rule, "reset_position_ids", False):
         raise RecipeError(
             f"{rule.summary()}: it depends on the model and its use_cache whether documents of a row, whose "
@@ -365,7 +395,7 @@ def _check_fields(recipe: Recipe) -> None:
         )
 
 
-def _rows(microbatches: list[Microbatch]) -> Batch:
+def rows_of(microbatches: list[Microbatch]) -> Batch:
     """input_ids, labels: int64 [rows, tokens]; and further fields, if the model's forward names them."""
     (microbatch,) = microbatches
     made = {name: value for name, value in microbatch.items() if name not in ("tokens", "loss_mask")}
@@ -374,7 +404,7 @@ def _rows(microbatches: list[Microbatch]) -> Batch:
     return made | {"labels": masked_labels(microbatch)}
 
 
-def _pack(microbatch: Microbatch) -> Batch:
+def pack_of(microbatch: Microbatch) -> Batch:
     """One pack as Automodel's packers make it: [tokens], and its sequences.
 
     input_ids, labels, position_ids: int64 arrays. attention_mask: int64, the number of each token's sequence

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields
 from functools import cache
 from itertools import pairwise
@@ -156,12 +156,15 @@ def refuse_half_apart(recipe: Recipe, who: str) -> None:
         )
 
 
-def refuse_fields(recipe: Recipe, taken: Set[str], name: str) -> None:
-    """Raises RecipeError for fields beyond those taken, which a loop would lose. name: of its batches."""
+def refuse_fields(recipe: Recipe, taken: Set[str], name: str, parts: str = "") -> None:
+    """Raises RecipeError for fields beyond those taken, which a loop would lose.
+
+    name: of its batches. parts: what to do with documents with images, sound or video instead.
+    """
     if further := {field.name for field in contents_of(recipe).fields} - taken:
-        raise RecipeError(
-            f"{type(recipe.sequence).__name__}(): {name} have no place for {', '.join(sorted(further))}"
-        )
+        name_of_rule, told = type(recipe.sequence).__name__, ", ".join(sorted(further))
+        cure = f"; {parts}" if parts and isinstance(recipe.sequence, TakesParts) else ""
+        raise RecipeError(f"{name_of_rule}(): {name} have no place for {told}{cure}")
 
 
 def pads_rows(recipe: Recipe, dp: int) -> bool:
@@ -281,6 +284,11 @@ class TrainLoader:
         at = self._position() if end is None else max(min(self._position(), end - 1), 0)
         first = at // size * size
         return num_microbatches(self._feed, first, first + size if end is None else min(first + size, end))
+
+    @property
+    def encoder_ranks(self) -> Sequence[int]:
+        """See `Feed.encoder_ranks`."""
+        return self._feed.encoder_ranks
 
     @property
     def num_left(self) -> int | None:

@@ -180,7 +180,8 @@ def _check_contents(recipe: Recipe, packing: Packing | None) -> None:
             f"DataLoader.Config(packing=) out"
         )
     refuse_masked(recipe, "torchtitan's loop")
-    refuse_fields(recipe, _TAKEN, "batches of torchtitan")
+    others = "train such models by automodel_vlm.FeedVlmRecipe or transformers.FeedTrainer of meshfeed"
+    refuse_fields(recipe, _TAKEN, "batches of torchtitan", parts=f"{others}.integrations")
     refuse_half_apart(recipe, "torchtitan's models keep")
 
 

@@ -575,10 +575,11 @@ class _Shared:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routes = self.exchange.routes
-        if not self.exchange.shares(self.kind):
-            return self.features(*args, **kwargs)
         names = list(inspect.signature(self.features).parameters)
         given = {**dict(zip(names, args)), **kwargs}
+        pixels = next((given[name] for name in names if given.get(name) is not None), None)
+        if not self.exchange.shares(self.kind) and (pixels is None or len(pixels)):
+            return self.features(*args, **kwargs)
         is_blank = self._filled(given, names)
         self.exchange.expect({})  # that of video may call that of images
         try:

@@ -286,7 +286,7 @@ def page(out: Path) -> Any:
     """What docs/frameworks_loops.md shows, run as it stands."""
     from nemo_automodel.components.config.loader import load_yaml_config
 
-    section = PAGE.read_text().partition("## NeMo Automodel\n")[2]
+    section = PAGE.read_text().partition("\n## NeMo Automodel\n")[2].partition("\n### ")[0]
     ((module,), (given,)) = (
         re.findall(rf"```{kind}\n(.*?)```", section, re.S) for kind in ("python", "yaml")
     )

@@ -25,7 +25,7 @@ def test_the_page_of_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     loops.forget_accelerate()
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     names: dict[str, Any] = {"__name__": "page"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -31,6 +31,7 @@ for call in (
     lambda: importlib.import_module("meshfeed.integrations.torchtitan"),
     lambda: importlib.import_module("meshfeed.integrations.transformers"),
     lambda: importlib.import_module("meshfeed.integrations.automodel"),
+    lambda: importlib.import_module("meshfeed.integrations.automodel_vlm"),
     lambda: importlib.import_module("meshfeed.integrations.bridge"),
 ):
     try:
@@ -44,6 +45,6 @@ def test_a_missing_framework_is_named() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120
     )
-    extras = ["megatron"] * 7 + ["lightning", "torchtitan", "transformers", "automodel"]
+    extras = ["megatron"] * 7 + ["lightning", "torchtitan", "transformers", "automodel", "automodel"]
     told = [*map(install, extras), "install Megatron-Bridge from its repository"]
     assert done.stdout.splitlines() == [f"MeshfeedError {each}" for each in told]
