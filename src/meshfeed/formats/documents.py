@@ -37,11 +37,15 @@ VERSION = 1
 _KEPT_VERSION = 2
 """Part of the key of what is kept: after a change here, nothing older is used."""
 
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+LINES = (
+    *(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
+    *(".ndjson", ".ndjson.gz", ".ndjson.zst"),
+)
 """Suffixes of JSON lines of text."""
-_KINDS = (*LINES, ".ndjson", ".parquet", ".arrow")
+_KINDS = (*LINES, ".parquet", ".arrow")
 """Suffixes of documents. A folder has one kind of them, since others would be passed over in silence."""
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
+_UNREAD = re.compile(r".*\.(jsonl|ndjson|parquet|arrow)\.(bz2|xz|lz4|br|zip|Z|7z)")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
@@ -279,6 +283,7 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         folder, names = place.beside, [name for name in place.matches if not is_report(place.beside, name)]
     else:
         folder, names = place.within, documents_in(place.within, place.names)
+    unread = [name for name in names if _UNREAD.fullmatch(name)]
     names = [name for name in names if name.endswith(_KINDS)]
     others = [kind for kind in _KINDS if kind not in suffixes and any(name.endswith(kind) for name in names)]
     if not any(name.endswith(suffixes) for name in names):
@@ -287,6 +292,10 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         raise OptionError(
             f"{place.shown}: both {suffixes[0]} and {' and '.join(others)} files; keep each kind in a folder "
             f"of its own"
+        )
+    if unread:
+        raise OptionError(
+            f"{place.shown}: {unread[0]} is compressed as none is read here; decompress it, or move it away"
         )
     splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
     if is_hub(place.given) and "*" not in place.name and len(splits) > 1:

@@ -26,6 +26,17 @@ from meshfeed.plugins import STORES, loaded, registered
 from meshfeed.store.base import StreamStore
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file is hidden in a folder by a dot, in its relative name or that of a folder."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def is_read(name: str) -> bool:
+    """Whether a file of a folder may be data: no hidden one, and no result of map and filter that `datasets`
+    caches beside its data. name: relative to the folder."""
+    return not is_hidden(name) and not fnmatch.fnmatch(name.rpartition("/")[2], "cache-*.arrow")
+
+
 class StoreFormat(ABC):
     """How a format recognises and opens its stores.
 
@@ -123,7 +134,7 @@ class Place:
 
     @cached_property
     def names(self) -> list[str]:
-        """Files below it, except hidden ones; empty unless it is a folder that can be listed."""
+        """Files below it that may be data, see `is_read`; empty unless it is a folder that can be listed."""
         folder = self.within
         is_folder = not is_http(self.given) if folder.is_remote else Path(local_path(self.given)).is_dir()
         if not is_folder:
@@ -135,7 +146,7 @@ class Place:
                 raise
             self.tried[f"the list of {self.shown}"] = None
             return []
-        return [name for name in listed if not any(part[:1] in "._" for part in name.split("/"))]
+        return [name for name in listed if is_read(name)]
 
     @cached_property
     def matches(self) -> list[str]:
@@ -145,7 +156,7 @@ class Place:
         else:
             with typed_errors(self.beside.url):
                 there = sorted(each.name for each in Path(self.beside.url).iterdir() if each.is_file())
-        return [name for name in fnmatch.filter(there, self.name) if name[:1] not in "._"]
+        return [name for name in fnmatch.filter(there, self.name) if not is_hidden(name)]
 
     def dtype_among(self, choices: Sequence[str]) -> np.dtype[Any] | None:
         """The given dtype, little-endian; None without one. Raises OptionError for any but the choices."""

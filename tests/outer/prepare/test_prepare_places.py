@@ -152,6 +152,15 @@ def test_a_link_in_a_folder_that_leads_nowhere_is_no_document_less(tmp_path):
     assert documents(tmp_path / "out") == [b"a", b"b"]
 
 
+@pytest.mark.parametrize("again", ["a.jsonl", "../in/a.jsonl", "z.jsonl"])
+def test_a_file_under_two_names_is_given_twice(tmp_path, again):
+    (tmp_path / "in").mkdir()
+    jsonl(tmp_path / "in/a.jsonl", ["a"])
+    (tmp_path / "in/z.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(PrepareError, match=r"jsonl: given twice, by this name or a link"):
+        prepare([tmp_path / "in/a.jsonl", f"{tmp_path}/in/{again}"], tmp_path / "out", BYTES, engine=Here())
+
+
 def test_a_folder_below_that_cannot_be_listed_is_refused(tmp_path):
     closed = tmp_path / "in/closed"
     closed.mkdir(parents=True)

@@ -21,7 +21,10 @@ import quick
 import world
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, OptionError, StateError, StoreError
+from meshfeed.files import Folder
 from meshfeed.prepare import Progress, Text, prepare, raw_text
+from meshfeed.prepare.inputs.files import find_inputs
+from meshfeed.store.format import Place
 from meshfeed.store.tokenizer import tokenizer_file
 from services.needs import needs
 from services.nginx import Nginx
@@ -95,6 +98,41 @@ def test_a_folder_means_its_lines_and_not_its_other_text(corpus: Path, tmp_path:
             OptionError, match=r"both \.jsonl and \.parquet files; keep each kind in a folder"
         ):
             opened(given, tmp_path / "cache")
+
+
+def test_a_folder_is_read_as_prepare_reads_it(corpus: Path, tmp_path: Path) -> None:
+    """Or refused by one of both; never are files passed over in silence by one alone."""
+    names = [
+        "b.jsonl",
+        ".h.jsonl",
+        "_u.jsonl",
+        "_d/c.jsonl",
+        ".d/c.jsonl",
+        "s/_f.jsonl",
+        "e.ndjson",
+        "f.json.gz",
+    ]
+    names += ["cache-1.arrow", "g.jsonl.xz", "h.parquet.bz2", "é.jsonl", "i.jsonl~", "j.ndjson.gz", "k.txt"]
+    rng, same = np.random.default_rng(3), 0
+    for case in range(60):
+        folder = tmp_path / str(case)
+        for name in ["a.jsonl", *rng.choice(names, 2, replace=False).tolist()]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        place = Place(
+            given=str(folder), beside=Folder(str(tmp_path)), name=folder.name, within=Folder(str(folder)),
+            column=None, dtype=None, tokenizer="bytes",
+        )  # fmt: skip
+        files, passed_over = find_inputs([str(folder)])
+        try:
+            found = raw_text._inputs_at(place)
+        except OptionError as error:
+            assert set(passed_over) & {".xz", ".bz2"} and "is compressed as none is read here" in str(error)
+        else:
+            texts = [each.url for each in files if not each.url.endswith(".txt")]  # which are to be named
+            assert found == texts, folder
+            same += len(found) > 1
+    assert same > 20
 
 
 def test_a_store_is_of_its_tokenizer_which_later_starts_do_not_load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,13 @@ from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
 from meshfeed.prepare.inputs.json_list import elements, is_list_of_records
-from meshfeed.store.format import Place
+from meshfeed.store.format import Place, is_hidden, is_read
 
 I64 = npt.NDArray[np.int64]
 
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
 MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
 """Kinds of files that may have images, audio and video."""
-_INTERMEDIATE = "cache-*.arrow"  # results of map and filter that `datasets` caches next to its data
 _HEAD_BYTES, _STEP_BYTES = 1 << 12, 1 << 20
 _CODECS = {".gz": "gz", ".zst": "zstd"}
 _SUFFIX_OF = {
@@ -117,11 +117,13 @@ def find_inputs(
                 f"{without_secrets(each.url)}: JSON lines, a list of records, or one document as it stands? "
                 f"Say kind= (--format) jsonl, json or text"
             )
-        if each.url in seen:
+        real = each.url if is_remote(each.url) else os.path.realpath(each.url)
+        if real in seen:
             raise PrepareError(
-                f"{without_secrets(each.url)}: given twice; every document would be in it twice"
+                f"{without_secrets(each.url)}: given twice, by this name or a link; every document would be "
+                f"in it twice"
             )
-        seen.add(each.url)
+        seen.add(real)
     return tuple(found), passed_over
 
 
@@ -246,9 +248,9 @@ def _urls_of(
     passed_over: Counter[str],
 ) -> list[str]:
     def taken(name: str) -> bool:
-        if any(part.startswith(".") for part in name.split("/")):
+        if is_hidden(name):
             return False
-        if patterns is None and fnmatch(Path(name).name, _INTERMEDIATE):
+        if patterns is None and not is_read(name):
             passed_over[Path(name).suffix] += 1
             return False
         if patterns is not None:

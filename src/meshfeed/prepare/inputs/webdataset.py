@@ -128,7 +128,7 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
         record = {name: value for name, value in record.items() if name not in how.parts}
         for suffix, kind in parts.items():
             record.setdefault(kind, []).append(files[suffix])
-        read = parts.keys()
+        read.update(parts)
     made = how.sample(record, fetch)
     if lost := sorted(parts.keys() - read):
         raise StoreError(
