@@ -32,9 +32,10 @@ def is_hidden(name: str) -> bool:
 
 
 def is_read(name: str) -> bool:
-    """Whether a file of a folder may be data: no hidden one, and no result of map and filter that `datasets`
-    caches beside its data. name: relative to the folder."""
-    return not is_hidden(name) and not fnmatch.fnmatch(name.rpartition("/")[2], "cache-*.arrow")
+    """Whether a file of a folder may be data, by its name in it: neither it nor a folder begins with a dot or
+    an underscore, and it is no result of map and filter that `datasets` caches beside its data."""
+    parts = name.split("/")
+    return not any(part[:1] in "._" for part in parts) and not fnmatch.fnmatch(parts[-1], "cache-*.arrow")
 
 
 class StoreFormat(ABC):

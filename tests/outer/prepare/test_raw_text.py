@@ -127,7 +127,11 @@ def test_a_folder_is_read_as_prepare_reads_it(corpus: Path, tmp_path: Path) -> N
         try:
             found = raw_text._inputs_at(place)
         except OptionError as error:
-            assert set(passed_over) & {".xz", ".bz2"} and "is compressed as none is read here" in str(error)
+            assert (
+                passed_over
+                and set(passed_over) & {".xz", ".bz2"}
+                and "is compressed as none is read here" in str(error)
+            )
         else:
             texts = [each.url for each in files if not each.url.endswith(".txt")]  # which are to be named
             assert found == texts, folder

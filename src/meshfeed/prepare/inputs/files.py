@@ -78,9 +78,9 @@ def find_inputs(
     """The files of some paths, globs, folders and URLs, in the order given; within a folder, sorted by name.
 
     pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl, .parquet and
-    .arrow. Names that begin with a dot are skipped, and links to folders are not followed. In a folder of
-    `datasets.save_to_disk`, the files are those that its state.json names. kind: one of `kinds`; None decides
-    by the suffix; other files are text. kinds: KINDS or MULTIMODAL_KINDS.
+    .arrow, see `is_read`. Names that begin with a dot are skipped, and links to folders are not followed. In
+    a folder of `datasets.save_to_disk`, the files are those that its state.json names. kind: one of `kinds`;
+    None decides by the suffix; other files are text. kinds: KINDS or MULTIMODAL_KINDS.
 
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
