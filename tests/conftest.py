@@ -50,7 +50,7 @@ FURTHER = (
 ADAPTERS = (
     "test_accelerate_lives.py", "test_broken_adapters.py", "test_config_tables.py", "test_lightning_loop.py", "test_lives.py",
     "test_megatron_batches.py", "test_megatron_config.py", "test_megatron_gpt_order.py", "test_missing_frameworks.py",
-    "test_rl.py", "test_torchtitan_loop.py", "test_train_loader.py", "test_transformers_loop.py",
+    "test_packs_of_families.py", "test_rl.py", "test_torchtitan_loop.py", "test_train_loader.py", "test_transformers_loop.py",
 )  # fmt: skip
 
 BUILD = Path(__file__).parents[1] / "hatch_build.py"

@@ -23,6 +23,7 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, causal_masks, kept_apart
 from meshfeed.integrations.loader import (
     IGNORED,
     EvalLoader,
@@ -113,7 +114,7 @@ _SETTINGS = Settings(
 )
 
 
-def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
+def causal_batch(microbatch: Microbatch, model: torch.nn.Module | None = None) -> dict[str, Any]:
     """The inputs of transformers' causal models.
 
     input_ids, position_ids: int64 [rows, tokens]. shift_labels, the same: the token that each position
@@ -132,16 +133,11 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
         made["position_ids"] = microbatch["position_ids"]
     starts: torch.Tensor | None = microbatch.get("cu_seqlens_padded", microbatch.get("cu_seqlens"))
     if starts is not None:
-        positions = torch.arange(labels.numel(), device=labels.device)
-        within = positions - starts[:-1].repeat_interleave(starts.diff())
-        made["position_ids"] = within.view(labels.shape)
-        made |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-        made |= dict.fromkeys(("max_length_q", "max_length_k"), int(microbatch["max_seqlen"]))
-        made["use_cache"] = False  # with a cache, transformers does not detect packed sequences
+        made |= bounds(starts, labels.shape, int(microbatch["max_seqlen"]))
     if MROPE.name in microbatch:
         axes = microbatch[MROPE.name].movedim(-1, 0)
         made["position_ids"] = torch.cat([made["position_ids"][None], axes])
-    return made
+    return made if model is None else made | kept_apart(model, made)
 
 
 def masked_batch(microbatch: Microbatch) -> dict[str, Any]:
@@ -269,6 +265,10 @@ class FeedTrainer(_Base):
             made, used = masked_batch(microbatch), _MASKED
         elif "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL
+            packing = self._feed_options.get("packing")
+            if "padding_mask" in microbatch and getattr(packing, "max_sequences", None) == 1:
+                # a document alone: layers that read across documents do right without these, or refuse them
+                made = {name: value for name, value in made.items() if name not in KERNEL_BOUNDS}
             if self.compute_loss_func is not None:
                 del made[
                     _SHIFTED
@@ -358,17 +358,20 @@ class FeedTrainer(_Base):
         for exchange in self._exchanges:
             exchange.expect(routes)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a callback may call the model afterwards, without an exchange."""
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a callback may call the model afterwards, without an exchange.
+
+        Raises RecipeError for packs that the model does not keep apart; see `causal_batch`.
+        """
         try:
-            return super().training_step(*args, **kwargs)
+            return super().training_step(model, _apart(model, inputs), *args, **kwargs)
         finally:
             self._expect({})
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; averages losses that count the tokens of all ranks over all ranks."""
         try:
-            loss, *rest = super().prediction_step(*args, **kwargs)
+            loss, *rest = super().prediction_step(model, _apart(model, inputs), *args, **kwargs)
         finally:
             self._expect({})
         of_all = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -694,6 +697,12 @@ def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
     return cast(Any, made)
 
 
+def _apart(model: torch.nn.Module, inputs: Any) -> Any:
+    if not isinstance(inputs, MutableMapping) or not (given := kept_apart(model, cast(Any, inputs))):
+        return inputs
+    return {**inputs, **given}
+
+
 _OTHER_MASKS = {
     "paligemma": "an image and the prompt behind it",
     "molmo2": "all images of a document",
@@ -732,29 +741,22 @@ def _masks_within_parts(model: Any, made: Mapping[str, Any], microbatch: Microba
             f"attn_implementation={attention!r} has causal masks alone, and the tokens of an image of {kind} "
             f"attend to each other both ways; choose 'sdpa' or 'eager'"
         )
-    masking, positions = framework("transformers.masking_utils", "transformers"), made["position_ids"]
+    masking: Any = framework("transformers.masking_utils", "transformers")
+    positions = made["position_ids"]
     is_part = torch.stack(parts).any(0)
     begins = is_part & (~is_part.roll(1, dims=1) | (positions == 0))
     blocks = torch.where(is_part, begins.cumsum(dim=1), -1)
-    given = {
-        "config": config,
-        "inputs_embeds": torch.empty(*blocks.shape, 0, dtype=model.dtype, device=blocks.device),
-        "attention_mask": None,
-        "past_key_values": None,
-    }
     if kind == "gemma3":
-        given |= {"position_ids": positions, "block_sequence_ids": blocks}
-        full, sliding = masking.create_causal_mask, masking.create_sliding_window_causal_mask
-        masks = {"full_attention": full(**given), "sliding_attention": sliding(**given)}
+        kinds = ("full_attention", "sliding_attention")
+        masks = causal_masks(model, positions, kinds, position_ids=positions, block_sequence_ids=blocks)
     else:
         # without position_ids, functions get places in the pack, whose documents are then kept apart here
         apart = masking.packed_sequence_mask_function((positions == 0).cumsum(dim=1))
         within = masking.and_masks(masking.sliding_window_overlay(config.sliding_window), apart)
         both_ways = {"or_mask_function": masking.blockwise_overlay(blocks), "and_mask_function": within}
-        masks = {
-            "full_attention": masking.create_causal_mask(**given, position_ids=positions),
-            "sliding_attention": masking.create_causal_mask(**given, **both_ways),
-        }
+        masks = causal_masks(model, positions, ["full_attention"], position_ids=positions)
+        (sliding,) = causal_masks(model, positions, ["full_attention"], **both_ways).values()
+        masks["sliding_attention"] = sliding
     return {"attention_mask": masks}
 
 

@@ -1,0 +1,236 @@
+"""Documents of a pack that models of transformers keep apart, which a small pack proves.
+
+transformers finds documents where positions begin again, but not for every model: GPT-OSS and Falcon make
+their masks without positions, and layers with a state or a convolution read on. Nothing in a model says so:
+a pack of two short documents goes through it before the first that counts. The logits of the second must be
+those of the first, which has the same tokens, and must stay where they are if the first changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from meshfeed.errors import RecipeError
+from meshfeed.integrations.loader import framework
+
+_LENGTH = 16
+"""Tokens of each document of the small pack, so that both have a multiple of what kernels of 8 bits take."""
+_MASKS = {
+    "full_attention": "create_causal_mask",
+    "sliding_attention": "create_sliding_window_causal_mask",
+    "chunked_attention": "create_chunked_causal_mask",
+}
+"""The functions of transformers.masking_utils that make the masks of layers, by their kind."""
+KERNEL_BOUNDS = frozenset({"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+"""The inputs that tell kernels where documents begin."""
+_QUANTIZED = ("transformer_engine", "torchao", "bitsandbytes")
+_proved: WeakKeyDictionary[torch.nn.Module, tuple[str, torch.dtype | None]] = WeakKeyDictionary()
+"""For which attention a model keeps documents apart, and the type of the masks that it needs for it."""
+
+
+def bounds(starts: torch.Tensor, shape: torch.Size, longest: int) -> dict[str, Any]:
+    """What tells models where documents begin.
+
+    starts: of the documents of all rows, then their end; int32 [documents + 1]. shape: [rows, tokens].
+    """
+    documents = torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
+    within = torch.arange(len(documents), device=starts.device) - starts[documents]
+    made: dict[str, Any] = {"position_ids": within.view(shape), "seq_idx": documents.int().view(shape)}
+    made |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
+    made |= dict.fromkeys(("max_length_q", "max_length_k"), longest)
+    return made | {"use_cache": False}  # with a cache, transformers does not detect packed sequences
+
+
+def causal_masks(model: Any, positions: torch.Tensor, kinds: Iterable[str], **given: Any) -> dict[str, Any]:
+    """Masks of a model's kinds of layers, by transformers' functions. positions: int64 [rows, tokens]."""
+    masking: Any = framework("transformers.masking_utils", "transformers")
+    dtype = given.pop("dtype", model.dtype)
+    embeds = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
+    given |= {"config": model.config.get_text_config(), "inputs_embeds": embeds}
+    given |= {"attention_mask": None, "past_key_values": None}
+    return {kind: getattr(masking, _MASKS[kind])(**given) for kind in kinds}
+
+
+def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The `attention_mask` that a model needs to keep the documents of a batch apart; {} if it needs none.
+
+    The first call with packs sends the small pack through it, twice; so all ranks of a model must make this
+    call together. Later ones remember. Batches with their own attention_mask, and models that are not of
+    transformers, are their owners'. Raises RecipeError for a model that does not keep documents apart.
+    """
+    inner = _pretrained(model)
+    if inner is None or "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
+        return {}
+    attention = str(inner.config._attn_implementation)
+    if _proved.get(inner, ("", None))[0] != attention:
+        found = _Proof(model, inner, batch).found()
+        if found is None:
+            return {}  # a head of zeros shows nothing yet
+        _proved[inner] = attention, found[0]
+    dtype = _proved[inner][1]
+    return {} if dtype is None else {"attention_mask": _masks(inner, batch["position_ids"], dtype)}
+
+
+def _pretrained(model: torch.nn.Module) -> Any:
+    base: Any = framework("transformers", "transformers").PreTrainedModel
+    return next((module for module in model.modules() if isinstance(module, base)), None)
+
+
+def _kinds(inner: Any) -> list[str]:
+    return [
+        *dict.fromkeys(getattr(inner.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    ]
+
+
+def _masks(inner: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
+    """By kind, as a model with several kinds takes it, or the only one."""
+    text = positions[0] if positions.ndim == 3 else positions
+    masks = causal_masks(inner, text, _kinds(inner), position_ids=text, dtype=dtype)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+class _Proof:
+    """Whether a model keeps two documents of a small pack apart; batch: whose keys it is called with."""
+
+    def __init__(self, model: torch.nn.Module, inner: Any, batch: Mapping[str, Any]) -> None:
+        self._model, self._inner = model, inner
+        given, device = batch["input_ids"], batch["input_ids"].device
+        starts = torch.tensor([0, _LENGTH, 2 * _LENGTH], dtype=torch.int32, device=device)
+        made = bounds(starts, torch.Size((1, 2 * _LENGTH)), _LENGTH)
+        if batch["position_ids"].ndim == 3:
+            made["position_ids"] = made["position_ids"].expand(len(batch["position_ids"]), -1, -1)
+        self._given = {name: value for name, value in made.items() if name in batch}
+        first, other = torch.from_numpy(self._tokens()).to(given).split(_LENGTH)
+        self._packs = torch.cat([first, first])[None], torch.cat([other, first])[None]
+        self._dtypes = set[torch.dtype]()
+        self._embedded = self._inner.dtype
+
+    def found(self) -> tuple[torch.dtype | None] | None:
+        """(the type of masks that it needs, or None,), or None if its logits do not move at all."""
+        name, attention = type(self._inner).__name__, self._inner.config._attn_implementation
+        try:
+            with self._quiet():
+                moved = self._moved()
+                if moved is None:
+                    return None
+                if moved == 0:
+                    return (None,)
+                if self._moved_with_masks() == 0:
+                    return (self._embedded,)
+        except ValueError as error:
+            if "packed" not in str(error):
+                raise
+            raise RecipeError(  # transformers' own guard
+                f"{name} cannot keep the documents of a pack apart: {error}; or train packs of one document, "
+                f"Packing(max_sequences=1)"
+            ) from error
+        raise RecipeError(
+            f"{name} with attn_implementation={attention!r} reads across the documents of a pack: what lies "
+            f"before a document moves its logits, by {moved:.2g} of what its own tokens do; train packs of "
+            f"one document, Packing(max_sequences=1), or windows without reset_attention_mask. "
+            f"attn_implementation='flash_attention_2' may keep them apart in its attention; layers with a "
+            f"state or a convolution need the kernels of causal_conv1d, mamba_ssm or flash-linear-attention"
+        )
+
+    def _moved(self, masks: Any = None) -> float | None:
+        """How far a document's logits move by what lies before it, in parts of what its own tokens do.
+
+        0 within the tolerance, None if its own tokens do not move them, either.
+        """
+        one, two = (self._logits(pack, masks) for pack in self._packs)
+        own = _distance(one[:_LENGTH], two[:_LENGTH])
+        if own == 0:
+            return None
+        by_tokens = _distance(one[_LENGTH:], two[_LENGTH:]) / own
+        by_place = _distance(one[:_LENGTH], one[_LENGTH:]) / own
+        on_cpu = self._packs[0].device.type == "cpu"
+        tolerance = 1e-4 if on_cpu and self._dtypes <= {torch.float32, torch.float64} else 0.05
+        # sums of one shape are the same to the bit, but for those of experts, which get other tokens beside
+        shared = 1.0 if self._shares_sums() and not on_cpu else 0.01
+        return max(by_tokens, by_place) if by_tokens > tolerance * shared or by_place > tolerance else 0.0
+
+    def _moved_with_masks(self) -> float | None:
+        """The same with explicit masks; None where it takes none."""
+        if not set(_kinds(self._inner)) <= set(_MASKS):
+            return None
+        try:
+            return self._moved(_masks(self._inner, self._given["position_ids"], self._embedded))
+        except Exception:  # masks of this shape are not what it takes, which each model says in its own way
+            return None
+
+    def _logits(self, tokens: torch.Tensor, masks: Any) -> torch.Tensor:
+        given = self._given if masks is None else {**self._given, "attention_mask": masks}
+        out = self._model(input_ids=tokens, **given)
+        values = out.values() if isinstance(out, Mapping) else (out,) if torch.is_tensor(out) else out
+        for value in values:
+            if torch.is_tensor(value) and value.shape[:2] == tokens.shape:
+                return value[0].float()
+        raise RecipeError(
+            f"{type(self._inner).__name__} returns nothing for each token, so that nothing shows whether it "
+            f"keeps the documents of a pack apart; return logits, or give its attention_mask in your batches"
+        )
+
+    def _shares_sums(self) -> bool:
+        named = self._inner.config.to_dict()
+        kinds = {type(module).__module__.partition(".")[0] for module in self._model.modules()}
+        return "expert" in str(named) or "quantization_config" in named or not kinds.isdisjoint(_QUANTIZED)
+
+    def _tokens(self) -> np.ndarray:
+        """Of two documents, without those that stand for images and the like; int64 [2 * _LENGTH]."""
+        config = self._inner.config
+        size = config.get_text_config().vocab_size
+        usual = np.setdiff1d(np.arange(size), [*_special(config.to_dict())])
+        return np.random.default_rng(0).choice(usual if usual.size else np.arange(size), 2 * _LENGTH)
+
+    @contextmanager
+    def _quiet(self) -> Generator[None]:
+        """Leaves no trace: modes, buffers and random states stay as they are, and nothing is compiled."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        device = self._packs[0].device
+        noted = torch.nn.modules.module.register_module_forward_hook(self._note)
+        try:
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)),
+                torch.compiler.set_stance("force_eager"),
+            ):
+                self._model.eval()
+                yield
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        finally:
+            noted.remove()
+            for module, mode in modes:
+                module.training = mode
+
+    def _note(self, module: torch.nn.Module, _: Any, out: Any) -> None:
+        if torch.is_tensor(out) and out.is_floating_point():
+            self._dtypes.add(out.dtype)
+            if module is self._inner.get_input_embeddings():
+                self._embedded = out.dtype
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type
+
+
+def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one - two).square().mean().sqrt())
+
+
+def _special(config: Mapping[str, Any]) -> Generator[int]:
+    """The token ids of a config and of those in it."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special(value)
+        elif str(name).endswith(("token_id", "token_ids", "token_index")):
+            yield from (
+                each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
+            )
