@@ -121,9 +121,15 @@ def causal_batch(microbatch: Microbatch, model: torch.nn.Module | None = None) -
     predicts, -100 where there is no loss. labels: as transformers' users pass them, each at its own token, so
     one place to the right, for code that shifts them itself; they lack the last prediction of a row.
     For a pack, [1, tokens], and for rows whose documents are kept apart: position_ids restart at every
-    sequence or document, which separates them for eager, sdpa and flex attention. cu_seq_lens_q,
-    cu_seq_lens_k (int32), max_length_q and max_length_k are for flash attention. With mrope_position_ids,
-    position_ids are [4, 1, tokens]: these, then time, height and width.
+    sequence or document, and seq_idx (int32 [rows, tokens]) counts them, padding too, for layers with a state
+    or a convolution. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
+    attention. With mrope_position_ids, position_ids are [4, 1, tokens]: these, then time, height and width.
+
+    Not every model keeps documents apart by these. model: one of transformers, also within FSDP or DDP, which
+    shows that it does, at the first call: a pack of two short documents goes through it twice, without
+    gradients, in eval mode, of which no trace is left. So all ranks make this call together. A model whose
+    eager, sdpa or flex attention looks at positions too little, such as GPT-OSS, gets an attention_mask.
+    Raises RecipeError for one that still reads across documents.
     """
     shifted = masked_labels(microbatch)
     labels = shifted.roll(1, dims=-1)

@@ -20,19 +20,68 @@ from soak import some
 
 LENGTHS, VOCAB = (20, 30, 25), 64
 TINY: Any = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-HEADS: Any = {**TINY, "num_attention_heads": 2, "intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HEADS: Any = {
+    **TINY,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 USUAL: Any = {**HEADS, "num_key_value_heads": 2}
-GPT: Any = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "n_inner": 32, "bos_token_id": 1, "eos_token_id": 2}
+GPT: Any = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 128,
+    "n_inner": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 BLOOM: Any = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 2}
 EXPERTS: Any = {"num_local_experts": 2, "num_experts_per_tok": 1}
 MAMBA: Any = {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
-LINEAR: Any = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, f"linear_num_{name}_heads": 2 for name in ("key", "value"), f"linear_{name}_head_dim": 16 for name in ("key", "value")}
-OPT: Any = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 32, "max_position_embeddings": 128}
+LINEAR: Any = {
+    **{f"linear_num_{name}_heads": 2 for name in ("key", "value")},
+    **{f"linear_{name}_head_dim": 16 for name in ("key", "value")},
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+}
+OPT: Any = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": 128,
+}
 XGLM: Any = {"vocab_size": VOCAB, "d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2}
 MPT: Any = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 2, "expansion_ratio": 1}
-DEEPSEEK: Any = {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1}
+DEEPSEEK: Any = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
 MAMBA_2: Any = {**TINY, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
-NEMOTRON: Any = {"head_dim": 16, "hybrid_override_pattern": "M*", "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
+NEMOTRON: Any = {
+    "head_dim": 16,
+    "hybrid_override_pattern": "M*",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 8,
+}
 WINDOW: Any = {"head_dim": 16, "sliding_window": 8}
 APART: dict[str, Any] = {
     "GptOss": {**USUAL, **WINDOW, **EXPERTS},
