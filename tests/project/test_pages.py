@@ -85,7 +85,7 @@ def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("pytorch.md", 14)
+    run_page("pytorch.md", 15)
     alone = trained_alone()
     lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
     assert [int(step) for step, _ in lines] == list(range(6))
