@@ -159,6 +159,8 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             return self._ended({"path": without_secrets(self.path)}, str(error))
         if self.html is None:
             refuse_given(self, ("part_rule",), "has no effect without --html")
+        if self.documents is not None and self.html is None:
+            refuse_given(self, ("show",), "has no effect beside --documents, which says which ones")
         if not self.verify:
             refuse_given(self, ("digest",), "has no effect without --verify")
         if self.amendments is None:
@@ -291,6 +293,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             raise MeshfeedError(
                 f"--tokenizer {self.tokenizer}: {store.path} holds tokens; add --show N to decode some"
             )
+        refuse_given(self, ("eod", "eod_token"), f"is of text, and {store.path} holds tokens")
         return store
 
 

@@ -73,6 +73,8 @@ class Plan(Command, JobOptions, RecipeOptions):
             refuse_given(self, ("steps", "encoder", "amendments", *recipes.OF_STORE), why)
         else:
             refuse_given(self, ("first",), "is of --lengths; for a recipe or store there is --steps")
+        if mf.Layout.parse(self.layout).pp == 1:
+            refuse_given(self, ("vpp",), "has no effect on a layout without pp")
         planned = list(self._of_lengths() if self.recipe is None else self._of_recipe(self.recipe))
         first = planned[0]
         if self.dump:

@@ -216,6 +216,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             raise PrepareError("give one of --tokenizer, --train-bpe")
         encoding = self._encoding()
         if self.dry_run is not None:
+            ignored = ("engine", "ray_address", "sbatch", "dedup", "validation")
+            refuse_given(self, ignored, "has no effect with --dry-run, which reads records one by one, here")
             return self._try(encoding, self.dry_run)
         # what Ray or Slurm print must not mix with the answer
         with redirect_stdout(sys.stderr), _progress(quiet=self.json) as on_progress:

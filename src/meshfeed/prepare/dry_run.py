@@ -15,7 +15,15 @@ from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoding.encodings import Encoding, encoder_of, expanded
 from meshfeed.prepare.encoding.multimodal import Multimodal
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
-from meshfeed.prepare.inputs.records import HERE, RECORD_BYTES, Reading, encodings_of, reason_of, records
+from meshfeed.prepare.inputs.records import (
+    HERE,
+    RECORD_BYTES,
+    Reading,
+    encodings_of,
+    reason_of,
+    records,
+    refuse_column,
+)
 from meshfeed.prepare.inputs.samples import SampleColumns
 
 
@@ -57,6 +65,7 @@ def dry_run(
     kinds = MULTIMODAL_KINDS if isinstance(encoding, Multimodal) else KINDS
     names = [os.fspath(each) for each in inputs]
     files, _ = find_inputs(names, pattern=pattern, kind=kind, kinds=kinds)
+    refuse_column(encoding, files)
     encoder, columns = encoder_of(encoding.request(), Path()), encoding.columns
     reading = Reading(columns, encodings_of(text_encoding, files).split(","), max_record_bytes)
     is_whole = isinstance(columns, SampleColumns)

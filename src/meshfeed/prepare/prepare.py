@@ -37,7 +37,7 @@ from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
 from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
 from meshfeed.prepare.inputs.named import NAMED, as_it_is, first_changed
-from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of
+from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of, refuse_column
 from meshfeed.prepare.inputs.samples import SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
@@ -144,6 +144,7 @@ def prepare(
     files, passed_over = find_inputs(names, pattern=pattern, kind=kind, kinds=kinds)
     if passed_over:
         on_passed_over(passed_over)
+    refuse_column(encoding, files)
     encodings = encodings_of(text_encoding, files)
     request = Request(files, encoding.request(), dedup, validation, encodings)
     with held(output):

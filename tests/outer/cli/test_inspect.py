@@ -35,6 +35,19 @@ def test_tables_show_counts_and_a_histogram(store, capsys):
         assert text in out
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--show", 2, "--documents", "1"], "--show has no effect beside --documents"),
+        (["--show", 2, "--tokenizer", "bytes", "--eod"], "--eod is of text, and"),
+        (["--show", 2, "--tokenizer", "bytes", "--eod-token", "9"], "--eod-token is of text, and"),
+    ],
+)
+def test_an_option_without_effect_is_refused(store, capsys, words, told):
+    assert run(store, *words) != 0
+    assert told in capsys.readouterr().err
+
+
 def test_json_is_one_object(store, capsys):
     assert run(store + ".idx", "--json", "--verify") == 0
     facts = json.loads(capsys.readouterr().out)

@@ -241,3 +241,11 @@ def test_a_plan_refuses_a_table_that_is_none(
     ]
     assert main(arguments) == 2
     assert str(table) in capsys.readouterr().err
+
+
+def test_virtual_stages_without_a_pipeline_are_refused(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("plan", "--lengths", str(lengths), "--layout", "dp8", "--capacity", "65536", "--vpp", "2")
+    status, _, err = told(capsys, *asked)
+    assert status != 0 and "--vpp has no effect on a layout without pp" in err

@@ -106,3 +106,15 @@ def test_a_tokenizer_that_is_not_trained_yet_is_refused(
     asked = ["prepare", str(folder / "0.jsonl"), "--out", str(folder / "m"), "--train-bpe", "300"]
     assert main([*asked, "--dry-run", "2"]) != 0
     assert "--train-bpe trains a tokenizer on all text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    ["--engine ray", "--ray-address auto", "--dedup exact", "--validation 0.5", "--column foo --format text"],
+)
+def test_an_option_without_effect_is_refused(
+    folder: Path, ignored: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["prepare", str(folder / "0.jsonl"), "--out", str(folder / "m"), "--tokenizer", "bytes"]
+    assert main([*asked, "--dry-run", "2", *ignored.split()]) != 0
+    assert f"{' '.join(ignored.split()[:1])}" in (told := capsys.readouterr().err) and "has no effect" in told

@@ -175,6 +175,12 @@ def test_an_unfinished_run_goes_on_only_as_what_it_was(tmp_path):
     run(resume=True, part_bytes=9)  # how it is cut was said at first
 
 
+def test_a_column_of_text_files_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(PrepareError, match="--column foo: has no effect on files of text"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", Text(tokenizer="bytes", column="foo"), engine=Here())
+
+
 def test_an_input_that_changes_meanwhile_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", texts(30))
 

@@ -285,6 +285,13 @@ def _decoded(raw: bytes | bytearray, encodings: Sequence[str], inside: str = "")
     )
 
 
+def refuse_column(encoding: object, inputs: Sequence[Input]) -> None:
+    """Raises PrepareError for a column that an encoding names where no input has any."""
+    column = getattr(encoding, "column", None)
+    if column is not None and inputs and all(each.kind == "text" for each in inputs):
+        raise PrepareError(f"--column {column}: has no effect on files of text; leave it out")
+
+
 def encodings_of(given: str, inputs: Sequence[Input]) -> str:
     """Encodings joined by commas, checked, as `Reading` takes them. Raises PrepareError."""
     if given != "utf-8" and all(each.kind in ("parquet", "arrow") for each in inputs):
