@@ -34,8 +34,9 @@ _SHOWN = 50  # rows of the table
 @dataclass(frozen=True, kw_only=True)
 class Exposure(Command, JobOptions, RecipeOptions):
     """Work out from the recipe alone what the steps before --until drew. Without LIST: the sequences and
-    tokens of each source, with a digest. Two people who get the same one have the same data, the same recipe
-    up to that step, and the same figures. With LIST, of documents that are to be removed, one in a line
+    tokens of each source, with a digest. Two people who get the same one have the same recipe up to that
+    step, the same figures, and stores of the same fingerprints, which have sizes, lengths and some blocks of
+    each file, not every byte. With LIST, of documents that are to be removed, one in a line
     (NAME, a tab and its number, or the number for a store alone): which steps saw them, and the last state
     that did not. --json then prints one object per line: first the summary, then each sequence that held a
     token of a document, in the order of training. A window holds its last label, too.

@@ -19,6 +19,9 @@ from meshfeed.store.format import Place, StoreFormat
 VERSION = 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _NPY = b"\x93NUMPY"
+_HEADED = [np.array(each, "<i4").tobytes() for each in ((20240520, 1), (20240801, 7))]
+"""The first bytes of shards of llm.c, of GPT-2's and of Llama 3's tokens: magic number and version."""
+_HEADED_BYTES = 256 * 4
 _STEP_BYTES = 1 << 24
 
 
@@ -46,7 +49,14 @@ class RawStore(StreamStore):
                 f"{self.path}: {self._file.size_bytes} bytes are not a whole number of {self._dtype.name} "
                 f"tokens; give the dtype that it was written with, or copy it again"
             )
-        if self._file.peek([(0, len(_NPY))])[0] == _NPY:
+        head = self._file.peek([(0, 8)])[0]
+        if head in _HEADED:
+            raise StoreError(
+                f"{self.path}: begins with the header of llm.c and modded-nanogpt, {_HEADED_BYTES:,} bytes "
+                f"that would be read as tokens; write those alone: np.fromfile(path, {self._dtype.name!r}, "
+                f"offset={_HEADED_BYTES}).tofile('train.bin')"
+            )
+        if head.startswith(_NPY):
             raise StoreError(
                 f"{self.path}: a .npy file, whose header would be read as tokens; write the array alone: "
                 f"np.load(path).tofile('train.bin')"

@@ -300,6 +300,7 @@ def test_a_wrong_text_is_named(tmp_path: Path, line: bytes, said: str) -> None:
         ([[1]] * 4 + [[2, None]], pa.list_(pa.int32()), None, r"row 4 \(row group 1, .*a null among"),
         ([[], [1, 2**63]], pa.list_(pa.uint64()), None, r"row 1 .*token 9223372036854775808"),
         ([[1.5]], pa.list_(pa.float32()), None, "is list.*, where lists of whole numbers belong"),
+        ([[15]], pa.list_(pa.duration("s")), None, "is list.*, where lists of whole numbers belong"),
         (["x"], pa.string(), None, "is string, where lists of whole numbers belong"),
         ([[1]], pa.list_(pa.int32()), "bytes", "row 0: list where text belongs"),
         (["x", None], pa.string(), "bytes", "row 1: null where text belongs"),

@@ -53,6 +53,15 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.arange(9, dtype=np.uint16))
     with pytest.raises(StoreError, match=r"array\.npy: a \.npy file, whose header would be read as tokens"):
         mf.open(tmp_path / "array.npy", dtype="uint16")
+    for magic, version, dtype in ((20240520, 1, "uint16"), (20240801, 7, "uint32")):  # as llm.c writes shards
+        tokens, head, path = np.arange(40, dtype=dtype), np.zeros(256, np.int32), tmp_path / "headed.bin"
+        head[:3] = magic, version, tokens.size
+        path.write_bytes(head.tobytes() + tokens.tobytes())
+        with pytest.raises(StoreError, match=r"headed\.bin: begins with the header of llm\.c .*offset=1024"):
+            mf.open(path, dtype=dtype)
+        np.fromfile(path, dtype, offset=1024).tofile(path)
+        with mf.open(path, dtype=dtype) as store:
+            assert store.read(0, 0, 40).tolist() == tokens.tolist()
     for dtype in ("int32", "int64"):
         np.array([1, 2, -7, 3], dtype).tofile(tmp_path / "minus.bin")
         with mf.open(tmp_path / "minus.bin", dtype=dtype) as store:
