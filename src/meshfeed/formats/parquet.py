@@ -155,7 +155,9 @@ def _refuse_joined(file: ByteFile, metadata: Any) -> None:
         group = metadata.row_group(last - 1)
         for chunk in map(group.column, range(group.num_columns)):
             end = max(end, _begin_of(chunk) + chunk.total_compressed_size)
-            end = max(end, (chunk.bloom_filter_offset or 0) + (chunk.bloom_filter_length or 0))
+            # of pyarrow 25 and later; an earlier one leaves the filter among what is searched
+            bloom = (getattr(chunk, f"bloom_filter_{what}", None) or 0 for what in ("offset", "length"))
+            end = max(end, sum(bloom))
     for at in range(0, footer - end, _SPAN_BYTES):
         for joint in _JOINT.finditer(read_bytes(file, at, min(at + _SPAN_BYTES + 12, footer))):
             second = at + joint.end()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats
+from meshfeed.files.url import without_secrets
 from meshfeed.formats.foreign_columns import ForeignStore, cure
 from meshfeed.formats.items import ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
@@ -190,8 +191,8 @@ class ShardedStore(ForeignStore):
 
     @property
     def _key(self) -> str:
-        """Of what is kept; without versions of remote shards, each of which would take a request."""
-        files = "" if self._folder.is_remote else self.files_version
+        """Of what is kept: by the address of remote shards, since each one's version would take a request."""
+        files = without_secrets(self._folder.url) if self._folder.is_remote else self.files_version
         return key_of_parts(kind=self.dataset.kind, version=4, content=self.dataset.digest, files=files)
 
     @property
@@ -202,12 +203,12 @@ class ShardedStore(ForeignStore):
         return " ".join(self._folder.file(shard.name).version for shard in self.dataset.shards)
 
     def _same_file(self, number: int) -> ByteFile:
-        """The file of a shard. Raises ChangedError for another version than the one that was looked into."""
+        """The file of a shard. Raises ChangedError for a remote one that is not what was looked into."""
         file = self.dataset.checked_file(number)
-        if self._known_table is None or _tag(file) == self._known_table["versions"][number]:
+        is_known = self._folder.is_remote and self._known_table is not None
+        if not is_known or _tag(file) == self._table["versions"][number]:
             return file
-        if self._folder.is_remote:  # else the next run would find it, too
-            shutil.rmtree(self.kept_in.kept() / self._key, ignore_errors=True)
+        shutil.rmtree(self.kept_in.kept() / self._key, ignore_errors=True)  # the next run's, too
         raise ChangedError(
             f"{file.url}: was replaced after this node had looked up its documents; if the dataset is whole, "
             f"open it again, and all of it is looked up anew",

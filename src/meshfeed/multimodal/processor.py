@@ -189,14 +189,16 @@ _OF_RULE = {
 
 
 def check_rule(processor: Processor) -> None:
-    """Raises RecipeError for a rule that is not one of those that a processor that ships takes."""
+    """Raises RecipeError for a processor over a rule that another one takes; a user's rule may fit."""
     processors = [each.__name__ for each in type(processor).__mro__]
     own, rule = next((name for name in processors if name in _OF_RULE.values()), ""), processor.rule
     taken_by = next((_OF_RULE[each.__name__] for each in type(rule).__mro__ if each.__name__ in _OF_RULE), "")
-    if own and own != taken_by:
+    if own and (taken_by != own if taken_by else not isinstance(rule, PartRule)):
         fit = " or ".join(name for name, of_rule in _OF_RULE.items() if of_rule == own)
-        other = f"; {taken_by} takes the one given" if taken_by else ""
-        raise RecipeError(f"{type(processor).__name__}(rule={rule!r}): give {fit}, or a subclass{other}")
+        raise RecipeError(
+            f"{type(processor).__name__}(rule={rule!r}): give {fit}, or a subclass"
+            + (f"; {taken_by} takes the one given" if taken_by else "")
+        )
 
 
 def tokens_of(rule: PartRule, parts: Parts) -> Longs:

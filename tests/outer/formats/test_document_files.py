@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -9,6 +10,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import ChangedError, MissingError, OptionError, StoreError
+from meshfeed.files import LocalFile
 from meshfeed.formats import jsonl, parquet
 from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs
@@ -515,3 +518,23 @@ def test_text_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [1]}), tmp_path / "a.parquet")
     with pytest.raises(StoreError, match="found 'text'; name it by column="):
         _ = mf.open(tmp_path / "a.parquet").num_documents
+
+
+def test_a_footer_of_an_earlier_pyarrow_is_searched(tmp_path: Path) -> None:
+    """Up to pyarrow 24, nobody is told where bloom filters are: they are among the bytes that are looked into."""
+    table = pa.table({"id": range(50), "tokens": [[8]] * 50})
+    pq.write_table(table, path := tmp_path / "c.parquet", bloom_filter_options={"id": True})
+    column = SimpleNamespace(
+        data_page_offset=4, dictionary_page_offset=None, total_compressed_size=9, has_dictionary_page=False
+    )
+    groups = SimpleNamespace(num_columns=1, column=lambda at: column)
+    found = pq.read_metadata(path)
+    old = SimpleNamespace(
+        serialized_size=found.serialized_size, num_row_groups=1, row_group=lambda at: groups
+    )
+    for size in (1, 2):
+        path.write_bytes(path.read_bytes() * size)
+        with LocalFile(str(path)) as file, contextlib.ExitStack() as stack:
+            if size == 2:
+                stack.enter_context(pytest.raises(StoreError, match="another Parquet file begins"))
+            parquet._refuse_joined(file, old)

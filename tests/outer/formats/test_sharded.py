@@ -388,3 +388,34 @@ def test_a_far_shard_that_was_replaced_is_refused_and_then_looked_up_anew(kind: 
         after, later = found()
         assert after[:-1] == [one.tolist() for one in turned]
         assert version != later, "what else the node keeps of it"
+
+
+def test_copies_of_many_compressed_shards_with_their_times_are_read(tmp_path: Path) -> None:
+    """As by cp -a, rsync or a restore: on a disk, a version is a size and a time, and the cache of the node is one."""
+    made = documents(20, 40)
+    for name in ("a", "b"):
+        samples = [{"tokens": one} for one in made]
+        columns = {"tokens": "ndarray:uint16"}
+        mosaic.written(tmp_path / name, columns, samples, size_limit=1 << 9, compression="zstd")
+    for file in (tmp_path / "a").iterdir():
+        os.utime(tmp_path / "b" / file.name, ns=(file.stat().st_mtime_ns,) * 2)
+    assert len(list((tmp_path / "a").iterdir())) > 65
+    for name in ("a", "b", "a"):
+        with mf.open(tmp_path / name, cache=tmp_path / "cache") as store:
+            whole = store.read_stream(np.array([0]), np.array([store.num_tokens]))
+        assert np.array_equal(whole, np.concatenate(made))
+
+
+def test_one_dataset_at_two_addresses_is_read_at_both(tmp_path: Path) -> None:
+    """Mirrors have tags of their own for the same bytes."""
+    needs("nginx")
+    made = documents(20, 40)
+    write(tmp_path / "east", made)
+    shutil.copytree(tmp_path / "east", tmp_path / "west")
+    for file in (tmp_path / "west").iterdir():
+        os.utime(file, (1, 1))  # of which nginx makes the tag
+    with Nginx(tmp_path / "east") as east, Nginx(tmp_path / "west") as west:
+        for each in (east, west, east):
+            with mf.open(each.url, cache=tmp_path / "cache") as store:
+                whole = store.read_stream(np.array([0]), np.array([store.num_tokens]))
+            assert np.array_equal(whole, np.concatenate(made))

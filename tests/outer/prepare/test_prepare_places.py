@@ -161,6 +161,15 @@ def test_a_file_under_two_names_is_given_twice(tmp_path, again):
         prepare([tmp_path / "in/a.jsonl", f"{tmp_path}/in/{again}"], tmp_path / "out", BYTES, engine=Here())
 
 
+def test_links_to_one_file_elsewhere_are_as_many_documents(tmp_path):
+    (tmp_path / "snapshot").mkdir()  # as the Hub's cache has equal files
+    jsonl(tmp_path / "blob", ["a"])
+    for name in ("a", "b"):
+        (tmp_path / f"snapshot/{name}.jsonl").symlink_to("../blob")
+    prepare([tmp_path / "snapshot"], tmp_path / "out", BYTES, engine=Here())
+    assert documents(tmp_path / "out") == [b"a", b"a"]
+
+
 def test_a_folder_below_that_cannot_be_listed_is_refused(tmp_path):
     closed = tmp_path / "in/closed"
     closed.mkdir(parents=True)

@@ -114,7 +114,17 @@ def test_rules_of_users_are_subclasses() -> None:
 
     class Pixels(FixedPixels): ...
 
+    class Mine(PartRule):
+        kind = "image"
+
+        def tokens(self, parts: Parts) -> Any:
+            return np.full(len(parts), 7)
+
+        def patches(self, parts: Parts) -> Any:
+            return np.ones(len(parts), int), np.ones(len(parts), int)
+
     assert Pixels(Larger()).rule == Larger()
+    FixedPixels(Mine())  # type: ignore[arg-type]
     for other in (FixedImages, CroppedImages(**CROPPED), "image"):
         with pytest.raises(mf.errors.RecipeError, match=r"Pixels.*: give FixedImages, or a subclass"):
             Pixels(other)  # type: ignore[arg-type]

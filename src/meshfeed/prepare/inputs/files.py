@@ -110,21 +110,28 @@ def find_inputs(
                     f"leave it out, or say by --format what it is"
                 )
         found += some
-    seen: set[str] = set()
-    for each in found:
+    places = [each.url if is_remote(each.url) else _place(each.url) for each in found]
+    given, seen = set(places), set[str]()
+    for each, place in zip(found, places):
         if by_name and kind is None and each.kind == "text" and each.url.endswith(".json"):
             raise PrepareError(
                 f"{without_secrets(each.url)}: JSON lines, a list of records, or one document as it stands? "
                 f"Say kind= (--format) jsonl, json or text"
             )
-        real = each.url if is_remote(each.url) else os.path.realpath(each.url)
-        if real in seen:
+        # the Hub's cache has equal files as links to one elsewhere: those are as many documents
+        is_link = not is_remote(each.url) and Path(place).is_symlink()
+        if place in seen or (is_link and os.path.realpath(place) in given):
             raise PrepareError(
                 f"{without_secrets(each.url)}: given twice, by this name or a link; every document would be "
                 f"in it twice"
             )
-        seen.add(real)
+        seen.add(place)
     return tuple(found), passed_over
+
+
+def _place(path: str) -> str:
+    """Where a file is, by its own name: a link is not followed, links among its folders are."""
+    return str(Path(path).parent.resolve() / Path(path).name)
 
 
 def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole_rows: bool = False) -> I64:
