@@ -50,7 +50,7 @@ def write(folder: Path, columns: tuple[str, ...], *, seed: int = 0, first: int =
     whole: dict[str, np.ndarray] = {
         "tokens": np.arange(first, first + total, dtype="i4"),
         "loss_mask": rng.choice([0, 0, -0.0, 1e-46, 1e-40, 0.5, 1, 3e38], total),  # 1e-46 is 0 in float32
-        "labels": np.where(rng.random(total) < 0.4, -100, rng.integers(0, 10**12, total)),
+        "labels": np.where(rng.random(total) < 0.4, -100, rng.integers(0, 2**31, total)),
         "weight": rng.random(total),
         "turn": rng.integers(0, 3, total).astype("u1"),
     }

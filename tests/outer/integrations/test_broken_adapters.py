@@ -7,7 +7,7 @@ import subprocess
 
 import quick
 
-RESTS_ON = {"bridge": {"megatron"}}
+RESTS_ON = {"bridge": {"megatron"}, "transformers": {"apart"}}
 """Adapters of one framework's family."""
 
 # Each adapter in turn raises at its import, as with a release of its framework that it does not know.
