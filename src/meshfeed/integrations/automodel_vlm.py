@@ -28,7 +28,10 @@ from meshfeed.integrations import automodel
 from meshfeed.integrations.automodel import Batch, Collate, FeedDataset
 from meshfeed.integrations.config import recipe_at
 from meshfeed.integrations.loader import TrainLoader, framework, refuse_fields
-from meshfeed.integrations.transformers import share_encoders
+from meshfeed.integrations.transformers import (
+    _OTHER_MASKS,  # pyright: ignore[reportPrivateUsage]
+    share_encoders,
+)
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.table import PLAN_FIELDS
@@ -61,6 +64,10 @@ _INDEX = {f"{kind}_{name}" for kind in ("image", "video") for name in ("index", 
 _PLAN = {field.name for field in PLAN_FIELDS}
 _TAKEN = {"tokens", "labels", "loss_mask", "bad_parts", MROPE.name, *_MEDIA, *_INDEX, *_PLAN}
 
+_OWN_MODELS = "nemo_automodel.components.models."
+_ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
+"""Families whose outputs of images and of video stand in place of one token."""
+
 _loader: Any = framework("nemo_automodel.components.datasets.vlm.loader", "automodel")
 _finetune: Any = framework("nemo_automodel.recipes.vlm.finetune", "automodel")
 
@@ -82,11 +89,16 @@ class FeedVlmRecipe(automodel.ClosesFeed, _finetune.FinetuneRecipeForVLM):
         """As Automodel's. Raises RecipeError for a model that packs of documents with parts do not fit."""
         super().setup()
         made = (self.cfg.vlm_dataloader, self.cfg.vlm_validation_dataloader)
-        recipes = [recipe_at(each.dataset_config.recipe) for each in made if isinstance(each, _FeedVlmConfig)]
-        if not any(isinstance(recipe.sequence, Multimodal) for recipe in recipes):
+        given = [each.dataset_config for each in made if isinstance(each, _FeedVlmConfig)]
+        rules = [recipe_at(each.recipe).sequence for each in given]
+        rules = [rule for rule in rules if isinstance(rule, Multimodal)]
+        if not rules:
             return
         (model,) = self.model_parts
         _check_model(model)
+        encoders = {each.encoder for each in given}
+        for rule in rules:
+            _check_encoders(model, rule, encoders, self.mesh_context.cp_size)
         share_encoders(model)
         exchange: EncoderExchange = model.encoder_exchange
         self._exchange = exchange
@@ -244,11 +256,45 @@ def _check_positions(recipe: Recipe, get_rope_index: object) -> None:
 def _check_model(model: Any) -> None:
     """Raises RecipeError for a model whose masks are not those of Automodel's packs."""
     kind, config = model.config.model_type, model.config.get_text_config()
-    if kind == "gemma3" or getattr(config, "use_bidirectional_attention", None) == "vision":
+    asked = getattr(config, "use_bidirectional_attention", None) == "vision"
+    if asked or kind in ("gemma3", *_OTHER_MASKS):
+        where, own = _OTHER_MASKS.get(kind, "an image"), ", with a batch_of that gives attention_mask"
         raise RecipeError(
-            f"{kind}: the tokens of an image attend to each other both ways, and masks of Automodel's packs "
+            f"{kind}: the tokens of {where} attend to each other both ways, and masks of Automodel's packs "
             f"are causal; train it by meshfeed.integrations.transformers.FeedTrainer"
+            f"{own if kind in _OTHER_MASKS else ''}"
         )
+
+
+def _check_encoders(model: Any, rule: Multimodal, encoders: set[str], cp_size: int) -> None:
+    """Raises RecipeError for a model that loses parts, or whose encoder ranks would not call alike."""
+    family, kinds = model.config.model_type, [kind for kind in ("image", "video") if getattr(rule, kind)]
+    for kind in kinds:
+        if not any(hasattr(module, f"get_{kind}_features") for module in model.modules()):
+            raise RecipeError(
+                f"{family} has no get_{kind}_features, so it loses {kind}s of Automodel's packs, or a rank "
+                f"without them cannot encode a blank one (InternVL takes frames of videos as images); leave "
+                f"{kind} out of Multimodal, or train it by meshfeed.integrations.transformers.FeedTrainer"
+            )
+    wrong = {f"encoder={each!r} (leave it out)" for each in encoders if each != "with sample"}
+    wrong |= {"images and video (leave one out of Multimodal)"} if len(kinds) > 1 else set()
+    wrong |= {f"distributed.cp_size={cp_size} (set it to 1)"} if cp_size > 1 else set()
+    classes = [each for module in model.modules() for each in type(module).__mro__ if _encodes(each)]
+    if wrong and kinds and any(each.__module__.startswith(_OWN_MODELS) for each in classes):
+        raise RecipeError(
+            f"{type(model).__name__} is Automodel's own, which may call its encoder directly: nothing is "
+            f"exchanged then, and a rank without parts encodes no blank one. It takes no "
+            f"{' nor '.join(sorted(wrong))}; or take transformers' class by model.force_hf"
+        )
+    if len(kinds) > 1 and family in _ONE_TOKEN:
+        raise RecipeError(
+            f"{family} has one token for images and video, so that a pack may not have both, nor a blank one "
+            f"of the other kind; leave image or video out of Multimodal"
+        )
+
+
+def _encodes(kind: type) -> bool:
+    return hasattr(kind, "get_image_features") or hasattr(kind, "get_video_features")
 
 
 def _pack(microbatch: Microbatch) -> Batch:

@@ -548,7 +548,8 @@ def share_encoders(model: torch.nn.Module) -> None:
 
     Its `get_image_features`, and those of video and audio, then encode the parts of this rank and return
     outputs for its tokens, with `deepstack_features` if there are any. A rank without parts encodes a small
-    blank one, so that all ranks use the same weights, as DDP and FSDP need it.
+    blank one, so that all ranks use the same weights, as DDP and FSDP need it. They give
+    a tensor, tensors of each part, or these as `pooler_output`.
 
     Raises RecipeError for a model without these methods: call an `EncoderExchange` in it yourself. They raise
     it on every rank if they take more tensors than pixels and a grid, of which nobody knows a blank one.
@@ -588,21 +589,40 @@ class _Shared:
         given = {**dict(zip(names, args)), **kwargs}
         pixels = next((given[name] for name in names if given.get(name) is not None), None)
         if not self.exchange.shares(self.kind) and (pixels is None or len(pixels)):
-            return self.features(*args, **kwargs)
+            if pixels is None or not torch.is_grad_enabled():
+                return self.features(*args, **kwargs)
+            self._filled(given, names)  # raises here, too: in training, others may need a blank one
+            out = self.features(*args, **kwargs)
+            self._pooled(out)
+            return out
         is_blank = self._filled(given, names)
         self.exchange.expect({})  # that of video may call that of images
         try:
             out = self.features(**given)
         finally:
             self.exchange.expect(routes)
-        pooled, deep = out.pooler_output, list(getattr(out, "deepstack_features", None) or [])
+        pooled, deep = self._pooled(out), list(getattr(out, "deepstack_features", None) or [])
         made = torch.cat([_rows_of(each) for each in (pooled, *deep)], dim=-1)
         made = self.exchange(made[:0] if is_blank else made, self.kind)
         rows, *layers = made.split(made.shape[-1] // (1 + len(deep)), dim=-1)
-        out.pooler_output = rows if isinstance(pooled, torch.Tensor) else (rows,)
+        pooled_rows = rows if isinstance(pooled, torch.Tensor) else (rows,)
+        if pooled is out:
+            return pooled_rows
+        out.pooler_output = pooled_rows
         if deep:
             out.deepstack_features = [(each,) for each in layers]
         return out
+
+    def _pooled(self, out: Any) -> Any:
+        """An output's features: a tensor, or one of each part. Raises RecipeError for others."""
+        pooled: Any = getattr(out, "pooler_output", out)
+        several = isinstance(pooled, list | tuple)
+        if not all(isinstance(each, torch.Tensor) for each in (pooled if several else [pooled])):
+            raise RecipeError(
+                f"get_{self.kind}_features gives a {type(out).__name__} of neither pooler_output nor "
+                f"tensors, whose rows nobody knows; have it give a tensor [tokens, width]"
+            )
+        return pooled
 
     def _filled(self, given: dict[str, Any], names: Sequence[str]) -> bool:
         """Whether there is no part, so that a blank one is put there; names: of arguments, pixels first.

@@ -300,9 +300,55 @@ def test_masks_that_packs_do_not_have_are_refused() -> None:
 
     from meshfeed.integrations.automodel_vlm import _check_model
 
-    _check_model(llava()[0])
+    own = llava()[0]
+    _check_model(own)
     with pytest.raises(RecipeError, match="gemma3: the tokens of an image attend to each other both ways"):
         _check_model(gemma3()[0])
+    for family, told in (
+        ("paligemma", "an image and the prompt"),
+        ("molmo2", "all images"),
+        ("shieldgemma2", ""),
+    ):
+        own.config.model_type = family
+        with pytest.raises(
+            RecipeError, match=f"{family}: the tokens of {told}.*by .*FeedTrainer, with a batch"
+        ):
+            _check_model(own)
+
+
+def test_encoders_that_lose_parts_are_refused() -> None:
+    """Also those that ranks would not call alike."""
+    from test_share_encoders import glm4v, internvl
+
+    from meshfeed.integrations.automodel_vlm import _check_encoders
+
+    both, own = QWEN2.rule, model()
+    images, alone = replace(both, video=None), {"with sample"}
+    _check_encoders(own, both, {"balanced"}, 2)
+    _check_encoders(internvl()[0], images, alone, 1)
+    with pytest.raises(
+        RecipeError, match=r"internvl has no get_video_features.*leave video out.*FeedTrainer"
+    ):
+        _check_encoders(internvl()[0], both, alone, 1)
+    bare: Any = torch.nn.Linear(2, 2)
+    bare.config = own.config
+    with pytest.raises(RecipeError, match=r"no get_image_features.* a blank one.* leave image out"):
+        _check_encoders(bare, images, alone, 1)
+    _check_encoders(glm4v()[0], images, alone, 1)
+    with pytest.raises(RecipeError, match="glm4v has one token for images and video"):
+        _check_encoders(glm4v()[0], both, alone, 1)
+    theirs = type(
+        "Theirs", (type(own.model),), {"__module__": "nemo_automodel.components.models.qwen3_vl.model"}
+    )
+    own.model.__class__ = theirs
+    _check_encoders(own, images, alone, 1)
+    for rule, encoders, cp_size, told in (
+        (images, {"balanced"}, 1, "encoder='balanced' .leave it out"),
+        (both, alone, 1, "images and video .leave one out"),
+        (images, alone, 2, "distributed.cp_size=2 .set it to 1"),
+    ):
+        with pytest.raises(RecipeError, match=f"Automodel's own.*takes no {told}.*; or .*model.force_hf"):
+            _check_encoders(own, rule, encoders, cp_size)
 
 
 def test_every_option_is_known(place: Path) -> None:

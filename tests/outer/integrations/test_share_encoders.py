@@ -160,8 +160,43 @@ def test_what_has_no_blank_one_is_refused_by_name(further: dict[str, Any], told:
     own.encoder_exchange.expect(routes(2))
     shared = own.model.get_image_features(**images, **of_text).pooler_output
     assert torch.equal(shared, plain.flatten(0, 1))
-    with pytest.raises(RecipeError, match=told):
-        own.model.get_image_features(**{**images, **further})
+    for shared_here in (True, False):  # a rank with parts raises where another in training has none
+        own.encoder_exchange.expect(routes(2) if shared_here else {})
+        with pytest.raises(RecipeError, match=told):
+            own.model.get_image_features(**{**images, **further})
+
+
+class Plain(torch.nn.Module):
+    """An encoder whose features are no output of transformers."""
+
+    def __init__(self, of: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.of = torch.nn.Linear(12, 8), of
+        self.config = transformers.Qwen2VLConfig()
+
+    def get_image_features(self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> Any:
+        return self.of(self.layer(pixel_values)[::4])
+
+
+def test_features_may_be_plain_tensors() -> None:
+    pixels, grid = torch.randn(16, 12), torch.tensor([[1, 4, 4]])
+    own: Any = Plain(lambda rows: rows)
+    plain = own.get_image_features(pixels, grid)
+    share_encoders(own)
+    assert torch.equal(own.get_image_features(pixels, grid), plain)
+    assert own.get_image_features(pixels[:0], grid[:0]).shape == (0, 8)
+    own.encoder_exchange.expect(routes(4))
+    assert torch.equal(own.get_image_features(pixels, grid), plain)
+    several: Any = Plain(lambda rows: (rows[:1], rows[1:]))
+    share_encoders(several)
+    assert torch.cat(several.get_image_features(pixels[:0], grid[:0])).shape == (0, 8)
+    nested: Any = Plain(lambda rows: ((rows,), [rows]))
+    share_encoders(nested)
+    for number in (16, 0):  # ranks with images and without
+        with pytest.raises(
+            RecipeError, match="get_image_features gives a tuple of neither pooler_output nor"
+        ):
+            nested.get_image_features(pixels[:number], grid[: number // 16])
 
 
 @pytest.mark.parametrize("kept", [True, False])
