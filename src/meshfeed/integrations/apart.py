@@ -8,6 +8,8 @@ those of the first, which has the same tokens, and must stay where they are if t
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from meshfeed.errors import RecipeError
 from meshfeed.integrations.loader import framework
 
+_log = logging.getLogger("meshfeed")
 _LENGTH = 16
 """Tokens of each document of the small pack, so that both have a multiple of what kernels of 8 bits take."""
 _MASKS = {
@@ -30,18 +33,21 @@ _MASKS = {
 KERNEL_BOUNDS = frozenset({"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 """The inputs that tell kernels where documents begin."""
 _QUANTIZED = ("transformer_engine", "torchao", "bitsandbytes")
+_WRAPPERS = ("torch", "deepspeed", "peft")
+"""Packages whose modules around a model pass its inputs on."""
 _proved: WeakKeyDictionary[torch.nn.Module, tuple[str, torch.dtype | None]] = WeakKeyDictionary()
-"""For which attention a model keeps documents apart, and the type of the masks that it needs for it."""
+"""For which attention a model was tried, and the type of the masks that it needs to keep documents apart."""
 
 
-def bounds(starts: torch.Tensor, shape: torch.Size, longest: int) -> dict[str, Any]:
-    """What tells models where documents begin.
+def bounds(starts: torch.Tensor, shape: torch.Size, longest: int, *, counted: bool) -> dict[str, Any]:
+    """What tells models where documents begin; counted: also seq_idx, which not every forward takes.
 
     starts: of the documents of all rows, then their end; int32 [documents + 1]. shape: [rows, tokens].
     """
     documents = torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
     within = torch.arange(len(documents), device=starts.device) - starts[documents]
-    made: dict[str, Any] = {"position_ids": within.view(shape), "seq_idx": documents.int().view(shape)}
+    made: dict[str, Any] = {"position_ids": within.view(shape)}
+    made |= {"seq_idx": documents.int().view(shape)} if counted else {}
     made |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
     made |= dict.fromkeys(("max_length_q", "max_length_k"), longest)
     return made | {"use_cache": False}  # with a cache, transformers does not detect packed sequences
@@ -57,29 +63,64 @@ def causal_masks(model: Any, positions: torch.Tensor, kinds: Iterable[str], **gi
     return {kind: getattr(masking, _MASKS[kind])(**given) for kind in kinds}
 
 
+def takes_seq_idx(model: torch.nn.Module) -> bool:
+    """Whether a model's forward names seq_idx, or is one of transformers that takes further inputs."""
+    inner = _unwrapped(model)
+    takes = inspect.signature(inner.forward).parameters
+    further = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    return "seq_idx" in takes or (further and _is_known(inner))
+
+
 def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The `attention_mask` that a model needs to keep the documents of a batch apart; {} if it needs none.
 
     The first call with packs sends the small pack through it, twice; so all ranks of a model must make this
     call together. Later ones remember. Batches with their own attention_mask, and models that are not of
-    transformers, are their owners'. Raises RecipeError for a model that does not keep documents apart.
+    transformers, are their owners'; so is one that cannot be called with the small pack, which a warning
+    says. Raises RecipeError for a model that does not keep documents apart.
     """
-    inner = _pretrained(model)
-    if inner is None or "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
+    inner: Any = _unwrapped(model)
+    if not _is_known(inner) or "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
         return {}
     attention = str(inner.config._attn_implementation)
-    if _proved.get(inner, ("", None))[0] != attention:
-        found = _Proof(model, inner, batch).found()
-        if found is None:
-            return {}  # a head of zeros shows nothing yet
-        _proved[inner] = attention, found[0]
-    dtype = _proved[inner][1]
+    tried, dtype = _proved.get(inner, ("", None))
+    if tried != attention:
+        try:
+            dtype, lasts = _Proof(model, inner, batch).found()
+        except RecipeError:
+            raise
+        except Exception as error:  # its inputs, or what it gives, are its owner's
+            _log.warning(
+                "%s could not be tried with a small pack of two documents; whether it keeps the documents "
+                "of a pack apart is yours to check: %s: %s",
+                *(type(inner).__name__, type(error).__name__, error),
+            )
+            dtype, lasts = None, True
+        if lasts:
+            _proved[inner] = attention, dtype
     return {} if dtype is None else {"attention_mask": _masks(inner, batch["position_ids"], dtype)}
 
 
-def _pretrained(model: torch.nn.Module) -> Any:
+def _unwrapped(model: Any) -> Any:
+    """A model within DDP, FSDP, torch.compile, DeepSpeed and PEFT."""
+    while not _is_known(model) and _own_class(model).__module__.partition(".")[0] in _WRAPPERS:
+        base: Any = getattr(model, "get_base_model", None)
+        held = base() if base else getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(held, torch.nn.Module):
+            break
+        model = held
+    return model
+
+
+def _is_known(model: Any) -> bool:
     base: Any = framework("transformers", "transformers").PreTrainedModel
-    return next((module for module in model.modules() if isinstance(module, base)), None)
+    return isinstance(model, base) and _own_class(model).__module__.startswith("transformers.")
+
+
+def _own_class(model: Any) -> type:
+    """Its class, or the one from which torch made it, as FSDP2 does."""
+    bases = (each for each in type(model).__mro__ if issubclass(each, torch.nn.Module))
+    return next((each for each in bases if not each.__module__.startswith("torch.")), type(model))
 
 
 def _kinds(inner: Any) -> list[str]:
@@ -100,9 +141,10 @@ class _Proof:
 
     def __init__(self, model: torch.nn.Module, inner: Any, batch: Mapping[str, Any]) -> None:
         self._model, self._inner = model, inner
+        self._embeddings = inner.get_input_embeddings()
         given, device = batch["input_ids"], batch["input_ids"].device
         starts = torch.tensor([0, _LENGTH, 2 * _LENGTH], dtype=torch.int32, device=device)
-        made = bounds(starts, torch.Size((1, 2 * _LENGTH)), _LENGTH)
+        made = bounds(starts, torch.Size((1, 2 * _LENGTH)), _LENGTH, counted="seq_idx" in batch)
         if batch["position_ids"].ndim == 3:
             made["position_ids"] = made["position_ids"].expand(len(batch["position_ids"]), -1, -1)
         self._given = {name: value for name, value in made.items() if name in batch}
@@ -111,19 +153,22 @@ class _Proof:
         self._dtypes = set[torch.dtype]()
         self._embedded = self._inner.dtype
 
-    def found(self) -> tuple[torch.dtype | None] | None:
-        """(the type of masks that it needs, or None,), or None if its logits do not move at all."""
+    def found(self) -> tuple[torch.dtype | None, bool]:
+        """The type of masks that it needs, or None; and whether this lasts.
+
+        Logits that do not move at all, as of a head of zeros, show nothing yet.
+        """
         name, attention = type(self._inner).__name__, self._inner.config._attn_implementation
         try:
             with self._quiet():
                 moved = self._moved()
                 if moved is None:
-                    return None
+                    return (self._embedded if self._takes_masks() else None), False
                 if moved == 0:
-                    return (None,)
+                    return None, True
                 if self._moved_with_masks() == 0:
-                    return (self._embedded,)
-        except ValueError as error:
+                    return self._embedded, True
+        except (ValueError, ImportError) as error:
             if "packed" not in str(error):
                 raise
             raise RecipeError(  # transformers' own guard
@@ -164,17 +209,26 @@ class _Proof:
         except Exception:  # masks of this shape are not what it takes, which each model says in its own way
             return None
 
+    def _takes_masks(self) -> bool:
+        """Whether its config says the kinds of its layers, and it takes their masks."""
+        if not getattr(self._inner.config.get_text_config(), "layer_types", None):
+            return False
+        if not set(_kinds(self._inner)) <= set(_MASKS):
+            return False
+        try:
+            self._logits(self._packs[0], _masks(self._inner, self._given["position_ids"], self._embedded))
+        except Exception:  # as above
+            return False
+        return True
+
     def _logits(self, tokens: torch.Tensor, masks: Any) -> torch.Tensor:
         given = self._given if masks is None else {**self._given, "attention_mask": masks}
         out = self._model(input_ids=tokens, **given)
         values = out.values() if isinstance(out, Mapping) else (out,) if torch.is_tensor(out) else out
         for value in values:
-            if torch.is_tensor(value) and value.shape[:2] == tokens.shape:
+            if torch.is_tensor(value) and value.ndim == 3 and value.shape[:2] == tokens.shape:
                 return value[0].float()
-        raise RecipeError(
-            f"{type(self._inner).__name__} returns nothing for each token, so that nothing shows whether it "
-            f"keeps the documents of a pack apart; return logits, or give its attention_mask in your batches"
-        )
+        raise TypeError("it returns no logits of each token, [rows, tokens, vocabulary]")
 
     def _shares_sums(self) -> bool:
         named = self._inner.config.to_dict()
@@ -184,15 +238,24 @@ class _Proof:
     def _tokens(self) -> np.ndarray:
         """Of two documents, without those that stand for images and the like; int64 [2 * _LENGTH]."""
         config = self._inner.config
-        size = config.get_text_config().vocab_size
+        named = (self._embeddings, "num_embeddings"), (config.get_text_config(), "vocab_size")
+        sizes = [getattr(owner, name, None) for owner, name in named]
+        size = min(size for size in sizes if isinstance(size, int))
         usual = np.setdiff1d(np.arange(size), [*_special(config.to_dict())])
         return np.random.default_rng(0).choice(usual if usual.size else np.arange(size), 2 * _LENGTH)
 
     @contextmanager
     def _quiet(self) -> Generator[None]:
-        """Leaves no trace: modes, buffers and random states stay as they are, and nothing is compiled."""
+        """Modes, buffers and random states stay as they are, and nothing is compiled.
+
+        Modes are set as flags: a layer's own train() may merge weights, as those of LoRA do.
+        """
         modes = [(module, module.training) for module in self._model.modules()]
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in self._model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
         device = self._packs[0].device
         noted = torch.nn.modules.module.register_module_forward_hook(self._note)
         try:
@@ -201,19 +264,21 @@ class _Proof:
                 torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)),
                 torch.compiler.set_stance("force_eager"),
             ):
-                self._model.eval()
+                for module, _ in modes:
+                    module.training = False
                 yield
-                for buffer, before in buffers:
-                    buffer.copy_(before)
         finally:
             noted.remove()
+            with torch.no_grad():
+                for module, name, buffer, before in buffers:
+                    setattr(module, name, buffer.copy_(before))
             for module, mode in modes:
                 module.training = mode
 
     def _note(self, module: torch.nn.Module, _: Any, out: Any) -> None:
         if torch.is_tensor(out) and out.is_floating_point():
             self._dtypes.add(out.dtype)
-            if module is self._inner.get_input_embeddings():
+            if module is self._embeddings:
                 self._embedded = out.dtype
 
 

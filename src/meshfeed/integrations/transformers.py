@@ -23,7 +23,7 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, causal_masks, kept_apart
+from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, causal_masks, kept_apart, takes_seq_idx
 from meshfeed.integrations.loader import (
     IGNORED,
     EvalLoader,
@@ -121,16 +121,23 @@ def causal_batch(microbatch: Microbatch, model: torch.nn.Module | None = None) -
     predicts, -100 where there is no loss. labels: as transformers' users pass them, each at its own token, so
     one place to the right, for code that shifts them itself; they lack the last prediction of a row.
     For a pack, [1, tokens], and for rows whose documents are kept apart: position_ids restart at every
-    sequence or document, and seq_idx (int32 [rows, tokens]) counts them, padding too, for layers with a state
-    or a convolution. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
+    sequence or document. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
     attention. With mrope_position_ids, position_ids are [4, 1, tokens]: these, then time, height and width.
 
     Not every model keeps documents apart by these. model: one of transformers, also within FSDP or DDP, which
     shows that it does, at the first call: a pack of two short documents goes through it twice, without
-    gradients, in eval mode, of which no trace is left. So all ranks make this call together. A model whose
-    eager, sdpa or flex attention looks at positions too little, such as GPT-OSS, gets an attention_mask.
-    Raises RecipeError for one that still reads across documents.
+    gradients, in eval mode; modes, buffers and random states are kept. So all ranks make this call together.
+    A model whose eager, sdpa or flex attention looks at positions too little, such as GPT-OSS, gets an
+    attention_mask. One whose forward takes seq_idx (int32 [rows, tokens]) gets it: it counts documents,
+    padding too, for layers with a state or a convolution. Raises RecipeError for one that still reads across
+    documents. Your own model or subclass, or one that needs more than these inputs, is left as it is.
     """
+    made = _causal_batch(microbatch, counted=model is not None and takes_seq_idx(model))
+    return made if model is None else made | kept_apart(model, made)
+
+
+def _causal_batch(microbatch: Microbatch, *, counted: bool) -> dict[str, Any]:
+    """`causal_batch` without a mask; counted: with seq_idx."""
     shifted = masked_labels(microbatch)
     labels = shifted.roll(1, dims=-1)
     labels[..., 0] = IGNORED  # no position predicts the first token of a row
@@ -139,11 +146,11 @@ def causal_batch(microbatch: Microbatch, model: torch.nn.Module | None = None) -
         made["position_ids"] = microbatch["position_ids"]
     starts: torch.Tensor | None = microbatch.get("cu_seqlens_padded", microbatch.get("cu_seqlens"))
     if starts is not None:
-        made |= bounds(starts, labels.shape, int(microbatch["max_seqlen"]))
+        made |= bounds(starts, labels.shape, int(microbatch["max_seqlen"]), counted=counted)
     if MROPE.name in microbatch:
         axes = microbatch[MROPE.name].movedim(-1, 0)
         made["position_ids"] = torch.cat([made["position_ids"][None], axes])
-    return made if model is None else made | kept_apart(model, made)
+    return made
 
 
 def masked_batch(microbatch: Microbatch) -> dict[str, Any]:
@@ -270,7 +277,7 @@ class FeedTrainer(_Base):
         if "tokens" in microbatch and rows_padded and not self._predicts_next:
             made, used = masked_batch(microbatch), _MASKED
         elif "tokens" in microbatch:
-            made, used = causal_batch(microbatch), _CAUSAL
+            made, used = _causal_batch(microbatch, counted=takes_seq_idx(self.model)), _CAUSAL
             packing = self._feed_options.get("packing")
             if "padding_mask" in microbatch and getattr(packing, "max_sequences", None) == 1:
                 # a document alone: layers that read across documents do right without these, or refuse them

@@ -189,14 +189,14 @@ def recipe(stored: str, rule: Any = None, **batch: Any) -> mf.Recipe:
     return mf.Recipe(data=mf.open(stored), sequence=rule, batch=mf.Batch(**many), shuffle="none", epochs=1)
 
 
-def trainer(model: Any, given: mf.Recipe, out: Path, **options: Any) -> Any:
+def trainer(model: Any, given: mf.Recipe, out: Path, kind: type = Seen, **options: Any) -> Any:
     from transformers import TrainingArguments
 
     arguments: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 1, "learning_rate": 0.0}
     arguments |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     feed = {"packing": mf.Packing(capacity=80, **options)} if given.sequence.packed else {}
     args = TrainingArguments(output_dir=str(out), **arguments)
-    return Seen(model, args, train_dataset=given, feed_options=feed)
+    return kind(model, args, train_dataset=given, feed_options=feed)
 
 
 def furthest(model: Any, inputs: dict[str, Any]) -> float:
@@ -259,6 +259,7 @@ def test_your_own_loop_asks_for_the_same(stored: str) -> None:
     with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
         (microbatch,) = next(iter(feed)).microbatches
         model = made("GptOss")
+        assert "seq_idx" not in causal_batch(microbatch)
         assert furthest(model, causal_batch(microbatch)) > 0.1
         batch = causal_batch(microbatch, model)
         assert batch["seq_idx"].dtype == torch.int32
@@ -268,7 +269,7 @@ def test_your_own_loop_asks_for_the_same(stored: str) -> None:
             causal_batch(microbatch, made("Mamba2"))
 
 
-def test_the_proof_leaves_no_trace(stored: str) -> None:
+def test_the_proof_keeps_modes_buffers_and_random_states(stored: str) -> None:
     with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
         batch = causal_batch(next(iter(next(iter(feed)).microbatches)))
     model = made("OPT").train()
@@ -298,3 +299,136 @@ def test_a_head_of_zeros_is_asked_again(stored: str) -> None:
     model.lm_head.weight.data.copy_(weight)
     with pytest.raises(RecipeError, match="Mamba2ForCausalLM"):
         kept_apart(model, batch)
+
+
+def test_a_head_of_zeros_has_the_mask_that_its_config_says(stored: str) -> None:
+    with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
+        batch = causal_batch(next(iter(next(iter(feed)).microbatches)))
+    model = made("GptOss")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert {*kept_apart(model, batch)["attention_mask"]} == {"full_attention", "sliding_attention"}
+
+
+def test_the_proof_restores_buffers_of_a_model_that_raises(
+    stored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
+        batch = causal_batch(next(iter(next(iter(feed)).microbatches)))
+    model = made("Llama").train()
+    model.register_buffer("counted", torch.zeros(()))
+
+    def count(module: Any, *_: Any) -> None:
+        module.counted = module.counted.add_(1) + 1
+        raise TypeError("no such call")
+
+    hook = model.register_forward_pre_hook(count)
+    assert kept_apart(model, batch) == kept_apart(model, batch) == {}
+    hook.remove()
+    assert model.training
+    assert model.counted == 0
+    assert [record.levelname for record in caplog.records if record.name == "meshfeed"] == ["WARNING"]
+    assert "no such call" in caplog.text
+
+
+class Around(torch.nn.Module):
+    """A user's module around a model of transformers; kind: how its call differs from that of the model."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.lm = kind, made("Llama")
+
+    def forward(self, input_ids: Any = None, shift_labels: Any = None, **given: Any) -> Any:
+        assert shift_labels is not None, "a call that the user did not make"
+        given.pop("labels")
+        out = self.lm(given.pop("ids", input_ids), **given).logits
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), shift_labels.flatten())
+        return {"loss": loss} | ({} if self.kind == "loss" else {"logits": torch.stack([out, out], 1)})
+
+
+class Beside(torch.nn.Module):
+    """A user's language model beside a model of transformers, whose forward names all that it is given."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.tower, self.embed = tower, torch.nn.Embedding(VOCAB, VOCAB)
+
+    def forward(
+        self,
+        input_ids: Any,
+        shift_labels: Any,
+        labels: Any = None,
+        position_ids: Any = None,
+        cu_seq_lens_q: Any = None,
+        cu_seq_lens_k: Any = None,
+        max_length_q: Any = None,
+        max_length_k: Any = None,
+        use_cache: Any = None,
+    ) -> Any:
+        out = self.embed(input_ids)
+        return {"loss": torch.nn.functional.cross_entropy(out[0], shift_labels[0]), "logits": out}
+
+
+def own(kind: str) -> Any:
+    import transformers
+
+    if kind in ("loss", "heads", "renamed"):
+        return Around(kind)
+    small: Any = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
+    if kind == "tower":
+        config = transformers.SiglipVisionConfig(**small, image_size=16, patch_size=8, intermediate_size=16)
+        return Beside(transformers.SiglipVisionModel(config))
+    if kind == "text encoder":
+        config: Any = transformers.T5Config(vocab_size=999, d_model=16, d_kv=8, num_layers=1, num_heads=2)
+        return Beside(transformers.T5EncoderModel(config))
+
+    base: Any = transformers.LlamaForCausalLM
+
+    class Tasks(base):
+        def forward(self, input_ids: Any, task_ids: Any, **given: Any) -> Any:
+            return super().forward(input_ids=input_ids, **given)
+
+    return Tasks(transformers.LlamaConfig(**USUAL))
+
+
+class Own(Seen):
+    def batch_of(self, microbatch: Any) -> Any:
+        given = super().batch_of(microbatch)
+        if type(self.model).__name__ == "Tasks":
+            given["task_ids"] = given["input_ids"]
+        if getattr(self.model, "kind", None) == "renamed":
+            given["ids"] = given.pop("input_ids")
+        return given
+
+
+@pytest.mark.parametrize("kind", ["loss", "heads", "renamed", "tower", "text encoder", "subclass"])
+def test_a_model_of_your_own_is_left_alone(kind: str, stored: str, tmp_path: Path) -> None:
+    run = trainer(own(kind), recipe(stored), tmp_path, Own)
+    assert np.isfinite(run.train().training_loss)
+    assert not {"seq_idx", "attention_mask"} & run.inputs.keys()
+
+
+class Merges(torch.nn.Linear):
+    """A layer whose own train() changes its weight, as that of LoRA's reference does."""
+
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:
+            self.weight.data.add_(-1 if mode else 1)
+        return super().train(mode)
+
+
+def test_the_proof_calls_no_train_of_a_layer(stored: str) -> None:
+    with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
+        batch = causal_batch(next(iter(next(iter(feed)).microbatches)))
+    model = made("Llama").train()
+    model.model.layers[0].self_attn.q_proj = layer = Merges(32, 32, bias=False)
+    before = layer.weight.detach().clone()
+    assert kept_apart(model, batch) == {}
+    assert layer.training
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_wrappers_of_torch_are_looked_into(wrap: Any, stored: str) -> None:
+    with mf.Feed(recipe(stored), packing=mf.Packing(capacity=80)) as feed:
+        microbatch = next(iter(next(iter(feed)).microbatches))
+    assert {"seq_idx", "attention_mask"} <= causal_batch(microbatch, wrap(made("GptOss"))).keys()
