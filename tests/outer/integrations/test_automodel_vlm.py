@@ -295,7 +295,7 @@ def test_a_validation_shares_no_encoder(place: Path, tmp_path: Path) -> None:
         _ = FeedVlmRecipe(cfg).cfg.vlm_validation_dataloader
 
 
-def test_masks_that_packs_do_not_have_are_refused() -> None:
+def test_masks_that_packs_do_not_have_are_refused(place: Path) -> None:
     from test_share_encoders import gemma3, llava
 
     from meshfeed.integrations.automodel_vlm import _check_model
@@ -316,7 +316,7 @@ def test_masks_that_packs_do_not_have_are_refused() -> None:
             _check_model(own)
 
 
-def test_encoders_that_lose_parts_are_refused() -> None:
+def test_encoders_that_lose_parts_are_refused(place: Path) -> None:
     """Also those that ranks would not call alike."""
     from test_share_encoders import glm4v, internvl
 
