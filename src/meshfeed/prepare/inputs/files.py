@@ -111,7 +111,7 @@ def find_inputs(
                 )
         found += some
     places = [each.url if is_remote(each.url) else _place(each.url) for each in found]
-    given, seen = set(places), set[str]()
+    there, seen = set(places), set[str]()
     for each, place in zip(found, places):
         if by_name and kind is None and each.kind == "text" and each.url.endswith(".json"):
             raise PrepareError(
@@ -120,7 +120,7 @@ def find_inputs(
             )
         # the Hub's cache has equal files as links to one elsewhere: those are as many documents
         is_link = not is_remote(each.url) and Path(place).is_symlink()
-        if place in seen or (is_link and os.path.realpath(place) in given):
+        if place in seen or (is_link and os.path.realpath(place) in there):
             raise PrepareError(
                 f"{without_secrets(each.url)}: given twice, by this name or a link; every document would be "
                 f"in it twice"
