@@ -202,10 +202,8 @@ class _Proof:
 
     def _moved_with_masks(self) -> float | None:
         """The same with explicit masks; None where it takes none."""
-        if not set(_kinds(self._inner)) <= set(_MASKS):
-            return None
         try:
-            return self._moved(_masks(self._inner, self._given["position_ids"], self._embedded))
+            return self._moved(self._own_masks())
         except Exception:  # masks of this shape are not what it takes, which each model says in its own way
             return None
 
@@ -213,13 +211,15 @@ class _Proof:
         """Whether its config says the kinds of its layers, and it takes their masks."""
         if not getattr(self._inner.config.get_text_config(), "layer_types", None):
             return False
-        if not set(_kinds(self._inner)) <= set(_MASKS):
-            return False
         try:
-            self._logits(self._packs[0], _masks(self._inner, self._given["position_ids"], self._embedded))
+            self._logits(self._packs[0], self._own_masks())
         except Exception:  # as above
             return False
         return True
+
+    def _own_masks(self) -> Any:
+        """Of the small pack. Raises KeyError for kinds of layers that have none."""
+        return _masks(self._inner, self._given["position_ids"], self._embedded)
 
     def _logits(self, tokens: torch.Tensor, masks: Any) -> torch.Tensor:
         given = self._given if masks is None else {**self._given, "attention_mask": masks}
