@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 from qwen_vl import picture
 from test_share_encoders import ENCODER, MROPE, NATIVE, TEXT
-from test_vlm_transformers import gemma4
+from test_vlm_transformers import gemma4, losses_by_sgd, three_steps
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
@@ -428,8 +428,6 @@ def documents(kinds: tuple[Kind, ...], within: bool = False) -> list[Document]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packs_train_a_model_as_the_rows_of_its_own_processor_do(name: str, tmp_path: Path) -> None:
-    from transformers import TrainingArguments
-
     family, stored, losses = (
         FAMILIES[name],
         documents(FAMILIES[name].kinds, FAMILIES[name].within),
@@ -442,31 +440,13 @@ def test_packs_train_a_model_as_the_rows_of_its_own_processor_do(name: str, tmp_
             losses.append(float(loss := super().training_step(*args)))
             return loss
 
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=1,
-        optim="sgd",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-    )
     own, options = family.model(family.of_special), {"packing": mf.Packing(capacity=2048)}
+    arguments = three_steps(tmp_path, RATE)
     Watched(own, arguments, train_dataset=recipe, feed_options=options).train()
 
-    other, wanted = family.model(family.of_special).train(), list[float]()
-    optimizer = torch.optim.SGD(other.parameters(), lr=RATE)
-    for row in with_torchvision(rows_of, name, [stored[i : i + 2] for i in (0, 2, 4)]):
-        loss = other(**row).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
+    other = family.model(family.of_special)
+    rows = with_torchvision(rows_of, name, [stored[i : i + 2] for i in (0, 2, 4)])
+    wanted = losses_by_sgd(other, rows, RATE)
     assert losses == pytest.approx(wanted, rel=1e-5) and len(set(losses)) == 3
     for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

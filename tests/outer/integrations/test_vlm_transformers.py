@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,9 +84,39 @@ def by_hand(documents: list[Document]) -> dict[str, torch.Tensor]:
     return made | {"labels": made["input_ids"].where(kept, -100)}
 
 
-def test_a_pack_trains_a_model_as_the_rows_of_its_own_processor_do(tmp_path: Path) -> None:
+def three_steps(folder: Path, rate: float) -> Any:
+    """transformers' options for three steps of plain SGD."""
     from transformers import TrainingArguments
 
+    return TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=1,
+        optim="sgd",
+        learning_rate=rate,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+
+
+def losses_by_sgd(trained: Any, batches: Iterable[dict[str, Any]], rate: float) -> list[float]:
+    """Those of plain SGD, a step on each batch."""
+    optimizer, found = torch.optim.SGD(trained.train().parameters(), lr=rate), list[float]()
+    for batch in batches:
+        loss = trained(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_a_pack_trains_a_model_as_the_rows_of_its_own_processor_do(tmp_path: Path) -> None:
     write_documents(tmp_path / "store", DOCUMENTS)
     losses: list[float] = []
     seen: list[list[int]] = []
@@ -101,33 +131,14 @@ def test_a_pack_trains_a_model_as_the_rows_of_its_own_processor_do(tmp_path: Pat
             losses.append(float(loss))
             return loss
 
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        max_steps=3,
-        per_device_train_batch_size=1,
-        optim="sgd",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-    )
     own = model()
     options = {"packing": mf.Packing(capacity=128)}
+    arguments = three_steps(tmp_path, RATE)
     Watched(own, arguments, train_dataset=recipe(tmp_path / "store"), feed_options=options).train()
 
-    other = model().train()
-    optimizer = torch.optim.SGD(other.parameters(), lr=RATE)
-    wanted: list[float] = []
-    for step in seen:
-        loss = other(**by_hand([DOCUMENTS[number] for number in step])).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
+    other = model()
+    rows = (by_hand([DOCUMENTS[number] for number in step]) for step in seen)
+    wanted = losses_by_sgd(other, rows, RATE)
     assert losses == pytest.approx(wanted, rel=1e-5) and len(set(losses)) == 3
     for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
