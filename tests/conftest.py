@@ -35,7 +35,7 @@ LONGEST = (
     "test_failure.py", "test_later_changes.py", "test_run_report.py", "test_rule.py", "test_prepare_kills.py",
     "test_prepare_storage.py", "test_jobs.py", "test_sources.py", "test_samples.py", "test_feed.py",
     "test_prepare_multimodal.py", "test_document_files.py", "test_video_processor.py", "test_raw_text.py",
-    "test_start.py", "test_s3.py", "test_exit.py", "test_decode_workers.py", "test_far.py",
+    "test_start.py", "test_object_stores.py", "test_exit.py", "test_decode_workers.py", "test_far.py",
     "test_core_alone.py", "test_megatron_hybrid.py", "test_megatron_schedule.py", "test_nodes.py",
     "test_megatron_training.py", "test_transformers_loop.py", "test_resume.py", "test_vlm_example.py",
     "test_fixed_shapes.py", "test_megatron_batches.py", "test_loop_pages.py", "test_strangers.py",

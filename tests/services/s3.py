@@ -150,11 +150,6 @@ class S3:
         store = S3Store(bucket, config=self.options(), client_options={"allow_http": True})  # type: ignore[arg-type]
         put(store, key, data)
 
-    def put_folder(self, bucket: str, folder: Path, prefix: str = "") -> None:
-        """All files below a folder."""
-        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-            self.put(bucket, f"{prefix}{path.relative_to(folder)}", path.read_bytes())
-
     def _signed(self, method: str, path: str) -> None:
         """AWS signature version 4 of a request without a body (obstore makes no buckets)."""
         import datetime

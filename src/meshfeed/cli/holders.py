@@ -33,11 +33,12 @@ class Holders:
         self._dp_cp = coords[:, 2] * stepping.layout.cp + coords[:, 1]
         self._ranks = stepping.layout.ranks()
 
-    def of_step(self, step: int) -> list[Line]:
-        """Every piece of a document in a step, in stream order, and all who hold some of it."""
+    def of_step(self, step: int) -> list[Line] | None:
+        """Every piece of a document in a step, in stream order, and all who hold some of it; None if the
+        stream ends before."""
         batch = self.stepping.global_batch(step)
         if batch is None:
-            return []
+            return None
         plan, holders = batch.plan, self._holders(batch)
         pieces, found = pieces_of(self.stepping.recipe, batch.draws), list[Line]()
         for row, (start, length) in enumerate(zip(plan.start.tolist(), plan.lengths.tolist())):

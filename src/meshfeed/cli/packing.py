@@ -47,6 +47,13 @@ class JobOptions:
     max_sequences: int | None = option("sequences that a pack can hold (any number)")
     fixed_shapes: bool | None = option("give all packs one shape; needs --max-sequences")
 
+    def parsed_layout(self) -> mf.Layout:
+        """Raises MeshfeedError, also for virtual stages of a layout that has no stages."""
+        layout = mf.Layout.parse(self.layout)
+        if layout.pp == 1:
+            refuse_given(self, ("vpp",), "has no effect on a layout without pp")
+        return layout
+
     def packing_of(self, capacity: int) -> Packing:
         """What the options mean. Raises MeshfeedError."""
         chosen: dict[str, Any] = {each.name: getattr(self, each.name, None) for each in fields(Packing)}
@@ -72,7 +79,7 @@ class JobOptions:
             )
         return Stepping(
             recipe=run_by(recipe, mf.Machine(), self.encoder or "with sample")[0],
-            layout=mf.Layout.parse(self.layout),
+            layout=self.parsed_layout(),
             micro_batch_size=micro_batch_size,
             packing=None if self.capacity is None else self.packing_of(self.capacity),
             cp_split=self.cp_split,

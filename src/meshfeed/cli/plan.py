@@ -73,8 +73,6 @@ class Plan(Command, JobOptions, RecipeOptions):
             refuse_given(self, ("steps", "encoder", "amendments", *recipes.OF_STORE), why)
         else:
             refuse_given(self, ("first",), "is of --lengths; for a recipe or store there is --steps")
-        if mf.Layout.parse(self.layout).pp == 1:
-            refuse_given(self, ("vpp",), "has no effect on a layout without pp")
         planned = list(self._of_lengths() if self.recipe is None else self._of_recipe(self.recipe))
         first = planned[0]
         if self.dump:
@@ -97,7 +95,7 @@ class Plan(Command, JobOptions, RecipeOptions):
         return OK
 
     def _of_lengths(self) -> Iterator[_Planned]:
-        layout, packed = mf.Layout.parse(self.layout), self.packing_of(self.capacity)
+        layout, packed = self.parsed_layout(), self.packing_of(self.capacity)
         store = mf.Lengths.from_file(cast(Path, self.lengths))
         lengths = store.lengths(np.arange(store.num_documents))[: self.first]
         began = time.perf_counter()

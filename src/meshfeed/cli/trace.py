@@ -92,7 +92,7 @@ class Trace(Command, JobOptions, RecipeOptions):
             raise MeshfeedError(f"step {step}: an amendment skips it, to step {recipe.first_given(step)}")
         holders = self._holders(recipe)
         found = holders.of_step(step)
-        if not found:
+        if found is None:
             raise MeshfeedError(f"step {step}: the stream ends before")
         if self.rank is None:
             return [line for line in found if line["ranks"]]
@@ -118,7 +118,7 @@ class Trace(Command, JobOptions, RecipeOptions):
         if self.rank is not None:
             holders.stepping.layout.coord(self.rank)  # or it is refused now
         steps = {line["step"] for line in lines} - {None}
-        seen = {step: holders.of_step(step) for step in sorted(steps)}
+        seen = {step: holders.of_step(step) or [] for step in sorted(steps)}
         told: list[Line] = []
         for line in lines:
             here = [

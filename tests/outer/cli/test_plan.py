@@ -243,9 +243,13 @@ def test_a_plan_refuses_a_table_that_is_none(
     assert str(table) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["plan", "trace --step 0", "exposure --until 1 --ranks"])
 def test_virtual_stages_without_a_pipeline_are_refused(
-    lengths: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ("plan", "--lengths", str(lengths), "--layout", "dp8", "--capacity", "65536", "--vpp", "2")
-    status, _, err = told(capsys, *asked)
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "removed.txt").write_text("0\n")
+    removed = [str(tmp_path / "removed.txt")] if "exposure" in command else []
+    asked = (str(tmp_path / "corpus"), *removed, "--sequences", "4", "--layout", "dp8", "--capacity", "65536")
+    status, _, err = told(capsys, *command.split(), *asked, "--vpp", "2")
     assert status != 0 and "--vpp has no effect on a layout without pp" in err

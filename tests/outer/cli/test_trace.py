@@ -154,6 +154,18 @@ def test_what_cannot_be_traced(
     assert message in capsys.readouterr().err
 
 
+def test_a_step_without_tokens_is_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mf.IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        for length in (5, 0, 4):
+            writer.add_document(np.arange(length, dtype=np.uint16))
+    (tmp_path / "r.py").write_text(
+        f"import meshfeed as mf\nrecipe = mf.Recipe(mf.open({str(tmp_path / 'c')!r}), mf.Documents(), 1, shuffle='none')\n"
+    )
+    arguments = ["trace", str(tmp_path / "r.py"), "--capacity", "16", "--step"]
+    assert main([*arguments, "1"]) == 0
+    assert capsys.readouterr().out == "nothing\n"
+
+
 def test_a_plan_tells_of_each_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(folder / "Docu.py"), "--layout", "dp2", "--capacity", "256", "--steps", "0:3"]
     assert main([*arguments, "--json"]) == 0
