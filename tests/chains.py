@@ -156,7 +156,7 @@ def ended(job: world.World) -> list[world.Outcome]:
     if codes:
         job.kill(range(len(job.processes)))
     outcomes = job.join()
-    assert not codes or -signal.SIGKILL in codes, [each.trace for each in outcomes]
+    assert not codes or -signal.SIGKILL in codes, "\n".join(each.trace for each in outcomes)
     return outcomes
 
 

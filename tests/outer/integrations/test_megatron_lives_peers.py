@@ -34,7 +34,8 @@ def life_after_life(
     assert not wrong, wrong[0]
     if kill and any(each.exitcode == -signal.SIGKILL for each in outcomes):
         return 0, 0
-    assert not any(each.error for each in outcomes), [each.trace for each in outcomes if each.error]
+    failed = [each.trace for each in outcomes if each.error]
+    assert not failed, "\n".join(failed)
     return sum(each[2] for each in outcomes[0].result), sum(each[3] for each in outcomes[0].result)
 
 

@@ -29,7 +29,8 @@ def life_after_life(corpus: str, folder: Path, size: int, seeds: list[tuple[int,
     assert not wrong, wrong[0]
     if kill and any(each.exitcode == -signal.SIGKILL for each in outcomes):
         return 0
-    assert not any(each.error for each in outcomes), [each.trace for each in outcomes if each.error]
+    failed = [each.trace for each in outcomes if each.error]
+    assert not failed, "\n".join(failed)
     return sum(steps for _, _, steps in outcomes[0].result)
 
 
