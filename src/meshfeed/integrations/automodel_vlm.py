@@ -29,6 +29,7 @@ from meshfeed.integrations.automodel import Batch, Collate, FeedDataset
 from meshfeed.integrations.config import recipe_at
 from meshfeed.integrations.loader import TrainLoader, framework, refuse_fields
 from meshfeed.integrations.transformers import (
+    _ONE_TOKEN,  # pyright: ignore[reportPrivateUsage]
     _OTHER_MASKS,  # pyright: ignore[reportPrivateUsage]
     share_encoders,
 )
@@ -65,9 +66,6 @@ _PLAN = {field.name for field in PLAN_FIELDS}
 _TAKEN = {"tokens", "labels", "loss_mask", "bad_parts", MROPE.name, *_MEDIA, *_INDEX, *_PLAN}
 
 _OWN_MODELS = "nemo_automodel.components.models."
-_ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
-"""Families whose outputs of images and of video stand in place of one token."""
-
 _loader: Any = framework("nemo_automodel.components.datasets.vlm.loader", "automodel")
 _finetune: Any = framework("nemo_automodel.recipes.vlm.finetune", "automodel")
 

@@ -44,6 +44,7 @@ from meshfeed.layout import Layout
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
 from meshfeed.parts import KINDS, Kind
 from meshfeed.plan import Packing, StepPlan
+from meshfeed.processors import SecondsVideo
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import contents_of, encoder_of
 from meshfeed.sequence.masked import Masked
@@ -59,6 +60,8 @@ _SHIFTED = "shift_labels"
 _FRAMES = "pixel_values_videos"
 _IN_ONE = {"internvl"}
 """Kinds of models that take frames of videos among images, all as pixel_values."""
+_ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
+"""Kinds of models whose outputs of images and of video stand in place of one token."""
 _ROUTES = "encoder_routes"  # of a batch, until the model is called
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
@@ -513,6 +516,7 @@ class FeedTrainer(_Base):
             refuse_half_apart(recipe, "transformers keeps")
             encoder = self._feed_options.get("encoder", "with sample")
             _check_tiles(recipe, encoder)
+            self._check_parts(recipe)
             names = {field.name for field in contents_of(recipe).fields}
             if encoder != "with sample" and _FRAMES in names and self._family in _IN_ONE:
                 raise RecipeError(
@@ -538,6 +542,35 @@ class FeedTrainer(_Base):
         if encoder_of(feed.recipe.sequence) != "with sample":
             self._share_encoders(feed)
         return feed
+
+    def _check_parts(self, recipe: Recipe) -> None:
+        """Raises RecipeError for parts that `batch_of` would lose, or that the model cannot tell apart."""
+        rule, family = recipe.sequence, self._family
+        if not isinstance(rule, Multimodal):
+            return
+        self._set_signature_columns_if_needed()
+        taken = {*self._signature_columns, *([_FRAMES] if family in _IN_ONE else [])}
+        drops = self.args.remove_unused_columns or type(self.model).__module__.startswith("transformers.")
+        for kind, processor in rule.processors.items():
+            made = [field.name for field in processor.fields]
+            if drops and taken.isdisjoint(made):
+                raise RecipeError(
+                    f"{type(self.model).__name__} takes no {' or '.join(made)}, so that it would train on "
+                    f"the placeholders of parts it never sees; leave {kind} out of Multimodal, or give a "
+                    f"processor whose fields its forward names, or override FeedTrainer.batch_of"
+                )
+        alone = getattr(self._feed_options.get("packing"), "max_sequences", None) == 1
+        if family in _ONE_TOKEN and rule.image and rule.video and not alone:
+            raise RecipeError(
+                f"{family} has one token for images and video, so that a pack may not have both; leave image "
+                f"or video out of Multimodal, or pack single documents, each of one kind, by "
+                f"Packing(max_sequences=1)"
+            )
+        if family == "glm46v" and rule.video and type(rule.video.rule) is SecondsVideo:
+            raise RecipeError(
+                "SecondsVideo chooses frames and writes their times as GLM-4.1V and GLM-4.5V do, and "
+                "glm46v otherwise; leave video out of Multimodal, or write a rule"
+            )
 
     def _share_encoders(self, feed: Feed) -> None:
         """Have the model exchange encoder outputs, in a group of its own."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import wave
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -462,3 +463,68 @@ def test_frames_among_images_are_not_shared_by_kind(tmp_path: Path) -> None:
     own = family.model(family.of_special)
     with pytest.raises(RecipeError, match="encoder='balanced': internvl takes frames of videos as images"):
         FeedTrainer(own, arguments, train_dataset=recipe, feed_options=options).train()
+
+
+def smol(ids: Mapping[str, int]) -> Any:
+    """A tiny SmolVLM, to which frames of videos are further images."""
+    sizes: dict[str, Any] = ENCODER | {"image_size": 56, "patch_size": 14}
+    config = transformers.SmolVLMConfig(
+        vision_config=sizes, text_config=TEXT | {"model_type": "llama"}, image_token_id=ids["image"]
+    )
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+def glm46(ids: Mapping[str, int]) -> Any:
+    made = glm(ids)
+    made.config.model_type = "glm46v"
+    return made
+
+
+BOTH_OF_GLM = "glm4v has one token for images and video, so that a pack may not have both"
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds", "told"),
+    [
+        (smol, ("video",), "SmolVLM.* takes no pixel_values_videos or video_grid_thw, .* leave video out"),
+        (smol, ("image", "video"), "takes no pixel_values_videos or .* placeholders of parts it never sees"),
+        (glm46, ("video",), "SecondsVideo chooses frames .* and glm46v otherwise"),
+        (glm, ("image", "video"), BOTH_OF_GLM),
+        (glm, ("image",), None),
+    ],
+)
+def test_parts_that_a_model_would_lose_or_mistake_are_refused(
+    model: Any, kinds: tuple[Kind, ...], told: str | None, tmp_path: Path
+) -> None:
+    family = FAMILIES["GLM-4.5V"]
+    recipe = write(tmp_path / "store", family, documents(kinds))
+    image = NativePatches(NativeImages(max_pixels=9 * 784))
+    rules: dict[str, Any] = {"image": image, "video": family.rule(family.ids).video}
+    rule = mf.Multimodal(**{kind: rules[kind] for kind in kinds}, positions="mrope")
+    options = {"packing": mf.Packing(capacity=2048)}
+    for unused in (True, False):
+        arguments = replace(three_steps(tmp_path, RATE), remove_unused_columns=unused)
+        own = model(family.of_special)
+        run = FeedTrainer(own, arguments, train_dataset=replace(recipe, sequence=rule), feed_options=options)
+        with pytest.raises(RecipeError, match=told) if told else nullcontext():
+            run.get_train_dataloader()
+
+
+def test_glm_trains_on_images_and_video_in_packs_of_their_own(tmp_path: Path) -> None:
+    family = FAMILIES["GLM-4.5V"]
+    stored = [*documents(("image",)), *documents(("video",))]
+    recipe, made = write(tmp_path / "store", family, stored), list[set[str]]()
+    image = NativePatches(NativeImages(max_pixels=9 * 784))
+    rule = replace(family.rule(family.ids), image=image)
+
+    class Watched(FeedTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            made.append({name for name in inputs if name.startswith("pixel")})
+            return super().training_step(model, inputs, *args)
+
+    options = {"packing": mf.Packing(capacity=2048, max_sequences=1, microbatches=2)}
+    arguments = replace(three_steps(tmp_path, RATE), max_steps=6, gradient_accumulation_steps=2)
+    mixed = replace(recipe, sequence=rule)
+    Watched(family.model(family.of_special), arguments, train_dataset=mixed, feed_options=options).train()
+    assert {"pixel_values"} in made and {"pixel_values_videos"} in made
+    assert max(map(len, made)) == 1 and len(made) == 12
