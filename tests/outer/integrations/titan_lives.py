@@ -421,7 +421,10 @@ def lived(corpus: str, folder: Path, seeds: list[tuple[int, ...]], kill: bool) -
             watched = Watched(run, corpus, place, truth, killed=kill and seed == seeds[-1])
             try:
                 ends = [watched.train()]
-                if run.again and watched.trainer.checkpointer._find_load_step() != -1:
+                saver = watched.trainer.checkpointer
+                if saver.save_future is not None:  # or ranks would find other steps, and be refused
+                    saver._wait_for_saving()
+                if run.again and saver._find_load_step() != -1:
                     ends.append(watched.train())
             except BaseException as error:
                 error.add_note(f"life {seed}: {run}")
