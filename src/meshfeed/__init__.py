@@ -39,8 +39,9 @@ if typing.TYPE_CHECKING:
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step, loss_by_source
     from meshfeed.files import Cache
+    from meshfeed.masked import Masked
     from meshfeed.multimodal import Multimodal, exchange_encoded
-    from meshfeed.sequence import Chat, Documents, Masked, Windows
+    from meshfeed.sequence import Chat, Documents, Windows
     from meshfeed.simulation import simulate
     from meshfeed.store import DatasetWriter, IndexedWriter, Lengths
     from meshfeed.store import open_store as open
@@ -98,7 +99,7 @@ _ON_FIRST_USE = {
     "IndexedWriter": "meshfeed.store",
     "Lengths": "meshfeed.store",
     "Mapped": "meshfeed.datasets",
-    "Masked": "meshfeed.sequence",
+    "Masked": "meshfeed.masked",
     "Microbatch": "meshfeed.feed.batch",
     "Multimodal": "meshfeed.multimodal",
     "Resampled": "meshfeed.datasets",

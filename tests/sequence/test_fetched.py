@@ -12,10 +12,10 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
+from meshfeed.fetched import cut_by_shards, fetched_per_byte, warning_of
 from meshfeed.files import Fetching
 from meshfeed.order import draws_of_step, num_steps
 from meshfeed.remote.cut import Cut, cut_at
-from meshfeed.sequence.fetched import cut_by_shards, fetched_per_byte, warning_of
 from services.needs import needs
 from services.nginx import Nginx
 

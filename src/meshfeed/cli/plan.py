@@ -19,6 +19,7 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch
+from meshfeed.fetched import warning_of
 from meshfeed.multimodal.encoders import EncoderPlan
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.recipe import entered
@@ -26,7 +27,6 @@ from meshfeed.report.loads import Load, loads_of
 from meshfeed.report.plan import page
 from meshfeed.report.words import counted
 from meshfeed.sequence import TakesParts
-from meshfeed.sequence.fetched import warning_of
 
 
 @dataclass(frozen=True, kw_only=True)

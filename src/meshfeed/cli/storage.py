@@ -10,10 +10,10 @@ from pathlib import Path
 import meshfeed as mf
 from meshfeed.cli.machine import Finding
 from meshfeed.errors import MeshfeedError
+from meshfeed.fetched import MUCH, fetched_per_byte
 from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.remote.retries import GIVE_UP
 from meshfeed.report.words import counted
-from meshfeed.sequence.fetched import MUCH, fetched_per_byte
 from meshfeed.store import StreamStore
 
 _DEFAULT_LIMIT = 64 << 30

@@ -39,6 +39,7 @@ from meshfeed.feed.reading import SequenceProducer
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.feed.terms import Terms
+from meshfeed.fetched import cut_by_shards, warning_of
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
 from meshfeed.metrics import Sink
@@ -48,7 +49,6 @@ from meshfeed.plan.types import Encoder, NoLoss
 from meshfeed.recipe import Change, Recipe, entered
 from meshfeed.roles import StageMap
 from meshfeed.sequence import SequenceRule, TakesParts, contents_of, opened, run_by
-from meshfeed.sequence.fetched import cut_by_shards, warning_of
 from meshfeed.state import State, check_end, check_step
 from meshfeed.store import StreamStore
 from meshfeed.store.vocabulary import check_stores

@@ -25,10 +25,10 @@ from meshfeed.extras import install, untested
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
+from meshfeed.masked import Masked
 from meshfeed.order import draws_of_step, short_steps
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import SequenceRule, TakesParts, contents_of
-from meshfeed.sequence.masked import Masked
 
 BatchOf = Callable[[Microbatch], Any]
 """Microbatch -> the loop's batch."""

@@ -41,13 +41,13 @@ from meshfeed.integrations.loader import (
     refuse_options,
 )
 from meshfeed.layout import Layout
+from meshfeed.masked import Masked
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
 from meshfeed.parts import KINDS, Kind
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.processors import SecondsVideo
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import contents_of, encoder_of
-from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 
 _CAUSAL = frozenset(

@@ -4,7 +4,6 @@ from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import contents_of
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
-from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.rule import (
     FindsDocuments,
     JoinsShards,
@@ -30,7 +29,6 @@ __all__ = [
     "FieldTable",
     "FindsDocuments",
     "JoinsShards",
-    "Masked",
     "Portion",
     "RuleContents",
     "RunField",
