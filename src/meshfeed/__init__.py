@@ -37,8 +37,9 @@ if typing.TYPE_CHECKING:
     from meshfeed.datasets import Mapped, Resampled, SameEveryEpoch, Samples
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
-    from meshfeed.feed.batch import Microbatch, Step, loss_by_source
+    from meshfeed.feed.batch import Microbatch, Step
     from meshfeed.files import Cache
+    from meshfeed.losses import loss_by_source
     from meshfeed.masked import Masked
     from meshfeed.multimodal import Multimodal, exchange_encoded
     from meshfeed.sequence import Chat, Documents, Windows
@@ -108,7 +109,7 @@ _ON_FIRST_USE = {
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
     "exchange_encoded": "meshfeed.multimodal.encoded",
-    "loss_by_source": "meshfeed.feed.batch",
+    "loss_by_source": "meshfeed.losses",
     "open": "meshfeed.store:open_store",
     "simulate": "meshfeed.simulation",
 }

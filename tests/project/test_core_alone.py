@@ -23,7 +23,17 @@ from soak import only_soak
 
 SOURCE, TESTS = Path(meshfeed.__file__).parent, Path(__file__).parents[1]
 OUTER = ("cli", "formats", "integrations", "prepare", "processors", "report", "sinks", "__main__.py")
-AROUND = ("datasets", "exchange", "masked", "multimodal", "parts", "remote", "simulation", "testing")
+AROUND = (
+    "datasets",
+    "exchange",
+    "losses",
+    "masked",
+    "multimodal",
+    "parts",
+    "remote",
+    "simulation",
+    "testing",
+)
 LAID_OUT = ("outer", "project")
 """Folders of tests that are not of the core alone."""
 INSTALLED = ("numpy", "torch", "pytest", "pytest-timeout", "hypothesis")

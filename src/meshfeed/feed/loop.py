@@ -241,7 +241,7 @@ class Loop:
         self._line = [each for each in self._line if each is not run or each.step_in_loop < each.ends_before]
         if after:
             return after[0], False
-        self.begins_at, self.is_loaded = run.ends_before, True
+        self.begins_at, self.is_loaded = int(run.ends_before), True
         self._end(run)
         return self._new_run(view, run.num_views), True
 

@@ -14,7 +14,7 @@ from meshfeed.feed.place import RankPlace
 from meshfeed.feed.run import Item, Made, Producer, Run, StepEnd, StepStart
 from meshfeed.feed.stepping import Ahead, Stepping
 from meshfeed.metrics import Meter, RunStart
-from meshfeed.order import edges_of
+from meshfeed.metrics.edges import edges_of
 from meshfeed.sequence import Columns, Portion, decode_costs, encoder_of
 from meshfeed.sequence.table import RUN_FIELDS
 from meshfeed.store import StreamStore

@@ -143,7 +143,9 @@ class Run:
     Attributes:
         producer: as given.
         first: the first step.
+        num_views: as given.
         delivery, clock, placer, recorder: that the producer uses.
+        ends_before: the step at which another run goes on from there; without one, it is infinite.
         is_whole: whether another run follows it, and all steps before that are made, in the views' queues.
     """
 
@@ -168,7 +170,7 @@ class Run:
             self._verifier = Verifier.among(place.layout, place.roles, place.rank, producer.compared, meeting)
         self.producer, self._meeting, self._ended = producer, meeting, ended
         self._telling, self._behind = threading.Lock(), None
-        self.first, self._num_ready = start, 0
+        self.first, self.num_views, self._num_ready = start, num_views, 0
         self._views = [_View(hidden, start, start, start) for hidden in place.hidden_from(num_views)]
         self._prefetcher = Prefetcher(self._reporting(start), self.clock, producer.depth, Made)
         self._failures = Failures(meeting, place.rank, self._wake, self._where)
@@ -177,7 +179,7 @@ class Run:
         self._given = 0, 0, start  # the loop's place: so many of the microbatches of a step
         self._taken = 0  # items of the producer, in all steps
         self._waits, self._since = "", time.monotonic()  # what the loop waits for, since when
-        self._until: float = math.inf  # the step before which it ends, if another run goes on from there
+        self.ends_before: float = math.inf
         self.is_whole = False
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
@@ -198,24 +200,9 @@ class Run:
         return min(view.left for view in self._views)
 
     @property
-    def num_views(self) -> int:
-        """Its consumers."""
-        return len(self._views)
-
-    @property
     def next_begun(self) -> int:
         """The first step that no view was given."""
         return max(view.step for view in self._views)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether another run follows it, which begins at the step that it ends before."""
-        return self._until < math.inf
-
-    @property
-    def ends_before(self) -> int:
-        """That step; only of a run that another one follows."""
-        return int(self._until)
 
     @property
     def is_left_behind(self) -> bool:
@@ -224,7 +211,7 @@ class Run:
 
     def end_before(self, step: int, why: str, *, without_others: bool = False) -> None:
         """End before a step, where another run begins. See `Failures.leave`."""
-        self._until = step
+        self.ends_before = step
         self._failures.leave(step, why, without_others=without_others)
 
     def say(self, key: str, text: str) -> None:
@@ -242,7 +229,7 @@ class Run:
     def join(self, view: int, num_views: int) -> bool:
         """Join as a view; False if that is impossible and a new run must begin."""
         is_over = self._stopped and not self.is_whole
-        if is_over or num_views != len(self._views) or self._views[view].joined:
+        if is_over or num_views != self.num_views or self._views[view].joined:
             return False
         self._views[view].joined = True
         return True
@@ -263,7 +250,7 @@ class Run:
         while True:
             if not self._stopped or self.is_whole:  # an unfinished step does not count after a failure
                 consumer.whole = consumer.left = consumer.step
-            if consumer.step >= self._until:
+            if consumer.step >= self.ends_before:
                 self._complete()
                 return
             self._num_ready = self._prefetcher.num_ready
@@ -360,7 +347,7 @@ class Run:
 
     def _complete(self) -> None:
         """Take all that the run makes of the steps before its end, for every view."""
-        self._take_all_before(self._until)
+        self._take_all_before(self.ends_before)
         self.is_whole = True
 
     def _take_all_before(self, step: float) -> None:
@@ -461,7 +448,7 @@ class Run:
 
     def _wake(self) -> None:
         """Another rank has published a notice: interrupt the loop's wait."""
-        if not self.goes_on and (left := self._failures.left_before(self.next_begun)) is not None:
+        if self.ends_before == math.inf and (left := self._failures.left_before(self.next_begun)) is not None:
             self._left_behind(left, self.next_begun)  # the loop is in a step that it should not have begun
         self._prefetcher.wake()
         if self._verifier is not None:

@@ -202,14 +202,6 @@ class Stepping:
         tokens = self.rule.row_tokens
         return Align(sequence=int(Align().padded(np.array(tokens), self.layout.cp)) if tokens > 1 else 1)
 
-    @cached_property
-    def _shares_encoder(self) -> bool:
-        return encoder_of(self.rule) != "with sample"
-
-    @cached_property
-    def _row_tokens(self) -> int | None:
-        return self.rule.row_tokens if self.rule.has_dummy_rows else None
-
     def foresee(self, step: int) -> None:
         """Begin to plan a step that will probably be asked for, on a thread of its own."""
         pool = ThreadPoolExecutor(1, "meshfeed-plan")
@@ -317,16 +309,13 @@ class Stepping:
 
     def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
         rows = self.micro_batch_size * self.layout.dp
-        layout = f"micro_batch_size={self.micro_batch_size}, dp={self.layout.dp}"
+        become, then = "dummies", "divide the loss by step.valid_tokens, not by rows"
         if not self.rule.has_dummy_rows:
-            return OptionError(
-                f"{step} has {size} sequences, and a microbatch {rows} rows ({layout}): {-size % rows} would "
-                f"be missing; {cure}, or pass pad_rows=True and take microbatches of fewer rows, or none, on "
-                f"some ranks"
-            )
+            become, then = "missing", "take microbatches of fewer rows, or none, on some ranks"
         return OptionError(
-            f"{step} has {size} sequences, and a microbatch {rows} rows ({layout}): {-size % rows} would be "
-            f"dummies; {cure}, or pass pad_rows=True and divide the loss by step.valid_tokens, not by rows"
+            f"{step} has {size} sequences, and a microbatch {rows} rows (micro_batch_size="
+            f"{self.micro_batch_size}, dp={self.layout.dp}): {-size % rows} would be {become}; {cure}, or "
+            f"pass pad_rows=True and {then}"
         )
 
     def num_microbatches(self, step: int) -> int | None:
@@ -392,11 +381,11 @@ class Stepping:
         first = coord.dp * self.layout.cp
         rank, group = first + coord.cp, tuple(first + cp for cp in served)
         if self.packing is None:
-            rows, least = self.micro_batch_size, self._row_tokens
+            rows, least = self.micro_batch_size, self.rule.row_tokens if self.rule.has_dummy_rows else None
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
-        if self._shares_encoder:
+        if encoder_of(self.rule) != "with sample":
             order = tuple(np.argsort(np.argsort(beside)).tolist())
             step = WholeStep(
                 draws=batch.draws,

@@ -39,7 +39,7 @@ class RunStart:
         decode_workers: processes of each reader that decode images, audio and video; 0 if the reader itself
             does, None if its rule decodes nothing.
         edges: what the recipe begins anew, in words -> steps from one beginning to the next; see
-            `order.edges_of`.
+            `edges.edges_of`.
     """
 
     step: int

@@ -2,14 +2,12 @@
 
 Read it in this order: `permutation` (the shuffle of an epoch), `blocks` (the same by shards), `interleave`
 (which source is next), `schedule` (when sources and batch sizes change), `tokens` (where steps of so many
-tokens begin), `stream` (all of it: step -> draws), `positions` (its inverse), `edges` (what begins anew
-every so many steps).
+tokens begin), `stream` (all of it: step -> draws), `positions` (its inverse).
 """
 
-from meshfeed.order.edges import edges_of
 from meshfeed.order.interleave import Interleaving
 from meshfeed.order.permutation import key_of, permute, philox, rng, unpermute
-from meshfeed.order.positions import places_in_epoch, position_of, positions_of
+from meshfeed.order.positions import position_of, positions_of
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
@@ -49,7 +47,6 @@ __all__ = [
     "draws_between",
     "draws_of_source",
     "draws_of_step",
-    "edges_of",
     "extend",
     "has_step",
     "is_over_early",
@@ -59,7 +56,6 @@ __all__ = [
     "num_steps",
     "permute",
     "philox",
-    "places_in_epoch",
     "position_of",
     "positions_of",
     "rng",

@@ -30,21 +30,14 @@ def positions_of(recipe: Recipe, draws: Draws, stop: int | None = None) -> Longs
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     stream = stream_of(recipe)
     stop = stream.end if stop is None else stream.within(stop, stop)[0]
-    count = draws.epoch * stream.sizes[draws.source] + places_in_epoch(recipe, draws)
+    place = stream.unshuffled(draws.source, draws.epoch, draws.index)
+    count = draws.epoch * stream.sizes[draws.source] + place
     some = np.arange(count.size)
     if stop is not None:  # the rest may be blocks away
         some = np.flatnonzero(count < stream.counts(stop)[draws.source])
     found = np.full(count.size, -1, np.int64)
     found[some] = _positions(stream, draws.source[some], count[some])
     return found if stop is None else np.where(found < stop, found, -1)
-
-
-def places_in_epoch(recipe: Recipe, draws: Draws) -> Longs:
-    """The place of each sequence among those of its epoch, as they are drawn, from 0; int64 [n].
-
-    Not for a rule with its own order.
-    """
-    return stream_of(recipe).unshuffled(draws.source, draws.epoch, draws.index)
 
 
 def _positions(stream: Stream, source: npt.NDArray[np.integer], count: Longs) -> Longs:

@@ -373,18 +373,15 @@ class Stream:
 
     def draws(self, start: int, stop: int, segments: Sequence[Segment] | None = None) -> Draws:
         """The draws at positions start..stop."""
-        source, epoch, place = self.places(start, stop, segments)
         if self._blocks is None or self.sizes.size > 1 or stop - start > _TOGETHER:
-            return Draws(source, epoch, self.indices(source, epoch, place))
+            return self.numbered(*self.drawn(start, stop, segments))
         first, last = start // _TOGETHER, max(stop - 1, start) // _TOGETHER
-        some = np.concatenate([self._some(number) for number in range(first, last + 1)])
-        return Draws(source, epoch, some[start - first * _TOGETHER :][: stop - start])
+        some = concatenated([self._some(number) for number in range(first, last + 1)])
+        return some.between(start - first * _TOGETHER, stop - first * _TOGETHER)
 
-    def _make_some(self, number: int) -> Longs:
-        """The sequences at `_TOGETHER` successive positions of a single source; int64."""
-        place = np.arange(number * _TOGETHER, (number + 1) * _TOGETHER)
-        size = self.sizes[0]
-        return self.indices(np.zeros(place.size, np.int32), place // size, place % size)
+    def _make_some(self, number: int) -> Draws:
+        """The draws at `_TOGETHER` successive positions of a single source."""
+        return self.numbered(np.zeros(_TOGETHER, np.int32), np.arange(_TOGETHER) + number * _TOGETHER)
 
     def numbered(self, source: npt.NDArray[np.int32], count: Longs) -> Draws:
         """Draws of sources by their number; int32, int64 [n]."""

@@ -22,18 +22,13 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import FindsDocuments, JoinsShards, TokenRule
 from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of, places_among
-from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
+from meshfeed.sequence.table import PLAN_FIELDS, TOKEN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 from meshfeed.whole import is_whole, settle
 
 Ranges = tuple[npt.NDArray[np.int32], Longs, Longs, Longs]
-_FIELDS = (
-    Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
-    Field(name="labels", dtype="int64", stages=("last",), split=True),
-    Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
-    *PLAN_FIELDS,
-)
+_FIELDS = (*TOKEN_FIELDS, *PLAN_FIELDS)
 
 
 def located(recipe: Recipe, draws: Draws) -> Located:

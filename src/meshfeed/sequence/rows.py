@@ -34,7 +34,7 @@ from meshfeed.sequence.runs import (
     dtype_of,
     runs_of,
 )
-from meshfeed.sequence.table import FieldTable, RunField, table_of
+from meshfeed.sequence.table import PLAN_FIELDS, TOKEN_FIELDS, FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 from meshfeed.whole import is_whole, settle
@@ -48,16 +48,9 @@ NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 _found: WeakKeyDictionary[Store, tuple[tuple[Longs, tuple[Longs, Longs]], ...]] = WeakKeyDictionary()
 _MOST_FOUND = 4  # two feeds, before and after an amendment
 
-_FIELDS = (
-    Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
-    Field(name="labels", dtype="int64", stages=("last",), split=True),
-    Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
-    Field(name="position_ids", dtype="int64", split=True, stored=False),
-)
-_DOCUMENT_FIELDS = (
-    Field(name="cu_seqlens", dtype="int32", stored=False),
-    Field(name="max_seqlen", dtype="int32", stored=False),
-)
+_OF_PACKS = {field.name: field for field in PLAN_FIELDS}
+_FIELDS = (*TOKEN_FIELDS, _OF_PACKS["position_ids"])
+_DOCUMENT_FIELDS = (_OF_PACKS["cu_seqlens"], _OF_PACKS["max_seqlen"])
 
 
 @dataclass(frozen=True)

@@ -100,16 +100,8 @@ class Runs:
         """
         if _copy_runs is not None and self.at.size > _FEW and self._copy_compiled(_copy_runs, read, out):
             return
-        runs = zip(self.at.tolist(), self.start.tolist(), self.size.tolist())
-        if out.ndim == 1 and read.dtype == out.dtype and read.flags.contiguous and out.flags.contiguous:
-            # Slicing a memoryview costs half as much as slicing an array. As bytes: memoryviews of equal
-            # dtypes may have different formats.
-            source, target, width = read.view(np.uint8).data, out.view(np.uint8).data, out.itemsize
-            for at, start, size in runs:
-                target[at * width : (at + size) * width] = source[start * width : (start + size) * width]
-        else:
-            for at, start, size in runs:
-                out[..., at : at + size] = read[..., start : start + size]
+        for at, start, size in zip(self.at.tolist(), self.start.tolist(), self.size.tolist()):
+            out[..., at : at + size] = read[..., start : start + size]
 
     def _copy_compiled(self, copy_runs: Callable[..., int], read: Array, out: Array) -> bool:
         """The same in one call; False, with `out` in any state, for what only NumPy can do."""

@@ -153,6 +153,13 @@ def _count(row: Array, at: Longs, first: Longs, by: int) -> None:
     np.cumsum(row, out=row, dtype=row.dtype)
 
 
+TOKEN_FIELDS = (
+    Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
+    Field(name="labels", dtype="int64", stages=("last",), split=True),
+    Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
+)
+"""Fields of tokens that predict the next one."""
+
 PLAN_FIELDS = (
     Field(name="position_ids", dtype="int64", split=True, stored=False),
     Field(name="sequence_ids", dtype="int32", split=True, pad=-1, stored=False),

@@ -24,9 +24,9 @@ from meshfeed.order import (
     draws_of_step,
     key_of,
     num_positions,
-    places_in_epoch,
     positions_of,
 )
+from meshfeed.order.stream import stream_of
 from meshfeed.report.drawn import drawn_of_sources
 from meshfeed.report.exposure import exposures
 from soak import cases
@@ -147,6 +147,11 @@ def test_positions_of_draws_in_any_order(recipe: mf.Recipe, random: Any, stop: i
 
 
 @settings(max_examples=cases(30, 600), deadline=None)
+def places_of(recipe: mf.Recipe, draws: Draws) -> list[int]:
+    """In their epochs."""
+    return stream_of(recipe).unshuffled(draws.source, draws.epoch, draws.index).tolist()
+
+
 @given(recipes(), st.integers(1, 12))
 def test_draws_of_one_source_are_those_of_the_stream(recipe: mf.Recipe, until: int) -> None:
     """Counted as `drawn_until` says, and back to their places."""
@@ -158,7 +163,7 @@ def test_draws_of_one_source_are_those_of_the_stream(recipe: mf.Recipe, until: i
             assert alone.epoch.tolist() == draws.epoch.tolist()
             assert alone.index.tolist() == draws.index.tolist()
             size = recipe.sequence.num_sequences(recipe.sources[source])
-            assert places_in_epoch(recipe, alone).tolist() == (np.arange(first, stop) % size).tolist()
+            assert places_of(recipe, alone) == (np.arange(first, stop) % size).tolist()
 
 
 def test_blocks_of_a_source_alone_have_its_own_size() -> None:
@@ -166,7 +171,7 @@ def test_blocks_of_a_source_alone_have_its_own_size() -> None:
     shuffle = mf.Blocks(sequences=3, window=2, lanes=2)
     recipe = mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(4), shuffle=shuffle)
     draws = draws_of_source(recipe, 1, 0, 40)
-    assert sorted(draws.index.tolist()) == list(range(40)) == places_in_epoch(recipe, draws).tolist()
+    assert sorted(draws.index.tolist()) == list(range(40)) == places_of(recipe, draws)
 
 
 def test_far_away_and_past_the_end() -> None:

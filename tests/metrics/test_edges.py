@@ -7,7 +7,8 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.order import Draws, OwnOrder, drawn_until, draws_of_step, edges_of
+from meshfeed.metrics.edges import edges_of
+from meshfeed.order import Draws, OwnOrder, drawn_until, draws_of_step
 
 STEPS = 3000
 
