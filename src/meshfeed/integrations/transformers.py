@@ -64,7 +64,7 @@ _ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
 """Kinds of models whose outputs of images and of video stand in place of one token."""
 _ROUTES = "encoder_routes"  # of a batch, until the model is called
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
-_MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
+_MESH_NAMES = {"cp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
 """Options about the training set alone; the others concern each set that is not a recipe, too."""
 CONFIG_FIELDS: dict[str, str] = {
@@ -85,7 +85,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "include_for_metrics": "honoured: by the Trainer, without filling rows",
     "include_num_input_tokens_seen": "honoured: by the Trainer, which counts the padding of packs, too",
     "average_tokens_across_devices": "honoured: by the Trainer",
-    "parallelism_config": "honoured: its mesh is the layout; ranks that split sequences get whole ones",
+    "parallelism_config": "honoured: its mesh is the layout; cp ranks get whole sequences; sp_size is refused",
     "data_collator": "refused: override FeedTrainer.batch_of",
     "train_sampling_strategy": "refused: mf.Recipe(shuffle=) sets the order, mf.Packing makes packs even",
     "length_column_name": "refused: the lengths are those of the recipe's data",
@@ -482,8 +482,18 @@ class FeedTrainer(_Base):
             )
 
     def _check_options(self) -> None:
-        """Raises RecipeError for options that would have no effect on any set that this trainer has."""
+        """Raises RecipeError for options that would have no effect on any set that this trainer has.
+
+        LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
+        """
         args = self.args
+        ranks = getattr(getattr(self.accelerator, "parallelism_config", None), "sp_size", None) or 1
+        if ranks > 1:
+            raise LayoutError(
+                f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so that "
+                f"an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get whole "
+                f"sequences"
+            )
         changed = changed_options(args) | changed_options(args.accelerator_config, "accelerator_config.")
         changed |= {} if self._collator is None else {"data_collator": self._collator}
         if args.use_cpu:  # the arguments change it themselves

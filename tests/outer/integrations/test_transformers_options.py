@@ -156,6 +156,19 @@ def test_an_option_without_effect_is_refused(corpus: str, tmp_path: Path, name: 
         trainer(tmp_path, recipe(corpus), plain, options)
 
 
+def test_sequence_parallelism_is_refused(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its batches, an optimizer step would take a part of the recipe's. accelerate has it on GPUs alone."""
+    from accelerate.utils import ParallelismConfig
+
+    monkeypatch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)
+    options = {"parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed")}
+    for sets in ((recipe(corpus), None), (None, recipe(corpus))):
+        with pytest.raises(mf.errors.LayoutError, match=r"sp_size=2\).* choose cp_size"):
+            trainer(tmp_path, *sets, options)
+
+
 @pytest.mark.parametrize(
     "names", [(), *((name,) for name in ALONE), sorted({*HONOURED} - {*ALONE})], ids=" ".join
 )
