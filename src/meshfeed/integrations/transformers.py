@@ -85,7 +85,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "include_for_metrics": "honoured: by the Trainer, without filling rows",
     "include_num_input_tokens_seen": "honoured: by the Trainer, which counts the padding of packs, too",
     "average_tokens_across_devices": "honoured: by the Trainer",
-    "parallelism_config": "honoured: its mesh is the layout; cp ranks get whole sequences; sp_size is refused",
+    "parallelism_config": "honoured: its mesh is the layout; cp ranks get whole sequences, sp is refused",
     "data_collator": "refused: override FeedTrainer.batch_of",
     "train_sampling_strategy": "refused: mf.Recipe(shuffle=) sets the order, mf.Packing makes packs even",
     "length_column_name": "refused: the lengths are those of the recipe's data",
@@ -490,9 +490,9 @@ class FeedTrainer(_Base):
         ranks = getattr(getattr(self.accelerator, "parallelism_config", None), "sp_size", None) or 1
         if ranks > 1:
             raise LayoutError(
-                f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so that "
-                f"an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get whole "
-                f"sequences"
+                f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so "
+                f"that an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get "
+                f"whole sequences"
             )
         changed = changed_options(args) | changed_options(args.accelerator_config, "accelerator_config.")
         changed |= {} if self._collator is None else {"data_collator": self._collator}

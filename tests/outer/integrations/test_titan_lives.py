@@ -15,6 +15,9 @@ import loops
 import world
 from soak import SEED, SOAK, cases
 
+LIVES = 10
+"""Of one world: each leaves some twenty threads of the trainer's process groups behind."""
+
 
 def lived(rank: int, *given: Any) -> list[Any]:
     import titan_lives  # it changes what it imports: for ranks alone
@@ -37,8 +40,8 @@ def life_after_life(corpus: str, folder: Path, size: int, seeds: list[tuple[int,
 @pytest.mark.timeout(7_000)
 def test_each_step_of_a_life_is_the_recipes(tmp_path: Path) -> None:
     corpus, compared = loops.write(tmp_path / "text"), 0
-    for first in range(0, cases(3, 300), 50):
-        folder, lives = tmp_path / str(first), range(first, min(first + 50, cases(3, 300)))
+    for first in range(0, cases(3, 300), LIVES):
+        folder, lives = tmp_path / str(first), range(first, min(first + LIVES, cases(3, 300)))
         for at, size in enumerate((4, 1, 2, 4, 2) if SOAK else (2,)):
             seeds = [(SEED, life, at) for life in lives]
             compared += life_after_life(corpus, folder, size, seeds, kill=bool(at % 2))

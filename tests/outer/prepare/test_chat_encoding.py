@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from chats import chat_encoder
+from chats import chat_encoder, shown, tokenizer_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -427,6 +427,22 @@ def test_a_template_without_headers_needs_no_prompt(folders: dict[str, Path], tm
     )
     (one,) = chat_encoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
     assert one["loss_mask"].any()
+
+
+@pytest.mark.parametrize("train_on", ["all", "last", "each"])
+def test_a_header_that_no_prompt_prints_bears_no_loss(tmp_path: Path, train_on: Any) -> None:
+    """Wherever the answer is: behind a question, behind a tool, or a call without text."""
+    folder = tokenizer_in(
+        tmp_path / "t",
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}{{ '<|end|>' }}{% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    asked = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answered = [*asked, {"role": "tool", "content": "ok"}, {"role": "assistant", "content": "I went."}]
+    for talk in (asked, answered, [asked[0], answered[-1]]):
+        with pytest.raises(StoreError, match=r"prints '<\|assistant\|>' before what the assistant says"):
+            shown(folder, talk, train_on=train_on)
 
 
 def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> None:

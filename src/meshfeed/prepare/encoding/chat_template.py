@@ -399,11 +399,16 @@ def _refuse_header(
 
     The header would bear loss. What such a prompt is followed by, as by an empty thought, is the answer's.
     """
-    said = dict.get(messages[k], REASONING[0]) or messages[k].get("content")
-    if not isinstance(said, str) or not said.strip() or (k and messages[k - 1]["role"] == "tool"):
-        return  # what follows a tool may go on with the turn before it, as Gemma 4's does
-    header, found, _ = turn[len(prompt) :].partition(said.strip())
-    if found and header.strip() and template.text(messages[:k], beside) == prompt:
+    before = messages[:k]
+    if template.text(before, beside) != prompt:
+        return
+    said, shown = dict.get(messages[k], REASONING[0]) or messages[k].get("content"), turn
+    if not isinstance(said, str) or not said.strip():  # as a call alone: what is before a text in its place
+        said = "meshfeed"
+        content: Any = [{"type": "text", "text": said}] if template.takes_parts_alone else said
+        shown = template.text([*before, Noted({"role": "assistant", "content": content})], beside)
+    header, found, _ = shown.removeprefix(prompt).partition(said.strip())
+    if found and header.strip() and turn.startswith(prompt + header):
         raise StoreError(
             f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "
             f"nothing for add_generation_prompt, so that would bear loss; print it there, too: "
