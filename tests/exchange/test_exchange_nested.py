@@ -154,6 +154,10 @@ def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:
             r"'position_ids' has 3 tokens .*movedim\(-1, 0\)",
         ),
         ({"tokens": torch.ones(5), "labels": [1, 2, 3, 4, 5]}, r"key 'labels' is a list of numbers"),
+        (
+            {"tokens": torch.ones(5), "labels": np.ma.masked_less(np.ones(5), 2)},
+            r"'labels' .* masked entries",
+        ),
     ],
 )
 def test_collated_and_transposed_values_are_refused_by_name(item: Any, text: str) -> None:

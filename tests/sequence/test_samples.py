@@ -356,6 +356,7 @@ def spoiled(value: dict[str, Any], at: mf.order.EpochIndex) -> dict[str, Any]:
         ({"x": torch.zeros(2, dtype=torch.bfloat16)}, "tensor of torch.bfloat16, a type that NumPy lacks"),
         ({"x": torch.zeros(2, device="meta")}, "tensor on meta"),
         ({"x": [1.0]}, r"'x' is a list of numbers; give np.array\(...\)"),
+        ({"x": np.ma.masked_less(np.arange(3.0, dtype=np.float32), 1)}, "masked entries; give array.filled"),
         ({"x": None}, "'x' is NoneType"),
     ],
 )

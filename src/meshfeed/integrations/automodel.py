@@ -36,6 +36,7 @@ from meshfeed.integrations.loader import (
     masked_labels,
     pads_rows,
     refuse_fields,
+    refuse_lacking,
     refuse_masked,
     refuse_options,
 )
@@ -381,10 +382,8 @@ def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int
 def check_fields(recipe: Recipe) -> None:
     """Raises RecipeError for fields that Automodel's loop lacks, or has no place for."""
     rule, names = recipe.sequence, {field.name for field in contents_of(recipe).fields}
-    name = type(rule).__name__
     tokens = {"tokens"} if rule.packed or "tokens" in names else {"input_ids"}
-    if lacking := (tokens | {"labels"}) - names:
-        raise RecipeError(f"{name}() has no field {', '.join(sorted(lacking))}, which Automodel's loop needs")
+    refuse_lacking(recipe, tokens | {"labels"}, "Automodel's loop")
     refuse_masked(recipe, "Automodel's loop")
     if rule.packed:
         refuse_fields(recipe, _PACKED, "packs of Automodel", parts=f"set recipe: {_HERE}_vlm.FeedVlmRecipe")

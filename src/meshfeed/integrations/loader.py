@@ -156,6 +156,13 @@ def refuse_half_apart(recipe: Recipe, who: str) -> None:
         )
 
 
+def refuse_lacking(recipe: Recipe, needed: Set[str], name: str) -> None:
+    """Raises RecipeError for a rule without some of the fields that a loop needs. name: whose loop."""
+    if lacking := needed - {field.name for field in contents_of(recipe).fields}:
+        told = ", ".join(sorted(lacking))
+        raise RecipeError(f"{type(recipe.sequence).__name__}() has no field {told}, which {name} needs")
+
+
 def refuse_fields(recipe: Recipe, taken: Set[str], name: str, parts: str = "") -> None:
     """Raises RecipeError for fields beyond those taken, which a loop would lose.
 

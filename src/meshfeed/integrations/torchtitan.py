@@ -36,6 +36,7 @@ from meshfeed.integrations.loader import (
     masked_labels,
     refuse_fields,
     refuse_half_apart,
+    refuse_lacking,
     refuse_masked,
     refuse_options,
 )
@@ -121,7 +122,12 @@ def rows(recipe: Recipe, seq_len: int, local_batch_size: int) -> Shape:
     length = getattr(recipe.sequence, "length", seq_len)
     if length != seq_len:
         raise RecipeError(f"sequences have {length} tokens, training.seq_len is {seq_len}")
-    return Shape({"micro_batch_size": local_batch_size}, batch_of, "training.global_batch_size")
+
+    def batch_of_rows(microbatch: Microbatch) -> Batch:
+        _check_size(microbatch, local_batch_size * seq_len, f"{local_batch_size} rows of training.seq_len")
+        return batch_of(microbatch)
+
+    return Shape({"micro_batch_size": local_batch_size}, batch_of_rows, "training.global_batch_size")
 
 
 def line(
@@ -136,9 +142,10 @@ def line(
     Raises RecipeError for packs or windows that do not fill a batch exactly, and for longer windows than
     max_context_length.
     """
-    packed = recipe.sequence.packed
+    packed, size = recipe.sequence.packed, num_tokens_per_batch
 
     def batch_of_line(microbatch: Microbatch) -> Batch:
+        _check_size(microbatch, size, _BATCH_TOKENS)
         fields, labels = batch_of(microbatch)
         if packed:
             positions = fields["positions"]
@@ -150,7 +157,6 @@ def line(
         longest = max_context_length if packed else None
         return Shape(options, batch_of_line, "training.num_tokens_per_train_step", longest)
 
-    size = num_tokens_per_batch
     if packed:
         fitting = Packing(capacity=size, fixed_shapes=True, max_sequences=size)
         packing = packing or fitting
@@ -162,13 +168,25 @@ def line(
                 f"'in_order'"
             )
         return shape(packing=packing)
-    length = int(getattr(recipe.sequence, "length", size))
+    own = getattr(recipe.sequence, "length", None)  # None for a dataset's items: each is a batch then
+    length = int(own or size)
     if length > max_context_length or size % length:
         raise RecipeError(
-            f"sequences have {length} tokens; make that at most training.max_context_length, "
-            f"{max_context_length}, and a divisor of the {size} tokens of a batch ({_BATCH_TOKENS})"
+            f"sequences have {length} tokens{'' if own else ', as a batch'}; make that at most "
+            f"training.max_context_length, {max_context_length}, and a divisor of the {size} tokens of a batch ({_BATCH_TOKENS})"
         )
     return shape(micro_batch_size=size // length)
+
+
+def _check_size(microbatch: Microbatch, size: int, name: str) -> None:
+    """Raises RecipeError for a batch of another number of tokens, of rows that only their dataset knows."""
+    tokens: object = microbatch["tokens"]
+    has = tokens.numel() if isinstance(tokens, torch.Tensor) else "rows of several lengths"
+    if has != size:
+        raise RecipeError(
+            f"microbatch {microbatch.index}: {has} tokens, and the trainer takes {size} ({name}); give the "
+            f"trainer the length of the dataset's items, which must be one"
+        )
 
 
 def _check_contents(recipe: Recipe, packing: Packing | None) -> None:
@@ -180,6 +198,7 @@ def _check_contents(recipe: Recipe, packing: Packing | None) -> None:
             f"DataLoader.Config(packing=) out"
         )
     refuse_masked(recipe, "torchtitan's loop")
+    refuse_lacking(recipe, {"tokens", "labels", "position_ids"}, "torchtitan's loop")
     others = "train such models by automodel_vlm.FeedVlmRecipe or transformers.FeedTrainer of meshfeed"
     refuse_fields(recipe, _TAKEN, "batches of torchtitan", parts=f"{others}.integrations")
     refuse_half_apart(recipe, "torchtitan's models keep")

@@ -37,6 +37,7 @@ from meshfeed.integrations.loader import (
     masked_labels,
     pads_rows,
     refuse_half_apart,
+    refuse_lacking,
     refuse_masked,
     refuse_options,
 )
@@ -727,6 +728,8 @@ def _check_dataset(name: str, given: object) -> None:
 def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -> None:
     """Raises RecipeError for labels in other places than the model's loss expects."""
     rule, name = recipe.sequence, type(model).__name__
+    if _has_tokens(recipe):
+        refuse_lacking(recipe, {"labels"}, name)
     if predicts_next:
         refuse_masked(recipe, name)
     if not isinstance(rule, Masked) and not predicts_next and _has_tokens(recipe):

@@ -6,6 +6,7 @@ The same tests run with torchtitan's main branch, where that is what `import tor
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 from dataclasses import replace
@@ -28,6 +29,7 @@ from meshfeed.integrations.config import layout_of_ranks
 from meshfeed.store import IndexedWriter
 from observe import content_of
 from pictures import multimodal, write_pictures
+from user_datasets import Plain
 
 PLACE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 32, "local_batch_size": 2}
 IN_LINE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None}  # as torchtitan's main branch calls it
@@ -293,6 +295,32 @@ def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packin
         mf.errors.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"
     ):
         fed.DataLoader.Config(recipe=recipe(corpus, sequence=mf.Documents())).build(**PLACE)
+
+
+def rows_of_a_dataset(*fields: str, lengths: tuple[int, ...] = (32,)) -> mf.Recipe:
+    def item(at: mf.order.EpochIndex) -> dict[str, Any]:
+        tokens = np.arange(lengths[at.index % len(lengths)])
+        return {"tokens": tokens, "labels": tokens + 1, "position_ids": tokens}
+
+    dataset = mf.Mapped(Plain(8, item))
+    return mf.Recipe(dataset, mf.Samples(*fields), mf.Batch(8), shuffle="none")
+
+
+@pytest.mark.parametrize("place", [PLACE, IN_LINE | {"num_tokens_per_batch": 64}], ids=["0.3", "main"])
+def test_rows_of_a_dataset_fill_a_batch_or_are_refused(place: dict[str, Any]) -> None:
+    all_fields = ("tokens", "labels", "position_ids")
+    for at in range(3):
+        some = (*all_fields[:at], *all_fields[at + 1 :])
+        with pytest.raises(mf.errors.RecipeError, match=f"no field {all_fields[at]}, which torchtitan's"):
+            fed.DataLoader.Config(recipe=rows_of_a_dataset(*some)).build(**place)
+    for lengths, told in (((16,), "16 tokens|32 tokens"), ((16, 32), "16 tokens|rows of several lengths")):
+        loader = fed.DataLoader.Config(recipe=rows_of_a_dataset(*all_fields, lengths=lengths)).build(**place)
+        with contextlib.closing(loader), pytest.raises(mf.errors.RecipeError, match=told):
+            next(iter(loader))
+    sizes = place | ({"num_tokens_per_batch": 32} if "num_tokens_per_batch" in place else {})
+    loader = fed.DataLoader.Config(recipe=rows_of_a_dataset(*all_fields)).build(**sizes)
+    with contextlib.closing(loader):
+        assert next(iter(loader))[1].numel() % 32 == 0
 
 
 UNTOLD = [

@@ -16,6 +16,7 @@ import meshfeed as mf
 from meshfeed.integrations.transformers import FeedTrainer, causal_batch, takes_shift_labels
 from meshfeed.store import IndexedWriter
 from soak import some
+from user_datasets import Plain
 
 STEPS, MICRO, ACCUMULATED, WINDOW = 3, 2, 4, 32
 SHAPE: Any = {
@@ -211,6 +212,15 @@ class Wrapping(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
+
+
+def test_items_without_labels_are_refused(tmp_path: Path) -> None:
+    dataset = mf.Mapped(Plain(8, lambda at: {"tokens": np.arange(8)}))
+    given = mf.Recipe(dataset, mf.Samples("tokens"), 8)
+    with pytest.raises(
+        mf.errors.RecipeError, match=r"Samples\(\) has no field labels, which LlamaForCausalLM"
+    ):
+        FeedTrainer(model(), arguments(tmp_path), train_dataset=given).train()
 
 
 def test_a_model_that_ignores_shift_labels_is_refused(corpus: str, tmp_path: Path) -> None:
