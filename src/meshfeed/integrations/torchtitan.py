@@ -173,7 +173,8 @@ def line(
     if length > max_context_length or size % length:
         raise RecipeError(
             f"sequences have {length} tokens{'' if own else ', as a batch'}; make that at most "
-            f"training.max_context_length, {max_context_length}, and a divisor of the {size} tokens of a batch ({_BATCH_TOKENS})"
+            f"training.max_context_length, {max_context_length}, and a divisor of the {size} tokens of a "
+            f"batch ({_BATCH_TOKENS})"
         )
     return shape(micro_batch_size=size // length)
 
