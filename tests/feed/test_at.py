@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
@@ -22,15 +22,21 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> mf.Recipe:
 @settings(max_examples=cases(40), deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["at", "at", "close", "load"]), st.integers(-1, 3), st.integers(0, 4)),
+        st.tuples(
+            st.sampled_from(["at", "at", "run", "loop", "close", "load"]),
+            st.integers(-1, 3),
+            st.integers(0, 4),
+        ),
         max_size=12,
     ),
     st.integers(0, 2),
 )
+@example([("run", 0, 0), ("loop", 0, 3), ("at", 0, 0)], 0)
+@example([("at", 0, 0), ("loop", 0, 2), ("at", 1, 0)], 2)
 def test_the_step_that_was_asked_for(
     recipe: mf.Recipe, life: list[tuple[str, int, int]], prefetch: int
 ) -> None:
-    """life: what is done, how far from the step before, and how many of its microbatches are taken."""
+    """life: what is done, how far from the step before, and how many of its microbatches, or steps, are taken."""
     layout, step = mf.Layout(), 3
     with mf.Feed(recipe, layout, 0, transport=mf.Transport(prefetch=prefetch)) as feed:
         for what, further, taken in life:
@@ -38,6 +44,12 @@ def test_the_step_that_was_asked_for(
                 feed.close()
             elif what == "load":
                 feed.load_state_dict(feed.state_dict(step))
+            elif what == "run":
+                run = feed.run(step, layout=layout, rank=0)
+                assert [each.index for _, each in zip(range(taken), run)] == [*range(step, step + taken)]
+            elif what == "loop":  # of the feed, whatever run it was given
+                begins = feed.next_step
+                assert [each.index for _, each in zip(range(taken), feed)] == [*range(begins, begins + taken)]
             else:
                 step = max(step + further, 0)
                 given = feed.at(step, layout, 0)
