@@ -230,8 +230,9 @@ class Stepping:
             microbatch = plan.microbatch.copy()
             microbatch[places_among(draws, excluded)] = -1  # their rows are left out
             plan = replace(plan, microbatch=microbatch)
-        kept = draws.take(plan.sequence[plan.kept])
-        valid = self.contents.valid_tokens(self.recipe, kept, plan.start[plan.kept], plan.lengths[plan.kept])
+        rows = plan.kept
+        kept = draws if rows.size == len(draws) == plan.lengths.size else draws.take(plan.sequence[rows])
+        valid = self.contents.valid_tokens(self.recipe, kept, plan.start[rows], plan.lengths[rows])
         cut_loss = self._cut_loss(draws, whole, plan, valid)
         batch = GlobalBatch(
             step=step,

@@ -16,6 +16,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -242,8 +243,8 @@ class Decoder:
     def _promises(self, places: Iterable[PartPlace]) -> dict[PartPlace, Promise]:
         """The promise of each part. Those of one source are looked up together."""
         promises: dict[PartPlace, Promise] = {}
-        ordered = sorted(dict.fromkeys(places), key=lambda at: (at.source, at.index, at.part))
-        for _, some in itertools.groupby(ordered, key=lambda at: at.source):
+        ordered = sorted(dict.fromkeys(places), key=attrgetter("source", "index", "part"))
+        for _, some in itertools.groupby(ordered, attrgetter("source")):
             promises |= self._promises_of(list(some))
         return promises
 
@@ -271,7 +272,7 @@ class Decoder:
     def _tasks(self, promises: Mapping[PartPlace, Promise]) -> dict[PartPlace, Task]:
         """All that decoding some parts needs. promises: by source. What is of one is read together."""
         tasks: dict[PartPlace, Task] = {}
-        for _, some in itertools.groupby(promises, key=lambda at: at.source):
+        for _, some in itertools.groupby(promises, attrgetter("source")):
             places, begin = list(some), time.monotonic()
             data = places[0].store.read_parts(*_numbers_of(places))
             read_s = (time.monotonic() - begin) / len(places)

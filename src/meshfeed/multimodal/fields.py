@@ -60,10 +60,9 @@ def part_columns(
         rows = chosen.among.ask(rows_of, processor, chosen.places[mine])
         for each in processor.columns:
             if names is None or each.name in names:
-                counts = zip(mine.tolist(), rows[each.name].tolist())
-                parts = ((made[i], count) for i, count in counts)
                 columns[each.name] = [
-                    each.blank(count) if isinstance(part, Bad) else part[each.name] for part, count in parts
+                    each.blank(count) if isinstance(part := made[i], Bad) else part[each.name]
+                    for i, count in zip(mine.tolist(), rows[each.name].tolist())
                 ]
     if on_bad != "error":
         columns[IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)

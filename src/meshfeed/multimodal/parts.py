@@ -29,16 +29,12 @@ from meshfeed.multimodal.processor import (
     tokens_of,
     work_of,
 )
-from meshfeed.order import Draws
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, Rope, Template
 from meshfeed.parts.store import parts_in
 from meshfeed.plan import CostModel, StepPlan
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.documents import document_lengths, located
-from meshfeed.sequence.runs import Longs, Portion, WholeStep
-from meshfeed.store import StreamStore
-from meshfeed.store.kept import kept_by_store
+from meshfeed.sequence.runs import Located, Longs, Portion, WholeStep
 
 R = TypeVar("R")
 
@@ -55,17 +51,17 @@ class PartsOfDraws:
 
     processors: Mapping[Kind, Processor]
     recipe: Recipe
-    draws: Draws
+    draws: Located
     parts: Parts
 
     @classmethod
-    def of(cls, processors: Mapping[Kind, Processor], recipe: Recipe, draws: Draws) -> PartsOfDraws:
+    def of(cls, processors: Mapping[Kind, Processor], recipe: Recipe, draws: Located) -> PartsOfDraws:
         """Looked up in the index. A document without text, as one that is excluded, has no part."""
-        draws, found = located(recipe, draws), list[tuple[Longs, Parts]]()
+        found = list[tuple[Longs, Parts]]()
         for s, mine, of in draws.by_source():
             stored = draws.stored[mine]
             some = slice(None) if stored.all() else np.flatnonzero(stored)
-            found.append((mine[some], _parts_at(recipe.sources[s], of.index[some].tobytes())))
+            found.append((mine[some], parts_in(recipe.sources[s], of.index[some])))
         if len(found) == 1 and found[0][0].size == len(draws):
             parts = found[0][1]
         else:
@@ -119,7 +115,7 @@ class PartsOfDraws:
             video = self.processors["video"].rule
             tokens[heard] = self.ask(sounding_template_of, video, heard - 1, self._sounds(heard)).tokens
             tokens[heard - 1] = tokens[heard]
-        return Expansion(self.parts, tokens, document_lengths(self.recipe, self.draws))
+        return Expansion(self.parts, tokens, self.draws.stored)
 
     def work(self, cost: CostModel) -> list[tuple[Longs, npt.NDArray[np.float64]]]:
         """The document of each part of each kind, and its encoder's work on it in units of load."""
@@ -182,12 +178,6 @@ class PartsOfDraws:
         """Bytes of some columns of parts of one kind, decoded."""
         rows = self.ask(rows_of, self.processors[kind], places)
         return sum(int(rows[each.name].sum()) * each.row_bytes for each in columns)
-
-
-@kept_by_store(most=64)
-def _parts_at(store: StreamStore, documents: bytes) -> Parts:
-    """The parts of documents, the bytes of int64 [n]; kept, as a step asks for the same ones again."""
-    return parts_in(store, np.frombuffer(documents, np.int64))
 
 
 def labels_of(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:

@@ -36,7 +36,7 @@ class PartSize(NamedTuple):
 
     def as_image(self) -> Parts:
         """The part alone, for what a rule says of an image of its height and width."""
-        return replace(Parts.of_images([(self.height, self.width)]), of_sample=np.array([self.of_sample]))
+        return Parts.of_images([(self.height, self.width)], np.array([self.of_sample]))
 
     def as_video(self) -> Parts:
         """The part alone, for what a rule says of a video of its size."""

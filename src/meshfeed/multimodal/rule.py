@@ -406,11 +406,12 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         return self._among(recipe, draws).whole
 
     def _among(self, recipe: Recipe, draws: Draws) -> PartsOfDraws:
-        return PartsOfDraws.of(self.processors, recipe, draws)
+        found = self.look_up(recipe, draws)
+        return found.once(recipe, lambda: PartsOfDraws.of(self.processors, recipe, found))
 
     def _whole(self, recipe: Recipe, portion: Portion) -> PartsOfDraws:
         """Those of the portion's documents."""
-        return portion.once(recipe, lambda: self._among(recipe, portion.draws))
+        return self._among(recipe, portion.draws)
 
     def _chosen(self, recipe: Recipe, portion: Portion) -> Chosen:
         """The parts that the ranks of the portion's reader encode: of the pack, or of the step."""

@@ -132,12 +132,13 @@ class Parts:
         return cls(none, none, none, none, np.zeros(0), none, none, starts)
 
     @classmethod
-    def of_images(cls, sizes: Sequence[tuple[int, int]]) -> Self:
+    def of_images(cls, sizes: Sequence[tuple[int, int]], of_sample: Longs | None = None) -> Self:
         """Samples of one image each, from (height, width): for trying a rule, and for tests."""
         height, width = np.array(sizes, np.int64).reshape(-1, 2).T
         n = height.size
         nothing, one = np.zeros(n, np.int64), np.ones(n, np.int64)
-        return cls(nothing, height, width, one, np.zeros(n), nothing, nothing, np.arange(n + 1))
+        of_sample = one if of_sample is None else of_sample
+        return cls(nothing, height, width, one, np.zeros(n), nothing, nothing, np.arange(n + 1), of_sample)
 
 
 TokenId = int

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -143,8 +144,8 @@ class SizedPatches(ImageProcessor):
         """Of an image, in a patch."""
         return 1
 
-    @property
-    def fields(self) -> tuple[PartField, ...]:
+    @cached_property  # asked for with each image
+    def fields(self) -> tuple[PartField, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """pixel_values and the sizes."""
         values = 3 * self.copies * self.rule.patch**2
         return self.pixel_field((values,), copies=self.copies), self.size_field

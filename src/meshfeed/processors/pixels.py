@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -72,8 +72,8 @@ class PixelProcessor(Processor):
         made = self.bytes_of(data, size)
         return {each.name: each.joined([made[each.name]], np.empty) for each in self.fields}
 
-    @property
-    def columns(self) -> tuple[PartField, ...]:
+    @cached_property  # asked for with each image
+    def columns(self) -> tuple[PartField, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Its fields, with bytes for pixels."""
         if not self._sends_bytes:
             return self.fields
@@ -158,13 +158,14 @@ class PixelField(PartField):
         if self.dtype == "uint8":
             to[...] = read
             return
-        values = values_of_bytes(self.mean, self.std, self.fused)
+        values = values_of_bytes(tuple(self.mean), tuple(self.std), self.fused)
         if _widen_pixels is None:
             to[...] = values[np.arange(3)[:, None, None], read]
         else:
             _widen_pixels(rows, size, self.copies, np.ascontiguousarray(read), values, to)
 
 
+@lru_cache
 def values_of_bytes(mean: Color, std: Color, fused: bool = False) -> npt.NDArray[np.float32]:
     """What each byte of each channel becomes, rounded as by transformers; float32 [3, 256].
 

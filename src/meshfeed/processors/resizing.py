@@ -83,7 +83,7 @@ def _by_loop(
 ) -> Array:
     loop = cast(Callable[..., int], _resize_squares)
     pixels = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8)
-    merges, across = (_table(*each, resample) for each in ((image.height, height), (image.width, width)))
+    merges, across = _table(image.height, height, resample), _table(image.width, width, resample)
     is_first = lines_first(image.height, image.width, height, width)
     room = np.empty(4 * (image.width + width), np.int32)
     lines = np.empty(7 * width + 4 * max(image.width, is_first * image.height * width), np.uint8)

@@ -50,10 +50,12 @@ class Located(Draws):
     Attributes:
         begins: offset of the first token in the stream of the store, and of its columns; int64 [n].
         stored: tokens that the store has of each from there on; int64 [n].
+        made: what a rule has made of them; see `once`.
     """
 
     begins: Longs
     stored: Longs
+    made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Draws.__post_init__(self)
@@ -64,6 +66,13 @@ class Located(Draws):
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
         return Located(*drawn, self.begins[places], self.stored[places])
+
+    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
+        """What a rule makes of the draws in a recipe, made once."""
+        return _once(self.made, recipe, make)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Located, (self.source, self.epoch, self.index, self.begins, self.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +297,6 @@ class Portion:
     def __getstate__(self) -> dict[str, Any]:
         """Without what only the rule needs: a microbatch is pickled with its portion."""
         return {**self.__dict__, "step": None, "made": {}}
-
-    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
-        """What a rule makes of the draws in a recipe, made once."""
-        return _once(self.made, recipe, make)
 
     def draws_of(self, microbatch: int) -> Draws:
         """The draws of one of the microbatches."""
