@@ -163,7 +163,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
 
     def _with(self, **settings: object) -> Multimodal:
         made = replace(self)
-        vars(made).pop("_fields", None)  # they depend on the encoder
+        vars(made).pop("fields", None)  # they depend on the encoder
         for name, value in {"_machine": self._machine, "_encoder": self._encoder, **settings}.items():
             object.__setattr__(made, name, value)
         return made
@@ -214,13 +214,9 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         """Documents differ in length, so they are packed."""
         return True
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """All fields of a pack; see the class."""
-        return self._fields
-
     @cached_property
-    def _fields(self) -> tuple[Field, ...]:
+    def fields(self) -> tuple[Field, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """All fields of a pack; see the class."""
         drops = self.on_bad == "drop"
         made = [
             Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),

@@ -106,14 +106,10 @@ class WithColumns(RuleContents):
     def has_table(self) -> bool:
         return self.rule.has_table
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rule's fields, with those of the columns replaced or appended. Reads the headers of the
         stores."""
-        return self._fields
-
-    @cached_property
-    def _fields(self) -> tuple[Field, ...]:
         replaced = [
             # stored, or derived from stored labels
             replace(field, stored=True) if field.name == "loss_mask" and self._masks else field
