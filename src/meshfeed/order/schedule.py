@@ -136,7 +136,5 @@ def _whole_count(recipe: Recipe, size: int, each: Amount, count: int) -> int:
     return -(-count // of_batch) if batch.last == "pad" else count // of_batch
 
 
-@lru_cache(maxsize=16)
-def interleaving_of(amounts: tuple[Fraction, ...]) -> Interleaving:
-    """The interleaving of some amounts; cached, since it caches its blocks."""
-    return Interleaving(amounts)
+interleaving_of = lru_cache(maxsize=16)(Interleaving)
+"""The interleaving of some amounts; cached, since it caches its blocks."""

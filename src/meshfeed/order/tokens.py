@@ -13,7 +13,7 @@ the current epochs are there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,6 @@ class KnownPosition(NamedTuple):
 
     position: int
     tokens: int
-
-
-class _Rule(Protocol):
-    """What a rule has that counts tokens."""
-
-    def lengths(self, recipe: Recipe, draws: Any) -> Longs: ...
 
 
 class Tokens:
@@ -78,7 +72,7 @@ class Tokens:
         """Tokens of each of some draws; int64 [n]."""
         recipe = self._recipe()
         with entered(recipe):
-            return np.asarray(cast(_Rule, recipe.sequence).lengths(recipe, draws), np.int64)
+            return np.asarray(cast(Any, recipe.sequence).lengths(recipe, draws), np.int64)
 
     def before(self, counts: Longs) -> int:
         """Tokens of the first so many draws of each source. counts: int64 [num_sources]."""

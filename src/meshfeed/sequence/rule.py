@@ -8,7 +8,7 @@ same bytes, and fields computed from lengths alone are never sent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -313,14 +313,6 @@ def opened(recipe: Recipe) -> AbstractContextManager[SequenceRule]:
     return rule.opened(recipe) if isinstance(rule, TakesParts) else nullcontext(rule)
 
 
-def epoch_in_order(rule: SequenceRule, recipe: Recipe, source: int, epoch: int = 0) -> Iterator[Draws]:
-    """The sequences of an epoch in the order of the store, some at a time."""
-    count = rule.num_sequences(recipe.sources[source])
-    for start in range(0, count, _TOGETHER):
-        index = np.arange(start, min(start + _TOGETHER, count))
-        yield Draws(np.full(index.size, source, np.int32), np.full_like(index, epoch), index)
-
-
 def _counted_once(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
     """Tokens of an epoch, and of its longest sequence, counted by one process of a node; int64 [2]."""
     store = recipe.sources[source]
@@ -337,7 +329,9 @@ def _counted(rule: SequenceRule, recipe: Recipe, source: int) -> Longs:
         return np.asarray(rule.lengths(recipe, draws), np.int64)
 
     with store:
-        for draws in epoch_in_order(rule, recipe, source):
+        for start in range(0, count := rule.num_sequences(store), _TOGETHER):
+            index = np.arange(start, min(start + _TOGETHER, count))
+            draws = Draws(np.full(index.size, source, np.int32), np.zeros_like(index), index)
             now = lengths(draws)
             if not len(found) and (lengths(replace(draws, epoch=draws.epoch + 1)) != now).any():
                 raise RecipeError(
