@@ -6,6 +6,7 @@ import io
 import itertools
 import multiprocessing
 import os
+import pickle
 import re
 import threading
 import zlib
@@ -175,6 +176,14 @@ def test_the_columns_have_the_bytes_that_the_index_tells(folder: Path) -> None:
                     arrays = [a for c in columns.values() for a in ([c] if isinstance(c, np.ndarray) else c)]
                     assert sum(a.nbytes for a in arrays) == stepping.contents.num_bytes(recipe, portion)
                     assert ("pixel_values" in columns) == (needs is None)
+
+
+def test_a_pickled_microbatch_has_nothing_of_its_recipe(folder: Path) -> None:
+    with mf.Feed(multimodal(folder), **PACKING) as feed:
+        for microbatch in next(iter(feed)).microbatches:
+            draws = pickle.loads(pickle.dumps(microbatch)).draws
+            assert microbatch.draws.made and not draws.made
+            assert draws.stored.tolist() == microbatch.draws.stored.tolist()
 
 
 # -- real ranks -----------------------------------------------------------------------------------
