@@ -4,7 +4,8 @@ accelerate accumulates by a count of its own, `accelerator.step`, which it saves
 microbatch, this loader sets it to the place of the microbatch in its step. So gradients are synchronised at
 the last one, whatever a checkpoint has counted, and a run may resume on another number of ranks.
 
-    loader = FeedLoader(mf.Feed(recipe, micro_batch_size=2), accelerator)
+    feed = mf.Feed(recipe, layout_of(accelerator), accelerator.process_index, micro_batch_size=2)
+    loader = FeedLoader(feed, accelerator)
     accelerator.register_for_checkpointing(loader)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -16,12 +17,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from meshfeed.errors import RecipeError
+from meshfeed.errors import LayoutError, RecipeError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.loader import BatchOf, Settings, TrainLoader, framework
+from meshfeed.layout import Layout
 
 framework("accelerate", "transformers")
+
+WHOLE = {"cp": "tp"}
+"""Dimensions of accelerate's mesh that split sequences themselves, so that their ranks need whole ones."""
+
+
+def layout_of(accelerator: Any) -> Layout:
+    """The layout of an accelerator's ranks: by its `ParallelismConfig`, or else all are data-parallel.
+
+    Raises LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
+    """
+    ranks = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", None) or 1
+    if ranks > 1:
+        raise LayoutError(
+            f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so that "
+            f"an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get whole "
+            f"sequences"
+        )
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    return (
+        Layout(dp=accelerator.num_processes) if mesh is None else Layout.from_device_mesh(mesh, names=WHOLE)
+    )
 
 
 class FeedLoader(TrainLoader):
@@ -34,12 +57,20 @@ class FeedLoader(TrainLoader):
     batch_of: the batch from a microbatch; by default a dict of its fields.
     steps_per_epoch: steps of an iteration; None for the whole stream.
 
+    Raises LayoutError for a feed under which ranks that share rows in the accelerator would get others.
     Iterating raises RecipeError if accelerate does not synchronise at the last microbatch of a step.
     """
 
     def __init__(
         self, feed: Feed, accelerator: Any, batch_of: BatchOf = dict, *, steps_per_epoch: int | None = None
     ) -> None:
+        shared = layout_of(accelerator)
+        dp, wanted = (each.coord(accelerator.process_index).dp for each in (feed.layout, shared))
+        if getattr(accelerator, "parallelism_config", None) and (feed.layout.dp, dp) != (shared.dp, wanted):
+            raise LayoutError(
+                f"the feed's {feed.layout} gives this rank the rows of dp={dp}, and in the accelerator's "
+                f"ParallelismConfig it is dp={wanted} of {shared.dp}; give the feed layout_of(accelerator)"
+            )
         super().__init__(
             feed,
             lambda microbatch: microbatch,

@@ -23,6 +23,7 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.integrations.accelerate import WHOLE, layout_of
 from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, causal_masks, kept_apart, takes_seq_idx
 from meshfeed.integrations.loader import (
     IGNORED,
@@ -65,7 +66,6 @@ _ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
 """Kinds of models whose outputs of images and of video stand in place of one token."""
 _ROUTES = "encoder_routes"  # of a batch, until the model is called
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
-_MESH_NAMES = {"cp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
 """Options about the training set alone; the others concern each set that is not a recipe, too."""
 CONFIG_FIELDS: dict[str, str] = {
@@ -488,13 +488,7 @@ class FeedTrainer(_Base):
         LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
         """
         args = self.args
-        ranks = getattr(getattr(self.accelerator, "parallelism_config", None), "sp_size", None) or 1
-        if ranks > 1:
-            raise LayoutError(
-                f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so "
-                f"that an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get "
-                f"whole sequences"
-            )
+        _ = layout_of(self.accelerator)
         changed = changed_options(args) | changed_options(args.accelerator_config, "accelerator_config.")
         changed |= {} if self._collator is None else {"data_collator": self._collator}
         if args.use_cpu:  # the arguments change it themselves
@@ -534,16 +528,13 @@ class FeedTrainer(_Base):
                     f"encoder={encoder!r}: {self._family} takes frames of videos as images, and outputs are "
                     f"exchanged by kind; choose encoder='with sample'"
                 )
-        mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
-        if layout is None and mesh is not None:
-            layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
-        layout = layout or Layout(dp=self.args.world_size)
+        layout = self._layout or layout_of(self.accelerator)
         given = for_evaluation(self._feed_options, recipe) if evaluates else self._feed_options
         options: dict[str, Any] = {"device": self.args.device, **given}
         if not recipe.sequence.packed:
             options.pop("packing", None)
         if isinstance(packing := options.get("packing"), Packing):
-            check_packing(packing, mesh)
+            check_packing(packing, getattr(self.accelerator, "torch_device_mesh", None))
             options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)
         else:
             # an evaluation counts the rows that hold a sequence
@@ -888,7 +879,7 @@ def check_packing(packing: Packing, mesh: Any) -> None:
             "join them; choose policy='balanced' or 'in_order'"
         )
     names = getattr(mesh, "mesh_dim_names", None) or ()
-    if cutting := [name for name in names if name in _MESH_NAMES and mesh[name].size() > 1]:
+    if cutting := [name for name in names if name in WHOLE and mesh[name].size() > 1]:
         raise LayoutError(
             f"accelerate splits batches along {cutting} regardless of where the sequences of a pack begin; "
             f"train packs without {cutting}, or sequences of one length"

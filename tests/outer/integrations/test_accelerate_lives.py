@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from lives import SEQUENCES, Linear, Truth, sizes, truths
 
 import loops
 import meshfeed as mf
-from meshfeed.integrations.accelerate import FeedLoader
+import world
+from meshfeed.integrations.accelerate import FeedLoader, layout_of
 from soak import cases
 
 STEPS = 12
@@ -161,3 +163,23 @@ def test_accumulation_must_be_the_recipes(truth: Truth) -> None:
         mf.errors.RecipeError, match=r"4 microbatches .* but gradient_accumulation_steps is 3"
     ):
         next(iter(loader))
+
+
+def rows_of_a_tp_rank(rank: int, corpus: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import ParallelismConfig
+
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ParallelismConfig._validate_accelerator = lambda *_: None  # it asks for GPUs
+    config = ParallelismConfig(tp_size=2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, parallelism_config=config)
+    recipe = loops.recipe(corpus)
+    with pytest.raises(mf.errors.LayoutError, match=r"dp2 gives .* dp=0 of 1; .*layout_of\(accelerator\)"):
+        FeedLoader(mf.Feed(recipe, mf.Layout(dp=2), rank, micro_batch_size=2), accelerator)
+    feed = mf.Feed(recipe, layout_of(accelerator), rank, micro_batch_size=2)
+    return loops.rows(next(iter(FeedLoader(feed, accelerator)))["tokens"])
+
+
+def test_ranks_of_a_tp_group_get_the_same_rows(corpus: str) -> None:
+    first, second = world.run(rows_of_a_tp_rank, 2, corpus)
+    assert first == second
