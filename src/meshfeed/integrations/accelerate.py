@@ -20,31 +20,10 @@ from typing import Any, cast
 from meshfeed.errors import LayoutError, RecipeError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.integrations.config import layout_of_accelerator as layout_of
 from meshfeed.integrations.loader import BatchOf, Settings, TrainLoader, framework
-from meshfeed.layout import Layout
 
 framework("accelerate", "transformers")
-
-WHOLE = {"cp": "tp"}
-"""Dimensions of accelerate's mesh that split sequences themselves, so that their ranks need whole ones."""
-
-
-def layout_of(accelerator: Any) -> Layout:
-    """The layout of an accelerator's ranks: by its `ParallelismConfig`, or else all are data-parallel.
-
-    Raises LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
-    """
-    ranks = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", None) or 1
-    if ranks > 1:
-        raise LayoutError(
-            f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so that "
-            f"an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get whole "
-            f"sequences"
-        )
-    mesh = getattr(accelerator, "torch_device_mesh", None)
-    return (
-        Layout(dp=accelerator.num_processes) if mesh is None else Layout.from_device_mesh(mesh, names=WHOLE)
-    )
 
 
 class FeedLoader(TrainLoader):

@@ -1,9 +1,10 @@
-"""From a trainer's config and ranks: a recipe by its name, a layout from the replica of each rank."""
+"""From a trainer's config and ranks: a recipe by its name, a layout by replicas or by accelerate's mesh."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
 
 _WANTED = "give 'package.module:name' of a mf.Recipe, or of a function without arguments that makes one"
+
+WHOLE = {"cp": "tp"}
+"""Dimensions of accelerate's mesh that split sequences themselves, so that their ranks need whole ones."""
 
 
 def recipe_at(place: object) -> Recipe:
@@ -75,3 +79,20 @@ def gathered_layout(dp_rank: int, dp_world_size: int) -> Layout:
     if layout.dp != dp_world_size:
         raise LayoutError(f"dp_world_size={dp_world_size}, and dp ranks are 0 to {layout.dp - 1}")
     return layout
+
+
+def layout_of_accelerator(accelerator: Any) -> Layout:
+    """The layout of an accelerator's ranks: by its `ParallelismConfig`, or else all are data-parallel.
+
+    Raises LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
+    """
+    ranks = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", None) or 1
+    if ranks > 1:
+        raise LayoutError(
+            f"ParallelismConfig(sp_size={ranks}): DeepSpeed would make {ranks} microbatches of each, so that "
+            f"an optimizer step would be a part of the recipe's; choose cp_size, whose ranks get whole "
+            f"sequences"
+        )
+    if (mesh := getattr(accelerator, "torch_device_mesh", None)) is None:
+        return Layout(dp=accelerator.num_processes)
+    return Layout.from_device_mesh(mesh, names=WHOLE)

@@ -23,8 +23,8 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.integrations.accelerate import WHOLE, layout_of
 from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, causal_masks, kept_apart, takes_seq_idx
+from meshfeed.integrations.config import WHOLE, layout_of_accelerator
 from meshfeed.integrations.loader import (
     IGNORED,
     EvalLoader,
@@ -488,7 +488,7 @@ class FeedTrainer(_Base):
         LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
         """
         args = self.args
-        _ = layout_of(self.accelerator)
+        _ = layout_of_accelerator(self.accelerator)
         changed = changed_options(args) | changed_options(args.accelerator_config, "accelerator_config.")
         changed |= {} if self._collator is None else {"data_collator": self._collator}
         if args.use_cpu:  # the arguments change it themselves
@@ -528,7 +528,7 @@ class FeedTrainer(_Base):
                     f"encoder={encoder!r}: {self._family} takes frames of videos as images, and outputs are "
                     f"exchanged by kind; choose encoder='with sample'"
                 )
-        layout = self._layout or layout_of(self.accelerator)
+        layout = self._layout or layout_of_accelerator(self.accelerator)
         given = for_evaluation(self._feed_options, recipe) if evaluates else self._feed_options
         options: dict[str, Any] = {"device": self.args.device, **given}
         if not recipe.sequence.packed:
