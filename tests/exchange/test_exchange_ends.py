@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from giving import item_of, plain
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import meshfeed as mf
 import transports
 import world
 from meshfeed.state import sealed
 from observe import content_of
-from soak import some
+from soak import cases, some
 
 PACKING = mf.Packing(capacity=64)
 LAYOUTS = (mf.Layout(dp=4), mf.Layout(tp=2, dp=2), mf.Layout(cp=2, dp=2), mf.Layout(dp=2, pp=2))
@@ -43,6 +47,36 @@ class Numbered:
 
 def exchange_of(rank: int, layout: mf.Layout, iterator: Any, **options: Any) -> mf.Exchange:
     return mf.Exchange(iterator, layout, **transports.of(packing=PACKING, timeout_s=600, **options))
+
+
+@settings(max_examples=cases(40), deadline=None)
+@given(st.integers(1, 6), st.integers(1, 3), st.sampled_from([0, 2]), st.lists(st.integers(0, 5), max_size=5))
+@example(4, 1, 2, [4, 2])
+@example(3, 2, 0, [2, 2])
+def test_a_loop_after_a_break_gives_what_a_resumed_job_gives(
+    count: int, pulls: int, prefetch: int, loops: list[int]
+) -> None:
+    """loops: how many steps each takes, before it breaks; one that asks for more gets the end."""
+    items = [item_of(0, at, 3 + at) for at in range(count)]
+
+    def new() -> mf.Exchange:
+        return exchange_of(0, mf.Layout(), items, pulls=pulls, prefetch=prefetch)
+
+    def taken(exchange: mf.Exchange, most: int) -> list[Any]:
+        found = list[Any]()
+        for step in exchange if most else ():
+            found.append((step.index, [uid for m in step.microbatches for uid in m.get("uid", [])]))
+            time.sleep(0.002 * prefetch)  # its thread meets the end
+            if len(found) == most:
+                break
+        return found
+
+    with new() as whole:
+        for most in loops:
+            with new() as resumed:
+                resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+                assert taken(resumed, most) == taken(whole, most)
+                assert resumed.state_dict() == whole.state_dict()
 
 
 # -- uneven ends -------------------------------------------------------------------------------------

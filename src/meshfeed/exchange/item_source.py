@@ -62,7 +62,8 @@ class ItemSource:
         # elements of an unfinished step; a retry begins with them
         self._waiting: list[Any] = []
         self._last = _Pulled(nothing(), None, 0, 0, False)
-        self._restarted: tuple[int, _Pulled] | None = None
+        self._end: int | None = None  # the step before which all have ended, and the loop does not know yet
+        self._restarted: int | None = None  # the one before which they had, when they were restarted
 
     @property
     def owns(self) -> bool:
@@ -89,21 +90,22 @@ class ItemSource:
             self._waiting = []
         return self._pulled[step].given
 
-    def restart(self, step: int) -> None:
-        """All iterators have ended before `step`: iterating again begins it with restarted iterators."""
-        self._pulled.pop(step, None)
-        self._iterator, self._last = None, replace(self._last, pulled=0, ended=False)
-        self._restarted = step, self._now()
+    def ends_before(self, step: int) -> None:
+        """All iterators have ended before `step`."""
+        self._end = step
 
     def handed_end(self) -> None:
-        """The loop has received the end: a state taken now is that of the restarted iterators.
+        """The loop has received the end: iterating again restarts the iterators, from a state taken now, too.
 
-        Not earlier: a rank that reads ahead meets the end before others, and their states must agree.
+        Not earlier: a rank that reads ahead meets the end before others, and a loop may break before it.
         """
-        if self._restarted is not None:
-            step, now = self._restarted
-            last = self._pulled.get(step - 1, now)
-            self._pulled[step - 1] = replace(now, given=last.given)
+        if (step := self._end) is None:
+            return
+        self._pulled.pop(step, None)
+        self._iterator, self._last = None, replace(self._last, pulled=0, ended=False)
+        self._end, self._restarted = None, step
+        last = self._pulled.get(step - 1, self._last)
+        self._pulled[step - 1] = replace(self._now(), given=last.given)
 
     def state(self, step: int) -> dict[str, Any]:
         """The step, and the position of the iterator before it.
@@ -136,7 +138,7 @@ class ItemSource:
         """Whether all steps pulled since a state are kept, so the iterator need not go back to it."""
         after = self._pulled.get(saved["step"] - 1)
         there = after is not None and (after.taken, after.pulled) == (saved["taken"], saved["pulled"])
-        before_end = self._restarted is None or saved["step"] < self._restarted[0]
+        before_end = self._restarted is None or saved["step"] < self._restarted
         return there and before_end and not _is_indexed(self._source)
 
     def _check_reaches(self, taken: int, pulled: int) -> None:
@@ -156,7 +158,7 @@ class ItemSource:
                     f"this {kind} would start from the beginning; give an iterator that is already at that "
                     f"position, or one with state_dict and load_state_dict"
                 )
-        elif (self._iterator or self._restarted) and (taken, pulled) != (last.taken, last.pulled):
+        elif (self._iterator or self._restarted is not None) and (taken, pulled) != (last.taken, last.pulled):
             raise StateError(
                 f"the state was taken after {taken} items, and this {kind}, which cannot be reset, has given "
                 f"{last.taken}; give a new Exchange an iterator that is already at that position, or one "
@@ -169,7 +171,8 @@ class ItemSource:
             return
         if saved["iterator"] is not None:
             self._source.load_state_dict(saved["iterator"])  # type: ignore
-        self._iterator, self._pulled, self._waiting, self._restarted = None, {}, [], None
+        self._iterator, self._pulled, self._waiting = None, {}, []
+        self._end = self._restarted = None
         self._last = _Pulled(nothing(), None, saved["taken"], saved["pulled"], bool(saved["ended"]))
 
     def _now(self) -> _Pulled:

@@ -124,7 +124,7 @@ class ItemProducer(Producer[ExchangePlace]):
                 yield Made(made, ticket, meter.take())
             yield StepEnd(step, self._digests(digester, step, run) if digester else None, _not_again)
             ended, step = received.gathered.ended, step + 1
-        self.puller.restart(step)
+        self.puller.ends_before(step)
 
     def _exchanged(
         self, step: int, delivery: ExchangeDelivery, run: Run
