@@ -214,6 +214,12 @@ class DataModule(_Base):
                 f"limit_train_batches={limit}: an epoch cannot be a share of a stream; give a multiple of "
                 f"accumulate_grad_batches, or DataModule(steps_per_epoch=...)"
             )
+        whole = (self._steps_per_epoch or 0) * (each or 0)
+        if not isinstance(limit, float) and limit < whole and not self.trainer.fast_dev_run:
+            raise RecipeError(
+                f"limit_train_batches={limit} is less than the {whole} microbatches of steps_per_epoch="
+                f"{self._steps_per_epoch}, and epochs would end now at one, now at the other; give one of them"
+            )
         if isinstance(limit, float) or each is None or limit % each == 0:
             return
         with contextlib.suppress(TypeError):  # an endless stream has no length
