@@ -218,7 +218,7 @@ class DataModule(_Base):
         if not isinstance(limit, float) and limit < whole and not self.trainer.fast_dev_run:
             raise RecipeError(
                 f"limit_train_batches={limit} is less than the {whole} microbatches of steps_per_epoch="
-                f"{self._steps_per_epoch}, and epochs would end now at one, now at the other; give one of them"
+                f"{self._steps_per_epoch}, and epochs would end at one or the other; give one of them"
             )
         if isinstance(limit, float) or each is None or limit % each == 0:
             return
