@@ -83,7 +83,7 @@ class PixelProcessor(Processor):
         """Decode a part: column -> array; nothing is drawn."""
         return self.bytes_of(data, size) if self._sends_bytes else self(data, size, rng)
 
-    @property
+    @cached_property
     def _sends_bytes(self) -> bool:
         return type(self).__call__ is PixelProcessor.__call__
 
