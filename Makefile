@@ -68,6 +68,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml $(REQUIREMENTS) requirements-sources.tx
 	$(NEWER_INSTALL) --requirement requirements-test.txt
 	$(NEWER_INSTALL) --no-deps --requirement requirements-oracles.txt --requirement requirements-frameworks.txt
 	$(NEWER_INSTALL) --requirement requirements-sources.txt
+	$(FRAMEWORKS)/env/bin/python -m pip uninstall --quiet --yes nvidia-resiliency-ext  # Megatron-LM refuses to import beside it
 	$(NEWER_INSTALL) --no-deps --target $(FRAMEWORKS)/pinned $(shell grep megatron-core== requirements-oracles.txt)
 	$(NEWER_INSTALL) --editable ".[demo]"
 	touch $@

@@ -1,7 +1,7 @@
 """Megatron-Bridge: a dataset config for its `pretrain`, which is also its callback, and a forward step.
 
     config.dataset = data = bridge.DatasetConfig(recipe=recipe, readers="shared")
-    pretrain(config, bridge.forward_step, callbacks=[data])
+    pretrain(config, bridge.forward_step, callbacks=[data])  # vision_step for images
 
 A checkpoint's step determines where the data resumes, under any layout. So a checkpoint needs no state of the
 data; its file meshfeed.json only records the recipe.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
@@ -86,7 +87,21 @@ _TAKEN = {
     *(field.name for field in PLAN_FIELDS),
     *RUN_FIELDS,
 }  # what `get_batch` gives on, or what says no more than that
+_SEEN, _OF_IMAGES = ("pixel_values", "image_grid_thw"), {"image_index", "image_cu_seqlens", "bad_parts"}
 _FILE = "meshfeed.json"
+
+
+class _Batch(megatron.StageBatch):
+    """A batch for `megatron.get_batch`. Bridge's own steps would pass over the keys that they do not know."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RecipeError(
+            "Bridge's own forward steps read other keys than a DatasetConfig of meshfeed has, and pass over "
+            "what they do not know; give pretrain bridge.forward_step, for images bridge.vision_step, or a "
+            "step of yours that reads megatron.get_batch(data_iterator)"
+        )
+
+    get = items = __getitem__ = __contains__ = _refuse  # pyright: ignore[reportAssignmentType]
 
 
 class _Stage(Iterator[dict[str, Any]]):
@@ -100,7 +115,8 @@ class _Stage(Iterator[dict[str, Any]]):
                 "the data is not open outside training and evaluation; is the DatasetConfig among the "
                 "callbacks of pretrain?"
             )
-        return next(self.microbatches)
+        batch = next(self.microbatches)
+        return _Batch(batch, batch.microbatch)
 
 
 class _Stream:
@@ -288,15 +304,18 @@ def get_batch(
     batch = megatron.get_batch(data_iterator)
     if further := batch.keys() - _TAKEN:
         raise RecipeError(
-            f"a GPT batch of Bridge has no place for {', '.join(sorted(further))}; give pretrain a "
-            f"forward_step that makes its batch of megatron.get_batch"
+            f"a GPT batch of Bridge has no place for {', '.join(sorted(further))}; give pretrain "
+            f"bridge.vision_step for images, or a forward_step that makes its batch of megatron.get_batch"
         )
-    params, packed = batch["packed_seq_params"], None
-    if params is not None:
-        told = {name: getattr(params, name, None) for name in _PACKED}
-        told |= {"padding_mask": batch.get("padding_mask")}
+    packed = None
+    if batch["packed_seq_params"] is not None:
+        told = _packed(batch) | {"padding_mask": batch.get("padding_mask")}
         packed = {name: value for name, value in told.items() if value is not None}
     return (*(batch[name] for name in megatron.MODEL_KEYS), packed)
+
+
+def _packed(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(batch["packed_seq_params"], name, None) for name in _PACKED}
 
 
 def forward_step(
@@ -311,6 +330,49 @@ def forward_step(
     return output, step._create_loss_function(
         loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
     )
+
+
+def vision_step(
+    state: Any, data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """`vlm_step.forward_step` of Bridge for its Qwen2.5-VL, on packs of documents with images.
+
+    Raises RecipeError for another model, for video and sound, under a pipeline and context parallelism.
+    """
+    batch, step = _vision_batch(data_iterator, model), _module("bridge.training.vlm_step")
+    return step.forward_step(state, iter([batch]), model, return_schedule_plan)
+
+
+def _vision_batch(data_iterator: Iterator[Any], model: Any) -> dict[str, Any]:
+    """A pack as Bridge's collaters of vision-language data make it. A pack without images has no arrays."""
+    batch: Any = megatron.get_batch(data_iterator)
+    while hasattr(model, "module"):
+        model = model.module
+    if (family := type(model).__name__) != "Qwen25VLModel" or batch["packed_seq_params"] is None:
+        raise RecipeError(
+            f"bridge.vision_step gives packs to Qwen25VLModel, and the model is {family}; give pretrain "
+            f"bridge.forward_step for text, or a step of yours that makes its batch of megatron.get_batch"
+        )
+    if further := batch.keys() - _TAKEN - _OF_IMAGES - {*_SEEN}:
+        raise RecipeError(
+            f"bridge.vision_step has no place for {', '.join(sorted(further))}; leave video and audio out of "
+            f"mf.Multimodal: {family} of Bridge counts the positions of video without its seconds"
+        )
+    told = _packed(batch)
+    if batch["tokens"] is None or batch["tokens"].numel() < told["total_tokens"]:
+        raise RecipeError(
+            f"{family} of Bridge counts positions on every rank, from all tokens of a pack, which a feed "
+            f"gives the first stage alone, cut by cp; set pipeline_model_parallel_size and "
+            f"context_parallel_size to 1"
+        )
+    held = torch.nn.functional.pad(told["cu_seqlens_q_padded"].diff() > 0, (1, 0), value=True)
+    visual = _module("bridge.training.utils.visual_inputs").GenericVisualInputs
+    return {
+        **{name: batch[name] for name in megatron.MODEL_KEYS},
+        **{name: told[name][held] for name in told if name.startswith("cu_seqlens")},  # none empty
+        **{name: torch.tensor(told[name]) for name in ("max_seqlen_q", "max_seqlen_kv")},
+        "visual_inputs": visual(**{name: batch[name] for name in _SEEN if len(batch.get(name, ()))}),
+    }
 
 
 def _paths() -> Any:

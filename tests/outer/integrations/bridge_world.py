@@ -22,7 +22,7 @@ import queue
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
@@ -40,15 +40,19 @@ with warnings.catch_warnings():
         importlib.import_module(f"megatron.{name}")
     with hidden(["transformer_engine", "nvidia_resiliency_ext"]):
         importlib.import_module("transformer_engine.pytorch.ops")  # named in an annotation
+        from megatron.bridge.data.base import DatasetProvider
         from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+        from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
         from megatron.bridge.training import config as configs
-        from megatron.bridge.training import gpt_step, initialize, pretrain, setup
+        from megatron.bridge.training import gpt_step, initialize, pretrain, setup, vlm_step
         from megatron.bridge.training.callbacks import Callback
         from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
 import megatron.core.datasets  # noqa: E402
 import megatron_world as mw  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from qwen_vl import BEGIN, IMAGE, VIDEO  # noqa: E402
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig  # noqa: E402
 
 VOCAB = 512
 
@@ -66,6 +70,7 @@ class Job:
     global_batch_size: int = 8
     micro_batch_size: int = 2
     save_interval: int | None = None
+    sees: bool = False  # images
 
     @property
     def corpus(self) -> Path:
@@ -90,7 +95,7 @@ class Job:
         """Bridge's config of this run."""
         checkpoints = str(self.folder / "checkpoints") if self.save_interval else None
         return configs.ConfigContainer(
-            model=OnCpuProvider(
+            model=(SeesOnCpu if self.sees else OnCpuProvider)(
                 num_layers=4,
                 hidden_size=32,
                 num_attention_heads=4,
@@ -155,6 +160,43 @@ class OnCpuProvider(GPTModelProvider):
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> Any:
         return super().provide_distributed_model(*args, **kwargs | {"use_cpu_initialization": True})
+
+
+@dataclass
+class SeesOnCpu(Qwen25VLModelProvider, OnCpuProvider):
+    """A tiny Qwen2.5-VL."""
+
+    mrope_section: list[int] = field(default_factory=lambda: [2, 1, 1])
+    vision_config: Any = field(
+        default_factory=lambda: Qwen2_5_VLVisionConfig(
+            depth=2,
+            hidden_size=32,
+            out_hidden_size=32,
+            intermediate_size=32,
+            num_heads=2,
+            fullatt_block_indexes=[1],
+        )
+    )
+    image_token_id: int = IMAGE
+    video_token_id: int = VIDEO
+    vision_start_token_id: int = BEGIN
+
+    def provide(self, *args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(
+            mw.SEED
+        )  # transformers' encoder leaves other random states behind when it is imported
+        return super().provide(*args, **kwargs)
+
+
+@dataclass(kw_only=True)
+class Given(DatasetProvider):
+    """These batches, one after the other."""
+
+    batches: Any = ()
+    dataloader_type: Any = "external"
+
+    def build_datasets(self, context: Any) -> tuple[Any, Any, Any]:
+        return iter(self.batches), None, None
 
 
 def layer_spec(config: Any) -> Any:
@@ -252,3 +294,4 @@ def train(job: Job, dataset: Any, forward_step: Any, *callbacks: Any, **train: A
 
 
 own_step = gpt_step.forward_step
+own_vision_step = vlm_step.forward_step
