@@ -445,6 +445,50 @@ def test_a_header_that_no_prompt_prints_bears_no_loss(tmp_path: Path, train_on: 
             shown(folder, talk, train_on=train_on)
 
 
+HEADERS = {"<|user|>": "<|assistant|>", "<|start|>user\n": "<|start|>assistant\n", "User: ": "Assistant: "}
+PRINTED = {"for its prompt": "{% if add_generation_prompt %}HEAD{% endif %}", "never": "", "always": "HEAD"}
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Tokenizers whose template prints a header before every message, and at its end as told."""
+    special = ["<|user|>", "<|assistant|>", "<|start|>", "<|end|>"]
+    body = "{% for m in messages %}{{ 'USER' if m.role == 'user' else 'HEAD' }}{{ m.content }}{{ '<|end|>' }}{% endfor %}"
+    made = {}
+    for user, header in HEADERS.items():
+        for when, tail in PRINTED.items():
+            text = (body + tail.replace("HEAD", "{{ 'HEAD' }}")).replace("USER", user).replace("HEAD", header)
+            made[user, when] = tokenizer_in(
+                tmp_path_factory.mktemp("headed"), text.replace("\n", "\\n"), special
+            )
+    return made
+
+
+@settings(max_examples=cases(30, 2_000), deadline=None)
+@given(
+    st.sampled_from([*HEADERS]),
+    st.sampled_from([*PRINTED]),
+    st.sampled_from(["all", "last", "each"]),
+    st.lists(
+        st.sampled_from(["A", "s", "tan", "Assistant", "User: ", "user", "x y", ":", "<"]),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_no_header_bears_loss(headed: Any, user: str, when: str, train_on: Any, said: list[str]) -> None:
+    """Printed for its prompt alone, and else refused; also before and behind an answer that is a part of it."""
+    talk = [each for text in said for each in (USER, {"role": "assistant", "content": text})]
+    if when != "for its prompt":
+        with pytest.raises(StoreError, match="so that would bear loss"):
+            shown(headed[user, when], talk, train_on=train_on)
+        return
+    made = shown(headed[user, when], talk, train_on=train_on)
+    answers = [f"{text}<|end|>" for text in said]
+    assert [bears for _, bears in made] == {"all": ["".join(answers)], "last": answers[-1:], "each": answers}[
+        train_on
+    ]
+
+
 def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no-such"):
         chat_encoder(tmp_path / "no-such").encode([[USER, ANSWER]])

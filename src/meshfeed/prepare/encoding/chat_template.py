@@ -80,8 +80,8 @@ class ChatTemplate:
         """Whether it prints content that is a list of parts, and no content that is text, as LLaVA's do."""
         word = "meshfeed"
         forms: tuple[Any, Any] = word, [{"type": "text", "text": word}]
-        plain, parts = (_prints(self, [Noted({"role": "user", "content": each})], word) for each in forms)
-        return parts and not plain
+        plain, parts = (_tried(self, [Noted({"role": "user", "content": each})], {}) for each in forms)
+        return word in (parts or "") and word not in (plain or "")
 
     def text(
         self,
@@ -325,7 +325,7 @@ def _whole(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str
         return template.text(messages, beside)
     except StoreError as error:
         sound = range(len(messages) - 1, 0, -1)
-        k = next((k for k in sound if _can(template, messages[:k], beside)), 0)
+        k = next((k for k in sound if _tried(template, messages[:k], beside) is not None), 0)
         parts = "; its content is a list of parts, join them to one text" if _has_parts(messages[k]) else ""
         raise StoreError(f"message {k} ({messages[k]['role']}): {error}{parts}") from error
 
@@ -334,19 +334,12 @@ def _has_parts(message: Noted) -> bool:
     return isinstance(message.get("content"), list)
 
 
-def _can(template: ChatTemplate, messages: list[Noted], beside: Beside) -> bool:
+def _tried(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str | None:
+    """The text; None if it has none."""
     try:
-        template.text(messages, beside)
+        return template.text(messages, beside)
     except StoreError:
-        return False
-    return True
-
-
-def _prints(template: ChatTemplate, messages: list[Noted], word: str) -> bool:
-    try:
-        return word in template.text(messages, {})
-    except StoreError:
-        return False
+        return None
 
 
 def _added(
@@ -368,6 +361,8 @@ def _added(
         raise StoreError(
             f"message {k} (assistant): cannot be rendered without what follows: {error}"
         ) from error
+    if prompt is not None:
+        _refuse_header(template, messages, beside, k, prompt, turn)
     if not text.startswith(turn):
         raise StoreError(
             f"message {k} (assistant): its text, once messages follow, is another, so it is not what the "
@@ -378,7 +373,6 @@ def _added(
             f"message {k} (assistant): the text before it is another than the template's prompt for it, so "
             f"nothing tells what the assistant says; put {{% generation %}} around answers in the template"
         )
-    _refuse_header(template, messages, beside, k, prompt, turn)
     return len(prompt), len(turn)
 
 
@@ -395,22 +389,32 @@ def _prompts(template: ChatTemplate, messages: list[Noted], beside: Beside, *, t
 def _refuse_header(
     template: ChatTemplate, messages: list[Noted], beside: Beside, k: int, prompt: str, turn: str
 ) -> None:
-    """Refuse a template that prints a header before an answer, but not as its generation prompt.
+    """Refuse a template that prints an answer's header, but not as its generation prompt: the header would
+    bear loss. Before the answer that is this one's, and behind it the next one's.
 
-    The header would bear loss. What such a prompt is followed by, as by an empty thought, is the answer's.
+    What is before and behind an answer is seen of another one in its place, which no header holds. What such
+    a prompt is followed by, as by an empty thought, is the answer's.
     """
-    before = messages[:k]
+    before, word = messages[:k], "meshfeed"
     if template.text(before, beside) != prompt:
         return
-    said, shown = dict.get(messages[k], REASONING[0]) or messages[k].get("content"), turn
-    if not isinstance(said, str) or not said.strip():  # as a call alone: what is before a text in its place
-        said = "meshfeed"
-        content: Any = [{"type": "text", "text": said}] if template.takes_parts_alone else said
-        shown = template.text([*before, Noted({"role": "assistant", "content": content})], beside)
-    header, found, _ = shown.removeprefix(prompt).partition(said.strip())
-    if found and header.strip() and turn.startswith(prompt + header):
+    plain = [{"type": "text", "text": word}] if template.takes_parts_alone else word
+    other = {name: value for name, value in dict.items(messages[k]) if name != "tool_calls"}
+    other |= {"content": plain} | ({REASONING[0]: word} if other.get(REASONING[0]) else {})
+    shown = template.text([*before, Noted(other)], beside).removeprefix(prompt)
+    header, end = shown.partition(word)[0], shown.rpartition(word)[2]
+    if header.strip() and header != shown and turn.startswith(prompt + header):
         raise StoreError(
             f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "
             f"nothing for add_generation_prompt, so that would bear loss; print it there, too: "
             f"{{% if add_generation_prompt %}}{header}{{% endif %}}, or put {{% generation %}} around answers"
+        )
+    followed = _tried(template, [*before, Noted(other), Noted({"role": "user", "content": plain})], beside)
+    then = "".join((followed or "").removeprefix(prompt).rsplit(word, 2)[1:2])
+    more = end[next((i for i, each in enumerate(end) if then[i : i + 1] != each), len(end)) :]
+    if more.strip() and turn.endswith(more) and prompt.endswith(more):
+        raise StoreError(
+            f"message {k} (assistant): the template prints {end!r} behind what the assistant says, the next "
+            f"answer's header in it with and without add_generation_prompt, so that would bear loss; print "
+            f"the header only in {{% if add_generation_prompt %}}, or put {{% generation %}} around answers"
         )
