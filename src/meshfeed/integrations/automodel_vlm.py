@@ -28,11 +28,8 @@ from meshfeed.integrations import automodel
 from meshfeed.integrations.automodel import Batch, Collate, FeedDataset
 from meshfeed.integrations.config import recipe_at
 from meshfeed.integrations.loader import TrainLoader, framework, refuse_fields
-from meshfeed.integrations.transformers import (
-    _ONE_TOKEN,  # pyright: ignore[reportPrivateUsage]
-    _OTHER_MASKS,  # pyright: ignore[reportPrivateUsage]
-    share_encoders,
-)
+from meshfeed.integrations.model_parts import BOTH_WAYS, ONE_TOKEN
+from meshfeed.integrations.share_encoders import share_encoders
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.table import PLAN_FIELDS
@@ -255,12 +252,12 @@ def _check_model(model: Any) -> None:
     """Raises RecipeError for a model whose masks are not those of Automodel's packs."""
     kind, config = model.config.model_type, model.config.get_text_config()
     asked = getattr(config, "use_bidirectional_attention", None) == "vision"
-    if asked or kind in ("gemma3", *_OTHER_MASKS):
-        where, own = _OTHER_MASKS.get(kind, "an image"), ", with a batch_of that gives attention_mask"
+    if asked or kind in ("gemma3", *BOTH_WAYS):
+        where, own = BOTH_WAYS.get(kind, "an image"), ", with a batch_of that gives attention_mask"
         raise RecipeError(
             f"{kind}: the tokens of {where} attend to each other both ways, and masks of Automodel's packs "
             f"are causal; train it by meshfeed.integrations.transformers.FeedTrainer"
-            f"{own if kind in _OTHER_MASKS else ''}"
+            f"{own if kind in BOTH_WAYS else ''}"
         )
 
 
@@ -284,7 +281,7 @@ def _check_encoders(model: Any, rule: Multimodal, encoders: set[str], cp_size: i
             f"exchanged then, and a rank without parts encodes no blank one. It takes no "
             f"{' nor '.join(sorted(wrong))}; or take transformers' class by model.force_hf"
         )
-    if len(kinds) > 1 and family in _ONE_TOKEN:
+    if len(kinds) > 1 and family in ONE_TOKEN:
         raise RecipeError(
             f"{family} has one token for images and video, so that a pack may not have both, nor a blank one "
             f"of the other kind; leave image or video out of Multimodal"

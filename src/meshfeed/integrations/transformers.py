@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, causal_masks, kept_apart, takes_seq_idx
+from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, kept_apart, takes_seq_idx
 from meshfeed.integrations.config import WHOLE, layout_of_accelerator
 from meshfeed.integrations.loader import (
     IGNORED,
@@ -42,10 +41,11 @@ from meshfeed.integrations.loader import (
     refuse_masked,
     refuse_options,
 )
+from meshfeed.integrations.model_parts import FRAMES, IN_ONE, ONE_TOKEN, check_tiles, with_parts
+from meshfeed.integrations.share_encoders import exchanges_in, share_encoders
 from meshfeed.layout import Layout
 from meshfeed.masked import Masked
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
-from meshfeed.parts import KINDS, Kind
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.processors import SecondsVideo
 from meshfeed.recipe import Recipe
@@ -59,11 +59,6 @@ _CAUSAL = frozenset(
 _MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_ids"})
 """The fields that `masked_batch` uses or ignores."""
 _SHIFTED = "shift_labels"
-_FRAMES = "pixel_values_videos"
-_IN_ONE = {"internvl"}
-"""Kinds of models that take frames of videos among images, all as pixel_values."""
-_ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
-"""Kinds of models whose outputs of images and of video stand in place of one token."""
 _ROUTES = "encoder_routes"  # of a batch, until the model is called
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
@@ -297,14 +292,7 @@ class FeedTrainer(_Base):
             if name not in used and name not in routes
             if routes or not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value)
         }
-        further |= _masks_within_parts(self.model, made, microbatch)
-        if (tiles := further.pop("image_tiles", None)) is not None:
-            further["batch_num_images"] = _batch_num_images(tiles)
-        if self._family == "gemma4":
-            further |= _padded_patches(further, microbatch)
-        if self._family in _IN_ONE and _FRAMES in further:
-            frames = further.pop(_FRAMES)
-            further["pixel_values"] = _in_order(further.get("pixel_values"), frames, microbatch)
+        further = with_parts(self.model, self._family, made, further, microbatch)
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
             further = {name: value for name, value in further.items() if name in self._signature_columns}
@@ -520,10 +508,10 @@ class FeedTrainer(_Base):
             _check_labels(recipe, self.model, self._predicts_next)
             refuse_half_apart(recipe, "transformers keeps")
             encoder = self._feed_options.get("encoder", "with sample")
-            _check_tiles(recipe, encoder)
+            check_tiles(recipe, encoder)
             self._check_parts(recipe)
             names = {field.name for field in contents_of(recipe).fields}
-            if encoder != "with sample" and _FRAMES in names and self._family in _IN_ONE:
+            if encoder != "with sample" and FRAMES in names and self._family in IN_ONE:
                 raise RecipeError(
                     f"encoder={encoder!r}: {self._family} takes frames of videos as images, and outputs are "
                     f"exchanged by kind; choose encoder='with sample'"
@@ -551,7 +539,7 @@ class FeedTrainer(_Base):
         if not isinstance(rule, Multimodal):
             return
         self._set_signature_columns_if_needed()
-        taken = {*self._signature_columns, *([_FRAMES] if family in _IN_ONE else [])}
+        taken = {*self._signature_columns, *([FRAMES] if family in IN_ONE else [])}
         drops = self.args.remove_unused_columns or type(self.model).__module__.startswith("transformers.")
         for kind, processor in rule.processors.items():
             made = [field.name for field in processor.fields]
@@ -562,7 +550,7 @@ class FeedTrainer(_Base):
                     f"processor whose fields its forward names, or override FeedTrainer.batch_of"
                 )
         alone = getattr(self._feed_options.get("packing"), "max_sequences", None) == 1
-        if family in _ONE_TOKEN and rule.image and rule.video and not alone:
+        if family in ONE_TOKEN and rule.image and rule.video and not alone:
             raise RecipeError(
                 f"{family} has one token for images and video, so that a pack may not have both; leave image "
                 f"or video out of Multimodal, or pack single documents, each of one kind, by "
@@ -576,127 +564,13 @@ class FeedTrainer(_Base):
 
     def _share_encoders(self, feed: Feed) -> None:
         """Have the model exchange encoder outputs, in a group of its own."""
-        if not _exchanges_in(self.model):
+        if not exchanges_in(self.model):
             share_encoders(self.model)
-        self._exchanges, ranks = _exchanges_in(self.model), list(feed.encoder_ranks)
+        self._exchanges, ranks = exchanges_in(self.model), list(feed.encoder_ranks)
         for exchange in self._exchanges:
             if exchange.group is None and len(ranks) > 1:
                 made: Any = torch.distributed.new_group(ranks, use_local_synchronization=True)
                 exchange.group = made
-
-
-def share_encoders(model: torch.nn.Module) -> None:
-    """Let a model of transformers exchange the outputs of its encoders; `FeedTrainer` calls it where needed.
-
-    Its `get_image_features`, and those of video and audio, then encode the parts of this rank and return
-    outputs for its tokens, with `deepstack_features` if there are any. A rank without parts encodes a small
-    blank one, so that all ranks use the same weights, as DDP and FSDP need it. They give
-    a tensor, tensors of each part, or these as `pooler_output`.
-
-    Raises RecipeError for a model without these methods: call an `EncoderExchange` in it yourself. They raise
-    it on every rank if they take more tensors than pixels and a grid, of which nobody knows a blank one.
-    """
-    exchange, kinds = EncoderExchange(), 0
-    for kind in KINDS:
-        name = f"get_{kind}_features"
-        if owners := [module for module in model.modules() if hasattr(module, name)]:
-            innermost: Any = owners[-1]  # the others call it
-            setattr(innermost, name, _Shared(getattr(innermost, name), exchange, kind, innermost.config))
-            kinds += 1
-    if not kinds:
-        raise RecipeError(
-            f"{type(model).__name__} has no get_image_features, so that nothing says where its encoder ends; "
-            f"call a meshfeed.multimodal.EncoderExchange between its encoder and its language model, or "
-            f"choose encoder='with sample'"
-        )
-    model.encoder_exchange = exchange
-
-
-def _exchanges_in(model: torch.nn.Module) -> list[EncoderExchange]:
-    return [module for module in model.modules() if isinstance(module, EncoderExchange)]
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """A model's `get_<kind>_features`, whose outputs are exchanged where ranks share the encoder's work."""
-
-    features: Any
-    exchange: EncoderExchange
-    kind: Kind
-    config: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        routes = self.exchange.routes
-        names = list(inspect.signature(self.features).parameters)
-        given = {**dict(zip(names, args)), **kwargs}
-        pixels = next((given[name] for name in names if given.get(name) is not None), None)
-        if not self.exchange.shares(self.kind) and (pixels is None or len(pixels)):
-            if pixels is None or not torch.is_grad_enabled():
-                return self.features(*args, **kwargs)
-            self._filled(given, names)  # raises here, too: in training, others may need a blank one
-            out = self.features(*args, **kwargs)
-            self._pooled(out)
-            return out
-        is_blank = self._filled(given, names)
-        self.exchange.expect({})  # that of video may call that of images
-        try:
-            out = self.features(**given)
-        finally:
-            self.exchange.expect(routes)
-        pooled, deep = self._pooled(out), list(getattr(out, "deepstack_features", None) or [])
-        made = torch.cat([_rows_of(each) for each in (pooled, *deep)], dim=-1)
-        made = self.exchange(made[:0] if is_blank else made, self.kind)
-        rows, *layers = made.split(made.shape[-1] // (1 + len(deep)), dim=-1)
-        pooled_rows = rows if isinstance(pooled, torch.Tensor) else (rows,)
-        if pooled is out:
-            return pooled_rows
-        out.pooler_output = pooled_rows
-        if deep:
-            out.deepstack_features = [(each,) for each in layers]
-        return out
-
-    def _pooled(self, out: Any) -> Any:
-        """An output's features: a tensor, or one of each part. Raises RecipeError for others."""
-        pooled: Any = getattr(out, "pooler_output", out)
-        several = isinstance(pooled, list | tuple)
-        if not all(isinstance(each, torch.Tensor) for each in (pooled if several else [pooled])):
-            raise RecipeError(
-                f"get_{self.kind}_features gives a {type(out).__name__} of neither pooler_output nor "
-                f"tensors, whose rows nobody knows; have it give a tensor [tokens, width]"
-            )
-        return pooled
-
-    def _filled(self, given: dict[str, Any], names: Sequence[str]) -> bool:
-        """Whether there is no part, so that a blank one is put there; names: of arguments, pixels first.
-
-        Raises RecipeError, with parts, too, so that all ranks end together, for a model that takes more.
-        """
-        pixels = next(name for name in names if given.get(name) is not None)
-        grid, prefixes = f"{self.kind}_grid_thw", (f"{self.kind}_", "pixel_")
-        # a model may pass on all of its arguments, those of the language model, too
-        tensors = {name for name, value in given.items() if isinstance(value, torch.Tensor)}
-        further = {name for name in tensors if name in names or name.startswith(prefixes)} - {pixels, grid}
-        if further or pixels not in tensors:
-            told = (
-                f"the tensor {min(further)}" if further else f"{pixels} as a {type(given[pixels]).__name__}"
-            )
-            raise RecipeError(
-                f"get_{self.kind}_features gets {told}, so that a rank without {self.kind} parts could make "
-                f"no blank one; choose encoder='with sample'"
-            )
-        if len(given[pixels]):
-            return False
-        side = 1
-        if grid in tensors:  # patches of an image that gives one token
-            side = self.config.vision_config.spatial_merge_size
-            given[grid] = given[grid].new_tensor([[1, side, side]])
-        given[pixels] = given[pixels].new_zeros(side**2, *given[pixels].shape[1:])
-        return True
-
-
-def _rows_of(features: Any) -> torch.Tensor:
-    """A row for each token of all parts; [tokens, width]."""
-    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
 def _untied(model: torch.nn.Module, missing: set[str]) -> set[str]:
@@ -746,16 +620,6 @@ def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
         )
 
 
-def _check_tiles(recipe: Recipe, encoder: object) -> None:
-    """Raises RecipeError for a shared encoder of images that may have no tiles; see `_batch_num_images`."""
-    if encoder != "with sample" and "image_tiles" in {field.name for field in contents_of(recipe).fields}:
-        raise RecipeError(
-            f"encoder={encoder!r} with {recipe.sequence.summary()}: its images have no tiles in documents of "
-            f"several; a rank may encode a single one of these, which batch_num_images cannot tell: choose "
-            f"encoder='with sample'"
-        )
-
-
 def _checked_batch(trainer: FeedTrainer, microbatch: Microbatch) -> Any:
     """The trainer's `batch_of`. Raises RecipeError if it loses what the encoders exchange."""
     made = trainer.batch_of(microbatch)
@@ -771,104 +635,6 @@ def _apart(model: torch.nn.Module, inputs: Any) -> Any:
     if not isinstance(inputs, MutableMapping) or not (given := kept_apart(model, cast(Any, inputs))):
         return inputs
     return {**inputs, **given}
-
-
-_OTHER_MASKS = {
-    "paligemma": "an image and the prompt behind it",
-    "molmo2": "all images of a document",
-    "shieldgemma2": "an image",
-}
-"""Families that always attend both ways, beside Gemma 3, and where."""
-
-
-def _masks_within_parts(model: Any, made: Mapping[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-    """attention_mask of Gemma 3 and 4, whose tokens of an image attend to each other both ways; else nothing.
-
-    By transformers' functions, but not as by its models: these take token_type_ids or mm_token_type_ids,
-    without which their masks are causal, and with which those of sliding layers take a token's place in its
-    document for the one in the pack. An image of Gemma 3 is no longer than their window, so its block may be
-    laid over both masks; Gemma 4 has it within the window, and in these layers alone.
-    made: with position_ids [1, tokens]. Raises RecipeError for flash attention, and for another model that
-    looks both ways; transformers lays its blocks over the pack, also where they join two documents.
-    """
-    parts = [microbatch[name] >= 0 for name in ("image_index", "video_index") if name in microbatch]
-    if not parts or not hasattr(getattr(model, "config", None), "get_text_config"):
-        return {}
-    kind, config = model.config.model_type, model.config.get_text_config()
-    asked = getattr(config, "use_bidirectional_attention", None) == "vision"
-    if not asked and kind not in ("gemma3", *_OTHER_MASKS):
-        return {}
-    if kind not in ("gemma3", "gemma4"):
-        raise RecipeError(
-            f"{kind} attends both ways within {_OTHER_MASKS.get(kind, 'an image')}, and FeedTrainer makes "
-            f"such masks for gemma3 and gemma4 alone: without one it would be causal, and transformers' own "
-            f"lets documents of a pack attend to each other; "
-            f"{'set use_bidirectional_attention=None, or ' * asked}write a FeedTrainer.batch_of that gives "
-            f"attention_mask"
-        )
-    if "flash" in (attention := str(config._attn_implementation)):
-        raise RecipeError(
-            f"attn_implementation={attention!r} has causal masks alone, and the tokens of an image of {kind} "
-            f"attend to each other both ways; choose 'sdpa' or 'eager'"
-        )
-    masking: Any = framework("transformers.masking_utils", "transformers")
-    positions = made["position_ids"]
-    is_part = torch.stack(parts).any(0)
-    begins = is_part & (~is_part.roll(1, dims=1) | (positions == 0))
-    blocks = torch.where(is_part, begins.cumsum(dim=1), -1)
-    if kind == "gemma3":
-        kinds = ("full_attention", "sliding_attention")
-        masks = causal_masks(model, positions, kinds, position_ids=positions, block_sequence_ids=blocks)
-    else:
-        # without position_ids, functions get places in the pack, whose documents are then kept apart here
-        apart = masking.packed_sequence_mask_function((positions == 0).cumsum(dim=1))
-        within = masking.and_masks(masking.sliding_window_overlay(config.sliding_window), apart)
-        both_ways = {"or_mask_function": masking.blockwise_overlay(blocks), "and_mask_function": within}
-        masks = causal_masks(model, positions, ["full_attention"], position_ids=positions)
-        (sliding,) = causal_masks(model, positions, ["full_attention"], **both_ways).values()
-        masks["sliding_attention"] = sliding
-    return {"attention_mask": masks}
-
-
-def _batch_num_images(tiles: torch.Tensor) -> torch.Tensor:
-    """What LLaVA-OneVision takes: 1 for an image with tiles, and how many are without between two of them.
-
-    tiles: rows of pixel_values of each image, 1 without tiles; int64 [images]. Raises RecipeError.
-    """
-    runs = [(is_whole, len([*run])) for is_whole, run in groupby((tiles == 1).tolist())]
-    if (True, 1) in runs:
-        raise RecipeError(
-            "a pack has a single image of a document of several, which has no tiles, and batch_num_images "
-            "cannot tell so; raise capacity, so that no document is cut, and choose encoder='with sample'"
-        )
-    return torch.tensor([each for is_whole, n in runs for each in ([n] if is_whole else [1] * n)])
-
-
-def _padded_patches(given: Mapping[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-    """What Gemma 4 takes: [images or frames, most patches, ...], filled up with patches at places of -1.
-
-    given: [patches of all images, or of all frames, ...].
-    """
-    made = dict[str, Any]()
-    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        for name, fill in ((pixels, 0), (f"{kind}_position_ids", -1)):
-            if name in given and len(given[name]):
-                each = given[name].split(microbatch[f"{kind}_cu_seqlens"].diff().tolist())
-                made[name] = torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=fill)
-    return made
-
-
-def _in_order(images: torch.Tensor | None, frames: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
-    """Images and frames of videos in the order of their tokens, of which each square has as many.
-
-    images: [squares, 3, side, side]. frames: [videos, frames, 3, side, side].
-    """
-    both, index = frames.flatten(0, -4), microbatch["video_index"]
-    if images is not None:
-        both, of_image = torch.cat([images, both]), microbatch["image_index"]
-        index = torch.where(index >= 0, index + of_image.max() + 1, of_image)
-    index = index[index >= 0].view(len(both), -1)
-    return both[index[:, 0] // index.shape[1]]
 
 
 def check_packing(packing: Packing, mesh: Any) -> None:

@@ -21,7 +21,7 @@ from qwen_vl import IMAGE, QWEN2, QWEN3, VIDEO, Family, model
 import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
-from meshfeed.integrations.transformers import share_encoders
+from meshfeed.integrations.share_encoders import share_encoders
 from observe import content_of
 from services.needs import checkout
 

@@ -13,7 +13,8 @@ from qwen_vl import PATCHES, model, write_documents
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
-from meshfeed.integrations.transformers import FeedTrainer, share_encoders
+from meshfeed.integrations.share_encoders import share_encoders
+from meshfeed.integrations.transformers import FeedTrainer
 
 IMAGE = 100
 TEXT: dict[str, Any] = {

@@ -405,7 +405,8 @@ def by_fsdp(rank: int, folder: Path) -> list[float]:
     """The loss of each step. Activations are computed again, and weights are on both ranks in parts."""
     from torch.distributed.fsdp import fully_shard
 
-    from meshfeed.integrations.transformers import causal_batch, share_encoders
+    from meshfeed.integrations.share_encoders import share_encoders
+    from meshfeed.integrations.transformers import causal_batch
 
     own = model(QWEN3).train()
     share_encoders(own)

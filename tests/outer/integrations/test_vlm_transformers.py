@@ -33,7 +33,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
-from meshfeed.integrations.transformers import _OTHER_MASKS, FeedTrainer, share_encoders
+from meshfeed.integrations.model_parts import BOTH_WAYS
+from meshfeed.integrations.share_encoders import share_encoders
+from meshfeed.integrations.transformers import FeedTrainer
 from meshfeed.multimodal.encoders import ROUTE
 from meshfeed.processors import BudgetImages, BudgetPatches, FixedImages, FixedPixels
 
@@ -331,7 +333,7 @@ def test_every_family_whose_images_attend_both_ways_is_known() -> None:
     configured = {"gemma4", "gemma4_unified", "diffusion_gemma"}  # by use_bidirectional_attention
     elsewhere = {"git", "pi0", "deepseek_ocr2", "unlimited_ocr"}  # no placeholders, encoders, a cache
     text = {"hrm_text"}
-    assert found == {"gemma3", *_OTHER_MASKS} - {"shieldgemma2"} | configured | elsewhere | text
+    assert found == {"gemma3", *BOTH_WAYS} - {"shieldgemma2"} | configured | elsewhere | text
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
