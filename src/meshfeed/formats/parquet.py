@@ -170,12 +170,14 @@ def _refuse_joined(file: ByteFile, metadata: Any) -> None:
 
 
 def name_in(schema: Any, names: Sequence[str], url: str) -> str:
-    """The first of some columns that an Arrow schema has. Raises StoreError."""
+    """The first of some columns that an Arrow schema has. Raises StoreError, also for two of that name."""
     there = schema.names
     for name in names:
+        if there.count(name) > 1:
+            raise StoreError(f"{url}: {there.count(name)} columns {name!r}; rename or drop all but one")
         if name in there:
             return name
-    has_text = "text" in there and _is_text(schema.field("text").type)
+    has_text = "text" in there and _is_text(schema.field(there.index("text")).type)
     raise OptionError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
         f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, there, has_text=has_text)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,9 @@ from save_with_datasets import FOLDER, TEXTS, TOKENS, saved
 
 import meshfeed as mf
 from meshfeed.errors import MeshfeedError, MissingError, StoreError
+from meshfeed.prepare.inputs.chat_columns import ChatColumns
+from meshfeed.prepare.inputs.files import find_inputs
+from meshfeed.prepare.inputs.records import Reading, records
 from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
@@ -56,6 +60,41 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
         StoreError, match=r"'picture' is (list|extension)<.*where lists of whole numbers belong"
     ):
         _ = mf.open(folder / "train", column="picture").num_tokens
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_two_columns_of_a_name_that_is_read_are_refused(tmp_path: Path, suffix: str) -> None:
+    """Others may have one name. Also where text is prepared, and for a column beside it."""
+    lists, text = pa.array([[1]]), pa.array(["hi"])
+
+    def path(*columns: tuple[str, Any]) -> str:
+        table = pa.Table.from_arrays([each for _, each in columns], names=[name for name, _ in columns])
+        where = str(tmp_path / f"{'-'.join(table.column_names)}.{suffix}")
+        if suffix == "parquet":
+            pq.write_table(table, where)
+        else:
+            with pa.ipc.new_stream(where, table.schema) as writer:
+                writer.write_table(table)
+        return where
+
+    assert mf.open(path(("tokens", lists), ("x", lists), ("x", lists))).num_tokens == 1
+    for name, columns in {
+        "tokens": [("tokens", lists)] * 2,
+        "labels": [("tokens", lists), ("labels", lists), ("labels", lists)],
+        "text": [("text", text)] * 2,
+        "tools": [
+            ("messages", pa.array([[{"role": "user", "content": "a"}]])),
+            ("tools", text),
+            ("tools", text),
+        ],
+    }.items():
+        with pytest.raises(StoreError, match=f"{suffix}: 2 columns '{name}'; rename or drop all but one"):
+            if name == "tools":
+                ((file,), _) = find_inputs([path(*columns)])
+                _ = [*records(file, 0, 1, Reading(ChatColumns(), (), 1 << 20))]
+            else:
+                with mf.open(path(*columns), tokenizer="bytes" if name == "text" else None) as store:
+                    _ = store.columns
 
 
 def test_a_folder_that_datasets_saved_is_read_over_plain_http(tmp_path: Path) -> None:

@@ -355,7 +355,8 @@ def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
             wanted = how.columns.wanted(schema.names)
     except StoreError as error:
         raise StoreError(f"{url}: {reason_of(error)}") from None
-    name_in(schema, how.columns.names, url)
+    for names in (how.columns.names, *([name] for name in wanted)):
+        name_in(schema, names, url)
     return wanted
 
 
