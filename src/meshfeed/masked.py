@@ -150,6 +150,14 @@ class Masked(DocumentRule):
         """Tokens of each row without padding; int64 [n]."""
         return np.minimum(document_lengths(recipe, draws), self._room) + self._num_special
 
+    def parts_of_documents(self, recipe: Recipe, draws: Draws) -> tuple[int, Longs, Longs]:
+        """See `FindsDocuments`: what the row holds of each, behind first_token."""
+        begins, starts = self.look_up(recipe, draws).begins, np.zeros(len(draws), np.int64)
+        for s, mine, of_source in draws.by_source():
+            starts[mine] = begins[mine] - recipe.sources[s].offsets(of_source.index)
+        sizes = self.lengths(recipe, draws) - self._num_special
+        return int(self.first_token is not None), starts, starts + sizes
+
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Hidden tokens of each row, always whole; int64 [n]."""
         sizes = lengths - self._num_special

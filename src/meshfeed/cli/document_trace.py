@@ -16,7 +16,7 @@ from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows
-from meshfeed.sequence.rule import SequenceRule, TokenRule, finder
+from meshfeed.sequence.rule import FindsDocuments, SequenceRule, TokenRule, finder
 
 Longs = npt.NDArray[np.int64]
 
@@ -29,12 +29,14 @@ class DocumentParts:
         draw: index of the draw; int64 [n].
         document: index of the document in its source; int64 [n].
         start, stop: the range of its tokens; int64 [n].
+        before: tokens of each sequence before its first part that are no document's.
     """
 
     draw: Longs
     document: Longs
     start: Longs
     stop: Longs
+    before: int = 0
 
 
 def pieces_of(recipe: Recipe, draws: Draws) -> DocumentParts:
@@ -45,7 +47,10 @@ def pieces_of(recipe: Recipe, draws: Draws) -> DocumentParts:
     rule = cast(SequenceRule, recipe.sequence)
     if not isinstance(rule, Rows):
         lengths = rule.lengths(recipe, draws)
-        return DocumentParts(np.arange(len(draws)), draws.index, np.zeros_like(lengths), lengths)
+        before, starts, stops = 0, np.zeros_like(lengths), lengths
+        if isinstance(rule, FindsDocuments):
+            before, starts, stops = rule.parts_of_documents(recipe, draws)
+        return DocumentParts(np.arange(len(draws)), draws.index, starts, stops, before)
     found = [_documents_in(recipe, source, draws) for source in np.unique(draws.source).tolist()]
     parts = [np.concatenate(column) for column in zip(*found)] if found else [np.zeros(0, np.int64)] * 4
     order = np.argsort(parts[0], kind="stable")

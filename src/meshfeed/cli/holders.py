@@ -15,6 +15,7 @@ from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.formats.prepared import Origins
 from meshfeed.layout import Coord
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store.dataset import DatasetStore
 
@@ -57,11 +58,12 @@ class Holders:
         if batch is None:
             return [[] for _ in places]
         holders, found = self._holders(batch), list[list[int]]()
+        ahead = int(isinstance(self.stepping.recipe.sequence, TokenRule))
         for place, begin, end in zip(places.tolist(), begins.tolist(), ends.tolist()):
             rows = np.flatnonzero(batch.plan.sequence == place).tolist()
             held = (each for row in rows for each in holders.get(row, ()))
-            # the token before `begin` predicts it
-            found.append(self._ranks_of({who for who, start, stop in held if start < end and begin <= stop}))
+            # where labels are shifted, the token before `begin` predicts it
+            found.append(self._ranks_of({who for who, at, stop in held if at < end and begin < stop + ahead}))
         return found
 
     def held_by(self, step: int, coord: Coord) -> list[Line]:
@@ -108,7 +110,7 @@ class Holders:
             "epoch": int(draws.epoch[place]),
             "index": int(draws.index[place]),
         }
-        end = 0
+        end = pieces.before
         for piece in range(*np.searchsorted(pieces.draw, [place, place + 1]).tolist()):
             begin, end = end, end + int(pieces.stop[piece] - pieces.start[piece])
             first, last, offset = max(start, begin), min(stop, end), int(pieces.start[piece]) - begin

@@ -204,6 +204,14 @@ class SequenceRule(Rule, RuleContents):
 class FindsDocuments(SequenceRule):
     """A rule that says which sequences hold a document; by default, each document is a sequence."""
 
+    def parts_of_documents(self, recipe: Recipe, draws: Draws) -> tuple[int, Longs, Longs]:
+        """Where sequences that are a document each begin with its tokens, and which of them they hold.
+
+        Returns how many other tokens come before, and the range of the document's; int64 [n] twice.
+        """
+        lengths = self.lengths(recipe, draws)
+        return 0, np.zeros_like(lengths), lengths
+
     def sequences_with(self, recipe: Recipe, source: int, epoch: int, documents: Longs) -> Occurrences:
         """The sequences of an epoch of a source that hold some documents, from the index alone.
 
@@ -211,7 +219,8 @@ class FindsDocuments(SequenceRule):
         """
         none = np.zeros_like(documents)
         draws = Draws(none.astype(np.int32) + source, none + epoch, documents)
-        return Occurrences(np.arange(documents.size), documents, none, self.lengths(recipe, draws))
+        before, starts, stops = self.parts_of_documents(recipe, draws)
+        return Occurrences(np.arange(documents.size), documents, none + before, before + stops - starts)
 
 
 def finder(recipe: Recipe) -> FindsDocuments:

@@ -26,6 +26,7 @@ from soak import cases, some
 
 PLACES = 1 << 10  # a token is (document * PLACES + place) * 2 + source
 SOURCES = {"code": 350, "docs": 250}
+ENDS = PLACES * 1024  # from here on, tokens are no document's
 STEPS = 24
 RECIPES = """
 import meshfeed as mf
@@ -35,6 +36,11 @@ changing = mf.Mixture(sources).then(9, {{"code": 0.3, "docs": 0.7}})
 documents = mf.Recipe(data=changing, sequence=mf.Documents(), batch=mf.Batch(sequences=24), seed=7)
 windows = mf.Recipe(
     data=changing, sequence=mf.Windows(96), batch=mf.Batch(sequences=16).then(5, 24), seed=7, shuffle="blocks"
+)
+ends = {{"first_token": {ends} + 1, "last_token": {ends} + 2}}
+kept = {{"mask_token": {ends}, "replace": 0, "random": 0}}
+masked = mf.Recipe(
+    data=changing, sequence=mf.Masked(64, vocab_size={ends}, crop="random", **ends, **kept), batch=mf.Batch(16), seed=7
 )
 """
 
@@ -70,6 +76,7 @@ CASES = {
     "windows contiguous": Case(
         "windows", "tp2-cp4-dp2", {"cp_split": "contiguous"}, words=("--cp-split", "contiguous")
     ),
+    "masked": Case("masked", "cp2-dp2", {"micro_batch_size": 4}, words=("--micro-batch-size", "4")),
     "documents balanced": Case("documents", "tp2-cp2-dp2", **packed("balanced", align_sequence=8)),
     "documents dynamic": Case("documents", "dp2-cp4", **packed("dynamic_cp", align_pack=16)),
     "documents split": Case("documents", "dp4", **packed("in_order", oversize="split")),
@@ -85,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for document in range(count):
                 size = 0 if document % 50 == 7 else int(rng.lognormal(4.2, 0.8)) % 480 + 1
                 writer.add_document(((document * PLACES + np.arange(size)) * 2 + source).astype(np.int32))
-    (path / "recipes.py").write_text(RECIPES.format(folder=path))
+    (path / "recipes.py").write_text(RECIPES.format(folder=path, ends=ENDS))
     return path
 
 
@@ -101,9 +108,9 @@ def ledger_of(tokens: Iterable[tuple[int, int, torch.Tensor]]) -> Held:
 
 
 def real_tokens(microbatch: mf.Microbatch) -> torch.Tensor:
-    """A microbatch's tokens but for padding."""
+    """A microbatch's tokens but for padding, and for those that a rule adds."""
     if "padding_mask" in microbatch:
-        return microbatch["tokens"][~microbatch["padding_mask"]]
+        return microbatch["tokens"][~microbatch["padding_mask"] & (microbatch["tokens"] < ENDS)]
     return microbatch["tokens"][: len(microbatch.draws)]
 
 

@@ -39,6 +39,8 @@ def documents_held(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Co
     """Document -> its tokens among those of a sequence, and the last label."""
     rule, store = recipe.sequence, recipe.sources[source]
     lengths = store.lengths(np.arange(store.num_documents))
+    if isinstance(rule, mf.Masked):
+        lengths = lengths.clip(max=rule.length - 2)
     if not isinstance(rule, mf.Windows):
         return Counter({index: int(lengths[index])} if lengths[index] else {})
     owner = np.repeat(np.arange(lengths.size), lengths)
@@ -80,10 +82,13 @@ stores = of_lengths | of_lengths.map(lambda store: store[len(store) // 2 :])
 shuffles = st.sampled_from(["global", "none", mf.Blocks(sequences=3, window=2, lanes=2)])
 
 
+MASKED = mf.Masked(9, vocab_size=9, mask_token=9, first_token=10, last_token=11)
+
+
 @st.composite
 def recipes(draw: st.DrawFn) -> mf.Recipe:
     batch = mf.Batch(draw(st.integers(1, 7)), last=draw(st.sampled_from(["keep", "drop", "pad"])))
-    rule = draw(st.sampled_from([mf.Documents(), mf.Windows(1), mf.Windows(3), mf.Windows(8)]))
+    rule = draw(st.sampled_from([mf.Documents(), MASKED, mf.Windows(1), mf.Windows(3), mf.Windows(8)]))
     options: dict[str, Any] = {"sequence": rule, "seed": draw(st.integers(0, 9)), "shuffle": draw(shuffles)}
     if draw(st.booleans()):
         batch = batch.then(draw(st.integers(1, 5)), draw(st.integers(1, 9)))
@@ -122,16 +127,16 @@ def test_what_each_source_gave_is_what_a_scan_counts(
         some = st.lists(st.integers(0, recipe.sources[source].num_documents - 1), min_size=1, unique=True)
         exclude = mf.amendments.Exclude({recipe.source_names[source]: sorted(data.draw(some))})
         changes.append((step, data.draw(st.sampled_from([mf.amendments.SkipSteps(step, step + 3), exclude]))))
-    recipe = recipe.amended(changes)
+    recipe, added = recipe.amended(changes), 2 if isinstance(recipe.sequence, mf.Masked) else 0
     wanted = np.zeros((2, len(recipe.sources)), np.int64)
     for step in range(until):
-        gone = recipe.amendments.excluded_at(step) if isinstance(recipe.sequence, mf.Documents) else {}
+        gone = {} if isinstance(recipe.sequence, mf.Windows) else recipe.amendments.excluded_at(step)
         draws = draws_of_step(recipe, step)
         for source, index in zip(draws.source.tolist(), draws.index.tolist()):
             if not recipe.skips(step):
                 one = Draws(np.array([source], np.int32), np.zeros(1, np.int64), np.array([index]))
                 empty = index in gone.get(source, np.zeros(0)).tolist()
-                wanted[:, source] += 1, 0 if empty else recipe.sequence.lengths(recipe, one)[0]
+                wanted[:, source] += 1, added if empty else recipe.sequence.lengths(recipe, one)[0]
     assert np.array_equal(drawn_of_sources(recipe, until), wanted)
 
 
