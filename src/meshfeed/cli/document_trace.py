@@ -54,7 +54,8 @@ def pieces_of(recipe: Recipe, draws: Draws) -> DocumentParts:
     found = [_documents_in(recipe, source, draws) for source in np.unique(draws.source).tolist()]
     parts = [np.concatenate(column) for column in zip(*found)] if found else [np.zeros(0, np.int64)] * 4
     order = np.argsort(parts[0], kind="stable")
-    return DocumentParts(*(part[order] for part in parts))
+    draw, document, start, stop = (part[order] for part in parts)
+    return DocumentParts(draw, document, start, stop)
 
 
 def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs, Longs]:
