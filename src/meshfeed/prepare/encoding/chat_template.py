@@ -392,15 +392,16 @@ def _refuse_header(
     """Refuse a template that prints an answer's header, but not as its generation prompt: the header would
     bear loss. Before the answer that is this one's, and behind it the next one's.
 
-    What is before and behind an answer is seen of another one in its place, which no header holds. What such
-    a prompt is followed by, as by an empty thought, is the answer's.
+    What is before and behind an answer is seen of another one in its place, which no header holds, and which
+    has no thoughts: what opens these is the answer's, as is what such a prompt is followed by.
     """
     before, word = messages[:k], "meshfeed"
     if template.text(before, beside) != prompt:
         return
     plain = [{"type": "text", "text": word}] if template.takes_parts_alone else word
-    other = {name: value for name, value in dict.items(messages[k]) if name != "tool_calls"}
-    other |= {"content": plain} | ({REASONING[0]: word} if other.get(REASONING[0]) else {})
+    without = ("tool_calls", *REASONING)
+    other = {name: value for name, value in dict.items(messages[k]) if name not in without}
+    other["content"] = plain
     shown = template.text([*before, Noted(other)], beside).removeprefix(prompt)
     header, end = shown.partition(word)[0], shown.rpartition(word)[2]
     if header.strip() and header != shown and turn.startswith(prompt + header):
