@@ -396,7 +396,7 @@ def _refuse_header(
     has no thoughts: what opens these is the answer's, as is what such a prompt is followed by.
     """
     before, word = messages[:k], "meshfeed"
-    if template.text(before, beside) != prompt:
+    if _tried(template, before, beside) != prompt:
         return
     plain = [{"type": "text", "text": word}] if template.takes_parts_alone else word
     without = ("tool_calls", *REASONING)
