@@ -24,7 +24,7 @@ from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import changed_options, refuse_options
-from meshfeed.integrations.megatron.pretrain import check_left_out
+from meshfeed.integrations.megatron.pretrain import check_end, check_left_out, check_shape
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
@@ -50,7 +50,9 @@ CONFIG_FIELDS: dict[str, str] = {
     "model.*": "honoured: see [Megatron's config](#megatrons-config)",
     "model.vocab_size": "honoured: tokens are checked against it",
     "dataset.dataloader_type": "honoured: it is external",
+    "model.seq_length": "honoured: rows of another length are refused, packs where a pipeline sends rows",
     "train.micro_batch_size": "honoured: rows of a microbatch",
+    "train.train_iters": "honoured: a recipe that ends before is refused",
     "train.global_batch_size": "honoured: a step of another size is refused",
     "train.rampup_batch_size": "honoured: as `Batch.then`; ignored since Megatron-core 0.18",
     "train.step_batch_size_schedule": "honoured: a step of another size is refused; see `Batch.then`",
@@ -202,17 +204,28 @@ class DatasetConfig(_Provider, _Callback):
         rows, of_step = validation.eval_micro_batch_size, validation.eval_global_batch_size
         steps = range(self._state.train_state.step, train.train_iters)
         check_left_out(self.recipe, train.iterations_to_skip or (), steps)
-        self._streams["train"] = self._stream(self.recipe, groups, train.micro_batch_size)
-        for name, recipe in (("valid", self.valid), ("test", self.test)):
-            if recipe is not None:
-                self._streams[name] = self._stream(recipe, groups, rows, of_step)
+        self._streams["train"] = self._stream("train", groups, train.train_iters, train.micro_batch_size)
+        for name in ("valid", "test"):
+            if getattr(self, name) is not None:
+                self._streams[name] = self._stream(name, groups, validation.eval_iters, rows, of_step)
         made = [self._streams.get(name) for name in ("train", "valid", "test")]
         train_data, valid_data, test_data = (None if each is None else each.iterators for each in made)
         return train_data, valid_data, test_data
 
-    def _stream(self, recipe: Recipe, groups: Any, rows: int, of_step: int | None = None) -> _Stream:
-        """rows, of_step: sequences of a microbatch, and of a step; None if Bridge counts microbatches."""
-        packed = recipe.sequence.packed
+    def _stream(
+        self, name: str, groups: Any, wanted: int | None, rows: int, of_step: int | None = None
+    ) -> _Stream:
+        """wanted: steps. rows, of_step: sequences of a microbatch, of a step; None if Bridge counts these.
+
+        Raises RecipeError for a recipe that ends before, and for rows or packs of another length.
+        """
+        recipe: Recipe = self.recipe if name == "train" else getattr(self, name)
+        model, packed = self._state.cfg.model, recipe.sequence.packed
+        length = None if packed else getattr(recipe.sequence, "length", None)
+        if length not in (None, model.seq_length):
+            raise RecipeError(
+                f"{name} has sequences of {length} tokens, and model.seq_length is {model.seq_length}"
+            )
         apart = not packed and getattr(recipe.sequence, "reset_attention_mask", False)
         if apart and rows > 1 and getattr(self._model_config, "num_moe_experts", None):
             raise RecipeError(
@@ -227,9 +240,11 @@ class DatasetConfig(_Provider, _Callback):
             groups=groups,
             verify=self.verify,
             machine=self.machine,
-            vocab_size=self._state.cfg.model.vocab_size,
+            vocab_size=model.vocab_size,
             **options,
         )
+        check_shape(name, feed, model, rows)
+        check_end(name, feed, wanted)
         of_training = _module("core.num_microbatches_calculator").get_num_microbatches
         return _Stream(feed, of_training if of_step is None else lambda: of_step // (rows * feed.layout.dp))
 

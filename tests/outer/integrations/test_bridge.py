@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -244,11 +245,18 @@ def options_of_no_effect(rank: int, folder: Path) -> list[str]:
     with pytest.raises(mf.errors.RecipeError) as refused:
         bw.train(bw.Job(folder, tp=1, pp=1), data, bridge.forward_step, data)
     told.append(str(refused.value))
+    for wrong in ({"steps": 2}, {"sequence": mf.Windows(16)}):
+        data = bridge.DatasetConfig(recipe=dataclasses.replace(recipe(folder), **wrong))
+        with pytest.raises(mf.errors.RecipeError) as refused:
+            bw.train(bw.Job(folder, tp=1, pp=1), data, bridge.forward_step, data)
+        told.append(str(refused.value))
     return told
 
 
 def test_options_of_no_effect_are_refused(folder: Path) -> None:
-    ((workers, size, skips),) = run(options_of_no_effect, 1, folder)
+    ((workers, size, skips, end, length),) = run(options_of_no_effect, 1, folder)
+    assert "train ends after 2 steps, and Megatron takes 6" in end
+    assert "train has sequences of 16 tokens, and model.seq_length is 32" in length
     assert "leaves out 2 iterations from 3 to 4" in skips and "--iterations-to-skip 3 4" in skips
     assert "leave them out: dataset.num_workers=0 (meshfeed reads on a thread" in workers
     assert "leave them out: train.decrease_batch_size_if_needed=True (the recipe's" in size

@@ -206,7 +206,11 @@ class DatasetsProvider:
         made.run(_first_step(name, recipe, args))
         self._feeds.enter_context(made)
         check_shape(name, made, args, rows)
-        _check_end(name, made, args, wanted)
+        if name == "train":
+            wanted = args.train_iters  # Megatron computes it from train_samples, too, also if batches grow
+        elif wanted is not None:
+            wanted //= _batch_size(name, args)
+        check_end(name, made, wanted)
         iterators: Any
         if name == "train":
             iterators = data_iterators(made, args=args)
@@ -311,12 +315,8 @@ def _batch_size(name: str, args: Any) -> int:
     return of_eval or args.global_batch_size
 
 
-def _check_end(name: str, made: Feed, args: Any, wanted: int | None) -> None:
-    """Refuse a recipe that ends, or has a short last step, before Megatron does. wanted: its samples."""
-    if name == "train":
-        wanted = args.train_iters  # Megatron computes it from train_samples, too, also if batches grow
-    elif wanted is not None:
-        wanted //= _batch_size(name, args)
+def check_end(name: str, made: Feed, wanted: int | None) -> None:
+    """Refuse a recipe that ends, or has a short last step, before Megatron does. wanted: its steps."""
     if wanted is None or made.num_steps is None:
         return
     batch, last = made.recipe.batch, wanted - 1
