@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import transports
 import world
+from meshfeed.metrics import Sink
 from meshfeed.state import sealed
 from observe import content_of
 from soak import cases, some
@@ -77,6 +78,25 @@ def test_a_loop_after_a_break_gives_what_a_resumed_job_gives(
                 resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
                 assert taken(resumed, most) == taken(whole, most)
                 assert resumed.state_dict() == whole.state_dict()
+
+
+class Refuses(Sink):
+    """It has not received all data when it closes."""
+
+    def take(self, entries: Any) -> None: ...
+
+    def close(self) -> None:
+        raise OSError("the disk is full")
+
+
+def test_a_sink_that_refuses_to_close_ends_no_iterator() -> None:
+    items, taken = [item_of(0, at, 4) for at in range(3)], list[int]()
+    exchange = exchange_of(0, mf.Layout(), items, metrics=[Refuses()])
+    for _ in range(3):
+        with pytest.raises(mf.errors.MetricsError):
+            for step in exchange:
+                taken.append(step.index)
+    assert taken == [*range(9)]
 
 
 # -- uneven ends -------------------------------------------------------------------------------------

@@ -62,3 +62,15 @@ def test_the_step_that_was_asked_for(
 def test_steps_that_are_none_are_not_left_out(recipe: mf.Recipe, steps: list[object]) -> None:
     with mf.Feed(recipe) as feed, pytest.raises(mf.errors.OptionError, match=r"leave_out=.*numbers of steps"):
         feed.run(0, leave_out=steps)
+
+
+def test_a_run_that_was_given_goes_on_after_close(recipe: mf.Recipe) -> None:
+    with mf.Feed(recipe) as feed:
+        run = feed.run(3)
+        feed.close()
+        assert next(run).index == 3
+        assert next(iter(feed)).index == 3  # another loop, which was not given all of step 3
+        with pytest.raises(mf.errors.StateError, match="ended this iteration"):
+            next(run)
+        with pytest.raises(mf.errors.StateError, match="another run or loop of this feed has begun"):
+            next(run)

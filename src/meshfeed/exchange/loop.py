@@ -155,5 +155,7 @@ class Exchange(StepSource[ExchangePlace]):
             self._loop.go_to(told["step"])
 
     def _ended(self, by_stages: bool) -> None:
-        super()._ended(by_stages)
-        self._puller.handed_end()
+        try:
+            super()._ended(by_stages)
+        finally:  # a sink may refuse to close
+            self._puller.handed_end()

@@ -35,17 +35,17 @@ class FeedRun(Iterator[Step]):
         self.step, self.recipe, self.layout, self.rank = step, recipe, place.layout, place.rank
         self.left_out, self.next_step, self._loop = left_out, step, loop
         self._steps: Iterator[Step] | None = None
-        self._num_stops = loop.num_stops  # another number says that another loop has begun, or ended this one
+        self._num_begun = loop.num_begun  # another number says that another loop has begun
 
     def __next__(self) -> Step:
-        if self._steps is None and (self._loop.given is not self or self._num_stops != self._loop.num_stops):
+        if self._steps is None and (self._loop.given is not self or self._num_begun != self._loop.num_begun):
             raise StateError("another run or loop of this feed has begun since, or this one was ended")
         try:
             if self._steps is None:
                 try:
                     self._steps = self._loop.begin(0, 1)
                 finally:
-                    self._num_stops = self._loop.num_stops
+                    self._num_begun = self._loop.num_begun
             step = next(self._steps)
         except StopIteration:
             raise
@@ -58,7 +58,7 @@ class FeedRun(Iterator[Step]):
     def can_go_on_at(self, step: int) -> bool:
         """Whether `next` gives a step that was to be the next one: not after the run was ended."""
         is_on = self._loop.on is not None or (self._steps is None and self._loop.begins_at == step)
-        return is_on and self._num_stops == self._loop.num_stops
+        return is_on and self._num_begun == self._loop.num_begun
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +86,7 @@ class Loop:
             then.
         begins_at: the first step of the next run.
         is_loaded: whether that was loaded, and no run has begun there.
-        num_stops: how often a run was ended, or could have been.
+        num_begun: how many runs have begun, without those that go on from another one.
         given: the run that the user was given, and nobody has ended since.
         left: the step that the last loop was in; None if there was none since a state was loaded.
     """
@@ -106,7 +106,7 @@ class Loop:
         self._enter, self._meets, self._has_step, self._ended = enter, meets, has_step, ended
         self._line: list[Run] = []  # those that go on from each other, as far as a view has not left them
         self.changing = threading.RLock()
-        self.num_stops = 0
+        self._num_stops = self.num_begun = 0
         self.begins_at, self.is_loaded = 0, False
         self.left: int | None = None
         self.given: FeedRun | None = None
@@ -149,7 +149,7 @@ class Loop:
     def stop(self) -> None:
         """End the present run; the next one begins at the first step that was not fully handed out."""
         with self.changing:
-            self.num_stops += 1
+            self._num_stops += 1
             if self.on is not None:
                 self.left = self.known_step
                 self._end(self.on)
@@ -199,10 +199,10 @@ class Loop:
         self.stop()
         if self._is_over(view):
             return None, False
-        num_stops = self.num_stops
+        num_stops, self.num_begun = self._num_stops, self.num_begun + 1
         self._enter()
         run = self._new_run(view, num_views)
-        if self.num_stops != num_stops:  # by a signal handler, in between
+        if self._num_stops != num_stops:  # by a signal handler, in between
             run.stop()
         return run, True
 

@@ -22,6 +22,7 @@ from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.config import layout_of_accelerator as layout_of
 from meshfeed.integrations.loader import BatchOf, Settings, TrainLoader, framework
+from meshfeed.layout import Layout
 
 framework("accelerate", "transformers")
 
@@ -43,13 +44,8 @@ class FeedLoader(TrainLoader):
     def __init__(
         self, feed: Feed, accelerator: Any, batch_of: BatchOf = dict, *, steps_per_epoch: int | None = None
     ) -> None:
-        shared = layout_of(accelerator)
-        dp, wanted = (each.coord(accelerator.process_index).dp for each in (feed.layout, shared))
-        if getattr(accelerator, "parallelism_config", None) and (feed.layout.dp, dp) != (shared.dp, wanted):
-            raise LayoutError(
-                f"the feed's {feed.layout} gives this rank the rows of dp={dp}, and in the accelerator's "
-                f"ParallelismConfig it is dp={wanted} of {shared.dp}; give the feed layout_of(accelerator)"
-            )
+        if getattr(accelerator, "parallelism_config", None):
+            _check_rows(feed, layout_of(accelerator), accelerator.process_index)
         super().__init__(
             feed,
             lambda microbatch: microbatch,
@@ -92,3 +88,14 @@ class FeedLoader(TrainLoader):
                 f"accelerator.accumulate {entered} times, and sync_gradients was {synced}; enter it once for "
                 f"each batch, so that gradients are synchronised at the last microbatch of a step alone"
             )
+
+
+def _check_rows(feed: Feed, wanted: Layout, rank: int) -> None:
+    """Raises LayoutError if a feed gives this rank other rows than it has in the accelerator's layout."""
+    own = feed.layout.coord(rank).dp if rank in feed.layout.ranks() else None
+    if (feed.layout.dp, own) != (wanted.dp, wanted.coord(rank).dp):
+        raise LayoutError(
+            f"the feed's {feed.layout} gives rank {rank} the rows of dp={own}, and in the accelerator's "
+            f"ParallelismConfig it is dp={wanted.coord(rank).dp} of {wanted.dp}; give the feed "
+            f"layout_of(accelerator)"
+        )

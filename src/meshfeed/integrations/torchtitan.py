@@ -124,7 +124,7 @@ def rows(recipe: Recipe, seq_len: int, local_batch_size: int) -> Shape:
         raise RecipeError(f"sequences have {length} tokens, training.seq_len is {seq_len}")
 
     def batch_of_rows(microbatch: Microbatch) -> Batch:
-        _check_size(microbatch, local_batch_size * seq_len, f"{local_batch_size} rows of training.seq_len")
+        _check_length(microbatch, seq_len, "training.seq_len")
         return batch_of(microbatch)
 
     return Shape({"micro_batch_size": local_batch_size}, batch_of_rows, "training.global_batch_size")
@@ -143,9 +143,11 @@ def line(
     max_context_length.
     """
     packed, size = recipe.sequence.packed, num_tokens_per_batch
+    own = None if packed else getattr(recipe.sequence, "length", None)
+    length = int(own or size)  # a dataset's items are a batch each
 
     def batch_of_line(microbatch: Microbatch) -> Batch:
-        _check_size(microbatch, size, _BATCH_TOKENS)
+        _check_length(microbatch, length, _BATCH_TOKENS)
         fields, labels = batch_of(microbatch)
         if packed:
             positions = fields["positions"]
@@ -168,8 +170,6 @@ def line(
                 f"'in_order'"
             )
         return shape(packing=packing)
-    own = getattr(recipe.sequence, "length", None)  # None for a dataset's items: each is a batch then
-    length = int(own or size)
     if length > max_context_length or size % length:
         raise RecipeError(
             f"sequences have {length} tokens{'' if own else ', as a batch'}; make that at most "
@@ -179,13 +179,13 @@ def line(
     return shape(micro_batch_size=size // length)
 
 
-def _check_size(microbatch: Microbatch, size: int, name: str) -> None:
-    """Raises RecipeError for a batch of another number of tokens, of rows that only their dataset knows."""
+def _check_length(microbatch: Microbatch, length: int, name: str) -> None:
+    """Raises RecipeError for rows of another length, which their dataset alone knows."""
     tokens: object = microbatch["tokens"]
-    has = tokens.numel() if isinstance(tokens, torch.Tensor) else "rows of several lengths"
-    if has != size:
+    has = tokens.shape[-1] if isinstance(tokens, torch.Tensor) else "rows of several lengths"
+    if has != length:
         raise RecipeError(
-            f"microbatch {microbatch.index}: {has} tokens, and the trainer takes {size} ({name}); give the "
+            f"microbatch {microbatch.index}: {has} tokens, and the trainer takes {length} ({name}); give the "
             f"trainer the length of the dataset's items, which must be one"
         )
 

@@ -7,7 +7,11 @@ import subprocess
 
 import quick
 
-RESTS_ON = {"bridge": {"megatron"}, "transformers": {"apart"}}
+RESTS_ON = {
+    "bridge": {"megatron"},
+    "model_parts": {"apart"},
+    "transformers": {"apart", "model_parts", "share_encoders"},
+}
 """Adapters of one framework's family."""
 
 # Each adapter in turn raises at its import, as with a release of its framework that it does not know.
