@@ -256,8 +256,6 @@ def plain(value: Any) -> Array | bytes | Refused:
             return Refused(f"is a tensor of {value.dtype}, a type that NumPy lacks; give value.float()")
     if isinstance(value, list) and are_numbers(cast(list[Any], value)):
         return Refused("is a list of numbers; give np.array(...)")
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        return Refused("is an array with masked entries; give array.filled(...)")
     if not isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
         return Refused(
             f"is {_kind(value)}; give arrays, tensors, numbers, str or bytes, each under its own key"
@@ -267,6 +265,8 @@ def plain(value: Any) -> Array | bytes | Refused:
         return Refused("is an array of Python objects; give an array of numbers, or a str or bytes")
     if array.dtype.name not in NUMBERS or not array.dtype.isnative:
         return Refused(f"is an array of {array.dtype.str}; give one of {', '.join(sorted(NUMBERS))}")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        return Refused("is an array with masked entries; give array.filled(...)")
     return array
 
 

@@ -45,7 +45,7 @@ class FeedLoader(TrainLoader):
         self, feed: Feed, accelerator: Any, batch_of: BatchOf = dict, *, steps_per_epoch: int | None = None
     ) -> None:
         if getattr(accelerator, "parallelism_config", None):
-            _check_rows(feed, layout_of(accelerator), accelerator.process_index)
+            _check_rows(feed.layout, layout_of(accelerator))
         super().__init__(
             feed,
             lambda microbatch: microbatch,
@@ -90,12 +90,17 @@ class FeedLoader(TrainLoader):
             )
 
 
-def _check_rows(feed: Feed, wanted: Layout, rank: int) -> None:
-    """Raises LayoutError if a feed gives this rank other rows than it has in the accelerator's layout."""
-    own = feed.layout.coord(rank).dp if rank in feed.layout.ranks() else None
-    if (feed.layout.dp, own) != (wanted.dp, wanted.coord(rank).dp):
+def _check_rows(own: Layout, wanted: Layout) -> None:
+    """Raises LayoutError unless ranks that share rows in the accelerator get the same whole rows."""
+    if own.cp > 1 or own.world_size != wanted.world_size or _sharing(own) != _sharing(wanted):
         raise LayoutError(
-            f"the feed's {feed.layout} gives rank {rank} the rows of dp={own}, and in the accelerator's "
-            f"ParallelismConfig it is dp={wanted.coord(rank).dp} of {wanted.dp}; give the feed "
-            f"layout_of(accelerator)"
+            f"under the feed's layout {own}, ranks that share rows by the accelerator's ParallelismConfig "
+            f"would not get the same whole rows; give the feed layout_of(accelerator)"
         )
+
+
+def _sharing(layout: Layout) -> dict[int, int]:
+    """Each rank -> the first one that gets the same rows."""
+    first = dict[int, int]()
+    dp = layout.coords()[:, 2].tolist()
+    return {rank: first.setdefault(at, rank) for rank, at in zip(layout.ranks().tolist(), dp)}

@@ -94,13 +94,13 @@ _FILE = "meshfeed.json"
 
 
 class _Batch(megatron.StageBatch):
-    """A batch for `megatron.get_batch`. Bridge's own steps would pass over the keys that they do not know."""
+    """A batch of more keys than a GPT's, for `megatron.get_batch`. Bridge's steps would pass over them."""
 
     def _refuse(self, *_: Any) -> Any:
         raise RecipeError(
-            "Bridge's own forward steps read other keys than a DatasetConfig of meshfeed has, and pass over "
-            "what they do not know; give pretrain bridge.forward_step, for images bridge.vision_step, or a "
-            "step of yours that reads megatron.get_batch(data_iterator)"
+            "Bridge's own forward steps read other keys of packs and of images than a DatasetConfig of "
+            "meshfeed has, and pass over what they do not know; give pretrain bridge.forward_step, for "
+            "images bridge.vision_step, or a step of yours that reads megatron.get_batch(data_iterator)"
         )
 
     get = items = __getitem__ = __contains__ = _refuse  # pyright: ignore[reportAssignmentType]
@@ -118,7 +118,8 @@ class _Stage(Iterator[dict[str, Any]]):
                 "callbacks of pretrain?"
             )
         batch = next(self.microbatches)
-        return _Batch(batch, batch.microbatch)
+        given = {name for name, value in batch.items() if value is not None}
+        return batch if given <= {*megatron.MODEL_KEYS} else _Batch(batch, batch.microbatch)
 
 
 class _Stream:

@@ -215,7 +215,8 @@ class DataModule(_Base):
                 f"accumulate_grad_batches, or DataModule(steps_per_epoch=...)"
             )
         whole = (self._steps_per_epoch or 0) * (each or 0)
-        if not isinstance(limit, float) and limit < whole and not self.trainer.fast_dev_run:
+        is_one = self.trainer.max_epochs == 1 or 0 <= self.trainer.max_steps * (each or 0) <= limit
+        if not isinstance(limit, float) and limit < whole and not is_one:
             raise RecipeError(
                 f"limit_train_batches={limit} is less than the {whole} microbatches of steps_per_epoch="
                 f"{self._steps_per_epoch}, and epochs would end at one or the other; give one of them"

@@ -253,3 +253,5 @@ def test_virtual_stages_without_a_pipeline_are_refused(
     asked = (str(tmp_path / "corpus"), *removed, "--sequences", "4", "--layout", "dp8", "--capacity", "65536")
     status, _, err = told(capsys, *command.split(), *asked, "--vpp", "2")
     assert status != 0 and "--vpp has no effect on a layout without pp" in err
+    status, _, err = told(capsys, "roles", "dp8", "--vpp", "2")
+    assert status != 0 and "--vpp has no effect on a layout without pp" in err

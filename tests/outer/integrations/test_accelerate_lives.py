@@ -174,8 +174,11 @@ def rows_of_a_tp_rank(rank: int, corpus: str) -> Any:
     config = ParallelismConfig(tp_size=2)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, parallelism_config=config)
     recipe = loops.recipe(corpus)
-    with pytest.raises(mf.errors.LayoutError, match=r"dp2 gives .* dp=0 of 1; .*layout_of\(accelerator\)"):
-        FeedLoader(mf.Feed(recipe, mf.Layout(dp=2), rank, micro_batch_size=2), accelerator)
+    for other in (mf.Layout(dp=2), mf.Layout(cp=2)):
+        with pytest.raises(
+            mf.errors.LayoutError, match=r"share rows .*give the feed layout_of\(accelerator\)"
+        ):
+            FeedLoader(mf.Feed(recipe, other, rank, micro_batch_size=2), accelerator)
     feed = mf.Feed(recipe, layout_of(accelerator), rank, micro_batch_size=2)
     return loops.rows(next(iter(FeedLoader(feed, accelerator)))["tokens"])
 

@@ -160,12 +160,13 @@ def test_an_epoch_that_ends_within_a_step_is_refused(corpus: str, tmp_path: Path
         run.fit(model(), datamodule=data)
     short = fed.DataModule(recipe(corpus, steps=1), micro_batch_size=2)
     trainer(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=6).fit(model(), datamodule=short)
-    both = trainer(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=4)
+    both = trainer(tmp_path, max_steps=-1, max_epochs=2, limit_train_batches=4)
     epochs = fed.DataModule(recipe(corpus), micro_batch_size=2, steps_per_epoch=3)
     with pytest.raises(
         mf.errors.RecipeError, match=r"limit_train_batches=4 is less than the 12 microbatches"
     ):
         both.fit(model(), datamodule=epochs)
+    trainer(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=4).fit(model(), datamodule=epochs)
 
 
 def test_a_stream_with_an_end_is_one_epoch_and_has_a_length(corpus: str, tmp_path: Path) -> None:
