@@ -310,13 +310,13 @@ class Stepping:
 
     def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
         rows = self.micro_batch_size * self.layout.dp
-        become, then = "dummies", "divide the loss by step.valid_tokens, not by rows"
+        become, take = "dummies", ""
         if not self.rule.has_dummy_rows:
-            become, then = "missing", "take microbatches of fewer rows, or none, on some ranks"
+            become, take = "missing", "take microbatches of fewer rows, or none, on some ranks; "
         return OptionError(
             f"{step} has {size} sequences, and a microbatch {rows} rows (micro_batch_size="
             f"{self.micro_batch_size}, dp={self.layout.dp}): {-size % rows} would be {become}; {cure}, or "
-            f"pass pad_rows=True and {then}"
+            f"pass pad_rows=True and {take}divide the loss by step.valid_tokens, not by rows"
         )
 
     def num_microbatches(self, step: int) -> int | None:
