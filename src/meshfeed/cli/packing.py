@@ -22,6 +22,12 @@ _OF_PACKS = (
 )
 
 
+def refuse_stages(command: Any, layout: mf.Layout) -> None:
+    """Raises MeshfeedError for a command's virtual stages of a layout without a pipeline."""
+    if layout.pp == 1:
+        refuse_given(command, ("vpp",), "has no effect on a layout without pp")
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """Layout and packing. Options that are not given have the defaults of `Packing`."""
@@ -50,8 +56,7 @@ class JobOptions:
     def parsed_layout(self) -> mf.Layout:
         """Raises MeshfeedError, also for virtual stages of a layout that has no stages."""
         layout = mf.Layout.parse(self.layout)
-        if layout.pp == 1:
-            refuse_given(self, ("vpp",), "has no effect on a layout without pp")
+        refuse_stages(self, layout)
         return layout
 
     def packing_of(self, capacity: int) -> Packing:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from meshfeed.cli.command import OK, Console, Table, print_json
-from meshfeed.cli.options import Command, argument, option, refuse_given
+from meshfeed.cli.options import Command, argument, option
+from meshfeed.cli.packing import refuse_stages
 from meshfeed.deliver import can_share
 from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Layout
@@ -60,8 +61,7 @@ class ShowRoles(Command):
             raise MeshfeedError(
                 f"layout {layout}: {layout.world_size:,} ranks; give one of up to {_MOST_RANKS:,}"
             )
-        if layout.pp == 1:
-            refuse_given(self, ("vpp",), "has no effect on a layout without pp")
+        refuse_stages(self, layout)
         stage_map = StageMap(pp=layout.pp, vpp=self.vpp, mtp=self.mtp, layout=self.stages)
         fields = Windows(self.length).fields
         delivery = self.delivery
