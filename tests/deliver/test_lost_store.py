@@ -157,3 +157,19 @@ def test_every_rank_ends_when_the_store_is_lost(tmp_path: Path, host: tuple[int,
     assert waiting[0] == "DeliveryError" and f"the rendezvous store at 127.0.0.1:{line.port}" in waiting[1]
     # twice, as the page of limits says, and half a minute that a busy machine may take
     assert max(first[3], failing[3], waiting[3]) < 2 * TIMEOUT_S + 30, (first, failing, waiting)
+
+
+def test_nothing_is_amended_without_an_answer_of_the_store(tmp_path: Path, host: tuple[int, int]) -> None:
+    """The others may have begun a run without this rank."""
+    write_corpus(tmp_path / "text", num_tokens=20_000)
+    line = Line(host[1])
+    store = dist.TCPStore("127.0.0.1", line.port, None, False, timeout=timedelta(seconds=60))
+    transport = mf.Transport(delivery="direct", timeout_s=4, rendezvous=store)
+    recipe, ledger = recipe_of(tmp_path / "text", sequences=4), tmp_path / "ledger.jsonl"
+    with mf.Feed(recipe, mf.Layout(dp=2), 1, transport=transport, ledger=ledger) as feed:
+        next(iter(feed))
+        line.cut.set()
+        with pytest.raises(mf.errors.DeliveryError, match="has not answered for 2 s") as lost:
+            feed.amend(mf.amendments.BatchSize(8))
+        assert "nothing has changed" in lost.value.__notes__[0]
+        assert not feed.ledger and feed.recipe.batch == recipe.batch

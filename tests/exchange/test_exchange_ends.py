@@ -51,28 +51,42 @@ def exchange_of(rank: int, layout: mf.Layout, iterator: Any, **options: Any) -> 
 
 
 @settings(max_examples=cases(40), deadline=None)
-@given(st.integers(1, 6), st.integers(1, 3), st.sampled_from([0, 2]), st.lists(st.integers(0, 5), max_size=5))
-@example(4, 1, 2, [4, 2])
-@example(3, 2, 0, [2, 2])
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from([0, 2]),
+    st.sampled_from([1, 2]),
+    st.lists(st.integers(0, 5), max_size=5),
+)
+@example(4, 1, 2, 1, [4, 2])
+@example(3, 2, 0, 1, [2, 2])
+@example(3, 1, 0, 2, [1, 5])
 def test_a_loop_after_a_break_gives_what_a_resumed_job_gives(
-    count: int, pulls: int, prefetch: int, loops: list[int]
+    count: int, pulls: int, prefetch: int, vpp: int, loops: list[int]
 ) -> None:
-    """loops: how many steps each takes, before it breaks; one that asks for more gets the end."""
+    """loops: how many steps each takes, before it breaks; one that asks for more gets the end.
+
+    vpp: virtual stages; the first of two gets the end before the other one begins.
+    """
     items = [item_of(0, at, 3 + at) for at in range(count)]
 
-    def new() -> mf.Exchange:
-        return exchange_of(0, mf.Layout(), items, pulls=pulls, prefetch=prefetch)
+    def new(vpp: int = 1) -> mf.Exchange:
+        stages = mf.StageMap(pp=1, vpp=vpp)
+        return exchange_of(0, mf.Layout(), items, pulls=pulls, prefetch=prefetch, stage_map=stages)
 
     def taken(exchange: mf.Exchange, most: int) -> list[Any]:
         found = list[Any]()
-        for step in exchange if most else ():
+        *ahead, steps = exchange.virtual_stages
+        for step in (step for stage in ahead for step in (stage if most else ())):
+            list(step.microbatches)
+        for step in steps if most else ():
             found.append((step.index, [uid for m in step.microbatches for uid in m.get("uid", [])]))
             time.sleep(0.002 * prefetch)  # its thread meets the end
             if len(found) == most:
                 break
         return found
 
-    with new() as whole:
+    with new(vpp) as whole:
         for most in loops:
             with new() as resumed:
                 resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))

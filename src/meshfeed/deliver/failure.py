@@ -232,9 +232,10 @@ class Failures:
     def is_left_behind(self, step: int) -> bool:
         """Whether others have begun a run without this rank, or left before a step that it was given.
 
-        step: the first that it was not given. Asks the store.
+        step: the first that it was not given. Asks the store. Raises DeliveryError without its answer.
         """
-        self._notice(look=True)
+        if self._meeting is not None and self._is_open:
+            self._meeting.rendezvous.read_notices(self._patience_s)
         return any(alone or at < step for at, _, alone in self._departures())
 
     def _left_at(self) -> tuple[int, LeftBehindError] | None:

@@ -94,12 +94,13 @@ class ItemSource:
         """All iterators have ended before `step`."""
         self._end = step
 
-    def handed_end(self) -> None:
+    def handed_end(self, next_step: int) -> None:
         """The loop has received the end: iterating again restarts the iterators, from a state taken now, too.
 
         Not earlier: a rank that reads ahead meets the end before others, and a loop may break before it.
+        next_step: the first that was not handed out; a virtual stage may be behind the one that is at its end.
         """
-        if (step := self._end) is None:
+        if (step := self._end) is None or next_step < step:
             return
         self._pulled.pop(step, None)
         self._iterator, self._last = None, replace(self._last, pulled=0, ended=False)

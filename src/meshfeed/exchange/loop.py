@@ -158,4 +158,4 @@ class Exchange(StepSource[ExchangePlace]):
         try:
             super()._ended(by_stages)
         finally:  # a sink may refuse to close
-            self._puller.handed_end()
+            self._puller.handed_end(self.next_step)

@@ -497,8 +497,8 @@ class Feed(StepSource[RankPlace]):
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that the loop was given, or rows that do not fill microbatches; RecipeError for a change
-        that the recipe cannot have, StoreError for a store that it cannot open: nothing has changed on this
-        rank then. StateError if the ledger cannot be written: the change holds all the same, and the ledger
+        that the recipe cannot have, StoreError for a store that it cannot open, DeliveryError if the ranks'
+        rendezvous store does not answer: nothing has changed on this rank then. StateError if the ledger cannot be written: the change holds all the same, and the ledger
         is written with the next state, or by the same call again before the next step is taken.
         """
         at, place = whole(at), self._place
@@ -513,7 +513,11 @@ class Feed(StepSource[RankPlace]):
             )
         run = self._loop.on
         has_begun = place.given_layout is not None or run is not None or self._loop.begins_at
-        behind = run is not None and run.is_left_behind
+        try:
+            behind = run is not None and run.is_left_behind
+        except DeliveryError as lost:
+            lost.add_note("amend: nothing has changed; the next run meets in that store, too")
+            raise
         if behind or (place.options.transport.rendezvous is not None and not has_begun):
             raise OptionError(
                 "amend: this process takes no part in the job, or not yet; nothing has changed, amend on the "

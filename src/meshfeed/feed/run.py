@@ -206,7 +206,10 @@ class Run:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether other ranks have ended this run, to begin another one that this rank does not know of."""
+        """Whether other ranks have ended this run, to begin another one that this rank does not know of.
+
+        Raises DeliveryError if the store does not answer.
+        """
         return self._failures.is_left_behind(self.next_begun)
 
     def end_before(self, step: int, why: str, *, without_others: bool = False) -> None:
