@@ -98,7 +98,7 @@ class ItemSource:
         """The loop has received the end: iterating again restarts the iterators, from a state taken now, too.
 
         Not earlier: a rank that reads ahead meets the end before others, and a loop may break before it.
-        next_step: the first that was not handed out; a virtual stage may be behind the one that is at its end.
+        next_step: the first that was not handed out: a virtual stage may lag behind one that is at its end.
         """
         if (step := self._end) is None or next_step < step:
             return

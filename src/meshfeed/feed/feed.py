@@ -498,8 +498,9 @@ class Feed(StepSource[RankPlace]):
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that the loop was given, or rows that do not fill microbatches; RecipeError for a change
         that the recipe cannot have, StoreError for a store that it cannot open, DeliveryError if the ranks'
-        rendezvous store does not answer: nothing has changed on this rank then. StateError if the ledger cannot be written: the change holds all the same, and the ledger
-        is written with the next state, or by the same call again before the next step is taken.
+        rendezvous store does not answer: nothing has changed on this rank then. StateError if the ledger
+        cannot be written: the change holds all the same, and the ledger is written with the next state, or
+        by the same call again before the next step is taken.
         """
         at, place = whole(at), self._place
         if not isinstance(cast(object, change), Change) or (at is not None and type(at) is not int):
