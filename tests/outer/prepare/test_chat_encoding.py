@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -446,44 +447,67 @@ def test_a_header_that_no_prompt_prints_bears_no_loss(tmp_path: Path, train_on: 
 
 
 HEADERS = {"<|user|>": "<|assistant|>", "<|start|>user\n": "<|start|>assistant\n", "User: ": "Assistant: "}
-PRINTED = {"for its prompt": "{% if add_generation_prompt %}HEAD{% endif %}", "never": "", "always": "HEAD"}
+PROMPT = "{% if add_generation_prompt %}{{ 'HEAD' }}{% endif %}"
+PRINTED = {
+    "for its prompt": PROMPT,
+    "a stop": PROMPT.replace("{% endif", "{% else %}<|stop|>{% endif"),
+    "never": "",
+    "always": "{{ 'HEAD' }}",
+    "mostly": "{{ 'HEAD'[:10] }}" + PROMPT.replace("'HEAD'", "'HEAD'[10:]"),
+    "a footer": PROMPT.replace("{% endif", "{% else %}Bye.<|stop|>{% endif"),
+    "a footer alone": PROMPT.replace("{{ 'HEAD' }}", "{% else %}Bye."),
+}
+THOUGHTS = {"none": "", "any": "<think>{{ m.reasoning_content or '' }}</think>"}
 
 
 @pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def headed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Path]:
     """Tokenizers whose template prints a header before every message, and at its end as told."""
-    special = ["<|user|>", "<|assistant|>", "<|start|>", "<|end|>"]
-    body = "{% for m in messages %}{{ 'USER' if m.role == 'user' else 'HEAD' }}{{ m.content }}{{ '<|end|>' }}{% endfor %}"
+    special = ["<|user|>", "<|assistant|>", "<|start|>", "<|end|>", "<|stop|>"]
+    body = "{% for m in messages %}{{ 'USER' if m.role == 'user' else 'HEAD' }}THOUGHTS{{ m.content }}{{ '<|end|>' }}{% endfor %}"
     made = {}
-    for user, header in HEADERS.items():
-        for when, tail in PRINTED.items():
-            text = (body + tail.replace("HEAD", "{{ 'HEAD' }}")).replace("USER", user).replace("HEAD", header)
-            made[user, when] = tokenizer_in(
-                tmp_path_factory.mktemp("headed"), text.replace("\n", "\\n"), special
-            )
+    for (user, header), when, thoughts in product(HEADERS.items(), PRINTED, THOUGHTS):
+        inside = "{% if m.role != 'user' %}" + THOUGHTS[thoughts] + "{% endif %}"
+        text = body.replace("THOUGHTS", inside) + PRINTED[when]
+        text = text.replace("USER", user).replace("HEAD", header).replace("\n", "\\n")
+        made[user, when, thoughts] = tokenizer_in(tmp_path_factory.mktemp("headed"), text, special)
     return made
 
 
-@settings(max_examples=cases(30, 2_000), deadline=None)
+@settings(max_examples=cases(40, 2_000), deadline=None)
 @given(
     st.sampled_from([*HEADERS]),
     st.sampled_from([*PRINTED]),
+    st.sampled_from([*THOUGHTS]),
     st.sampled_from(["all", "last", "each"]),
     st.lists(
-        st.sampled_from(["A", "s", "tan", "Assistant", "User: ", "user", "x y", ":", "<"]),
+        st.tuples(
+            st.sampled_from(["A", "s", "tan", "Assistant", "User: ", "user", "x y", ":", "<"]),
+            st.sampled_from(["", "hm"]),
+        ),
         min_size=1,
         max_size=3,
     ),
 )
-def test_no_header_bears_loss(headed: Any, user: str, when: str, train_on: Any, said: list[str]) -> None:
+def test_no_header_bears_loss(
+    headed: Any, user: str, when: str, thoughts: str, train_on: Any, said: list[tuple[str, str]]
+) -> None:
     """Printed for its prompt alone, and else refused; also before and behind an answer that is a part of it."""
-    talk = [each for text in said for each in (USER, {"role": "assistant", "content": text})]
-    if when != "for its prompt":
-        with pytest.raises(StoreError, match="so that would bear loss"):
-            shown(headed[user, when], talk, train_on=train_on)
+    said = [(text, thought if thoughts == "any" else "") for text, thought in said]
+    answered = [{"role": "assistant", "content": text, "reasoning_content": more} for text, more in said]
+    talk = [each for answer in answered for each in (USER, answer)]
+    folder = headed[user, when, thoughts]
+    if when == "a stop" and train_on == "all" and len(said) > 1:
+        with pytest.raises(StoreError, match="once messages follow, is another"):
+            shown(folder, talk, train_on=train_on)
         return
-    made = shown(headed[user, when], talk, train_on=train_on)
-    answers = [f"{text}<|end|>" for text in said]
+    if when not in ("for its prompt", "a stop"):
+        with pytest.raises(StoreError, match="so that would bear loss"):
+            shown(folder, talk, train_on=train_on)
+        return
+    made = shown(folder, talk, train_on=train_on)
+    stop = "<|end|><|stop|>" if when == "a stop" else "<|end|>"
+    answers = [(f"<think>{more}</think>" if thoughts == "any" else "") + text + stop for text, more in said]
     assert [bears for _, bears in made] == {"all": ["".join(answers)], "last": answers[-1:], "each": answers}[
         train_on
     ]

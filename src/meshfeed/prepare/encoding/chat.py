@@ -259,7 +259,9 @@ class ChatEncoder:
             name: ChatTemplate(source, named, f"template {name!r} of {path}", self.how.date)
             for name, source in sources.items()
         }
-        how = self.how.train_on, self.how.ignore, sorted(self.how.variables), self.how.end
+        special = [self._tokenizer.id_to_token(int(each)) for each in self._special]
+        special.sort(key=len, reverse=True)
+        how = self.how.train_on, self.how.ignore, sorted(self.how.variables), self.how.end, special
         return Confined(Conversations(templates, *how, path=str(self._path)))
 
     @cached_property

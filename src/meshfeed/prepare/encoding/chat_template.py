@@ -76,6 +76,11 @@ class ChatTemplate:
         return self._compiled[2]
 
     @cached_property
+    def sound(self) -> set[Any]:
+        """Shapes of conversations whose answers have nothing foreign around them; see `_refuse_foreign`."""
+        return set()
+
+    @cached_property
     def takes_parts_alone(self) -> bool:
         """Whether it prints content that is a list of parts, and no content that is text, as LLaVA's do."""
         word = "meshfeed"
@@ -213,6 +218,7 @@ class Conversations:
         ignore: keys of messages that may be lost.
         variables: names that the user has given all templates.
         end: see `Chats`.
+        special: the tokenizer's special tokens, longer ones first.
         path: of the tokenizer, as messages show it.
     """
 
@@ -221,6 +227,7 @@ class Conversations:
     ignore: Sequence[str]
     variables: Sequence[str]
     end: Sequence[str]
+    special: Sequence[str]
     path: str
 
     def check(self) -> None:
@@ -257,7 +264,7 @@ class Conversations:
             if template.has_blocks:
                 spans = _blocks_of(template, messages, beside, text, None if said == turns else said)
             else:
-                spans = [_added(template, messages, beside, k, text) for k in said]
+                spans = [_added(template, messages, beside, k, text, self.special) for k in said]
         except StoreError as error:
             if self.train_on != "each":
                 raise
@@ -343,7 +350,12 @@ def _tried(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str
 
 
 def _added(
-    template: ChatTemplate, messages: list[Noted], beside: Beside, k: int, text: str
+    template: ChatTemplate,
+    messages: list[Noted],
+    beside: Beside,
+    k: int,
+    text: str,
+    special: Sequence[str],
 ) -> tuple[int, int]:
     """What message k adds to the text before it, in characters."""
     try:
@@ -362,7 +374,7 @@ def _added(
             f"message {k} (assistant): cannot be rendered without what follows: {error}"
         ) from error
     if prompt is not None:
-        _refuse_header(template, messages, beside, k, prompt, turn)
+        _refuse_foreign(template, messages, beside, k, prompt, turn, special)
     if not text.startswith(turn):
         raise StoreError(
             f"message {k} (assistant): its text, once messages follow, is another, so it is not what the "
@@ -386,36 +398,62 @@ def _prompts(template: ChatTemplate, messages: list[Noted], beside: Beside, *, t
         yield re.sub(r"<think>\s*$", "", prompt)
 
 
-def _refuse_header(
-    template: ChatTemplate, messages: list[Noted], beside: Beside, k: int, prompt: str, turn: str
+def _refuse_foreign(
+    template: ChatTemplate,
+    messages: list[Noted],
+    beside: Beside,
+    k: int,
+    prompt: str,
+    turn: str,
+    special: Sequence[str],
 ) -> None:
-    """Refuse a template that prints an answer's header, but not as its generation prompt: the header would
-    bear loss. Before the answer that is this one's, and behind it the next one's.
+    """Refuse a template that prints around an answer what the assistant does not say, so that it would bear
+    loss: this one's header, if it is not the generation prompt; the next one's, or text, behind the last one.
 
     What is before and behind an answer is seen of another one in its place, which no header holds, and which
-    has no thoughts: what opens these is the answer's, as is what such a prompt is followed by.
+    has no thoughts: what opens these is the answer's. What ends the last answer alone may be special tokens.
+    Conversations with the same keys have the same around their answers, so one of them is looked at.
     """
-    before, word = messages[:k], "meshfeed"
-    if _tried(template, before, beside) != prompt:
+    said = [(each["role"], *(key for key, value in dict.items(each) if value)) for each in messages[: k + 1]]
+    shape = (*said, *(name for name, value in beside.items() if value))
+    if shape in template.sound:
         return
+    before, word = messages[:k], "meshfeed"
+    bare = _tried(template, before, beside)
+    prompts = bare is None or not bare.startswith(prompt)
     plain = [{"type": "text", "text": word}] if template.takes_parts_alone else word
     without = ("tool_calls", *REASONING)
     other = {name: value for name, value in dict.items(messages[k]) if name not in without}
-    other["content"] = plain
-    shown = template.text([*before, Noted(other)], beside).removeprefix(prompt)
+    talk = [*before, Noted(other | {"content": plain})]
+    shown = (_tried(template, talk, beside) or "") if prompts else template.text(talk, beside)
+    shown = shown.removeprefix(prompt)
     header, end = shown.partition(word)[0], shown.rpartition(word)[2]
-    if header.strip() and header != shown and turn.startswith(prompt + header):
+    if not prompts and header != shown and re.sub(r"<think>\s*(</think>\s*)?$", "", header).strip():
         raise StoreError(
             f"message {k} (assistant): the template prints {header!r} before what the assistant says, and "
             f"nothing for add_generation_prompt, so that would bear loss; print it there, too: "
             f"{{% if add_generation_prompt %}}{header}{{% endif %}}, or put {{% generation %}} around answers"
         )
-    followed = _tried(template, [*before, Noted(other), Noted({"role": "user", "content": plain})], beside)
-    then = "".join((followed or "").removeprefix(prompt).rsplit(word, 2)[1:2])
-    more = end[next((i for i, each in enumerate(end) if then[i : i + 1] != each), len(end)) :]
-    if more.strip() and turn.endswith(more) and prompt.endswith(more):
+    followed = _tried(template, [*talk, Noted({"role": "user", "content": plain})], beside) or ""
+    pieces = followed.removeprefix(prompt).rsplit(word, 2)
+    at = _num_common(end, pieces[1]) if len(pieces) == 3 else len(end)
+    tokens = re.compile("|".join(map(re.escape, special)))
+    at = next((each.start() for each in tokens.finditer(end) if each.start() < at < each.end()), at)
+    more = end[at:] if turn.endswith(end[at:]) else ""
+    if more.strip() and prompt[: _num_common(bare or prompt, prompt)].endswith(more):
         raise StoreError(
             f"message {k} (assistant): the template prints {end!r} behind what the assistant says, the next "
             f"answer's header in it with and without add_generation_prompt, so that would bear loss; print "
             f"the header only in {{% if add_generation_prompt %}}, or put {{% generation %}} around answers"
         )
+    if tokens.sub("", more).strip():
+        raise StoreError(
+            f"message {k} (assistant): the template prints {more!r} behind the last answer and no other, so "
+            f"that would bear loss; leave it out of the template, or put {{% generation %}} around answers"
+        )
+    template.sound.add(shape)
+
+
+def _num_common(text: str, other: str) -> int:
+    """Characters with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
