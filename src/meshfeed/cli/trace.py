@@ -36,7 +36,8 @@ class Trace(Command, JobOptions, RecipeOptions):
         meshfeed trace recipe.py --document code:51823 --document docs:7 --epochs 0:2 --layout tp2-dp4
     """
     keys = {
-        "step, place": "the step, and which of its sequences; null where a document never comes",
+        "step, place": "the step, and which of its sequences; null where a document never comes, or the step "
+        "is skipped",
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document, tokens": "which document of the source, and which of its tokens, as first:stop",
         "parts": "of mf.Multimodal: images, audio and video there, each as number, kind, file and bytes",
@@ -138,6 +139,8 @@ def _where(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Line:
     step = place = None
     if position is not None:
         step, place = (int(each[0]) for each in steps_of(recipe, np.array([position])))
+        if recipe.skips(step):
+            step = place = None
     name = recipe.source_names[source] or ""
     return {"step": step, "place": place, "source": name, "epoch": epoch, "index": index}
 

@@ -62,7 +62,8 @@ class StepStats(Mapping[str, Any]):
         oversize, empty: the sequences that were too long, and those without tokens.
         cut_loss: of those too long, the ones that truncation left without any of their loss.
         source_drawn, source_epochs: sequences of each source up to this step, and the same in epochs; arrays.
-            None for a single source, as is the next.
+            With those of steps that an amendment skips, as in the next. None for a single source, as is the
+            next.
         source_asked: sequences of each source up to this step by the recipe's shares, with fractions; an
             array. Under by="tokens", from the share of its tokens over their mean length.
         source_names: of the sources, which an amendment may add to.

@@ -123,6 +123,21 @@ def test_every_sight_of_a_document_is_found(folder: Path, capsys: pytest.Capture
         }, document
 
 
+@pytest.mark.parametrize("packing", [[], ["--capacity", "512"]])
+def test_a_document_never_comes_in_a_step_that_is_skipped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: list[str]
+) -> None:
+    file, ledger = folder / "Docu.py", str(tmp_path / "ledger.jsonl")
+    skip = mf.amendments.Amendment(1, mf.amendments.SkipSteps(3, 4))
+    mf.amendments.Ledger((skip,)).write(ledger)
+    draws = draws_of_step(recipe_in(file), 3)
+    document = f"{('code', 'docs')[draws.source[0]]}:{draws.index[0]}"
+    (line,) = told(capsys, str(file), "--document", document, *packing)
+    assert line["step"] == 3
+    (line,) = told(capsys, str(file), "--document", document, *packing, "--amendments", ledger)
+    assert line["step"] is line["place"] is line["microbatch"] is None and not line["ranks"]
+
+
 def test_a_store_alone_and_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, str(folder / "code"), "--document", "3", "--sequences", "8")
     assert found[0]["index"] == 3 and found[0]["step"] < 8
