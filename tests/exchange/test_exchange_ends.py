@@ -223,6 +223,24 @@ def test_a_foreign_state_is_refused() -> None:
         exchange.load_state_dict(state)
 
 
+def test_a_state_of_another_ranks_iterator_is_refused() -> None:
+    """As torch.distributed.checkpoint gives it, which keeps one object for each key."""
+    layout, items = mf.Layout(tp=2, dp=2), [item_of(0, at, 4) for at in range(3)]
+    transport = mf.Transport(readers=[0, 2], delivery="broadcast")
+    ranks = [
+        mf.Exchange(None if rank % 2 else items, layout, rank, packing=PACKING, transport=transport)
+        for rank in range(4)
+    ]
+    states = [rank.state_dict() for rank in ranks]
+    for own, rank in zip(states, ranks):
+        for state in states:
+            if own == state or rank.rank % 2:
+                rank.load_state_dict(state)
+                continue
+            with pytest.raises(mf.errors.StateError, match="save each rank's state and load it there"):
+                rank.load_state_dict(state)
+
+
 def torn(rank: int) -> str:
     with exchange_of(rank, mf.Layout(dp=2), Numbered(rank, 8)) as exchange:
         content = content_of(exchange.state_dict())

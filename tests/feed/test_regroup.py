@@ -241,6 +241,11 @@ def test_what_is_left_out_is_of_one_run(recipe: mf.Recipe) -> None:
         with feed.run(5, leave_out=[8]) as run:
             next(run)
         assert [step.index for _, step in zip(range(4), feed)] == [5, 6, 7, 8]
+        run = feed.run(2, leave_out=[3])
+        assert [next(run).index, next(run).index] == [2, 4]
+        assert [step.index for _, step in zip(range(2), feed)] == [3, 4]
+        feed.run(2, leave_out=[3])
+        assert [[step.index for _, step in zip(range(2), feed)] for _ in range(2)] == [[2, 4], [3, 4]]
         with feed.run(2) as run:
             pass
         with pytest.raises(mf.errors.StateError, match="or this one was ended"):

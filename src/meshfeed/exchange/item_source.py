@@ -108,20 +108,26 @@ class ItemSource:
         last = self._pulled.get(step - 1, self._last)
         self._pulled[step - 1] = replace(self._now(), given=last.given)
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int, owner: str) -> dict[str, Any]:
         """The step, and the position of the iterator before it.
 
-        iterator: its own state. taken: items so far. pulled: elements since its start. ended: whether it had
-        ended. Raises StateError for a state of the iterator that is neither JSON nor made of tensors, arrays,
-        numbers and texts.
+        owner: whose iterator it is; "" without one. iterator: its own state. taken: items so far. pulled:
+        elements since its start. ended: whether it had ended. Raises StateError for a state of the iterator
+        that is neither JSON nor made of tensors, arrays, numbers and texts.
         """
         after = self._pulled.get(step - 1) or self._now()
         own = {"step": step, "taken": after.taken, "pulled": after.pulled, "ended": after.ended}
-        return sealed({**own, "iterator": _in_text(after.state)})
+        return sealed({**own, "owner": owner, "iterator": _in_text(after.state)})
 
-    def checked(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def checked(self, saved: Mapping[str, Any], owner: str) -> dict[str, Any]:
         """What `state` had. Raises StateError for anything else, or if this iterator cannot resume there."""
-        told = unsealed(saved, ("step", "taken", "pulled", "ended", "iterator"))
+        told = unsealed(saved, ("step", "taken", "pulled", "ended", "owner", "iterator"))
+        if self.owns and told["owner"] != owner:
+            raise StateError(
+                f"the state is that of {told['owner'] or 'a rank without an iterator'}, and this is {owner}; "
+                f"save each rank's state and load it there (torch.distributed.checkpoint keeps one object "
+                f"for each key: use keys with the rank's number)"
+            )
         for name in ("step", "taken", "pulled"):
             if type(told[name]) is not int or told[name] < 0:
                 raise StateError(f"state has {name} {told[name]!r}; it is a whole number from 0")

@@ -130,19 +130,20 @@ class Exchange(StepSource[ExchangePlace]):
         """The first step that was not fully handed out (see `Feed.state_dict`), and the iterator's own state.
 
         The latter is the iterator's `state_dict()`, if it has one, after the last item before that step. It
-        differs between ranks and is valid for the same layout.
+        differs between ranks and is valid for the same layout. torch.distributed.checkpoint keeps one object
+        for each key: save it under a key with the rank's number.
         """
-        return self._puller.state(self.next_step)
+        return self._puller.state(self.next_step, self._owner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Resume at a state; then start a new loop.
 
         step: the next step of the model that was loaded with it; None for no check. An iterator without
-        `load_state_dict` must already be at that position. Raises StateError for a state of another step, for
-        anything but a result of `state_dict`, or if the iterator does not return from its current item; the
-        iterator is unchanged then.
+        `load_state_dict` must already be at that position. Raises StateError for a state of another step, or
+        of another data-parallel rank's iterator, for anything but a result of `state_dict`, or if the
+        iterator does not return from its current item; the iterator is unchanged then.
         """
-        check_step(self._puller.checked(state_dict)["step"], step)
+        check_step(self._puller.checked(state_dict, self._owner)["step"], step)
         with self._loop.changing:
             self._loop.stop()
             if self._puller.busy.locked():
@@ -150,9 +151,16 @@ class Exchange(StepSource[ExchangePlace]):
                     f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be "
                     f"reset; load the state again once it has returned"
                 )
-            told = self._puller.checked(state_dict)  # again: it may have reached its end before it stopped
+            # again: it may have reached its end before it stopped
+            told = self._puller.checked(state_dict, self._owner)
             self._puller.load(told)
             self._loop.go_to(told["step"])
+
+    @property
+    def _owner(self) -> str:
+        """Whose the iterator is; "" without one."""
+        place = self._place
+        return f"data-parallel rank {place.coord.dp} of {place.layout.dp}" if self._puller.owns else ""
 
     def _ended(self, by_stages: bool) -> None:
         try:

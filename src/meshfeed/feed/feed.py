@@ -375,7 +375,7 @@ class Feed(StepSource[RankPlace]):
             rendezvous: of that arrangement, as in a `Transport`; None for the Feed's.
             readers: of that arrangement, as in a `Transport`.
             leave_out: steps that this run neither reads nor gives, for a trainer that skips them. States
-                count them like all others.
+                count them like all others. A later run or loop has them.
             meet: wait here for all ranks, and begin at the lowest step that one of them gives: after a
                 failure they may be one step apart. `step` is then the first that this rank's model has not
                 taken; None for the step that its loop was in. A Feed that has neither trained nor loaded a

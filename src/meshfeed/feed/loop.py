@@ -37,8 +37,13 @@ class FeedRun(Iterator[Step]):
         self._steps: Iterator[Step] | None = None
         self._num_begun = loop.num_begun  # another number says that another loop has begun
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has begun, or a loop over the feed since: a loop that begins now is another run."""
+        return self._steps is not None or self._num_begun != self._loop.num_begun
+
     def __next__(self) -> Step:
-        if self._steps is None and (self._loop.given is not self or self._num_begun != self._loop.num_begun):
+        if self._steps is None and (self._loop.given is not self or self.has_begun):
             raise StateError("another run or loop of this feed has begun since, or this one was ended")
         try:
             if self._steps is None:
@@ -197,6 +202,8 @@ class Loop:
             if run.join(view, num_views):
                 return run, False
         self.stop()
+        if self.given is not None and self.given.has_begun:
+            self.given = None
         if self._is_over(view):
             return None, False
         num_stops, self.num_begun = self._num_stops, self.num_begun + 1
