@@ -105,7 +105,7 @@ class NeedsColumns(mf.Windows):
         return made
 
 
-class LeavesOut(mf.Windows):
+class LacksLabels(mf.Windows):
     def build(self, *args: Any) -> Any:
         made = super().build(*args)
         made[0].pop("labels", None)
@@ -127,7 +127,7 @@ class KeepsExcluded(mf.Documents):
         (KeepsMemory(), "columns were overwritten"),
         (OnlyItsOwn(), "one reader holds"),
         (NeedsColumns(32), "built without columns"),
-        (LeavesOut(32), "fields that are declared"),
+        (LacksLabels(32), "fields that are declared"),
     ],
     ids=lambda value: type(value).__name__,
 )

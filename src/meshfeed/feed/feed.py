@@ -356,7 +356,7 @@ class Feed(StepSource[RankPlace]):
         leave_out: Iterable[int] = (),
         meet: bool = False,
     ) -> FeedRun:
-        """End the present run and begin another, with all that is open: stores, caches, indices, decoders.
+        """End the present run; the first `next` of what it returns begins another, with all that is open.
 
             with feed.run(1000, recipe=other) as run:
                 for step in run: ...
@@ -491,9 +491,9 @@ class Feed(StepSource[RankPlace]):
         """Change the recipe from the next step on: on all ranks, in the same step.
 
         The change holds from the first step on that the loop was not given yet, or from `at` on. Returns that
-        step. The present run ends before that first step, and the loop goes on with the next one, whose ranks
-        compare their recipes: one that did not amend is named. The ledger has the amendment when this
-        returns: a job that resumes has it, under any layout.
+        step. The present run ends before that first step, and the loop goes on with the next one. A rank that
+        did not amend is named when it asks for that step; that all amended equally is compared there. The
+        ledger has the amendment when this returns: a job that resumes has it, under any layout.
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that the loop was given, or rows that do not fill microbatches; RecipeError for a change
@@ -521,8 +521,8 @@ class Feed(StepSource[RankPlace]):
             raise
         if behind or (place.options.transport.rendezvous is not None and not has_begun):
             raise OptionError(
-                "amend: this process takes no part in the job, or not yet; nothing has changed, amend on the "
-                "ranks that do, in the same step"
+                "amend: the other ranks go on without this process, which takes no part in the job, or not "
+                "yet, or amends too late; nothing has changed, amend on all that take part, in the same step"
             )
         with self._loop.changing:
             first = self._loop.next_begun

@@ -159,7 +159,7 @@ class SequenceRule(Rule, RuleContents):
 
     Implementations are frozen and keep no state. What only some rules can do is a class of its own, which
     they inherit from: `FindsDocuments`, `JoinsShards`, `TakesParts`, and of `meshfeed.order` `LeavesOut`
-    and `OwnOrder`. `meshfeed.testing.assert_rule` checks what the methods promise.
+    and `OwnOrder`. `meshfeed.testing.assert_rule` checks the fields, and `LeavesOut`.
     """
 
     @property
