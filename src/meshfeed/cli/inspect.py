@@ -287,8 +287,17 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
             store = self.open(self.path, cache=cache, tokenizer=None, eod=None)
         except (MissingError, OptionError):  # raw text is a store with a tokenizer only
             store = None
-        if store is None or (isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS):
+        if store is None:
             return self.open(self.path, cache=cache)
+        if isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS:
+            try:
+                return self.open(self.path, cache=cache)
+            except StoreError as error:
+                try:
+                    with store:
+                        _ = store.num_documents
+                except StoreError:
+                    raise error from None
         if not self._shows:
             raise MeshfeedError(
                 f"--tokenizer {self.tokenizer}: {store.path} holds tokens; add --show N to decode some"

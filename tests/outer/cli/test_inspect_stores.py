@@ -299,3 +299,23 @@ def test_how_much_of_a_store_bears_loss(
     assert main(["inspect", str(tmp_path / "d"), "--documents", "0", "--labels", "shifted", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["loss"] == told and facts["texts"][0]["bears_loss"] == [" ".join(["97"] * 9)]
+
+
+@pytest.mark.parametrize("column", ["tokens", "input_ids", "words"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_lists_of_tokens_are_decoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, column: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows, path = [{column: [*b"one"]}, {column: [*b"two"]}], tmp_path / f"d.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    named = ["--column", column] if column == "words" else []
+    words = ["inspect", str(path), *named, "--tokenizer", "bytes", "--show", "2", "--json"]
+    assert main(words) == 0
+    assert [each["text"] for each in json.loads(capsys.readouterr().out)["texts"]] == ["one", "two"]
+    assert main([*words, "--eod-token", "9"]) == 2 and "--eod-token is of text" in capsys.readouterr().err
