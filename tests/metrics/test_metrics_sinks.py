@@ -111,6 +111,27 @@ def test_every_step_is_told_once_and_in_order_to_all(corpus: str) -> None:
     assert not any(thread.name == "meshfeed-metrics" for thread in threading.enumerate())
 
 
+def test_records_of_two_runs_come_one_after_the_other(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second, this process has another rank: whoever takes records knows of which rank they are."""
+    monkeypatch.setattr(background, "EVERY_S", PATIENCE_S)
+    told = list[list[RunStart | StepRecord]]()
+
+    class Apart(Sink):
+        def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+            told.append([*entries])
+
+    layout, direct = mf.Layout(dp=2), mf.Transport(delivery="direct")
+    with mf.Feed(recipe_of(corpus), pad_rows=True, metrics=Apart(), transport=direct) as feed:
+        for step, rank in ((0, 1), (1, 1), (2, 0), (3, 0)):
+            list(feed.at(step, layout, rank).microbatches)
+    assert [[(type(each), each.step) for each in entries] for entries in told] == [
+        [(RunStart, 0)],
+        [(StepRecord, 0), (StepRecord, 1)],
+        [(RunStart, 2), (StepRecord, 2), (StepRecord, 3)],
+    ]
+    assert [start.rank for start, *_ in told[::2] if isinstance(start, RunStart)] == [1, 0]
+
+
 def test_without_sinks_nothing_of_theirs_runs(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("called")

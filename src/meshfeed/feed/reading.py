@@ -75,6 +75,7 @@ class SequenceProducer(Producer[RankPlace]):
             recipe.source_names,
             decode_workers=None if costs is None else costs.workers,
             edges=edges_of(recipe, step),
+            comes_and_goes=place.apart or place.generation is not None,
         )
 
     def new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from meshfeed.errors import MetricsError
-from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord, by_runs
 from meshfeed.metrics.slowest import Slowest
 
 EVERY_S = 1.0
@@ -35,13 +35,14 @@ class _Backlog:
     def take(self, more: Sequence[Entry]) -> None:
         self.entries += more
         try:
-            if self.entries:
-                self.sink.take(self.entries)
+            for some in by_runs(self.entries):
+                self.sink.take(some)
+                self.entries = self.entries[len(some) :]
         except Exception as error:  # of a disk or a user's sink: training continues after any error
             self.error = error
             self._drop_oldest()
         else:
-            self.entries, self.error = [], None
+            self.error = None
 
     @property
     def lost(self) -> int:

@@ -1,4 +1,4 @@
-"""A small log of a run: a folder with an append-only file for each rank.
+"""A small log of a run: a folder with an append-only file for each rank, or each process.
 
 A file has a JSON object for each start of a run, then a JSON array for each step. A start names the columns
 of the arrays that follow it, so readers do not depend on the version. The draws of a mixture are also a JSON
@@ -25,17 +25,18 @@ _OF_TEXT = tuple(stage for stage in STAGES if stage != "decode")
 _LOOK_BACK = 1 << 16
 
 
-def file_name(rank: int) -> str:
-    """The file of a rank, inside the folder of its run."""
-    return f"rank-{rank:06d}.jsonl"
+def file_name(rank: int, process: str = "") -> str:
+    """The file of a rank, inside the folder of its run. process: where ranks come and go."""
+    return f"rank-{rank:06d}{process}.jsonl"
 
 
 class RunLog(Sink):
     """Writes the costs of each step, about 150 bytes, for `meshfeed report` and `read_run`.
 
-    All ranks and all restarts of a job share one folder. Every node must see it, or the files must be
-    collected from the nodes afterwards. A killed process loses at most about a second of records. An
-    incomplete last line is removed at the next start.
+    All ranks and all restarts of a job share one folder. Where ranks come and go (`feed.run(generation=)`,
+    `feed.at`), each new process has a file of its own, through all ranks that it is. Every node must see the
+    folder, or the files must be collected from the nodes afterwards. A killed process loses at most about a
+    second of records. An incomplete last line is removed at the next start.
 
     A full disk or a deleted file never stops training. Records that could not be written are kept and written
     later; for the rest, see `Feed.close`.
@@ -51,6 +52,7 @@ class RunLog(Sink):
             raise MetricsError(f"{path}: a run log is a folder that this machine sees, not an object store")
         self._folder = Path(path)
         self._start: RunStart | None = None
+        self._path = self._folder
         self._fd: int | None = None
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
@@ -65,7 +67,10 @@ class RunLog(Sink):
         ]
         if drawn and start.is_lowest:
             lines.append(_mixture(drawn[-1], start.sources))
-        path = self._folder / file_name(start.rank)
+        if self._start is None:
+            own = f"-{start.host}-{start.pid}" if start.comes_and_goes else ""
+            self._path = self._folder / file_name(start.rank, own)
+        path = self._path
         try:
             if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted during the run
                 self._close_file()

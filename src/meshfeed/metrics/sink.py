@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class RunStart:
             does, None if its rule decodes nothing.
         edges: what the recipe begins anew, in words -> steps from one beginning to the next; see
             `edges.edges_of`.
+        comes_and_goes: whether processes get their ranks while they run, and other ones later.
     """
 
     step: int
@@ -57,6 +59,7 @@ class RunStart:
     meshfeed: str | None
     decode_workers: int | None = None
     edges: Mapping[str, float] = field(default_factory=dict[str, float])
+    comes_and_goes: bool = False
 
     @classmethod
     def here(
@@ -69,6 +72,7 @@ class RunStart:
         sources: Sequence[str] = (),
         decode_workers: int | None = None,
         edges: Mapping[str, float] | None = None,
+        comes_and_goes: bool = False,
     ) -> RunStart:
         """A run that begins now, in this process."""
         text = str(layout)
@@ -93,6 +97,7 @@ class RunStart:
             meshfeed=version_of("meshfeed"),
             decode_workers=decode_workers,
             edges=dict(edges or {}),
+            comes_and_goes=comes_and_goes,
         )
 
 
@@ -113,12 +118,19 @@ class StepRecord:
     stats: StepStats
 
 
+def by_runs(entries: Sequence[RunStart | StepRecord]) -> Iterator[Sequence[RunStart | StepRecord]]:
+    """The records of one run after the other, each with its start if that is among them."""
+    firsts = [at for at, entry in enumerate(entries) if not at or isinstance(entry, RunStart)]
+    return (entries[first:stop] for first, stop in pairwise([*firsts, len(entries)]))
+
+
 class Sink:
     """Receives metrics. Subclass it, or use one of this package's sinks. Here all methods do nothing."""
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
         """Take more records of a run, in order: all of them, or raise an error and take none.
 
+        A start is the first of them, and begins another run, in which this process may have another rank.
         The first start is passed on the thread of the training loop, before training; an error there ends the
         run. Later records come about once a second on a background thread. After an error they are passed
         again with the next ones.

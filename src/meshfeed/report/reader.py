@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -158,7 +159,11 @@ def read_run(path: str | os.PathLike[str]) -> RunHistory:
             f"{folder}: no run log: not a folder with {file_name(0)} or the file of another rank; give the "
             f"folder that RunLog was given"
         )
-    return _history([starts for path in paths if (starts := _starts_in(path))])
+    by_rank: dict[int, list[RankStart]] = {}
+    # one after the other in each file, whatever the clocks of its hosts
+    for start in heapq.merge(*map(_starts_in, paths), key=lambda start: start.header["time"]):
+        by_rank.setdefault(start.header["rank"], []).append(start)
+    return _history([*by_rank.values()])
 
 
 def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunStart, StepRecord, StepStats
+from meshfeed.metrics.sink import by_runs
 from meshfeed.report import read_run
 from meshfeed.report.history.tables import mixture_table
 from soak import SEED, cases
@@ -49,7 +52,8 @@ def record_of(step: int, time_s: float = 0.0, **changed: Any) -> StepRecord:
 def write(folder: Path, *entries: RunStart | StepRecord) -> Path:
     """A log of some entries; the file."""
     log = RunLog(folder)
-    log.take(entries)
+    for some in by_runs(entries):
+        log.take(some)
     log.close()
     (rank,) = {entry.rank for entry in entries if isinstance(entry, RunStart)}
     return folder / f"rank-{rank:06d}.jsonl"
@@ -191,10 +195,11 @@ def test_what_a_run_was_asked_for_is_the_sum_of_the_shares_of_its_steps(tmp_path
         log = RunLog(folder := tmp_path / f"log {life}")
         while entries:
             some, entries = entries[: (count := int(rng.integers(1, 9)))], entries[count:]
-            log.take(some)
+            for of_run in by_runs(some):
+                log.take(of_run)
         log.close()
         told = read_run(folder).mixture
-        assert told is not None
+        assert told is not None and (np.diff(told.steps) > 0).all()
         drawn = {name.replace("a+", "more+").split("+")[0]: k for k, name in enumerate(told.names)}
         for name, k in drawn.items():
             asked = sum(shares.get(name, 0) * size for shares, size in true.values())
@@ -242,6 +247,34 @@ def test_starts_of_ranks_are_one_start_of_the_job(tmp_path: Path) -> None:
     assert history.ranks[3].step.tolist() == [0, 1, 2, 3], (
         "it is gone, and what it did past step 4 was undone"
     )
+
+
+QUORUMS = ((0, 1, 2), (0, 2), (2, 0, 3), (3, 2, 0), (2, 3))  # which process is rank 0, 1, ...
+
+
+def taking_part(process: int, path: str, folder: str) -> None:
+    with contextlib.ExitStack() as stack:
+        feed: mf.Feed | None = None
+        for number, quorum in enumerate(QUORUMS):
+            if process in quorum:
+                feed = feed or stack.enter_context(
+                    mf.Feed(recipe_of(path), pad_rows=True, metrics=RunLog(folder))
+                )
+                for step in (2 * number, 2 * number + 1):
+                    list(feed.at(step, mf.Layout(dp=len(quorum)), quorum.index(process)).microbatches)
+            dist.barrier()
+
+
+def test_a_rank_has_the_steps_that_it_took_whichever_process_it_was(corpus: str, tmp_path: Path) -> None:
+    """After each change some processes have other ranks, one is gone, and one that is new has the rank that
+    another one had, which goes on."""
+    world.run(taking_part, 4, corpus, str(tmp_path))
+    history = read_run(tmp_path)
+    assert [start.ranks for start in history.starts] == [tuple(range(len(each))) for each in QUORUMS]
+    for rank in range(3):
+        numbers = [number for number, quorum in enumerate(QUORUMS) if rank < len(quorum)]
+        assert history.ranks[rank].step.tolist() == [2 * number + at for number in numbers for at in (0, 1)]
+        assert history.ranks[rank].start.tolist() == [number for number in numbers for _ in (0, 1)]
 
 
 @settings(max_examples=cases(60), deadline=None)
