@@ -563,6 +563,20 @@ def test_ranks_that_are_told_their_places_share_amendments(recipe: mf.Recipe, tm
     assert [*map(len, seen)] == [12] * 3 + [20] * 9 + [7] * 4
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_joins_has_what_a_lost_first_rank_did_not_write(
+    recipe: mf.Recipe, tmp_path: Path, rank: int
+) -> None:
+    """The first rank is lost before it amends as the other has, which gets this rank of the next two."""
+    path, store, two = tmp_path / "ledger.jsonl", HashStore(), mf.Layout(dp=2)
+    with contextlib.ExitStack() as stack:
+        left, new = (stack.enter_context(feed) for feed in _of_one_job(recipe, path, store, 2))
+        left.at(0, two, 1, generation=0)
+        assert left.amend(mf.amendments.BatchSize(7)) == 1
+        taken = [left.at(1, two, rank, generation=1), new.at(1, two, 1 - rank, generation=1)]
+        assert sum(len(_drawn(step)) for step in taken) == 7
+
+
 def test_a_rank_that_joins_amends_as_those_who_were_there(recipe: mf.Recipe, tmp_path: Path) -> None:
     """What the job has amended at a step before is amended once more, also by a rank that has only read of it."""
     sizes, ranks = (mf.amendments.BatchSize(7), mf.amendments.BatchSize(20)), list[Rank]()

@@ -406,6 +406,8 @@ class Feed(StepSource[RankPlace]):
         if recipe is not None:  # its fields give ranks other roles
             place = replace(place, fields=contents_of(terms.recipe).fields)
         stepping = self._stepping_of(terms.recipe, place.given_layout or self.layout)
+        if (moves or meet) and self.ledger:  # the others may lack some, and read them here
+            self.ledger.keep(self._options.ledger or "", timeout_s=self._options.transport.timeout_s)
         with self._loop.changing:
             if (run := self._loop.on) is not None:
                 why = f"rank {self.rank} has begun another run; call feed.run on all ranks at once"
@@ -457,7 +459,7 @@ class Feed(StepSource[RankPlace]):
 
     def _met(self, first: int | None) -> int:
         """Where the ranks of this layout go on: at the lowest step. Waits for all of them."""
-        place, options = self._place, self._options
+        place = self._place
         meeting = place.meeting(self._loop.begins_at)
         if meeting is None:
             if place.layout.world_size == 1:
@@ -468,8 +470,6 @@ class Feed(StepSource[RankPlace]):
             )
         if first is not None and self._entered:
             self._stepping.foresee(first)  # most often all ranks go on there
-        if self.ledger:  # the others may lack some, of which they read here when all have met
-            self.ledger.keep(options.ledger or "", timeout_s=options.transport.timeout_s)
         meeting = replace(meeting, name=f"{meeting.name} meets", number=place.generation)
         own = f"{'-' if first is None else first} {len(self.ledger)} {self.ledger.digest or '-'}"
         told = meeting.told_by_all("run", own, place.layout.ranks().tolist())
