@@ -79,7 +79,7 @@ class DocumentFiles(ForeignStore):
     """
 
     format = "documents"
-    not_pickled = ("_kept",)
+    not_pickled = ("_kept", "files_version")
 
     def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__()
@@ -113,18 +113,19 @@ class DocumentFiles(ForeignStore):
         On the Hub, its hashes replace the blocks; elsewhere, the digest does not depend on the path. It
         distinguishes corpora, but may miss a single changed token.
         """
+        _ = self.files_version  # before they are read
         return sampled_digest(f"{self.format} {VERSION} {self._column.digest}", self._files)
 
     @cached_property
     def _kept(self) -> dict[str, Array]:
         """starts: see LengthsIndex. tokens: of all documents. most: [1], the largest. beside: see `_scan`."""
-        before = self.files_version
-        key = key_of_parts(kind=self.format, version=_KEPT_VERSION, content=self.digest, files=before)
+        of = {"content": self.digest, "files": self.files_version}
+        key = key_of_parts(kind=self.format, version=_KEPT_VERSION, **of)
 
         def whole(_: Sequence[FileSpan], parts: Sequence[Mapping[str, Array]]) -> Arrays:
-            if self.files_version != before:
+            if self._version_now() != self.files_version:
                 raise ChangedError(
-                    f"{self.path}: was written while it was read; open it again once it is whole"
+                    f"{self.path}: was written while it was read, or since; open it again once it is whole"
                 )
             flags = joined(parts, "beside", np.bool_).reshape(-1, len(LOSS_COLUMNS))
             return {
@@ -148,8 +149,12 @@ class DocumentFiles(ForeignStore):
         whole = {"lengths": np.concatenate(lengths), "tokens": np.concatenate(tokens)}
         return whole | {"most": np.array([most]), "beside": beside}
 
-    @property
-    def files_version(self) -> str:
+    @cached_property
+    def files_version(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of its files when it was first asked for: digest, tokens and columns are of these."""
+        return self._version_now()
+
+    def _version_now(self) -> str:
         return " ".join(file.version for file in self._files)
 
     @property
@@ -157,11 +162,14 @@ class DocumentFiles(ForeignStore):
         return self._cache
 
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
-        return {
+        found = {
             name: type(self)(self.path, self._files, TokenColumn(name, of_loss=True), self._cache)
             for name, is_there in zip(LOSS_COLUMNS, self._kept["beside"].tolist())
             if is_there and name != self._column.name
         }
+        for column in found.values():
+            column.files_version = self.files_version
+        return found
 
     @property
     def documents(self) -> LengthsIndex:

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from meshfeed.errors import OptionError, StoreError
+from meshfeed.errors import ChangedError, OptionError, StoreError
 from meshfeed.files import Cache
 from meshfeed.store.base import LabelsAre, StreamStore
 from meshfeed.store.loss_columns import (
@@ -108,6 +108,8 @@ def _compare(tokens: StreamStore, name: str, store: StreamStore) -> None:
         documents = np.arange(first, min(first + _BLOCK, tokens.num_documents))
         try:
             lengths = store.lengths(documents)
+        except ChangedError:
+            raise
         except StoreError as error:
             raise StoreError(f"{error}; {cure(name)}") from error
         expected = tokens.lengths(documents)

@@ -20,6 +20,7 @@ from meshfeed.formats.sharded import ShardedStore
 from meshfeed.formats.shards import ShardedDataset
 from meshfeed.store.base import I64
 from meshfeed.store.format import Place, StoreFormat
+from meshfeed.store.loss_columns import MASKS
 
 _MOST_DIMS = 16
 _ZSTD_HEAD_BYTES = 18
@@ -48,7 +49,7 @@ class LitdataDataset(ShardedDataset):
         fields = self.fields
         at = self._column_of_tokens([each.name for each in fields if _has_tokens(each.encoding)])
         try:
-            kind = _tokens_in(fields[at].encoding)
+            kind = _tokens_in(fields[at].encoding, is_mask=fields[at].name.rpartition(".")[2] in MASKS)
             if isinstance(kind, np.dtype):
                 return self._made_of(at, kind)
             value = self._first_value(self._made_of(at, np.dtype(np.uint8)))
@@ -143,6 +144,10 @@ _OF_TORCH: Mapping[int, str] = {11: "uint8", 12: "int8", 20: "uint16"} | {
 }
 _OF_NUMPY: Mapping[int, str] = dict(enumerate(f"{kind}{size}" for kind in ("int", "uint") for size in _SIZES))
 """Codes of integers."""
+_MASKS_OF_TORCH = dict.fromkeys((0, 1), "float32") | dict.fromkeys((2, 3), "float64")
+_MASKS_OF_TORCH |= dict.fromkeys((8, 9), "float16") | {19: "uint8"}
+_MASKS_OF_NUMPY: Mapping[int, str] = {8: "float16", 9: "float32", 10: "float64", 13: "uint8"}
+"""Codes of what else a mask may be: floats, and bools, each a byte of 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,7 @@ class TensorHead(Head):
     """u32 dtype | u32 number of dimensions | u32 dimensions.
 
     Attributes:
-        dtypes: code -> dtype, of integers.
+        dtypes: code -> dtype, of those that may be.
         order: of the bytes of a word, "<" or ">".
     """
 
@@ -158,10 +163,10 @@ class TensorHead(Head):
     order: str
 
     def dtype_in(self, value: bytes) -> np.dtype[Any]:
-        """Dtype of an array's elements. Raises ValueError unless they are integers."""
+        """Dtype of an array's elements. Raises ValueError for another one than `dtypes` have."""
         if len(value) < 8:
             raise ValueError("has an array without a whole header")
-        return _integers(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))
+        return _dtype_of(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))
 
     def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
         dtype, short = file.items.dtype, "an array without a whole header"
@@ -181,21 +186,24 @@ class TensorHead(Head):
         return heads
 
 
-def _tokens_in(encoding: str) -> np.dtype[Any] | TensorHead:
+def _tokens_in(encoding: str, *, is_mask: bool = False) -> np.dtype[Any] | TensorHead:
     """The dtype of the tokens in a column, or the head that gives it for each value.
 
-    Raises ValueError unless they are integers.
+    Raises ValueError unless they are integers; a mask may be of floats or bools, too.
     """
     name, _, code = encoding.partition(":")
+    of_torch, of_numpy = _OF_TORCH, _OF_NUMPY
+    if is_mask:
+        of_torch, of_numpy = {**of_torch, **_MASKS_OF_TORCH}, {**of_numpy, **_MASKS_OF_NUMPY}
     if name == "tensor":
-        return TensorHead(_OF_TORCH, ">")
+        return TensorHead(of_torch, ">")
     if name == "numpy":
-        return TensorHead(_OF_NUMPY, "<")
+        return TensorHead(of_numpy, "<")
     if name not in ("no_header_tensor", "no_header_numpy"):
         raise ValueError(f"is {encoding}; tokens are a tensor, or an array of NumPy")
     if not (code.isascii() and code.isdecimal() and len(code) < 4):
         raise ValueError(f"is {encoding}, a dtype that is unknown")
-    return _integers(_OF_TORCH if name == "no_header_tensor" else _OF_NUMPY, int(code))
+    return _dtype_of(of_torch if name == "no_header_tensor" else of_numpy, int(code))
 
 
 def _has_tokens(encoding: str) -> bool:
@@ -206,7 +214,7 @@ def _has_tokens(encoding: str) -> bool:
     return True
 
 
-def _integers(dtypes: Mapping[int, str], code: int) -> np.dtype[Any]:
+def _dtype_of(dtypes: Mapping[int, str], code: int) -> np.dtype[Any]:
     if code not in dtypes:
         raise ValueError(f"is of dtype {code}; tokens are integers")
     return np.dtype(np.dtype(dtypes[code]).name)

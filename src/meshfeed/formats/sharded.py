@@ -193,22 +193,31 @@ class ShardedStore(ForeignStore):
     def _key(self) -> str:
         """Of what is kept: by the address of remote shards, since each one's version would take a request."""
         files = without_secrets(self._folder.url) if self._folder.is_remote else self.files_version
-        return key_of_parts(kind=self.dataset.kind, version=4, content=self.dataset.digest, files=files)
+        return key_of_parts(kind=self.dataset.kind, version=5, content=self.dataset.digest, files=files)
 
     @property
     def files_version(self) -> str:
         """Of remote shards, when they were looked into: `_same_file` refuses others."""
         if self._folder.is_remote:
             return hashlib.blake2b(self._table["versions"].tobytes(), digest_size=16).hexdigest()
-        return " ".join(self._folder.file(shard.name).version for shard in self.dataset.shards)
+        return " ".join(map(self._local_version, range(len(self.dataset.shards))))
+
+    def _local_version(self, number: int) -> str:
+        """Of a local shard as it is stored: in the node's cache, copies of a compressed one differ."""
+        return self._folder.file(self.dataset.shards[number].name).version
+
+    def _tag(self, number: int, file: ByteFile) -> int:
+        """Of the version of a shard, 63 bits."""
+        version = file.version if self._folder.is_remote else self._local_version(number)
+        return int.from_bytes(hashlib.blake2b(version.encode(), digest_size=8).digest()) >> 1
 
     def _same_file(self, number: int) -> ByteFile:
-        """The file of a shard. Raises ChangedError for a remote one that is not what was looked into."""
+        """The file of a shard. Raises ChangedError for one that is not what was looked into."""
         file = self.dataset.checked_file(number)
-        is_known = self._folder.is_remote and self._known_table is not None
-        if not is_known or _tag(file) == self._table["versions"][number]:
+        if self._known_table is None or self._tag(number, file) == self._known_table["versions"][number]:
             return file
-        shutil.rmtree(self.kept_in.kept() / self._key, ignore_errors=True)  # the next run's, too
+        if self._folder.is_remote:
+            shutil.rmtree(self.kept_in.kept() / self._key, ignore_errors=True)  # the next run's, too
         raise ChangedError(
             f"{file.url}: was replaced after this node had looked up its documents; if the dataset is whole, "
             f"open it again, and all of it is looked up anew",
@@ -223,18 +232,13 @@ class ShardedStore(ForeignStore):
         found = at_once(self._looked_into, [*zip(numbers, files)])
         self._looked = sum((file.stats for file in files), self._looked)
         begins, lengths = zip(*found)
-        versions = np.array([*map(_tag, files)])
+        versions = np.array([*map(self._tag, numbers, files)])
         return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths), "versions": versions}
 
     def _looked_into(self, shard: tuple[int, ByteFile]) -> tuple[I64, I64]:
         number, file = shard
         self.dataset.refuse_size(number, file)
         return self.dataset.places(number, file)
-
-
-def _tag(file: ByteFile) -> int:
-    """Of a file's version, 63 bits."""
-    return int.from_bytes(hashlib.blake2b(file.version.encode(), digest_size=8).digest()) >> 1
 
 
 def _whole(parts: Sequence[Any], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:

@@ -419,4 +419,7 @@ def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
     if len(recipe.sources) == 1:
         return recipe.sources[0].dtype
     sources = distinct(draws.source).tolist() or [0]
-    return np.result_type(*(recipe.sources[source].dtype for source in sources))
+    dtypes = [recipe.sources[source].dtype for source in sources]
+    found = np.result_type(*dtypes)
+    # NumPy's type for uint64 and int64 is float64, which rounds
+    return np.dtype(np.int64) if found.kind == "f" and all(each.kind in "iu" for each in dtypes) else found

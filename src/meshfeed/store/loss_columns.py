@@ -14,6 +14,7 @@ from meshfeed.store.marks import Marks, bearing
 LABELS, LOSS_MASK, ATTENTION_MASK = "labels", "loss_mask", "attention_mask"
 OTHER_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Names of a loss mask of 0 and 1 in TRL and transformers."""
+MASKS = (LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS)
 OF_OTHERS = {
     "position_ids": "each document is counted from 0: write each sequence of a packed row as its own",
     **dict.fromkeys(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import lit
 import meshfeed as mf
 import mosaic
 import world
-from meshfeed.errors import OptionError, RecipeError, StoreError
+from meshfeed.errors import ChangedError, OptionError, RecipeError, StoreError
 from meshfeed.testing import assert_store
 from observe import simulated, take
 from soak import SOAK, cases, some
@@ -300,6 +301,25 @@ def test_masks_of_other_numbers(tmp_path: Path, kind: str, as_type: Any) -> None
     mask = [[as_type(value) for value in row] for row in MASK]
     path = written(kind, tmp_path / "a", input_ids=TOKENS, loss_mask=mask)
     assert trained(mf.open(path)) == expected(TOKENS, MASK, shifted=False)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.float32, torch.bool, torch.float16])
+def test_masks_of_other_numbers_in_litdata(tmp_path: Path, dtype: Any) -> None:
+    make = torch.tensor if isinstance(dtype, torch.dtype) else np.array
+    rows = [(ids, mask) for ids, mask in zip(TOKENS, MASK) if ids]
+    items = [{"input_ids": np.array(ids), "loss_mask": make(mask, dtype=dtype)} for ids, mask in rows]
+    assert trained(mf.open(lit.written(tmp_path / "a", items))) == expected(TOKENS, MASK, shifted=False)
+
+
+def test_a_file_that_is_replaced_gives_no_columns_beside_tokens_of_before(tmp_path: Path) -> None:
+    """Tokens are kept first: labels of another file would train beside them."""
+    path = written("jsonl", tmp_path / "a", input_ids=TOKENS, labels=TOKENS)
+    store = mf.open(path)
+    assert store.fingerprint
+    later = [[token + 1 for token in row] for row in TOKENS]
+    os.utime(written("jsonl", tmp_path / "a", input_ids=TOKENS, labels=later), (1, 1))
+    with pytest.raises(ChangedError, match=r"a\.jsonl: was written while it was read, or since"):
+        trained(store)
 
 
 def test_a_line_or_a_file_that_lacks_the_column(tmp_path: Path) -> None:

@@ -391,6 +391,24 @@ def test_a_far_shard_that_was_replaced_is_refused_and_then_looked_up_anew(kind: 
         assert version != later, "what else the node keeps of it"
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_shard_that_was_replaced_before_its_first_read_is_refused(
+    compression: str | None, tmp_path: Path
+) -> None:
+    """One of the same size: its documents lie elsewhere."""
+    lengths = np.array([3, 13] * 50)
+    for name, sizes in (("a", lengths), ("b", lengths[::-1])):
+        samples = [{"tokens": np.full(size, size, np.uint16)} for size in sizes]
+        options = {"size_limit": 1 << 9, "compression": compression}
+        mosaic.written(tmp_path / name, {"tokens": "ndarray:uint16"}, samples, **options)
+    with mf.open(tmp_path / "a", cache=tmp_path / "cache") as store:
+        assert store.read(0, 0, 3).tolist() == [3] * 3
+        for shard in (tmp_path / "b").glob("shard.*"):
+            shard.replace(tmp_path / "a" / shard.name)
+        with pytest.raises(ChangedError, match=r"mds.*: was replaced after this node had looked up"):
+            store.read(50, 0, 3)
+
+
 def test_copies_of_many_compressed_shards_with_their_times_are_read(tmp_path: Path) -> None:
     """As by cp -a, rsync or a restore: on a disk, a version is a size and a time, and the cache of the node is one."""
     made = documents(20, 40)

@@ -166,3 +166,19 @@ def test_numbers_that_are_no_tokens_or_labels_are_refused_in_every_format(write:
                 for step in feed:
                     list(step.microbatches)
     assert 3 < num_refused < cases(25, 250)
+
+
+@pytest.mark.parametrize("token", [(1 << 60) + 1, (1 << 63) + 5])
+def test_tokens_of_signed_and_unsigned_stores_stay_what_they_are(token: int, tmp_path: Path) -> None:
+    """NumPy's type for both is float64, which rounds."""
+    wide = mds(tmp_path / "wide", {"tokens": np.array([token, 2], np.uint64)})
+    narrow = mds(tmp_path / "narrow", {"tokens": np.array([3, 4], np.int32)})
+    data = mf.Mixture({"wide": (wide, 1), "narrow": (narrow, 1)}, by="repeat")
+    recipe = mf.Recipe(data, mf.Documents(), batch=mf.Batch(sequences=2))
+    with mf.Feed(recipe, packing=mf.Packing(capacity=4)) as feed:
+        if token >= 1 << 63:
+            with pytest.raises(StoreError, match="tokens are whole numbers from 0"):
+                list(next(iter(feed)).microbatches)
+            return
+        found = [each for step in feed for m in step.microbatches for each in m["tokens"][0].tolist()]
+    assert sorted(found) == [2, 3, 4, token]

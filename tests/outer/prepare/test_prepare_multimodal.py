@@ -110,6 +110,17 @@ def test_tars_of_webdataset_are_samples_in_order(tmp_path, captions, words):
     assert left_behind(tmp_path / "out") == []
 
 
+def test_numbered_files_of_a_tar_are_in_the_order_of_their_numbers(tmp_path, captions):
+    """As webdataset's TarWriter and `tar --sort=name` write them, 10 comes before 2."""
+    names = sorted([f"{k}.png" for k in range(12)] + [f"b{k:02}.{k}.png" for k in range(2)] + ["z.png"])
+    heights = {"z.png": 60, "b00.0.png": 50, "b01.1.png": 51} | {f"{k}.png": 2 + k for k in range(12)}
+    files = [(f"0.{name}", picture(heights[name], 3)) for name in names]
+    tar(tmp_path / "in.tar", [*files, ("0.txt", b"<image>" * 15)])
+    prepare([tmp_path / "in.tar"], tmp_path / "out", captions, engine=Here())
+    with mf.open(tmp_path / "out") as store:
+        assert store.parts(np.array([0])).height.tolist() == [*range(2, 14), 50, 51, 60]
+
+
 def test_the_output_depends_on_the_input_alone(tmp_path, captions):
     """However it is cut, in whatever order parts are encoded, and killed at every one of them."""
     (tmp_path / "in").mkdir()
