@@ -332,4 +332,4 @@ def _fields(pad_token: int) -> tuple[Field, ...]:
 @kept_by_store(most=4)
 def _special_marks(store: StreamStore, tokens: tuple[int, ...]) -> Marks:
     """Marks of the special tokens of a store; cached, since they map a file."""
-    return marks_of(store, Cache(), tokens)
+    return marks_of(store, store.kept_in or Cache(), tokens)

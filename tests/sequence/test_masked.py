@@ -438,3 +438,15 @@ def test_what_it_does_not_fit_is_refused(corpus: str) -> None:
 
 
 GOLDEN_SPECIAL = ([2, 7, 9, 10, 11], [900, 900, -1, 58, 900])
+
+
+def test_special_tokens_are_marked_in_the_cache_of_their_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "other"))
+    with mf.IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document(np.arange(9))
+    store = mf.open(tmp_path / "a", cache=tmp_path / "given")
+    rule = mf.Masked(8, vocab_size=99, mask_token=98, special_tokens=(1, 2))
+    next(mf.simulate(mf.Recipe(store, rule, mf.Batch(sequences=1)), mf.Layout(), 1))
+    assert not (tmp_path / "other").exists()

@@ -432,6 +432,10 @@ def test_rules_and_stores_must_fit() -> None:
                 samples_recipe(Rich(), "ids", packed=True), mf.Layout(), 1, packing=mf.Packing(capacity=9)
             )
         )
+    x = mf.Field(name="x", dtype="int8", split=True)
+    empty = samples_recipe(Rich(3), x, "image", packed=True, lengths=[2, 0, 1])
+    with pytest.raises(mf.errors.RecipeError, match=r"item 1 of .* no pack would hold its 'image'"):
+        next(mf.simulate(empty, mf.Layout(), 1, packing=mf.Packing(capacity=9)))
     with pytest.raises(mf.errors.RecipeError, match=r"Samples reads a mf\.Mapped"):
         next(
             mf.simulate(

@@ -136,6 +136,11 @@ class Mapped(Store):
     def has_lengths(self) -> bool:
         return self._lengths is not None
 
+    @cached_property
+    def first_empty(self) -> int | None:
+        """The first item without a token, by its lengths; None without one."""
+        return next(iter(np.flatnonzero(self.lengths(np.arange(len(self))) == 0).tolist()), None)
+
     def lengths(self, documents: I64) -> I64:
         """Tokens of each item; int64 [n]. 1 without lengths: each item counts as one."""
         return np.ones(len(documents), np.int64) if self._lengths is None else self._lengths[documents]

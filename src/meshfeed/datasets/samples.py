@@ -91,11 +91,21 @@ class Samples(FindsDocuments, LeavesOut):
         return False
 
     def num_sequences(self, store: Store) -> int:
-        """Items in the store. Raises RecipeError unless it is a `Mapped`, with lengths if packed."""
+        """Items in the store.
+
+        Raises RecipeError unless it is a `Mapped`, with lengths if packed; and where a pack would lose what
+        an item without tokens has.
+        """
         if not isinstance(store, Mapped):
             raise RecipeError(f"Samples reads a mf.Mapped(dataset); {store!r} is not one")
         if self.packed and not store.has_lengths:
             raise RecipeError(f"Samples(packed=True) plans with lengths: give {store!r} its lengths=")
+        beside = [field.name for field in self.declared if not field.split]
+        if self.packed and beside and store.first_empty is not None:
+            raise RecipeError(
+                f"Samples(packed=True): item {store.first_empty} of {store!r} has no token by its lengths=, so "
+                f"no pack would hold its {beside[0]!r}; give it a token, or leave it out of the dataset"
+            )
         return store.num_documents
 
     def num_documents(self, store: Store) -> int:

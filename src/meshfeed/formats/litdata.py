@@ -144,8 +144,9 @@ _OF_TORCH: Mapping[int, str] = {11: "uint8", 12: "int8", 20: "uint16"} | {
 }
 _OF_NUMPY: Mapping[int, str] = dict(enumerate(f"{kind}{size}" for kind in ("int", "uint") for size in _SIZES))
 """Codes of integers."""
-_MASKS_OF_TORCH = dict.fromkeys((0, 1), "float32") | dict.fromkeys((2, 3), "float64")
-_MASKS_OF_TORCH |= dict.fromkeys((8, 9), "float16") | {19: "uint8"}
+_MASKS_OF_TORCH: Mapping[int, str] = {19: "uint8"} | {
+    2 * at + alias: f"float{size}" for at, size in ((0, 32), (1, 64), (4, 16)) for alias in (0, 1)
+}
 _MASKS_OF_NUMPY: Mapping[int, str] = {8: "float16", 9: "float32", 10: "float64", 13: "uint8"}
 """Codes of what else a mask may be: floats, and bools, each a byte of 0 or 1."""
 
