@@ -103,8 +103,8 @@ class Samples(FindsDocuments, LeavesOut):
         beside = [field.name for field in self.declared if not field.split]
         if self.packed and beside and store.first_empty is not None:
             raise RecipeError(
-                f"Samples(packed=True): item {store.first_empty} of {store!r} has no token by its lengths=, so "
-                f"no pack would hold its {beside[0]!r}; give it a token, or leave it out of the dataset"
+                f"Samples(packed=True): item {store.first_empty} of {store!r} has no token by its lengths=, "
+                f"so no pack would hold its {beside[0]!r}; give it a token, or leave it out of the dataset"
             )
         return store.num_documents
 
