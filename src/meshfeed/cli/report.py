@@ -29,7 +29,7 @@ class Report(Command):
     keys = {
         "out": "the page",
         "says": "what to look at first, in a sentence",
-        "steps": "how many, from the first that was trained to the last",
+        "steps": "how many were given, each counted once, and none that is skipped",
         "starts": "from which step, under which layout; one object a start",
         "wait_share": "part of all ranks' time that their loops were kept waiting, 0 to 1",
         "worst": "what to look at first: rank, host, stage, wait_s a step, share of its time, median_wait_s",

@@ -46,6 +46,11 @@ def test_a_single_wait_is_seen_at_any_size(
     np.testing.assert_array_equal(moments["wait"][row, column], history.ranks[rank].wait[step])
 
 
+def test_steps_that_nobody_was_given_do_not_count() -> None:
+    history = made_up.history(2, ((0, 5), (8, 12)))  # an amendment has skipped three
+    assert summary_of(history, waits_of(history))["steps"] == 9
+
+
 def test_a_step_lasts_from_its_asking_to_the_next() -> None:
     """The wait for a step lies before it is handed over, and so within it, not within the one before."""
     rank = made_up.history(1, ((0, 5), (5, 8)), spikes={(0, 2): 0.7}).ranks[0]

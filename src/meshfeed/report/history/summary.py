@@ -7,6 +7,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import numpy as np
+
 from meshfeed.report.history.decoding import RankDecoding, decoded_of, figures, limiting, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import longest_outside
@@ -51,9 +53,12 @@ def says(waits: Waits, decoded: Mapping[int, RankDecoding], starved: Starvation 
 
 
 def num_steps(history: RunHistory) -> int:
-    """Steps from the first that was trained to the last."""
-    steps = [rank.step for rank in history.ranks.values() if rank.step.size]
-    return max(int(each[-1]) for each in steps) + 1 - min(int(each[0]) for each in steps) if steps else 0
+    """Steps that some rank was given, each once: not those that an amendment has skipped."""
+    steps = np.zeros(0, np.int64)
+    for rank in history.ranks.values():
+        if not np.array_equal(rank.step, steps):  # most ranks have the same
+            steps = np.union1d(steps, rank.step)
+    return steps.size
 
 
 def mood(waits: Waits) -> str:
