@@ -79,7 +79,8 @@ class StoreOptions(StorageOptions):
         """The store at a path, read as the options say. Raises StoreError."""
         names = ("column", "dtype", "tokenizer", "labels", "cache")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        options |= {"eod": self.eod_token or self.eod or None} | replaced
+        eod = (self.eod or None) if self.eod_token is None else self.eod_token
+        options |= {"eod": eod} | replaced
         return open_store(path, **options, ignore=self.ignore or (), options=self.storage_options)
 
 

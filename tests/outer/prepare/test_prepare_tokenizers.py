@@ -73,6 +73,14 @@ def test_tokenizers(trained, tmp_path, name):
     assert dtype == np.uint16
 
 
+@pytest.mark.parametrize("name", ["plain.json", "bytes"])
+def test_a_number_is_the_id_of_the_end_although_it_is_a_token_too(trained, tmp_path, name):
+    path = str(trained[0] / name) if "." in name else name
+    assert tokenizer_file(path).load().id_of("7") not in (None, 7)
+    found, _ = prepared(trained, tmp_path, path, eod="7")
+    assert {tokens[-1] for tokens in found} == {7}
+
+
 def test_gigatoken_changes_no_byte(trained, tmp_path, monkeypatch):
     folder, _ = trained
     jsonl(tmp_path / "a.jsonl", TEXTS)

@@ -194,9 +194,8 @@ def _end(column: TextColumn | TokenColumn, eod: str | bool) -> int:
                 f"{column.tokenizer}: does not say which token ends a document; name it by eod= (--eod-token)"
             )
         return end
-    end = tokenizer.id_of(str(eod))
-    if end is None and str(eod).isdecimal():
-        end = int(str(eod))
+    text = str(eod)
+    end = int(text) if text.isdecimal() else tokenizer.id_of(text)  # digits are tokens of most, too
     if end is None or end >= tokenizer.vocab_size:
         raise PrepareError(f"{column.tokenizer}: has no token {eod!r} to end documents with; look at its own")
     return end
