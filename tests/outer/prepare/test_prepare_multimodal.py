@@ -121,6 +121,17 @@ def test_numbered_files_of_a_tar_are_in_the_order_of_their_numbers(tmp_path, cap
         assert store.parts(np.array([0])).height.tolist() == [*range(2, 14), 50, 51, 60]
 
 
+def test_numbered_columns_of_mds_are_in_the_order_of_their_numbers(tmp_path, captions):
+    """Its writer sorts columns by name."""
+    images = {f"image_{k}": Image.open(io.BytesIO(picture(2 + k, 3))) for k in range(12)}
+    columns = dict.fromkeys(images, "png") | {"text": "str"}
+    with mosaic.imported(keep=()).MDSWriter(out=str(tmp_path / "m"), columns=columns) as writer:
+        writer.write({**images, "text": "<image>" * 12})
+    prepare([tmp_path / "m"], tmp_path / "out", captions, engine=Here())
+    with mf.open(tmp_path / "out") as store:
+        assert store.parts(np.array([0])).height.tolist() == [*range(2, 14)]
+
+
 def test_the_output_depends_on_the_input_alone(tmp_path, captions):
     """However it is cut, in whatever order parts are encoded, and killed at every one of them."""
     (tmp_path / "in").mkdir()

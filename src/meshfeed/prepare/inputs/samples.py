@@ -16,6 +16,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +59,7 @@ SUFFIXES = {
 """Suffix -> kind. Formats that prepare refuses are here, too, so that no part is skipped silently."""
 
 _MARK = re.compile("<(image|audio|video)>")
+_NUMBER = re.compile("0*([0-9]+)")
 
 _BEGINS = {
     b"\x89PNG": "png",
@@ -80,6 +82,20 @@ def suffix_by_content(data: bytes) -> str | None:
     if sound is not None and (sound != "MP3" or data[:3] == b"ID3"):  # one in 4,096 digests is like a frame
         return sound.lower()
     return next((suffix for begin, suffix in _BEGINS.items() if data.startswith(begin)), None)
+
+
+def by_number(names: Mapping[str, str]) -> list[str]:
+    """Names in their order, but 2.png before 10.png, as nothing is that was sorted by name.
+
+    names: name -> what of it has its numbers; those that are alike but for these are in their order.
+    """
+    alike = {name: _NUMBER.sub("0", numbered) for name, numbered in names.items()}
+    numbers = {name: [(len(n), n) for n in _NUMBER.findall(each)] for name, each in names.items()}
+    found = defaultdict[str, list[str]](list)
+    for name in sorted(names, key=numbers.__getitem__):
+        found[alike[name]].append(name)
+    ordered = {kind: iter(some) for kind, some in found.items()}
+    return [next(ordered[kind]) for kind in alike.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +164,8 @@ class SampleColumns:
     def with_declared(self, kinds: Mapping[str, str]) -> SampleColumns:
         """Itself for a file that declares kinds of columns; those under their usual names keep theirs."""
         found = {name: kind for name, kind in kinds.items() if name not in (*self.parts, *self.ignore)}
-        return replace(self, more={**self.more, **found}) if found else self
+        ordered = {name: found[name] for name in by_number({name: name for name in found})}
+        return replace(self, more={**self.more, **ordered}) if found else self
 
     @property
     def names(self) -> tuple[str, ...]:

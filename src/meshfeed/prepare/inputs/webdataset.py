@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import tarfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -30,6 +28,7 @@ from meshfeed.prepare.inputs.samples import (
     SUFFIXES,
     Sample,
     SampleColumns,
+    by_number,
     refs_in,
     suffix_by_content,
     too_large,
@@ -37,7 +36,6 @@ from meshfeed.prepare.inputs.samples import (
 
 _TEXT = ("txt", "caption")
 _HEAD_BYTES = 256
-_NUMBER = re.compile("0*([0-9]+)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
@@ -120,7 +118,8 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
             raise StoreError(f"{name!r} is not among the files of this sample: {', '.join(sorted(files))}")
         return files[suffix_of(name)]
 
-    parts = {each: SUFFIXES[_last(each)] for each in _by_number(files) if _last(each) in SUFFIXES}
+    there = by_number({suffix: suffix.rpartition(".")[0] for suffix in files})
+    parts = {suffix: SUFFIXES[last] for suffix in there if (last := _last(suffix)) in SUFFIXES}
     named = refs_in(record, how.parts)
     for suffix, data in files.items():
         is_named = any(suffix_of(each) == suffix for each in named)
@@ -143,20 +142,6 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
 
 def _last(suffix: str) -> str:
     return suffix.rpartition(".")[2]
-
-
-def _by_number(suffixes: Iterable[str]) -> list[str]:
-    """Suffixes in their order, but 2.png before 10.png, which comes first in a tar that is sorted by name."""
-    alike = {each: _NUMBER.sub("0", each.rpartition(".")[0]) for each in suffixes}
-    of_kind = defaultdict[str, list[str]](list)
-    for each, kind in alike.items():
-        of_kind[kind].append(each)
-    ordered = {kind: iter(sorted(some, key=_numbers)) for kind, some in of_kind.items()}
-    return [next(ordered[kind]) for kind in alike.values()]
-
-
-def _numbers(suffix: str) -> list[tuple[int, str]]:
-    return [(len(number), number) for number in _NUMBER.findall(suffix.rpartition(".")[0])]
 
 
 def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
