@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tokenizers.models import BPE
 from meshfeed.errors import StoreError
 from meshfeed.prepare.encoding import chat_process
 from meshfeed.prepare.encoding.chat import ChatEncoder
+from meshfeed.prepare.encoding.chat_template import ChatTemplate, Conversations
+from meshfeed.prepare.inputs.conversation import conversation
 from meshfeed.prepare.without_torch import command
 from soak import only_soak, some
 
@@ -114,3 +117,18 @@ def test_the_process_ends_with_the_encoder_and_one_that_was_killed_is_replaced(t
     process = encoder._conversations._process._process
     del encoder
     assert process.returncode is not None
+
+
+def test_what_is_kept_of_conversations_does_not_grow_with_them() -> None:
+    """Calls with and without text in any order: the process that renders them has a limit of memory."""
+    text = "{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }}.{% endfor %}"
+    template = ChatTemplate(text, {}, "t", None)
+    conversations = Conversations({"default": template}, "all", (), (), (), (".",), path="p")
+    call = {"tool_calls": [{"function": {"name": "ls", "arguments": {}}}]}
+    for said in product(("", "so"), repeat=6):
+        turns = [
+            ({"role": "assistant", "content": each, **call}, {"role": "tool", "content": "a"})
+            for each in said
+        ]
+        conversations.render(conversation([TALK[0], *chain(*turns), TALK[1]], {}))
+    assert len(template.sound) < 20

@@ -412,10 +412,11 @@ def _refuse_foreign(
 
     What is before and behind an answer is seen of another one in its place, which no header holds, and which
     has no thoughts: what opens these is the answer's. What ends the last answer alone may be special tokens.
-    Conversations with the same keys have the same around their answers, so one of them is looked at.
+    Messages with the same keys have the same around their answers, so one answer of a shape is looked at. A
+    shape has no order and no number of earlier messages: shapes are kept, and calls come in any order.
     """
     said = [(each["role"], *(key for key, value in dict.items(each) if value)) for each in messages[: k + 1]]
-    shape = (*said, *(name for name, value in beside.items() if value))
+    shape = (frozenset(said[:-2]), *said[-2:], *(name for name, value in beside.items() if value))
     if shape in template.sound:
         return
     before, word = messages[:k], "meshfeed"
