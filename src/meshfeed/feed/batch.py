@@ -81,21 +81,33 @@ class Sources:
     may_weigh: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
     """Field name -> tensor (or a list of one value per sequence, if shapes vary), for one rank.
 
-    Attributes:
-        index: of the microbatch in its step, from 0.
-        fields: the tensors by name. Small microbatches that are read together have one storage for each
-            field. Writing to one changes no other, but `torch.save` of a tensor writes all: clone it first.
-            A microbatch is pickled, or saved, without the others.
+    A microbatch is pickled, or saved, without others that are read together with it.
     """
 
-    index: int
-    fields: Mapping[str, Value]
-    _portion: Portion
-    _sources: Sources | None = None
+    __slots__ = ("_fields", "_index", "_portion", "_sources")
+
+    def __init__(
+        self, index: int, fields: Mapping[str, Value], portion: Portion, sources: Sources | None = None
+    ) -> None:
+        # not a frozen dataclass: making one takes longer than all else that is done for a small microbatch
+        self._index, self._fields, self._portion, self._sources = index, fields, portion, sources
+
+    @property
+    def index(self) -> int:
+        """Of the microbatch in its step, from 0."""
+        return self._index
+
+    @property
+    def fields(self) -> Mapping[str, Value]:
+        """The tensors by name.
+
+        Small microbatches that are read together have one storage for each field. Writing to one changes no
+        other, but `torch.save` of a tensor writes all: clone it first.
+        """
+        return self._fields
 
     @property
     def draws(self) -> Draws:
@@ -169,7 +181,7 @@ class Microbatch(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self.fields[name]
+            return self._fields[name]
         except KeyError:
             has = ", ".join(self.fields) or "none"
             message = f"{name!r} is not among the fields that this rank's stage needs: {has}"
