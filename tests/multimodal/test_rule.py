@@ -181,9 +181,9 @@ def test_the_columns_have_the_bytes_that_the_index_tells(folder: Path) -> None:
 def test_a_pickled_microbatch_has_nothing_of_its_recipe(folder: Path) -> None:
     with mf.Feed(multimodal(folder), **PACKING) as feed:
         for microbatch in next(iter(feed)).microbatches:
-            draws = pickle.loads(pickle.dumps(microbatch)).draws
-            assert microbatch.draws.made and not draws.made
-            assert draws.stored.tolist() == microbatch.draws.stored.tolist()
+            again = pickle.loads(pickle.dumps(microbatch))
+            assert microbatch._portion.made and not again._portion.made and again._portion.step is None
+            assert again.draws.stored.tolist() == microbatch.draws.stored.tolist()
 
 
 # -- real ranks -----------------------------------------------------------------------------------
@@ -676,9 +676,6 @@ def test_what_workers_need_of_a_step_is_looked_up_once(folder: Path, monkeypatch
         return ranges(self, documents, places)
 
     monkeypatch.setattr(mf.multimodal.MultimodalStore, "part_ranges", counted)
-    monkeypatch.setattr(
-        mf.multimodal.MultimodalStore, "will_need_parts", lambda *_: None
-    )  # has a look of its own
     monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
     packs, parts, recipe = 0, 0, multimodal(folder, sequences=40)
     with mf.Feed(recipe, machine=mf.Machine(workers=1), **PACKING) as feed:
@@ -727,15 +724,15 @@ def test_workers_give_the_same_arrays_whatever_their_byte_order_and_memory(
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.parametrize(("least", "name"), [(1 << 16, "read_parts"), (64, "read_part_ranges")])
+@pytest.mark.parametrize("least", [1 << 16, 64])
 def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, least: int, name: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     def fails(*_: Any) -> Any:
         raise MeshfeedError("no such disk")
 
     monkeypatch.setattr(decoding, "_SHARED_BYTES", least)
-    monkeypatch.setattr(mf.multimodal.MultimodalStore, name, fails)
+    monkeypatch.setattr(mf.multimodal.MultimodalStore, "read_part_ranges", fails)
     with (
         mf.Feed(multimodal(folder), machine=mf.Machine(workers=1), **PACKING) as feed,
         pytest.raises(MeshfeedError, match="no such disk"),
@@ -820,7 +817,7 @@ class RowsFail(Look):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_processor_that_cannot_tell_its_rows_is_named_with_the_part(folder: Path, workers: int) -> None:
-    said = r"document (\d+), part (\d+) \(epoch 0\): RowsFail.*: ValueError: three lines$"
+    said = r"document (\d+), part (\d+): RowsFail.*: ValueError: three lines$"
     recipe, machine = multimodal(folder, image=RowsFail()), mf.Machine(workers=workers)
     with (
         mf.Feed(recipe, machine=machine, **PACKING) as feed,

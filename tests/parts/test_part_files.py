@@ -86,7 +86,7 @@ def test_parts_come_back_as_they_were_written(tmp_path_factory, samples, draw):
         assert found.starts.tolist() == np.append(0, np.cumsum([len(samples[i]) for i in chosen])).tolist()
         some = draw.draw(st.lists(st.sampled_from(every), max_size=9)) if every else []
         documents, places = np.array(some, np.int64).reshape(-1, 2).T
-        store.will_need_parts(documents, places)
+        store.will_need_part_ranges(*store.part_ranges(documents, places))
         wanted = [bytes_of(samples[i], k) for i, k in some]
         assert store.read_parts(documents, places) == wanted
         out = np.empty(sum(map(len, wanted)), np.uint8)
@@ -202,7 +202,7 @@ def test_far_away_it_is_the_same_and_what_is_damaged_is_noticed(tmp_path, monkey
 
     def read(path):
         with mf.open(path) as store:
-            store.will_need_parts(documents, places)
+            store.will_need_part_ranges(*store.part_ranges(documents, places))
             return (
                 store.fingerprint,
                 store.parts(np.arange(4)).height.tolist(),

@@ -21,7 +21,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import OptionError, PlanError, RecipeError, StoreError
+from meshfeed.errors import MeshfeedError, OptionError, PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
 from meshfeed.metrics import StageClock, StepStats
 from meshfeed.order import (
@@ -55,7 +55,6 @@ from meshfeed.sequence import (
     TakesParts,
     WholeStep,
     contents_of,
-    encoder_of,
     portions_of,
 )
 from meshfeed.sequence.runs import places_among
@@ -386,7 +385,7 @@ class Stepping:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, least, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         beside, step = ranks_beside(self.layout, coord), None
-        if encoder_of(self.rule) != "with sample":
+        if isinstance(self.rule, TakesParts):
             order = tuple(np.argsort(np.argsort(beside)).tolist())
             step = WholeStep(
                 draws=batch.draws,
@@ -489,7 +488,7 @@ class Ahead:
         contents, recipe = self._stepping.contents, self._stepping.recipe
         if self._reads:
             # Announcing is only advice: `load` meets the same error again and sends it to the peers.
-            with self._clock.stage("read"), contextlib.suppress(StoreError):
+            with self._clock.stage("read"), contextlib.suppress(MeshfeedError):
                 contents.announce(recipe, portions)
         sizes = [contents.num_bytes(recipe, each) if self._is_remote else 0 for each in portions]
         self._unread.extend(sizes)

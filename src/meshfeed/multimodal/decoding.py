@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import struct
 import time
@@ -26,10 +25,9 @@ from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.machine import Machine
 from meshfeed.multimodal.arena import Arena, ArenaRange
-from meshfeed.multimodal.processor import PartField, PartSize, Processor, named, outputs_of, rows_of
+from meshfeed.multimodal.processor import PartField, PartSize, Processor
 from meshfeed.order import rng
-from meshfeed.parts import KINDS, Kind, Parts
-from meshfeed.recipe import Recipe
+from meshfeed.parts import Kind
 from meshfeed.sequence.rule import DecodeCosts
 from meshfeed.sequence.runs import Longs
 
@@ -50,6 +48,7 @@ class Promise(NamedTuple):
         begin, num_bytes: of the stored bytes, in the file of all parts.
         rows: of each column, by the processor.
         tokens: by the rule.
+        seeds: of its generator; see `order.rng`.
     """
 
     kind: Kind
@@ -58,6 +57,7 @@ class Promise(NamedTuple):
     num_bytes: int
     rows: Mapping[str, int]
     tokens: int
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +66,15 @@ class PartPlace:
 
     Attributes:
         name: of its source: growth may give this one another number before the part is fetched.
-        recipe, source: under which it was planned, and the source's number there.
-        promise: of one that is announced, looked up together with those announced beside it.
+        store: where it is.
     """
 
     name: str
     epoch: int
     index: int
     part: int
-    recipe: Recipe = field(compare=False, repr=False)
-    source: int = field(compare=False)
-    promise: Promise | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def store(self) -> Any:
-        """Where it is."""
-        return self.recipe.sources[self.source]
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Of its generator; see `order.rng`."""
-        return self.recipe.seed, self.epoch, self.index, self.part, self.recipe.source_key(self.source)
+    store: Any = field(compare=False, repr=False)
+    promise: Promise = field(compare=False, repr=False)
 
     def told(self) -> str:
         """What messages call the part."""
@@ -111,7 +99,6 @@ class Task:
 
     Attributes:
         data: as stored; empty where they begin the room.
-        seeds: of its generator; see `order.rng`.
         read_s: seconds that reading the bytes took.
         room: for the stored bytes and large arrays; None where all go through the pipe.
         slots: where the arrays from _SHARED_BYTES begin in the room.
@@ -119,7 +106,6 @@ class Task:
 
     promise: Promise
     data: bytes
-    seeds: tuple[int, ...]
     read_s: float
     room: ArenaRange | None = None
     slots: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -200,12 +186,12 @@ class Decoder:
     def announce(self, places: Sequence[PartPlace]) -> None:
         """These will be decoded, in this order."""
         if self._workers is not None:
-            self._workers.announce(self._announced(places))
+            self._workers.announce(places)
 
     def decode(self, places: Sequence[PartPlace]) -> list[Made | Bad]:
         """Each part, decoded and checked. Raises StoreError if it cannot be read, or a worker dies."""
         if self._workers is None:
-            tasks = self._tasks(self._promises(places))
+            tasks = _tasks(places)
             decoded = {at: _decoded_here(self._processors, task) for at, task in tasks.items()}
             self.costs.wait_s += self._count(decoded.values())[0]
             return [decoded[at].made for at in places]
@@ -232,83 +218,19 @@ class Decoder:
         self.costs.busy_s += busy_s
         return busy_s, read_s
 
-    def _announced(self, places: Sequence[PartPlace]) -> Sequence[PartPlace]:
-        """The places with their promises. Without, if one has none: it fails where it is decoded."""
-        try:
-            promises = self._promises(places)
-        except MeshfeedError:
-            return places
-        return [replace(at, promise=promises[at]) for at in places]
-
-    def _promises(self, places: Iterable[PartPlace]) -> dict[PartPlace, Promise]:
-        """The promise of each part. Those of one source are looked up together."""
-        promises: dict[PartPlace, Promise] = {}
-        ordered = sorted(dict.fromkeys(places), key=attrgetter("source", "index", "part"))
-        for _, some in itertools.groupby(ordered, attrgetter("source")):
-            promises |= self._promises_of(list(some))
-        return promises
-
-    def _promises_of(self, places: Sequence[PartPlace]) -> dict[PartPlace, Promise]:
-        """places: of one source, ascending by document and part."""
-        promises: dict[PartPlace, Promise] = {}
-        documents, numbers = _numbers_of(places)
-        unique, of = np.unique(documents, return_inverse=True)
-        store = places[0].store
-        parts = store.parts(unique)
-        parts = parts.take(parts.starts[of] + numbers)
-        begins, ends = store.part_ranges(documents, numbers)
-        sizes, begins = (ends - begins).tolist(), begins.tolist()
-        for kind in KINDS:
-            if mine := parts.of_kind(kind).tolist():
-                rows, tokens = self._promised(kind, parts.take(np.array(mine)), [places[i] for i in mine])
-                counts = {name: each.tolist() for name, each in rows.items()}
-                for k, (i, num_tokens) in enumerate(zip(mine, tokens.tolist())):
-                    of_part = {name: each[k] for name, each in counts.items()}
-                    promises[places[i]] = Promise(
-                        kind, PartSize.of(parts, i), begins[i], sizes[i], of_part, num_tokens
-                    )
-        return promises
-
-    def _tasks(self, promises: Mapping[PartPlace, Promise]) -> dict[PartPlace, Task]:
-        """All that decoding some parts needs. promises: by source. What is of one is read together."""
-        tasks: dict[PartPlace, Task] = {}
-        for _, some in itertools.groupby(promises, attrgetter("source")):
-            places, begin = list(some), time.monotonic()
-            data = places[0].store.read_parts(*_numbers_of(places))
-            read_s = (time.monotonic() - begin) / len(places)
-            for at, stored in zip(places, data):
-                tasks[at] = Task(promises[at], stored, at.seeds, read_s)
-        return tasks
-
-    def _promised(
-        self, kind: Kind, parts: Parts, places: Sequence[PartPlace]
-    ) -> tuple[dict[str, Longs], Longs]:
-        """Rows and tokens of parts of one kind. Raises for the first that the processor or rule fails at."""
-        processor = self._processors[kind]
-        try:
-            return rows_of(processor, parts), outputs_of(processor.rule, parts)
-        except Exception as error:
-            if len(places) == 1:
-                raise named(error, processor, places[0].told()) from error
-            for i, at in enumerate(places):
-                self._promised(kind, parts.only(i), [at])
-            raise named(error, processor, f"{places[0].told()} and {len(places) - 1} more") from error
-
     def _task_with_room(self, at: PartPlace) -> Task:
         """What a worker needs, in a room where some of it is large."""
-        promise, arena, slots = at.promise or self._promises([at])[at], self._arena, dict[str, int]()
+        promise, arena, slots = at.promise, self._arena, dict[str, int]()
         end = _aligned(promise.num_bytes)
         for each in self._columns[promise.kind]:
             if (size := promise.rows[each.name] * each.row_bytes) >= _SHARED_BYTES:
                 slots[each.name], end = end, end + _aligned(size)
         room = None if arena is None or end < _SHARED_BYTES else arena.take(end)
         if room is None or room.memory is None:
-            return self._tasks({at: promise})[at]
+            return _tasks([at])[at]
         begin = time.monotonic()
-        ends = np.array([promise.begin + promise.num_bytes])
-        stored = room.memory[: promise.num_bytes]
-        at.store.read_part_ranges(ends - promise.num_bytes, ends, stored)
-        return Task(promise, b"", at.seeds, time.monotonic() - begin, room, slots)
+        at.store.read_part_ranges(*ranges_of([at]), room.memory[: promise.num_bytes])
+        return Task(promise, b"", time.monotonic() - begin, room, slots)
 
     @functools.cached_property
     def _columns(self) -> dict[Kind, tuple[PartField, ...]]:
@@ -322,6 +244,33 @@ class Decoder:
         return item
 
 
+def by_store(places: Iterable[PartPlace]) -> Mapping[Any, list[PartPlace]]:
+    """The parts of each store, in the order of its bytes."""
+    found = dict[Any, list[PartPlace]]()
+    for at in sorted(dict.fromkeys(places), key=attrgetter("promise.begin")):
+        found.setdefault(at.store, []).append(at)
+    return found
+
+
+def ranges_of(places: Sequence[PartPlace]) -> tuple[Longs, Longs]:
+    """Begin and end of the bytes of each part of a store; int64 [n] twice."""
+    begins, sizes = np.array([(at.promise.begin, at.promise.num_bytes) for at in places], np.int64).T
+    return begins, begins + sizes
+
+
+def _tasks(places: Iterable[PartPlace]) -> dict[PartPlace, Task]:
+    """All that decoding some parts needs. What is of one store is read together."""
+    tasks: dict[PartPlace, Task] = {}
+    for store, mine in by_store(places).items():
+        begin = time.monotonic()
+        data = store.read_part_ranges(*ranges_of(mine))
+        read_s, stop = (time.monotonic() - begin) / len(mine), 0
+        for at in mine:
+            start, stop = stop, stop + at.promise.num_bytes
+            tasks[at] = Task(at.promise, data[start:stop].tobytes(), read_s)
+    return tasks
+
+
 _OF_BYTES = (SyntaxError, ValueError, IndexError, OverflowError, struct.error, zlib.error)
 """What Pillow's decoders raise for broken bytes beside OSError. A TypeError is of an argument."""
 
@@ -330,7 +279,7 @@ def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
     processor = processors[task.promise.kind]
     try:
-        given: Any = processor.decoded(task.data, task.promise.size, rng(*task.seeds))
+        given: Any = processor.decoded(task.data, task.promise.size, rng(*task.promise.seeds))
     except Exception as error:
         return _failed(processor, error)
     if not isinstance(given, Mapping):
@@ -384,11 +333,13 @@ def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> M
 
 def _other_arrays(promises: Sequence[PartField], rows: Mapping[str, int], made: Made) -> str | None:
     """How arrays differ from some fields or columns, and the rows of each."""
-    promised = {each.name: (each.dtype, (rows[each.name], *each.shape)) for each in promises}
-    given: dict[str, Any] = {
-        name: (array.dtype.name, array.shape) if isinstance(array, np.ndarray) else type(array).__name__
-        for name, array in made.items()
-    }
+    promised = dict[str, Any]()
+    given = dict[str, Any]()
+    for each in promises:
+        promised[each.name] = each.dtype, (rows[each.name], *each.shape)
+    for name, array in made.items():
+        is_array = isinstance(array, np.ndarray)
+        given[name] = (array.dtype.name, array.shape) if is_array else type(array).__name__
     if given == promised:
         return None
     return f"makes {given}, and its fields and rows say {promised}; make them equal"
@@ -452,12 +403,6 @@ def _arrays_of(task: Task, decoded: Any) -> Any:
             array = memory[each.begin : each.begin + num_bytes].view(each.dtype)
             decoded.made[name] = array.reshape(each.shape)
     return decoded
-
-
-def _numbers_of(places: Iterable[PartPlace]) -> tuple[Longs, Longs]:
-    """Document and number of each part; int64 [n] twice."""
-    documents, numbers = np.array([(at.index, at.part) for at in places], np.int64).T
-    return documents, numbers
 
 
 def _aligned(num_bytes: int) -> int:

@@ -17,7 +17,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.intervals import numbers_in
 from meshfeed.multimodal.decoding import Bad, Decoder, PartPlace, blank_of
-from meshfeed.multimodal.parts import Chosen, PartsOfDraws, Shared, parts_of_pack
+from meshfeed.multimodal.parts import Chosen, PartsOfDraws, PartsOfPack, Shared
 from meshfeed.multimodal.processor import PartSize, Processor, last_patches_of, named, patches_of, rows_of
 from meshfeed.parts import KINDS, Expansion, Kind
 from meshfeed.plan import Slices
@@ -42,27 +42,30 @@ Values = dict[str, tuple[Array, int]]
 
 
 def part_columns(
-    chosen: Chosen, decoder: Decoder, names: frozenset[str] | None, on_bad: OnBad, max_bad_share: float | None
+    places: Sequence[PartPlace],
+    processors: Mapping[Kind, Processor],
+    decoder: Decoder,
+    names: frozenset[str] | None,
+    on_bad: OnBad,
+    max_bad_share: float | None,
 ) -> dict[str, list[Array] | Array]:
-    """The named columns of the chosen parts, an array for each part; None for all. With on_bad, IS_BAD too.
+    """The named columns of some parts, an array for each part; None for all. With on_bad, IS_BAD too.
 
     Of a bad part, they are zeros. max_bad_share: see `Multimodal`; None outside of a run, which counts and
     logs none. Raises PartError for a bad part, unless it may become zeros.
     """
     columns: dict[str, list[Array] | Array] = {}
-    places = chosen.listed
     made = decoder.decode(places)
     for at, part in zip(places, made):
         if isinstance(part, Bad):
             _refuse(decoder, at, part, on_bad, max_bad_share)
-    for kind, mine in chosen.by_kind():
-        processor = chosen.among.processors[kind]
-        rows = chosen.among.ask(rows_of, processor, chosen.places[mine])
-        for each in processor.columns:
+    for kind, processor in processors.items():
+        mine = [(at.promise.rows, part) for at, part in zip(places, made) if at.promise.kind == kind]
+        for each in processor.columns if mine else ():
             if names is None or each.name in names:
                 columns[each.name] = [
-                    each.blank(count) if isinstance(part := made[i], Bad) else part[each.name]
-                    for i, count in zip(mine.tolist(), rows[each.name].tolist())
+                    each.blank(rows[each.name]) if isinstance(part, Bad) else part[each.name]
+                    for rows, part in mine
                 ]
     if on_bad != "error":
         columns[IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)
@@ -72,15 +75,15 @@ def part_columns(
 def blanks_of(chosen: Chosen, which: Longs) -> dict[int, Mapping[str, Array]]:
     """The fields of what stands for some of the chosen parts, from the index alone. Raises RecipeError."""
     blanks: dict[int, Mapping[str, Array]] = {}
-    for kind, of_kind in chosen.by_kind() if which.size else ():
-        processor, mine = chosen.among.processors[kind], np.intersect1d(of_kind, which)
+    for kind, processor in chosen.among.processors.items() if which.size else ():
+        mine = np.intersect1d(chosen.parts.of_kind(kind), which)
         rows = chosen.among.ask(rows_of, processor, chosen.places[mine])
         for k, i in enumerate(mine.tolist()):
             counts = {name: int(count[k]) for name, count in rows.items()}
             try:
                 blanks[i] = blank_of(processor, PartSize.of(chosen.parts, i), counts)
             except Exception as error:
-                raise named(error, processor, chosen.listed[i].told()) from error
+                raise named(error, processor, chosen.among.told(int(chosen.places[i]))) from error
     return blanks
 
 
@@ -113,11 +116,14 @@ def _refuse(decoder: Decoder, at: PartPlace, bad: Bad, on_bad: OnBad, max_bad_sh
 
 
 def text_values(
-    among: PartsOfDraws, portion: Portion, columns: Columns | None, names: Sequence[str], dropped: Longs
+    pack: PartsOfPack, columns: Columns | None, names: Sequence[str], dropped: Longs, portion: Portion | None
 ) -> Values:
-    """The named fields that have a value for each token. dropped: parts whose documents bear no loss."""
+    """The named fields that have a value for each token.
+
+    dropped: sequences of the pack that bear no loss. portion: where ranks share the encoders' work.
+    """
     made: Values = {}
-    whole, tokens = among.whole, None
+    whole, tokens = pack.among.whole, None
     # without such a field, columns may be without tokens
     if columns is not None and {"tokens", "labels", "loss_mask"} & set(names):
         tokens = np.asarray(columns["tokens"])
@@ -125,28 +131,25 @@ def text_values(
         bears = np.ones(whole.repeats.size, np.bool_)
         bears[whole.placeholders] = False
         if dropped.size:
-            bears &= ~np.isin(np.arange(whole.text.size), whole.parts.sample[dropped]).repeat(whole.text)
+            bears &= ~np.isin(np.arange(whole.text.size), dropped).repeat(whole.text)
         bears = bears.repeat(whole.repeats)
         made["loss_mask"] = bears, 1
         if tokens is not None:
             made["labels"] = np.where(bears, tokens.repeat(whole.repeats), 0), 1
     if tokens is not None and "tokens" in names:
         made["tokens"] = tokens.repeat(whole.repeats), 0
-    wanted = [kind for kind in among.processors if f"{kind}_index" in names]
-    mine = parts_of_pack(among, portion) if wanted else np.zeros(0, np.int64)
-    template = among.template(mine)
-    for kind in wanted:
-        index = whole.outputs(template, mine, KINDS.index(kind))
-        made[f"{kind}_index"] = index if portion.step is None else _received(index, whole, portion), 0
+    for kind in pack.among.processors:
+        if f"{kind}_index" in names:
+            index = whole.outputs(pack.template, pack.inside, KINDS.index(kind))
+            made[f"{kind}_index"] = index if portion is None else _received(index, whole, portion), 0
     return made
 
 
-def with_ids(among: PartsOfDraws, portion: Portion, tokens: Array) -> Array:
+def with_ids(pack: PartsOfPack, tokens: Array) -> Array:
     """The tokens with the ids that the pack's parts have of their templates; [sum(lengths)]."""
-    mine = parts_of_pack(among, portion)
-    if mine.size and (template := among.template(mine)).names.size:
+    if pack.inside.size and pack.template.names.size:
         tokens = tokens.astype(np.int64)  # which may be stored as uint16
-        among.whole.put_ids(tokens, template, mine)
+        pack.among.whole.put_ids(tokens, pack.template, pack.inside)
     return tokens
 
 
@@ -187,6 +190,11 @@ def mrope_field(among: PartsOfDraws, portion: Portion, allocate: Allocate) -> Ar
     return out
 
 
+def decoded_names(processors: Mapping[Kind, Processor]) -> set[str]:
+    """The fields that are made of decoded parts."""
+    return {"bad_parts", *(each.name for processor in processors.values() for each in processor.fields)}
+
+
 def part_fields(
     processors: Mapping[Kind, Processor],
     chosen: Chosen,
@@ -197,8 +205,7 @@ def part_fields(
     """The named fields of the parts that this rank encodes."""
     arrays: Arrays = {}
     bad = np.zeros(0, np.int64)
-    decoded = {"bad_parts", *(each.name for processor in processors.values() for each in processor.fields)}
-    if columns is not None and IS_BAD in columns and not decoded.isdisjoint(names):
+    if columns is not None and IS_BAD in columns and not decoded_names(processors).isdisjoint(names):
         bad = np.flatnonzero((np.asarray(columns[IS_BAD]) > 0) & chosen.is_own)
     blanks = blanks_of(chosen, bad)
     for kind, processor in processors.items():
@@ -219,7 +226,7 @@ def part_fields(
                 made = [blanks[i][each.name] if i in blanks else value for i, value in both]
                 arrays[each.name] = each.joined(made, allocate)
     if "bad_parts" in names and columns is not None:
-        arrays["bad_parts"] = np.stack(chosen.in_documents(bad), axis=1)
+        arrays["bad_parts"] = np.stack((chosen.sequence[bad], chosen.number[bad]), axis=1)
     return arrays
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct, numbers_in
-from meshfeed.multimodal.decoding import PartPlace
+from meshfeed.multimodal.decoding import PartPlace, Promise
 from meshfeed.multimodal.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
 from meshfeed.multimodal.processor import (
     PartField,
+    PartSize,
     Processor,
     named,
     outputs_of,
@@ -47,12 +48,14 @@ class PartsOfDraws:
         processors: of the rule, by kind.
         recipe, draws: of which documents.
         parts: of all of them, in the order of the draws.
+        tokens: that each part becomes, if they were counted before; int64 [p].
     """
 
     processors: Mapping[Kind, Processor]
     recipe: Recipe
     draws: Located
     parts: Parts
+    tokens: Longs | None = None
 
     @classmethod
     def of(cls, processors: Mapping[Kind, Processor], recipe: Recipe, draws: Located) -> PartsOfDraws:
@@ -90,8 +93,8 @@ class PartsOfDraws:
                 try:
                     ask(who, self.parts.only(place), *(each[i : i + 1] for each in given))
                 except Exception as alone:
-                    raise named(alone, who, self._told(place)) from alone
-            where = self._told(int(places[0])) if places.size else str(self.recipe.sources[0])
+                    raise named(alone, who, self.told(place)) from alone
+            where = self.told(int(places[0])) if places.size else str(self.recipe.sources[0])
             raise named(error, who, f"{where} and {places.size - 1} more") from error
 
     def _place(self, part: int) -> tuple[str, int]:
@@ -101,12 +104,15 @@ class PartsOfDraws:
         number = part - int(self.parts.starts[sample])
         return f"{store}: document {self.draws.index[sample]}", number
 
-    def _told(self, part: int) -> str:
+    def told(self, part: int) -> str:
+        """What messages call a part."""
         return "{}, part {}".format(*self._place(part))
 
     @cached_property
     def whole(self) -> Expansion:
         """Where the parts of each document lie among its tokens."""
+        if self.tokens is not None:
+            return Expansion(self.parts, self.tokens, self.draws.stored)
         tokens = np.zeros(len(self.parts), np.int64)
         for kind, mine in self.by_kind():
             tokens[mine] = self.ask(tokens_of, self.processors[kind].rule, mine)
@@ -186,47 +192,93 @@ def labels_of(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, L
 
 
 @dataclass(frozen=True, eq=False)
+class PartsOfPack:
+    """The parts of the documents of a pack, which may have pieces of them.
+
+    Attributes:
+        among: all of these parts.
+        places: of each among those of the step; int64 [p].
+        inside: those of which the pack has all tokens; int64 [k], ascending.
+    """
+
+    among: PartsOfDraws
+    places: Longs
+    inside: Longs
+
+    @classmethod
+    def of(cls, step: PartsOfDraws, documents: npt.NDArray[np.integer], portion: Portion) -> PartsOfPack:
+        """Those of the step's documents that a portion has, or pieces of them."""
+        places, parts = step.parts.of_samples(documents)
+        draws, tokens = cast(Located, portion.draws), step.whole.tokens[places]
+        among = PartsOfDraws(step.processors, step.recipe, draws, parts, tokens)
+        stops = portion.starts + portion.pack.lengths
+        return cls(among, places, np.flatnonzero(among.whole.inside(portion.starts, stops)))
+
+    @cached_property
+    def template(self) -> Template:
+        """Which tokens those inside become."""
+        return self.among.template(self.inside)
+
+
+@dataclass(frozen=True, eq=False)
 class Chosen:
     """The parts that a reader decodes.
 
     Attributes:
-        among: all parts of the documents.
+        among: all parts of the step.
         places: of those chosen; int64 [k], ascending.
         is_own: which of them this rank encodes; bool [k].
+        sequence: that each is of, in the pack or in the step; int64 [k].
     """
 
     among: PartsOfDraws
     places: Longs
     is_own: npt.NDArray[np.bool_]
+    sequence: Longs
 
     @cached_property
     def parts(self) -> Parts:
         """The parts themselves."""
         return self.among.parts.take(self.places)
 
-    def by_kind(self) -> Iterator[tuple[Kind, Longs]]:
-        """(kind, numbers of its parts among those chosen), for each kind that there is."""
-        for kind in KINDS:
-            mine = self.parts.of_kind(kind)
-            if mine.size:
-                yield kind, mine
-
-    def in_documents(self, which: Longs) -> tuple[Longs, Longs]:
-        """The document of some chosen parts among the draws, and their number in it; int64 [m] each."""
-        places, parts = self.places[which], self.among.parts
-        of = parts.sample[places]
-        return of, places - parts.starts[of]
-
     @cached_property
-    def listed(self) -> Sequence[PartPlace]:
-        """The parts, by source, epoch, document and number."""
-        draws, recipe = self.among.draws, self.among.recipe
-        of, number = self.in_documents(np.arange(self.places.size))
-        columns = draws.source[of], draws.epoch[of], draws.index[of], number
-        return [
-            PartPlace(recipe.source_names[source], epoch, index, part, recipe, source)
-            for source, epoch, index, part in zip(*(column.tolist() for column in columns))
-        ]
+    def number(self) -> Longs:
+        """The number of each in its document; int64 [k]."""
+        return self.places - self.among.parts.starts[self.parts.sample]
+
+
+def listed(several: Sequence[Chosen]) -> list[list[PartPlace]]:
+    """What decoding chosen parts of a step needs to know, looked up for all together. Raises as `ask`."""
+    if not several:
+        return []
+    among, given = several[0].among, np.concatenate([each.places for each in several])
+    order = np.argsort(given, kind="stable")
+    places, recipe = given[order], among.recipe
+    parts = among.parts.take(places)
+    number, draws = places - among.parts.starts[parts.sample], among.draws.take(parts.sample)
+    begins, ends = np.zeros((2, places.size), np.int64)
+    keys = dict[int, int]()
+    for s, mine, of in draws.by_source():
+        keys[s] = recipe.source_key(s)
+        begins[mine], ends[mine] = recipe.sources[s].part_ranges(of.index, number[mine])
+    rows, outputs = [dict[str, int]() for _ in range(places.size)], np.zeros_like(places)
+    for kind in KINDS:
+        if (mine := parts.of_kind(kind)).size:
+            processor = among.processors[kind]
+            found = among.ask(rows_of, processor, places[mine])
+            outputs[mine] = among.ask(outputs_of, processor.rule, places[mine])
+            for i, counts in zip(mine.tolist(), zip(*(count.tolist() for count in found.values()))):
+                rows[i] = dict(zip(found, counts))
+    sizes = map(PartSize, *(getattr(parts, name).tolist() for name in PartSize._fields))
+    drawn = (each.tolist() for each in (draws.source, draws.epoch, draws.index, number))
+    known = (each.tolist() for each in (parts.kind, begins, ends - begins, outputs))
+    made = list[PartPlace]()
+    for s, epoch, index, part, kind, begin, num_bytes, tokens, size, each in zip(*drawn, *known, sizes, rows):
+        seeds = recipe.seed, epoch, index, part, keys[s]
+        promise = Promise(KINDS[kind], size, begin, num_bytes, each, tokens, seeds)
+        made.append(PartPlace(recipe.source_names[s], epoch, index, part, recipe.sources[s], promise))
+    turns = np.split(np.argsort(order), np.cumsum([each.places.size for each in several])[:-1])
+    return [[made[i] for i in turn.tolist()] for turn in turns]
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +329,8 @@ class Shared:
             own.append(made.rank[served] == step.rank)
         places, is_own = np.concatenate(found), np.concatenate(own)
         order = np.argsort(places, kind="stable")
-        return Chosen(self.among, places[order], is_own[order])
+        places, is_own = places[order], is_own[order]
+        return Chosen(self.among, places, is_own, self.among.parts.sample[places])
 
 
 def plans_of(among: PartsOfDraws, plan: StepPlan, encoder: Encoder) -> dict[str, EncoderPlan]:
@@ -289,9 +342,3 @@ def plans_of(among: PartsOfDraws, plan: StepPlan, encoder: Encoder) -> dict[str,
         start, tokens = whole.begins[mine], whole.tokens[mine]
         made[kind] = plan_encoder(plan, parts.sample[mine], work, encoder=encoder, start=start, tokens=tokens)
     return made
-
-
-def parts_of_pack(among: PartsOfDraws, portion: Portion) -> Longs:
-    """Places of the parts in the pack, which has all their tokens; int64 [k], ascending."""
-    stops = portion.starts + portion.pack.lengths
-    return np.flatnonzero(among.whole.inside(portion.starts, stops))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -20,13 +20,14 @@ from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
-from meshfeed.multimodal.decoding import Decoder, PartPlace
+from meshfeed.multimodal.decoding import Decoder, PartPlace, by_store, ranges_of
 from meshfeed.multimodal.encoders import ROUTE, EncoderPlan, even_out
 from meshfeed.multimodal.fields import (
     IS_BAD,
     MROPE,
     OnBad,
     Values,
+    decoded_names,
     mrope_field,
     part_columns,
     part_fields,
@@ -38,9 +39,10 @@ from meshfeed.multimodal.fields import (
 from meshfeed.multimodal.parts import (
     Chosen,
     PartsOfDraws,
+    PartsOfPack,
     Shared,
     labels_of,
-    parts_of_pack,
+    listed,
     plans_of,
 )
 from meshfeed.multimodal.processor import Processor, check_processor, has_rope
@@ -183,7 +185,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
                         f"out, or choose encoder='with sample'"
                     )
 
-    @property
+    @cached_property
     def processors(self) -> Mapping[Kind, Processor]:
         """Those given, by kind."""
         given: dict[Kind, Processor | None] = {"image": self.image, "audio": self.audio, "video": self.video}
@@ -317,9 +319,10 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of all columns, from the index."""
         count, chosen = super().num_bytes(recipe, portion), self._decoded(recipe, portion)
-        for kind, mine in chosen.by_kind():
-            wanted = [each for each in self.processors[kind].columns if _needs(portion, each.name)]
-            count += chosen.among.decoded_bytes(kind, chosen.places[mine], wanted)
+        for kind, processor in self.processors.items():
+            mine = chosen.places[chosen.parts.of_kind(kind)]
+            wanted = [each for each in processor.columns if _needs(portion, each.name)]
+            count += chosen.among.decoded_bytes(kind, mine, wanted) if mine.size else 0
         return count + (chosen.places.size if self.on_bad != "error" else 0)
 
     def decoded_is_larger(self, recipe: Recipe) -> bool:
@@ -341,12 +344,11 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         """Announce the text to the stores, and the parts to them and to the workers."""
         super().announce(recipe, portions)
         places: list[PartPlace] = []
-        for portion in portions:
-            places += self._decoded(recipe, portion).listed
-        for source in sorted({at.source for at in places}):
-            mine = {(at.index, at.part) for at in places if at.source == source}
-            documents, numbers = np.array(sorted(mine), np.int64).T
-            recipe.sources[source].will_need_parts(documents, numbers)
+        for portion, found in zip(portions, listed([self._decoded(recipe, each) for each in portions])):
+            portion.made["listed", id(recipe)] = found
+            places += found
+        for store, mine in by_store(places).items():
+            store.will_need_part_ranges(*ranges_of(mine))
         if self._decoder is not None:
             self._decoder.announce(places)
 
@@ -355,8 +357,10 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         columns = dict(super().load(recipe, portion, allocate))
         decoder = self._decoder or Decoder(self.processors, Machine())
         share = self.max_bad_share if decoder is self._decoder else None  # `simulate` is no run
-        chosen = self._decoded(recipe, portion)
-        return columns | part_columns(chosen, decoder, portion.needs, self.on_bad, share)
+        if (key := ("listed", id(recipe))) not in portion.made:  # it was not announced
+            portion.made[key] = listed([self._decoded(recipe, portion)])[0]
+        places = portion.made[key]
+        return columns | part_columns(places, self.processors, decoder, portion.needs, self.on_bad, share)
 
     # -- building ---------------------------------------------------------------------------------------
 
@@ -369,15 +373,15 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         allocate: Allocate,
     ) -> FieldTable:
         """The named fields of the one pack; see the class."""
-        values = self._text(recipe, portion, columns, names)
+        pack, values = self._pack(recipe, portion), self._text(recipe, portion, columns, names)
         if "tokens" in values:
-            values["tokens"] = with_ids(self._whole(recipe, portion), portion, values["tokens"][0]), 0
+            values["tokens"] = with_ids(pack, values["tokens"][0]), 0
         fields = text_fields(self.fields, values, portion)
         ready = part_fields(self.processors, self._chosen(recipe, portion), columns, names, allocate)
         if self.positions == "mrope" and MROPE.name in names:
-            ready[MROPE.name] = mrope_field(self._whole(recipe, portion), portion, allocate)
-        if portion.step is not None:
-            ready |= route_fields(self._shared(recipe, portion.step), portion.microbatches.start, names)
+            ready[MROPE.name] = mrope_field(pack.among, portion, allocate)
+        if self._encoder != "with sample":
+            ready |= route_fields(self._shared(recipe, portion), portion.microbatches.start, names)
         text = {name: values_of for name, (values_of, _) in values.items()}
         return table_of_pack(portion, text, names, fields, ready)
 
@@ -386,8 +390,9 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
     ) -> Values:
         dropped = np.zeros(0, np.int64)
         if self.on_bad == "drop" and columns and IS_BAD in columns:
-            dropped = self._decoded(recipe, portion).places[np.asarray(columns[IS_BAD]) > 0]
-        return text_values(self._whole(recipe, portion), portion, columns, names, dropped)
+            dropped = self._decoded(recipe, portion).sequence[np.asarray(columns[IS_BAD]) > 0]
+        shared = None if self._encoder == "with sample" else portion
+        return text_values(self._pack(recipe, portion), columns, names, dropped, shared)
 
     def column_like(
         self, recipe: Recipe, portion: Portion, columns: Columns, name: str, like: TokenField
@@ -405,33 +410,42 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         found = self.look_up(recipe, draws)
         return found.once(recipe, lambda: PartsOfDraws.of(self.processors, recipe, found))
 
-    def _whole(self, recipe: Recipe, portion: Portion) -> PartsOfDraws:
-        """Those of the portion's documents."""
-        return self._among(recipe, portion.draws)
+    def _pack(self, recipe: Recipe, portion: Portion) -> PartsOfPack:
+        """Those of the portion's documents; found once."""
+        key, step = ("pack", id(recipe)), cast(WholeStep, portion.step)
+        if key not in portion.made:
+            documents = step.plan.sequence[portion.pack.sequences]
+            portion.made[key] = PartsOfPack.of(self._among(recipe, step.draws), documents, portion)
+        return portion.made[key]
 
     def _chosen(self, recipe: Recipe, portion: Portion) -> Chosen:
-        """The parts that the ranks of the portion's reader encode: of the pack, or of the step."""
-        if portion.step is not None:
-            return self._shared(recipe, portion.step).chosen(portion.step, portion.microbatches.start)
-        if ("chosen", id(recipe)) not in portion.made:
-            among = self._whole(recipe, portion)
-            places = parts_of_pack(among, portion)
-            chosen = Chosen(among, places, np.ones(places.size, np.bool_))
-            portion.made["chosen", id(recipe)] = chosen
-        return portion.made["chosen", id(recipe)]
+        """Those that the ranks of the portion's reader encode, of the pack or of the step; found once."""
+        if (key := ("chosen", id(recipe))) in portion.made:
+            return portion.made[key]
+        step = cast(WholeStep, portion.step)
+        if self._encoder != "with sample":
+            chosen = self._shared(recipe, portion).chosen(step, portion.microbatches.start)
+        else:
+            pack = self._pack(recipe, portion)
+            places, of = pack.places[pack.inside], pack.among.parts.sample[pack.inside]
+            chosen = Chosen(self._among(recipe, step.draws), places, of >= 0, of)
+        portion.made[key] = chosen
+        return chosen
 
-    def _shared(self, recipe: Recipe, step: WholeStep) -> Shared:
-        """Which rank encodes which parts of a step; made once."""
+    def _shared(self, recipe: Recipe, portion: Portion) -> Shared:
+        """Which rank encodes which parts of the portion's step; made once."""
+        step = cast(WholeStep, portion.step)
         return step.once(recipe, lambda: Shared.of(self._among(recipe, step.draws), step, self._encoder))
 
     def _decoded(self, recipe: Recipe, portion: Portion) -> Chosen:
         """Those of `_chosen` that the portion's reader decodes: all or none."""
-        made = {each.name for processor in self.processors.values() for each in processor.fields}
-        made.add("bad_parts")
-        if portion.needs is None or self.on_bad == "drop" or not made.isdisjoint(portion.needs):
-            return self._chosen(recipe, portion)
+        chosen = self._chosen(recipe, portion)
+        if portion.needs is None or self.on_bad == "drop":
+            return chosen
+        if not portion.needs.isdisjoint(decoded_names(self.processors)):
+            return chosen
         none = np.zeros(0, np.int64)
-        return Chosen(self._whole(recipe, portion), none, none > 0)
+        return Chosen(chosen.among, none, none > 0, none)
 
 
 def _summary(processor: Processor) -> str:

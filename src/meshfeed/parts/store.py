@@ -152,17 +152,18 @@ class MultimodalStore(DatasetStore):
         StoreError.
         """
         begins, ends = self.part_ranges(documents, places)
-        out = self._bytes.read_stream(begins, ends).tobytes()
+        out = self.read_part_ranges(begins, ends).tobytes()
         stops = (ends - begins).cumsum()
         return [out[stop - size : stop] for stop, size in zip(stops.tolist(), (ends - begins).tolist())]
 
-    def read_part_ranges(self, begins: I64, ends: I64, out: npt.NDArray[np.uint8]) -> None:
+    def read_part_ranges(
+        self, begins: I64, ends: I64, out: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
         """The bytes of such ranges, one after the other. out: of exactly their size, contiguous."""
-        self._bytes.read_stream(begins, ends, out=out)
+        return self._bytes.read_stream(begins, ends, out=out)
 
-    def will_need_parts(self, documents: I64, places: I64) -> None:
-        """Announce parts that will be read, each once; returns at once. See `read_parts`."""
-        begins, ends = self.part_ranges(documents, places)
+    def will_need_part_ranges(self, begins: I64, ends: I64) -> None:
+        """Announce such ranges, which will be read; returns at once. One that two parts share, once."""
         begins, first = np.unique(begins, return_index=True)
         self._bytes.will_need(begins, ends[first])
 

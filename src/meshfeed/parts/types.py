@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import numbered
+from meshfeed.intervals import numbered, numbers_in
 from meshfeed.whole import is_whole, settle
 
 Longs = npt.NDArray[np.int64]
@@ -100,6 +100,12 @@ class Parts:
             each.name: getattr(self, each.name)[places] for each in fields(self) if each.name != "starts"
         }
         return replace(self, **columns | {"starts": np.searchsorted(places, self.starts)})
+
+    def of_samples(self, samples: npt.NDArray[np.integer]) -> tuple[Longs, Self]:
+        """The parts of some samples, which may repeat: their places here, and the parts."""
+        counts = np.diff(self.starts)[samples]
+        places, starts = numbers_in(self.starts[samples], counts), np.append(0, counts.cumsum())
+        return places, replace(self.take(places), starts=starts)
 
     def only(self, place: int) -> Self:
         """One part, as a sample of its own."""

@@ -191,7 +191,7 @@ def runs_of(own: Slices, held: Slices, at: Longs) -> tuple[Runs, Runs]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeStep:
-    """The step that a rank's portions are of, for a rule that looks beyond their packs; see `encoder_of`.
+    """The step that a rank's portions are of, for a rule that looks beyond their packs; see `TakesParts`.
 
     Attributes:
         draws: its global batch.
@@ -243,7 +243,7 @@ class Portion:
         split: how the cp group splits the pack.
         cp_ranks: global ranks of the cp group, in the order of their slices.
         needs: names of the fields of a pack that the ranks of its reader need; None for all.
-        step: the whole step, if the rule asks for it.
+        step: the whole step, for a rule that takes parts.
         made: what was computed of it, so that it is computed once.
     """
 

@@ -699,7 +699,7 @@ def test_the_sound_of_videos_is_a_part_of_the_same_bytes(tmp_path, captions, wor
         every = np.arange(5)
         assert store.read_parts(0 * every, every) == [first, first, PNG, second, second]
         assert (tmp_path / "out/parts.bin").read_bytes() == first + PNG + second
-        store.will_need_parts(0 * every, every)
+        store.will_need_part_ranges(*store.part_ranges(0 * every, every))
     list(mf.open(tmp_path / "out").verify())
     assert main(["inspect", str(tmp_path / "out"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -190,7 +190,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 def test_without_soundfile_no_part_becomes_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under on_bad="blank" neither: no part of it could be decoded."""
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    task = Task(Promise("audio", PartSize(0, 0, 9, 16e3), 0, 62, {}, 1), wav(noise(9)), (0, 0, 0), 0.0)
+    task = Task(Promise("audio", PartSize(0, 0, 9, 16e3), 0, 62, {}, 1, (0, 0, 0)), wav(noise(9)), 0.0)
     bad = made_of({"audio": WhisperFeatures()}, task)
     assert isinstance(bad, Bad) and not bad.is_broken
     assert "reading audio needs soundfile: " in bad.why and install("audio") in bad.why

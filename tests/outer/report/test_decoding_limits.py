@@ -61,7 +61,7 @@ def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any
         decoding.made_of = delayed(decoding.made_of, range(20, 60, 10))
     elif rank == SLOW and slow == "read":
         store = type(recipe.sources[0])
-        store.read_parts = delayed(store.read_parts, DELAYED)  # type: ignore[method-assign]
+        store.read_part_ranges = delayed(store.read_part_ranges, DELAYED)  # type: ignore[method-assign]
     machine = mf.Machine(workers=workers)
     options: dict[str, Any] = {
         "packing": PACKING, "transport": mf.Transport(delivery="share", timeout_s=600), "machine": machine,
@@ -121,17 +121,14 @@ def test_a_job_that_is_slow_at_one_thing(tmp_path: Path, slow: str, workers: int
             assert set(long) == {slow}
 
 
-def test_a_wait_for_workers_that_mostly_read_is_a_wait_for_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_workers_that_mostly_read_is_a_wait_for_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 s a quarter is decoding; a part that is asked for again costs nothing."""
     now = iter([0.0, 8.0, 10.0, 10.0])
     monkeypatch.setattr(decoding, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    write_pictures(tmp_path / "store")
-    recipe, decoder = multimodal(tmp_path / "store"), decoding.Decoder({}, mf.Machine())
+    decoder = decoding.Decoder({}, mf.Machine())
     items = [decoding.Decoded({}, 10, read_s=r, busy_s=b, cpu_s=b / 2) for r, b in ((5.0, 1.0), (1.0, 1.0))]
     decoder._workers = SimpleNamespace(fetch=lambda places: items)  # type: ignore[assignment]
-    places = [decoding.PartPlace("", 0, 0, part, recipe, 0) for part in range(2)]
+    places = [decoding.PartPlace("", 0, 0, part, None, None) for part in range(2)]
     for _ in range(2):
         decoder.decode(places)
     costs = decoder.costs
