@@ -238,7 +238,7 @@ def test_no_rank_reads_or_waits_for_it(folder: Path) -> None:
         (made,) = mf.simulate(recipe_of(folder, rule), mf.Layout(), 1, **options)
         for microbatch in made.microbatches:
             fields = {name: value.to("meta") for name, value in microbatch.items()}
-            there = mf.Microbatch(0, fields, microbatch._portion, microbatch._sources)
+            there = microbatch.with_fields(fields)
             sums = mf.loss_by_source(torch.empty_like(there["labels"], dtype=torch.float32), there)
             assert (sums.shape, sums.dtype, sums.device.type) == ((3, 2), torch.float64, "meta")
             assert there.source.device.type == "meta"

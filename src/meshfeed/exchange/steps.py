@@ -6,7 +6,7 @@ A framework with its own loop calls them one by one; `Exchange` calls them in se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, cast
@@ -322,7 +322,7 @@ def packed(
                 digester.add([_comparable(arrays, keys)])
             made, ticket = microbatches_of(portion, [arrays], placer)
             if carried:
-                made = [replace(each, fields=_retyped(each.fields, carried)) for each in made]
+                made = [each.with_fields(_retyped(each.fields, carried)) for each in made]
             yield made, ticket
 
 

@@ -109,6 +109,10 @@ class Microbatch(Mapping[str, Any]):
         """
         return self._fields
 
+    def with_fields(self, fields: Mapping[str, Value]) -> Microbatch:
+        """The same sequences with other fields."""
+        return Microbatch(self._index, fields, self._portion, self._sources)
+
     @property
     def draws(self) -> Draws:
         """The sequences in it, in row order; fewer than the rows, or none, if the batch ran out."""
@@ -201,7 +205,7 @@ class Microbatch(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: changed(value, _apart) for name, value in self.fields.items()}
-        return Microbatch, (self.index, fields, self._portion, self._sources)
+        return Microbatch, (self._index, fields, self._portion, self._sources)
 
     if not TYPE_CHECKING:  # for a type checker, other attributes do not exist
 

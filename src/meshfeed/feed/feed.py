@@ -35,7 +35,7 @@ from meshfeed.feed.launch import given_layout
 from meshfeed.feed.loop import FeedRun
 from meshfeed.feed.options import FeedOptions, check_recipe
 from meshfeed.feed.place import RankPlace
-from meshfeed.feed.reading import SequenceProducer
+from meshfeed.feed.reading import SequenceProducer, check_stores
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.feed.terms import Terms
@@ -51,7 +51,6 @@ from meshfeed.roles import StageMap
 from meshfeed.sequence import SequenceRule, TakesParts, contents_of, opened, run_by
 from meshfeed.state import State, check_end, check_step
 from meshfeed.store import StreamStore
-from meshfeed.store.vocabulary import check_stores
 from meshfeed.transport import Transport
 from meshfeed.whole import is_whole, whole, whole_numbers
 

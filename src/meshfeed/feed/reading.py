@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from meshfeed.deliver import Delivery, Digester, Digests, Direct, Meeting, make_delivery, tell
+from meshfeed.errors import StoreError
 from meshfeed.feed.batch import Sources
 from meshfeed.feed.device import Built, OnHost, built_by, microbatches_of
 from meshfeed.feed.options import FeedOptions
@@ -18,7 +22,9 @@ from meshfeed.metrics.edges import edges_of
 from meshfeed.sequence import Columns, Portion, decode_costs, encoder_of
 from meshfeed.sequence.table import RUN_FIELDS
 from meshfeed.store import StreamStore
-from meshfeed.store.vocabulary import check_tokens
+
+_NAMED = 8
+_REMEDY = "use the model's tokenizer, or give the model's real vocabulary size, padding included"
 
 
 class SequenceProducer(Producer[RankPlace]):
@@ -44,7 +50,11 @@ class SequenceProducer(Producer[RankPlace]):
         host: OnHost,
     ) -> None:
         self.place, self.stepping, self.options = place, stepping, options
-        self.left_out, self.checks_tokens, self.host = left_out, checks_tokens, host
+        self.left_out, self.host = left_out, host
+        self.vocab_size = options.vocab_size if checks_tokens else None
+        # what a user's dataset calls tokens may be anything
+        are_tokens = all(isinstance(source, StreamStore) for source in stepping.recipe.sources)
+        self.checks_tokens = checks_tokens or are_tokens
         self.compared = [*(each.name for each in place.fields), *RUN_FIELDS]
         self.origin = stepping.recipe.sources[-1].when_late
         depth = options.transport.prefetch
@@ -137,12 +147,12 @@ class SequenceProducer(Producer[RankPlace]):
                 return
 
     def _load(self, run: Run, step: int, portion: Portion, hint: int) -> Columns:
-        stepping, vocab_size = self.stepping, self.options.vocab_size
+        contents, recipe = self.stepping.contents, self.stepping.recipe
         try:
-            columns = stepping.contents.load(stepping.recipe, portion, self.host.allocate)
-            sources = [stepping.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
-            if self.checks_tokens or all(isinstance(source, StreamStore) for source in sources):
-                check_tokens(columns.get("tokens"), vocab_size if self.checks_tokens else None, sources)
+            columns = contents.load(recipe, portion, self.host.allocate)
+            if self.checks_tokens and (wrong := wrong_token(columns.get("tokens"), self.vocab_size)):
+                read = [recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})[:_NAMED]]
+                raise StoreError(f"{', '.join(str(getattr(each, 'path', each)) for each in read)}: {wrong}")
             return columns
         except Exception as error:
             run.record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
@@ -171,3 +181,46 @@ class SequenceProducer(Producer[RankPlace]):
 def _is_over(delivery: Delivery, portions: Sequence[Portion]) -> bool:
     """Whether a stopped producer ends here. A step of no portions may have no next one that has some."""
     return delivery.ends_at_once or not portions
+
+
+# -- whether tokens are within a model's vocabulary: by the index, or as they are read ---------------------
+
+
+def check_stores(stores: Sequence[Any], vocab_size: int) -> bool:
+    """Whether tokens must be checked as they are read, because some store's index lacks its largest token.
+
+    Reads no tokens. Raises StoreError for a store whose largest token is known and not below `vocab_size`.
+    """
+    is_open = False
+    for store in stores:
+        largest = store.largest_token if isinstance(store, StreamStore) else None
+        if largest is None:
+            narrow = isinstance(store, StreamStore) and store.dtype.kind == "u"
+            is_open |= not narrow or int(np.iinfo(store.dtype).max) >= vocab_size
+        elif largest >= vocab_size:
+            raise StoreError(
+                f"{store.path}: its largest token is {largest}, and vocab_size={vocab_size} allows 0 to "
+                f"{vocab_size - 1}; {_REMEDY}",
+                path=store.path,
+            )
+    return is_open
+
+
+def wrong_token(tokens: Any, vocab_size: int | None) -> str:
+    """What is wrong with a token that is not in [0, vocab_size), where None is 2**63; empty without one.
+
+    tokens: an array, or one for each sequence; other objects than arrays of whole numbers are not checked.
+    What a dtype cannot hold is not looked for.
+    """
+    limit = 1 << 63 if vocab_size is None else vocab_size
+    largest = smallest = 0
+    for each in [tokens] if isinstance(tokens, np.ndarray) else tokens or ():
+        if isinstance(each, np.ndarray) and each.dtype.kind in "iu" and each.size:
+            largest = max(largest, int(each.max()) if np.iinfo(each.dtype).max >= limit else 0)
+            smallest = min(smallest, int(each.min()) if each.dtype.kind == "i" else 0)
+    if largest < limit and smallest >= 0:
+        return ""
+    allowed = f"vocab_size={vocab_size} allows 0 to {limit - 1}; {_REMEDY}"
+    if vocab_size is None:
+        allowed = "tokens are whole numbers from 0 below 2**63; write the store again"
+    return f"token {largest if smallest >= 0 else smallest} was read, and {allowed}"

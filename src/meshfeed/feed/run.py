@@ -57,7 +57,7 @@ class Made:
     def without(self, names: frozenset[str]) -> Made:
         """The same without some fields."""
         some = [
-            replace(each, fields={name: v for name, v in each.fields.items() if name not in names})
+            each.with_fields({name: v for name, v in each.fields.items() if name not in names})
             for each in self.microbatches
         ]
         return replace(self, microbatches=some)

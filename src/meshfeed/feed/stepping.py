@@ -42,10 +42,10 @@ from meshfeed.plan import (
     account_of,
     cp_groups,
     plan_fixed,
-    plan_step,
 )
 from meshfeed.plan.packing import sizes_of
-from meshfeed.plan.problem import Uncut, room_of
+from meshfeed.plan.problem import Room, room_of
+from meshfeed.plan.step import planned
 from meshfeed.plan.types import NoLoss, cuts_packs
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import (
@@ -223,7 +223,7 @@ class Stepping:
         excluded = amendments.excluded_at(step) if amendments.excluded else {}
         if excluded and isinstance(self.rule, LeavesOut):
             draws = self.rule.without(self.recipe, draws, excluded)
-        whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
+        whole = np.array(self.rule.lengths(self.recipe, draws), np.int64)  # the plan makes it read-only
         plan = self._plan(step, draws, whole)
         if excluded and not (self.rule.packed or self.rule.has_dummy_rows):
             microbatch = plan.microbatch.copy()
@@ -327,39 +327,30 @@ class Stepping:
         return -(-len(draws_of_step(self.recipe, step)) // (self.micro_batch_size * self.layout.dp))
 
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
-        dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
+            dp, cp = self.layout.dp, self.layout.cp
             shuffle = self.recipe.shuffle
             order = self._by_lanes(step, draws, shuffle) if isinstance(shuffle, Blocks) else None
             return _plan_of_rows(lengths.tobytes(), order, dp, cp, self.micro_batch_size, self._row_align)
         try:
-            plan = plan_step(
-                lengths,
-                self.packing,
-                dp=dp,
-                cp=cp,
-                pp=pp,
-                vpp=self.vpp,
-                cp_split=self.cp_split,
-                uncut=self._uncut(draws, lengths),
-            )
-            if not isinstance(self.rule, TakesParts):
+            packing, room, rule, uncut = self.packing, self._room, self.rule, None
+            if isinstance(rule, TakesParts) and lengths.max(initial=0) > room.longest:
+                uncut = rule.uncut(self.recipe, draws)
+            plan = planned(lengths, packing, room, pp=self.layout.pp, vpp=self.vpp, uncut=uncut)
+            if not isinstance(rule, TakesParts):
                 return plan
-            return self.rule.evened(
-                self.recipe, draws, plan, self.packing, self.layout, self.cp_split, self.vpp
-            )
+            return rule.evened(self.recipe, draws, plan, packing, self.layout, self.cp_split, self.vpp)
         except PlanError as error:
             longest = int(lengths.argmax())
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]
             which = "the longest is source {}, epoch {}, index {}".format(*where)
             raise PlanError(f"step {step}: {error} ({which})") from error
 
-    def _uncut(self, draws: Draws, lengths: npt.NDArray[np.int64]) -> Uncut | None:
-        """What a plan of the draws may not cut; None where it cuts nothing."""
-        if self.packing is None or not isinstance(self.rule, TakesParts):
-            return None
-        room = room_of(self.packing, dp=self.layout.dp, cp=self.layout.cp, split=self.cp_split)
-        return self.rule.uncut(self.recipe, draws) if lengths.max(initial=0) > room.longest else None
+    @cached_property
+    def _room(self) -> Room:
+        """Of the packs of a microbatch."""
+        packing = cast(Packing, self.packing)
+        return room_of(packing, dp=self.layout.dp, cp=self.layout.cp, split=self.cp_split)
 
     def _by_lanes(self, step: int, draws: Draws, shuffle: Blocks) -> bytes:
         """An order of a step's rows that groups them by lane, int64 [n].

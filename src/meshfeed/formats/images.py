@@ -27,25 +27,29 @@ def opened_image(data: bytes) -> Any:
         from PIL import Image, features
     except ImportError as missing:
         raise ImportError(f"reading images needs Pillow: {install('vlm')}") from missing
-    _load_plugins()
-    found = _optional(data)
+    readable, found = _formats(), None
+    if brands_of(data) & {b"avif", b"avis"}:
+        found = "AVIF"
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        found = "WEBP"
     if found is not None and (found not in Image.OPEN or _lacks(features, found.lower())):
         raise ImportError(
             f"{_NAMES[found]} image, which this Pillow cannot read; install one that does (its wheels read "
             f"AVIF from 11.3 on), or convert it to JPEG or PNG"
         )
-    return Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN])
+    return Image.open(io.BytesIO(data), formats=readable)
 
 
 @cache
-def _load_plugins() -> None:
-    """Load Pillow's plugins for FORMATS: loading all forty would take twice as long."""
+def _formats() -> list[str]:
+    """Those of FORMATS that this Pillow has, once their plugins are loaded: all forty take twice as long."""
     from PIL import Image
 
     Image.preinit()
     for name in ("Avif", "Tiff", "WebP"):
         with contextlib.suppress(ImportError):  # of a Pillow without it
             importlib.import_module(f"PIL.{name}ImagePlugin")
+    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _lacks(features: Any, name: str) -> bool:
@@ -59,10 +63,3 @@ def brands_of(data: bytes) -> set[bytes]:
         return set()
     box = data[8 : min(int.from_bytes(data[:4], "big"), _MOST_BRANDS_BYTES)]
     return {data[8:12], *(box[at : at + 4] for at in range(8, len(box), 4))}
-
-
-def _optional(data: bytes) -> str | None:
-    """The format, if it is one that Pillow may be built without."""
-    if brands_of(data) & {b"avif", b"avis"}:
-        return "AVIF"
-    return "WEBP" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None

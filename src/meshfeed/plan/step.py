@@ -90,10 +90,26 @@ def plan_step(
     dp, cp, pp, vpp, quantum = whole_numbers(
         PlanError, 1, optional=["quantum"], dp=dp, cp=cp, pp=pp, vpp=vpp, quantum=quantum
     )
+    room, given = room_of(packing, dp=dp, cp=cp, split=cp_split), np.asarray(lengths)
+    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+        raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
+    whole = given.astype(np.int64).ravel()
+    return planned(whole, packing, room, pp=pp, vpp=vpp, quantum=quantum, uncut=uncut)
+
+
+def planned(
+    lengths: LongArray,
+    packing: Packing,
+    room: Room,
+    *,
+    pp: int,
+    vpp: int,
+    quantum: int | None = None,
+    uncut: Uncut | None = None,
+) -> StepPlan:
+    """`plan_step` of arguments that were checked. room: of the packing; int64 [n]."""
     quantum = quantum or packing.quantum or (pp if vpp > 1 else 1)
-    room = room_of(packing, dp=dp, cp=cp, split=cp_split)
-    whole = _whole(lengths)
-    rows = rows_of(whole, longest=room.longest, policy=packing.oversize, uncut=uncut)
+    rows = rows_of(lengths, longest=room.longest, policy=packing.oversize, uncut=uncut)
     kept = rows.lengths[rows.kept]
     if packing.policy == "in_order" or not kept.size:
         placed = in_order(kept, packing, room, quantum=quantum)
@@ -155,13 +171,6 @@ def plan_fixed(
         idle_cp_size=cp,
         align=align or Align(),
     )
-
-
-def _whole(lengths: npt.ArrayLike) -> LongArray:
-    given = np.asarray(lengths)
-    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
-        raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
-    return given.astype(np.int64).ravel()
 
 
 def choose(

@@ -158,14 +158,12 @@ class SizedPatches(ImageProcessor):
         """The patches of one image."""
         image, (height, width) = rgb_image(data, size, self.alpha), self._resized(size)
         patches = self.squares(image, height, width, self.rule.patch, self.together)
-        return {PIXELS: patches.reshape(len(patches), -1), **self._sizes(height, width)}
+        sizes = self.sizes_of(height, width)
+        return {PIXELS: patches.reshape(len(patches), -1), self.size_field.name: sizes}
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
         """Patches of zeros, and the sizes that the image should have had."""
-        return {**super().blank(size, rows), **self._sizes(*self._resized(size))}
-
-    def _sizes(self, height: int, width: int) -> Mapping[str, Array]:
-        return {self.size_field.name: self.sizes_of(height, width)}
+        return {**super().blank(size, rows), self.size_field.name: self.sizes_of(*self._resized(size))}
 
     def _resized(self, size: PartSize) -> tuple[int, int]:
         """(height, width) in pixels of the resized image."""

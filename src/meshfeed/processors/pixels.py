@@ -199,7 +199,8 @@ def rgb_image(data: bytes, size: PartSize, alpha: Alpha = "white") -> Any:
             ImageOps.exif_transpose(image, in_place=True)
             if (image.height, image.width) != (size.height, size.width):
                 raise _other_size(image, size)
-            return _as_rgb(image) if alpha == "drop" else _on_white(image)
+            has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
+            return _on_white(image) if has_alpha and alpha == "white" else _as_rgb(image)
     except (ImportError, MemoryError, PartError):
         raise
     except Exception as error:  # each of Pillow's formats has its own
@@ -225,8 +226,6 @@ def _on_white(image: Any) -> Any:
     """An image as RGB, what is transparent laid on white."""
     from PIL import Image
 
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return _as_rgb(image)
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
