@@ -27,7 +27,8 @@ def opened_image(data: bytes) -> Any:
         from PIL import Image, features
     except ImportError as missing:
         raise ImportError(f"reading images needs Pillow: {install('vlm')}") from missing
-    readable, found = _formats(), None
+    _load_plugins()
+    found = None
     if brands_of(data) & {b"avif", b"avis"}:
         found = "AVIF"
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
@@ -37,19 +38,18 @@ def opened_image(data: bytes) -> Any:
             f"{_NAMES[found]} image, which this Pillow cannot read; install one that does (its wheels read "
             f"AVIF from 11.3 on), or convert it to JPEG or PNG"
         )
-    return Image.open(io.BytesIO(data), formats=readable)
+    return Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 @cache
-def _formats() -> list[str]:
-    """Those of FORMATS that this Pillow has, once their plugins are loaded: all forty take twice as long."""
+def _load_plugins() -> None:
+    """Load Pillow's plugins for FORMATS: loading all forty would take twice as long."""
     from PIL import Image
 
     Image.preinit()
     for name in ("Avif", "Tiff", "WebP"):
         with contextlib.suppress(ImportError):  # of a Pillow without it
             importlib.import_module(f"PIL.{name}ImagePlugin")
-    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _lacks(features: Any, name: str) -> bool:

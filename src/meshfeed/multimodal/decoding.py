@@ -191,8 +191,10 @@ class Decoder:
     def decode(self, places: Sequence[PartPlace]) -> list[Made | Bad]:
         """Each part, decoded and checked. Raises StoreError if it cannot be read, or a worker dies."""
         if self._workers is None:
-            tasks = _tasks(places)
-            decoded = {at: _decoded_here(self._processors, task) for at, task in tasks.items()}
+            decoded = {
+                at: _decoded(self._processors, task, time.thread_time, copies=True)
+                for at, task in _tasks(places).items()
+            }
             self.costs.wait_s += self._count(decoded.values())[0]
             return [decoded[at].made for at in places]
         begin = time.monotonic()
@@ -277,16 +279,26 @@ _OF_BYTES = (SyntaxError, ValueError, IndexError, OverflowError, struct.error, z
 
 def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
-    processor = processors[task.promise.kind]
+    processor, promise = processors[task.promise.kind], task.promise
     try:
-        given: Any = processor.decoded(task.data, task.promise.size, rng(*task.promise.seeds))
+        given: Any = processor.decoded(task.data, promise.size, rng(*promise.seeds))
     except Exception as error:
         return _failed(processor, error)
     if not isinstance(given, Mapping):
         return Bad(f"{processor!r} gives {type(given).__name__}; give each field's array", is_broken=False)
     made = dict(cast(Mapping[str, Array], given))
-    if wrong := _difference(processor, task.promise, made):
-        return Bad(wrong, is_broken=False)
+    if wrong := _other_arrays(processor.columns, promise.rows, made):
+        return Bad(f"{processor!r} {wrong}", is_broken=False)
+    try:
+        tokens = processor.num_tokens(made)
+    except Exception as error:
+        return Bad(f"num_tokens of {processor!r} raises {type(error).__name__}: {error}", is_broken=False)
+    if tokens != promise.tokens:
+        return Bad(
+            f"{processor.rule!r} counts {promise.tokens} tokens for {promise.size}, and {processor!r} makes "
+            f"{tokens}; correct the one that is wrong",
+            is_broken=False,
+        )
     return made
 
 
@@ -345,35 +357,16 @@ def _other_arrays(promises: Sequence[PartField], rows: Mapping[str, int], made: 
     return f"makes {given}, and its fields and rows say {promised}; make them equal"
 
 
-def _difference(processor: Processor, promise: Promise, made: Made) -> str | None:
-    """How what was made differs from what was promised."""
-    if wrong := _other_arrays(processor.columns, promise.rows, made):
-        return f"{processor!r} {wrong}"
-    try:
-        tokens = processor.num_tokens(made)
-    except Exception as error:
-        return f"num_tokens of {processor!r} raises {type(error).__name__}: {error}"
-    if tokens != promise.tokens:
-        return (
-            f"{processor.rule!r} counts {promise.tokens} tokens for {promise.size}, and {processor!r} makes "
-            f"{tokens}; correct the one that is wrong"
-        )
-    return None
-
-
-def _decoded(processors: Mapping[Kind, Processor], task: Task, cpu_clock: Callable[[], float]) -> Decoded:
+def _decoded(
+    processors: Mapping[Kind, Processor], task: Task, cpu_clock: Callable[[], float], *, copies: bool = False
+) -> Decoded:
+    """copies: of the arrays, where the processor may write the next part's into its own."""
     begin, cpu = time.monotonic(), cpu_clock()
     made = made_of(processors, task)
+    if copies and not isinstance(made, Bad):
+        made = {name: array.copy() for name, array in made.items()}
     busy_s, cpu_s = time.monotonic() - begin, cpu_clock() - cpu
     return Decoded(made, len(task.data), task.read_s, busy_s, cpu_s)
-
-
-def _decoded_here(processors: Mapping[Kind, Processor], task: Task) -> Decoded:
-    """The arrays are copies, since the processor may write the next part's into its own."""
-    decoded = _decoded(processors, task, time.thread_time)
-    if not isinstance(decoded.made, Bad):
-        decoded.made = {name: array.copy() for name, array in decoded.made.items()}
-    return decoded
 
 
 def _decoded_in_worker(processors: Mapping[Kind, Processor], arena: Arena | None, task: Task) -> Decoded:

@@ -206,9 +206,10 @@ class PartsOfPack:
     inside: Longs
 
     @classmethod
-    def of(cls, step: PartsOfDraws, documents: npt.NDArray[np.integer], portion: Portion) -> PartsOfPack:
+    def of(cls, step: PartsOfDraws, portion: Portion) -> PartsOfPack:
         """Those of the step's documents that a portion has, or pieces of them."""
-        places, parts = step.parts.of_samples(documents)
+        plan = cast(WholeStep, portion.step).plan
+        places, parts = step.parts.of_samples(plan.sequence[portion.pack.sequences])
         draws, tokens = cast(Located, portion.draws), step.whole.tokens[places]
         among = PartsOfDraws(step.processors, step.recipe, draws, parts, tokens)
         stops = portion.starts + portion.pack.lengths
@@ -218,6 +219,11 @@ class PartsOfPack:
     def template(self) -> Template:
         """Which tokens those inside become."""
         return self.among.template(self.inside)
+
+    def chosen(self, step: PartsOfDraws) -> Chosen:
+        """Those inside, all of which each rank encodes."""
+        of = self.among.parts.sample[self.inside]
+        return Chosen(step, self.places[self.inside], of >= 0, of)
 
 
 @dataclass(frozen=True, eq=False)

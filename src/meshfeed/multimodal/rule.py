@@ -55,7 +55,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TakesParts, TokenField, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, WholeStep
+from meshfeed.sequence.runs import Located, Longs, Portion, WholeStep, once
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
 
@@ -321,7 +321,7 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         count, chosen = super().num_bytes(recipe, portion), self._decoded(recipe, portion)
         for kind, processor in self.processors.items():
             mine = chosen.places[chosen.parts.of_kind(kind)]
-            wanted = [each for each in processor.columns if _needs(portion, each.name)]
+            wanted = [c for c in processor.columns if portion.needs is None or c.name in portion.needs]
             count += chosen.among.decoded_bytes(kind, mine, wanted) if mine.size else 0
         return count + (chosen.places.size if self.on_bad != "error" else 0)
 
@@ -357,9 +357,10 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         columns = dict(super().load(recipe, portion, allocate))
         decoder = self._decoder or Decoder(self.processors, Machine())
         share = self.max_bad_share if decoder is self._decoder else None  # `simulate` is no run
-        if (key := ("listed", id(recipe))) not in portion.made:  # it was not announced
-            portion.made[key] = listed([self._decoded(recipe, portion)])[0]
-        places = portion.made[key]
+        # looked up here where it was not announced
+        places = once(
+            portion.made, ("listed", id(recipe)), lambda: listed([self._decoded(recipe, portion)])[0]
+        )
         return columns | part_columns(places, self.processors, decoder, portion.needs, self.on_bad, share)
 
     # -- building ---------------------------------------------------------------------------------------
@@ -408,34 +409,28 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
 
     def _among(self, recipe: Recipe, draws: Draws) -> PartsOfDraws:
         found = self.look_up(recipe, draws)
-        return found.once(recipe, lambda: PartsOfDraws.of(self.processors, recipe, found))
+        # by identity: a step is of one recipe and those of its columns, which outlive it and are not kept
+        return once(found.made, id(recipe), lambda: PartsOfDraws.of(self.processors, recipe, found))
 
     def _pack(self, recipe: Recipe, portion: Portion) -> PartsOfPack:
-        """Those of the portion's documents; found once."""
-        key, step = ("pack", id(recipe)), cast(WholeStep, portion.step)
-        if key not in portion.made:
-            documents = step.plan.sequence[portion.pack.sequences]
-            portion.made[key] = PartsOfPack.of(self._among(recipe, step.draws), documents, portion)
-        return portion.made[key]
+        """Those of the portion's documents."""
+        step, key = cast(WholeStep, portion.step), ("pack", id(recipe))
+        return once(portion.made, key, lambda: PartsOfPack.of(self._among(recipe, step.draws), portion))
 
     def _chosen(self, recipe: Recipe, portion: Portion) -> Chosen:
-        """Those that the ranks of the portion's reader encode, of the pack or of the step; found once."""
-        if (key := ("chosen", id(recipe))) in portion.made:
-            return portion.made[key]
-        step = cast(WholeStep, portion.step)
+        """Those that the ranks of the portion's reader encode, of the pack or of the step."""
+        step, key = cast(WholeStep, portion.step), ("chosen", id(recipe))
         if self._encoder != "with sample":
-            chosen = self._shared(recipe, portion).chosen(step, portion.microbatches.start)
-        else:
-            pack = self._pack(recipe, portion)
-            places, of = pack.places[pack.inside], pack.among.parts.sample[pack.inside]
-            chosen = Chosen(self._among(recipe, step.draws), places, of >= 0, of)
-        portion.made[key] = chosen
-        return chosen
+            shared = self._shared(recipe, portion)
+            return once(portion.made, key, lambda: shared.chosen(step, portion.microbatches.start))
+        pack = self._pack(recipe, portion)
+        return once(portion.made, key, lambda: pack.chosen(self._among(recipe, step.draws)))
 
     def _shared(self, recipe: Recipe, portion: Portion) -> Shared:
-        """Which rank encodes which parts of the portion's step; made once."""
+        """Which rank encodes which parts of the portion's step."""
         step = cast(WholeStep, portion.step)
-        return step.once(recipe, lambda: Shared.of(self._among(recipe, step.draws), step, self._encoder))
+        made, among = cast(Located, step.draws).made, self._among(recipe, step.draws)
+        return once(made, ("shared", id(recipe)), lambda: Shared.of(among, step, self._encoder))
 
     def _decoded(self, recipe: Recipe, portion: Portion) -> Chosen:
         """Those of `_chosen` that the portion's reader decodes: all or none."""
@@ -453,7 +448,3 @@ def _summary(processor: Processor) -> str:
     own, rule = processor.summary(), processor.rule.summary()
     code = [text for each in (processor, processor.rule) if (text := code_of(type(each)))]
     return " ".join([own if rule in own else f"{own} by {rule}", *(f"({text})" for text in code)])
-
-
-def _needs(portion: Portion, name: str) -> bool:
-    return portion.needs is None or name in portion.needs

@@ -50,7 +50,7 @@ class Located(Draws):
     Attributes:
         begins: offset of the first token in the stream of the store, and of its columns; int64 [n].
         stored: tokens that the store has of each from there on; int64 [n].
-        made: what a rule has made of them; see `once`.
+        made: what a rule has made of them, so that it is made once.
     """
 
     begins: Longs
@@ -66,10 +66,6 @@ class Located(Draws):
         """The draws at some indices of this run."""
         drawn = self.source[places], self.epoch[places], self.index[places]
         return Located(*drawn, self.begins[places], self.stored[places])
-
-    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
-        """What a rule makes of the draws in a recipe, made once."""
-        return _once(self.made, recipe, make)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Located, (self.source, self.epoch, self.index, self.begins, self.stored)
@@ -208,18 +204,13 @@ class WholeStep:
     served: tuple[int, ...]
     order: tuple[int, ...]
     split: CpSplit
-    made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
-
-    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
-        """What a rule makes of the step's draws in a recipe, made once."""
-        return _once(self.made, recipe, make)
 
 
-def _once(made: dict[Any, Any], recipe: Recipe, make: Callable[[], M]) -> M:
-    # by identity: a step is of one recipe and those of its columns, which outlive it and are not kept by it
-    if id(recipe) not in made:
-        made[id(recipe)] = make()
-    return made[id(recipe)]
+def once(made: dict[Any, Any], key: object, make: Callable[[], M]) -> M:
+    """What is made under a key, the first time that it is asked for."""
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 @dataclass(frozen=True, kw_only=True)
