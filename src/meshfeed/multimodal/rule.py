@@ -55,7 +55,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TakesParts, TokenField, TokenRule
-from meshfeed.sequence.runs import Located, Longs, Portion, WholeStep, once
+from meshfeed.sequence.runs import Longs, Portion, WholeStep, once
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
 
@@ -429,8 +429,9 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
     def _shared(self, recipe: Recipe, portion: Portion) -> Shared:
         """Which rank encodes which parts of the portion's step."""
         step = cast(WholeStep, portion.step)
-        made, among = cast(Located, step.draws).made, self._among(recipe, step.draws)
-        return once(made, ("shared", id(recipe)), lambda: Shared.of(among, step, self._encoder))
+        return once(
+            step.made, id(recipe), lambda: Shared.of(self._among(recipe, step.draws), step, self._encoder)
+        )
 
     def _decoded(self, recipe: Recipe, portion: Portion) -> Chosen:
         """Those of `_chosen` that the portion's reader decodes: all or none."""

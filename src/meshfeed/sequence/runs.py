@@ -196,6 +196,7 @@ class WholeStep:
         served: the dp_cp ranks that its reader serves, including it.
         order: the place of each dp_cp rank among the same ranks in ascending global order.
         split: how cp groups cut their packs.
+        made: what was computed of it for this rank, so that it is computed once.
     """
 
     draws: Draws
@@ -204,6 +205,7 @@ class WholeStep:
     served: tuple[int, ...]
     order: tuple[int, ...]
     split: CpSplit
+    made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
 
 def once(made: dict[Any, Any], key: object, make: Callable[[], M]) -> M:
