@@ -52,7 +52,7 @@ class Plan(Command, JobOptions, RecipeOptions):
         "valid_tokens, cut_loss": "of a recipe: tokens with loss; sequences that truncation left none",
         "empty_microbatches": "number of microbatches without a sequence on any rank",
         "planning_s": "seconds that planning took",
-        "sources": "name -> sequences and epochs of a mixture up to the step, with those of skipped steps",
+        "sources": "name -> sequences and epochs of a mixture up to the step, skipped steps too",
         "loads": "of language model and encoders: max_over_mean of the busiest rank, lower_bound",
     }
 

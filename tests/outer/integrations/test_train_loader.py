@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -399,7 +398,7 @@ def test_only_weights_that_may_be_others_are_looked_at(
         (one,) = step.microbatches
         assert one.may_weigh == ((column, value) == ("loss_mask", 2) or isinstance(sequence, Own))
         fields = {name: one[name].to("meta") for name in ("labels", "loss_mask")}
-        on_meta = replace(one, fields=fields)
+        on_meta = one.with_fields(fields)
         if not one.may_weigh:
             assert masked_labels(on_meta).shape == one["labels"].shape
         else:
