@@ -31,8 +31,9 @@ class Watched(StreamStore):
         events: ("need" | "read" | "forget", bytes), in order.
     """
 
-    def __init__(self, store: Any, *, far: bool) -> None:
+    def __init__(self, store: Any, *, far: bool, **columns: StreamStore) -> None:
         super().__init__()
+        self.columns = columns
         self._store, self._far = mf.open(store) if isinstance(store, Path) else store, far
         self.outstanding: Counter[tuple[int, int]] = Counter()
         self.most_bytes = 0
@@ -46,7 +47,7 @@ class Watched(StreamStore):
     num_documents = property(lambda self: self._store.num_documents)
     num_tokens = property(lambda self: self._store.num_tokens)
     fingerprint = property(lambda self: self._store.fingerprint)
-    columns = property(lambda self: self._store.columns)
+    columns: Any = None
 
     def lengths(self, documents: np.ndarray) -> np.ndarray:
         return self._store.lengths(documents)
@@ -55,7 +56,8 @@ class Watched(StreamStore):
         return self._store.document_starts(starts, stops)
 
     def acquire(self, stack: ExitStack) -> None:
-        stack.enter_context(self._store)
+        for store in (self._store, *self.columns.values()):
+            stack.enter_context(store)
 
     def will_need(self, starts: np.ndarray, stops: np.ndarray) -> None:
         self.outstanding.update(zip(starts.tolist(), stops.tolist()))
@@ -220,13 +222,15 @@ def endings(feed: mf.Feed) -> Iterator[str]:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_what_will_not_be_read_is_forgotten(path: Path, prefetch: int) -> None:
-    store = Watched(path, far=True)
+    column = Watched(path, far=True)
+    store = Watched(path, far=True, column=column)
     feed = mf.Feed(recipe_of(store), transport=mf.Transport(prefetch=prefetch))
     for _ in endings(feed):
         pass
-    assert store.num("forget") == 3
-    assert store.events[-1] == ("forget", 0)
-    assert store.outstanding.total() == 0
+    for each in (store, column):
+        assert each.num("forget") == 3
+        assert each.events[-1] == ("forget", 0)
+        assert each.outstanding.total() == 0
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -138,6 +138,15 @@ def test_memory_of_batches_that_are_dropped_is_used_again(corpus: Path) -> None:
     assert len(addresses) <= most, "read ahead, just taken, still held from before, and being built"
 
 
+def test_ranges_of_one_store_are_counted_once(corpus: Path) -> None:
+    store, usual = mf.open(corpus), recipe_of(corpus)
+    data = mf.Mixture({"a": store[:40], "b": store[40:][:40], "c": store})
+    with mf.Feed(dataclasses.replace(usual, data=data), micro_batch_size=2) as feed:
+        step = next(iter(feed))
+        list(step.microbatches)
+        assert step.stats.bytes_read == 16 * 65 * 2
+
+
 def test_what_step_stats_say(corpus: Path) -> None:
     with mf.Feed(recipe_of(corpus), micro_batch_size=2) as feed:
         for step in feed:

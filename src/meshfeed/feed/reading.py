@@ -96,7 +96,8 @@ class SequenceProducer(Producer[RankPlace]):
 
     def forget(self) -> None:
         for store in self.stepping.recipe.sources:
-            store.forget_needs()
+            for each in (store, *store.columns.values()):
+                each.forget_needs()
 
     def items(self, run: Run) -> Iterator[Item]:
         stepping, role, delivery, clock = self.stepping, self.place.role, run.delivery, run.clock

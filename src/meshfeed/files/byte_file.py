@@ -360,7 +360,6 @@ class LocalFile(ByteFile):
         self._check_version(file)
 
     def _leave(self) -> None:
-        self._version = None
         release(self)
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:

@@ -25,7 +25,6 @@ from meshfeed.files.url import is_hub
 from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
-from meshfeed.remote.cached import CachedFile
 from meshfeed.store.base import I64, LengthsIndex
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS
@@ -168,7 +167,7 @@ class DocumentFiles(ForeignStore):
             if is_there and name != self._column.name
         }
         for column in found.values():
-            column.files_version = self.files_version
+            column.files_version, column._read = self.files_version, self._read
         return found
 
     @property
@@ -194,7 +193,7 @@ class DocumentFiles(ForeignStore):
         kept, first, begin = self._kept, 0, 0
         lengths, tokens = np.diff(kept["starts"]), kept["tokens"]
         with self._cache.anew() as cache:
-            files = [each.within(cache) if isinstance(each, CachedFile) else each for each in self._files]
+            files = [each.within(cache) for each in self._files]
             now = type(self)(self.path, files, self._column, cache)
             spans = now._spans()
             for done, span in enumerate(spans, start=1):

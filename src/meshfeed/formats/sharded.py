@@ -94,7 +94,8 @@ class ShardedStore(ForeignStore):
 
     @property
     def stats(self) -> FileStats:
-        return self._looked + self._files.stats
+        of_columns = (store.stats for store in (self._columns or {}).values())
+        return sum(of_columns, self._looked + self._files.stats)
 
     @property
     def digest(self) -> str:

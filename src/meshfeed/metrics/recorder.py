@@ -20,6 +20,7 @@ from meshfeed.metrics.slowest import Slowest
 from meshfeed.metrics.stages import Span
 from meshfeed.metrics.stats import SlowRank, StepStats
 from meshfeed.sequence.rule import DecodeCosts
+from meshfeed.store.base import whole_of
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
 """Counters of microbatches that a step's stats sum."""
@@ -149,7 +150,8 @@ class Meter:
         *traffic: Traffic,
         decode_costs: DecodeCosts | None = None,
     ) -> None:
-        self._sources, self._traffic, self._decoded = sources, traffic, decode_costs
+        read = {id(each): each for each in map(whole_of, sources)}  # several ranges of one store: once
+        self._sources, self._traffic, self._decoded = read.values(), traffic, decode_costs
         self._names = COUNTERS if decode_costs is None else COUNTERS + DECODE_COUNTERS
         self._before = self._now()
 

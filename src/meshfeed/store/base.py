@@ -406,6 +406,13 @@ class DocumentRange(StreamStore):
         return self.of.is_summed
 
 
+def whole_of(store: Any) -> Any:
+    """The store that a range of documents is of; any other one is itself."""
+    while isinstance(store, DocumentRange):
+        store = store.of
+    return store
+
+
 def checked_places(name: str, places: I64, count: int, what: str) -> I64:
     """Places as int64. Raises StoreError for one that is not in [0, count)."""
     places = np.asarray(places, np.int64)

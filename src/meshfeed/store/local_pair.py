@@ -69,7 +69,7 @@ class GuardedFile(LocalFile):
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         if not self._depth:
-            self._guard, self._is_asked = None, False
+            self._guard, self._is_asked, self._version = None, False, None
 
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         if not out.size:

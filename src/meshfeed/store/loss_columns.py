@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshfeed.files import Cache
-from meshfeed.store.base import I64, DocumentRange, StreamStore
+from meshfeed.store.base import I64, DocumentRange, StreamStore, whole_of
 from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, bearing
 
@@ -44,9 +44,8 @@ def count_bearing(store: StreamStore, starts: I64, stops: I64) -> I64:
 
 def has_weights(store: StreamStore) -> bool:
     """Whether any value that bears loss has another weight than 1; by the same index."""
-    while isinstance(store, DocumentRange):
-        store = store.of
-    return bool(_bearing_of(store, store.kept_in or Cache()).others)
+    whole = whole_of(store)
+    return bool(_bearing_of(whole, whole.kept_in or Cache()).others)
 
 
 @kept_by_store(most=1)

@@ -409,6 +409,18 @@ def test_a_shard_that_was_replaced_before_its_first_read_is_refused(
             store.read(50, 0, 3)
 
 
+def test_a_shard_that_was_replaced_between_two_uses_of_a_store_is_refused(tmp_path: Path) -> None:
+    for name, lengths in (("a", [3, 13]), ("b", [13, 3])):
+        samples = [{"tokens": np.full(size, size, np.uint16)} for size in lengths]
+        mosaic.written(tmp_path / name, {"tokens": "ndarray:uint16"}, samples)
+    store = mf.open(tmp_path / "a")
+    with store:
+        assert store.read(0, 0, 3).tolist() == [3] * 3
+    (tmp_path / "b/shard.00000.mds").replace(tmp_path / "a/shard.00000.mds")
+    with store, pytest.raises(ChangedError, match="another file than when it was opened"):
+        store.read(0, 0, 3)
+
+
 def test_copies_of_many_compressed_shards_with_their_times_are_read(tmp_path: Path) -> None:
     """As by cp -a, rsync or a restore: on a disk, a version is a size and a time, and the cache of the node is one."""
     made = documents(20, 40)
