@@ -35,13 +35,13 @@ from meshfeed.prepare.encoding.multimodal import Multimodal
 from meshfeed.prepare.encoding.text import TRAINED
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.engines.tasks import Engine
-from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, cut, find_inputs
+from meshfeed.prepare.inputs.files import KINDS, MULTIMODAL_KINDS, changed_since, cut, find_inputs
 from meshfeed.prepare.inputs.named import NAMED, as_it_is, first_changed
 from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of, refuse_column
 from meshfeed.prepare.inputs.samples import SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
-from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, changed_since, load_job, read_json, write_json
+from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
 from meshfeed.prepare.job.merge import merge
 from meshfeed.prepare.job.output import OnDisk, Output
 from meshfeed.prepare.job.part_file import Malformed, PartSummary, part_path, summary_of_part

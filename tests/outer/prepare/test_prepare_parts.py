@@ -51,7 +51,7 @@ def test_numbers_of_lines_go_on_within_a_file_past_2_to_the_31(spans):
 )
 def test_spans_cover_every_byte_once_and_parts_are_even(files, part_bytes):
     inputs = [
-        Input(f"/{i}", "text" if kind == "text" else "jsonl", "gz" if kind == "gz" else None, size, 0)
+        Input(f"/{i}", "text" if kind == "text" else "jsonl", "gz" if kind == "gz" else None, size, "")
         for i, (kind, size) in enumerate(files)
     ]
     spans = cut(inputs, ("text",), part_bytes)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ from texts import Here, documents, jsonl, left_behind, parquet, texts, tree
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
 from meshfeed.prepare import Local, Text, prepare
-from services.needs import small_disk
+from services.needs import needs, small_disk
+from services.nginx import Nginx
 from soak import some
 
 BYTES = Text(tokenizer="bytes")
@@ -107,7 +109,7 @@ def test_other_encodings(tmp_path):
     run(text_encoding="utf-16")
     assert documents(out) == ["größe".encode()]
     paths[:] = [parquet(tmp_path / "e.parquet", ["a"])]
-    with pytest.raises(PrepareError, match="--encoding latin-1: has no effect on Parquet"):
+    with pytest.raises(PrepareError, match="--encoding latin-1: has no effect on tables"):
         run(text_encoding="latin-1")
 
 
@@ -192,6 +194,40 @@ def test_an_input_that_changes_meanwhile_is_refused(tmp_path):
     with pytest.raises(ChangedError, match=r"a\.jsonl: was changed after it was read"):
         prepare([path], tmp_path / "out", BYTES, engine=Changes())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_no_part_is_of_an_input_that_had_changed(tmp_path, begin):
+    """It is restored then, as the message says, and its time with it."""
+    path, kept = jsonl(tmp_path / "a.jsonl", [f"old {i}" for i in range(30)]), tmp_path / "kept"
+    shutil.copy2(path, kept)
+    prepare([path], tmp_path / "whole", BYTES, engine=Here(), part_bytes=99)
+
+    class Changes(Here):
+        def encode(self, folder, parts):
+            for part in parts:
+                if part == begin:
+                    jsonl(path, [f"new {i}" for i in range(30)])
+                yield from super().encode(folder, [part])
+
+    with pytest.raises(ChangedError, match=r"a\.jsonl: was changed after it was read"):
+        prepare([path], tmp_path / "out", BYTES, engine=Changes(), part_bytes=99)
+    shutil.copy2(kept, path)
+    prepare([path], tmp_path / "out", BYTES, engine=Here(), part_bytes=99, resume=True)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_an_object_that_was_replaced_by_one_as_long_is_another_input(tmp_path, monkeypatch):
+    needs("nginx")
+    (tmp_path / "www").mkdir()
+    path = jsonl(tmp_path / "www/a.jsonl", texts(30))
+    with Nginx(tmp_path / "www") as server:
+        for node, resume, error in (1, False, KeyboardInterrupt), (2, True, PrepareError):
+            monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / f"node{node}"))
+            os.utime(path, (node, node))
+            how = {"engine": Here(stop_after=None if resume else 2), "part_bytes": 99, "resume": resume}
+            with pytest.raises(error, match="of another job: inputs was" * resume):
+                prepare([f"{server.url}/a.jsonl"], tmp_path / "out", BYTES, **how)
 
 
 def test_two_runs_of_one_output_do_not_meet(tmp_path):

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import PrepareError
-from meshfeed.files import ByteFile, Cache, Folder, LocalFile, typed_errors
+from meshfeed.errors import ChangedError, PrepareError
+from meshfeed.files import ByteFile, Cache, Folder, LocalFile
 from meshfeed.files.folder import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat, batches_in
@@ -54,18 +54,23 @@ class Input:
             in a row; "webdataset", a tar; "mds", the index.json of an MDS dataset.
         codec: "gz" or "zstd" if it is compressed.
         size_bytes: as stored.
-        modified_ns: when it was last written; 0 of a remote file.
+        version: of its content; see `ByteFile`.
     """
 
     url: str
     kind: str
     codec: str | None
     size_bytes: int
-    modified_ns: int
+    version: str
 
     def file(self) -> ByteFile:
         """Its bytes, to be entered."""
         return _file_of(self.url)
+
+    def refuse_changed(self, file: ByteFile) -> None:
+        """Raises ChangedError if its file, as `file` has it, is another than when the job began."""
+        if (file.size_bytes, file.version) != (self.size_bytes, self.version):
+            raise changed_since(self.url)
 
 
 def find_inputs(
@@ -235,13 +240,12 @@ def mds_of(url: str) -> MDSStore:
     return MDSStore(Folder(parent(url)[0]))
 
 
-def version_of(url: str) -> tuple[int, int]:
-    """(size in bytes, time of the last write) of a file, now. Raises StoreError."""
-    file = _file_of(url)
-    if file.is_remote:
-        return file.size_bytes, 0
-    with typed_errors(url):
-        return file.size_bytes, Path(url).stat().st_mtime_ns
+def changed_since(url: str) -> ChangedError:
+    """For a file that is not as it was when it was read."""
+    return ChangedError(
+        f"{without_secrets(url)}: was changed after it was read; restore the old one and rerun "
+        f"with --resume, or start over with --overwrite"
+    )
 
 
 # -- paths and patterns of users ---------------------------------------------------------------------------
@@ -344,7 +348,8 @@ def _input(url: str, kind: str | None, kinds: Sequence[str]) -> Input:
     codec = None if kind in ("parquet", "arrow", "webdataset") else _CODECS.get(Path(url).suffix)
     if not is_remote(url) and Path(url).exists() and not Path(url).is_file():
         raise PrepareError(f"{url}: not a file that several processes can read; write it to a disk first")
-    return Input(url, kind, codec, *version_of(url))
+    file = _file_of(url)
+    return Input(url, kind, codec, file.size_bytes, file.version)
 
 
 def _file_of(url: str) -> ByteFile:

@@ -150,37 +150,44 @@ class Reading:
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
     """The records of a span of an input, in order; None for an empty line, which counts but is not a record.
 
-    Raises StoreError if a file cannot be read or decompressed, and PrepareError for a record that is too
-    long. At most `most_bytes` of such a record are kept in memory, even if it is compressed.
+    Raises StoreError if a file cannot be read or decompressed, ChangedError if it is not as the job found it,
+    and PrepareError for a record that is too long. At most `most_bytes` of such a record are kept in memory,
+    even if it is compressed.
     """
     with each.file() as file:
-        if each.kind == "parquet":
-            yield from _rows(file, begin, end, how)
-        elif each.kind == "arrow":
-            yield from _arrow_rows(file, begin, end, how)
-        elif each.kind == "json":
-            yield from _of_list(file, each, begin, end, how)
-        elif each.kind == "jsonl":
-            if each.codec is None:
-                lines = lines_of(file, FileSpan(0, begin, end), how.most_bytes)
-            else:
-                lines = split_lines(_unpacked(file, each.codec), how.most_bytes)
-            for number, (byte, line) in enumerate(lines):
-                if line is None:
-                    raise _too_long(
-                        place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
-                    )
-                yield (
-                    _of_line(number, byte, line, how, each.url)
-                    if line.removeprefix(codecs.BOM_UTF8).strip()
-                    else None
-                )
-        elif each.kind == "webdataset" and isinstance(how.columns, SampleColumns):
-            yield from _of_tar(file, how, how.columns)
-        elif each.kind == "mds" and isinstance(how.columns, SampleColumns):
-            yield from _of_mds(each.url, range(begin, end), how, how.columns)
+        each.refuse_changed(file)
+        yield from _records_in(file, each, begin, end, how)
+        each.refuse_changed(file)
+
+
+def _records_in(file: ByteFile, each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
+    if each.kind == "parquet":
+        yield from _rows(file, begin, end, how)
+    elif each.kind == "arrow":
+        yield from _arrow_rows(file, begin, end, how)
+    elif each.kind == "json":
+        yield from _of_list(file, each, begin, end, how)
+    elif each.kind == "jsonl":
+        if each.codec is None:
+            lines = lines_of(file, FileSpan(0, begin, end), how.most_bytes)
         else:
-            yield _of_file(file, each.codec, how)
+            lines = split_lines(_unpacked(file, each.codec), how.most_bytes)
+        for number, (byte, line) in enumerate(lines):
+            if line is None:
+                raise _too_long(
+                    place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
+                )
+            yield (
+                _of_line(number, byte, line, how, each.url)
+                if line.removeprefix(codecs.BOM_UTF8).strip()
+                else None
+            )
+    elif each.kind == "webdataset" and isinstance(how.columns, SampleColumns):
+        yield from _of_tar(file, how, how.columns)
+    elif each.kind == "mds" and isinstance(how.columns, SampleColumns):
+        yield from _of_mds(each.url, range(begin, end), how, how.columns)
+    else:
+        yield _of_file(file, each.codec, how)
 
 
 def reason_of(error: StoreError) -> str:
@@ -294,8 +301,8 @@ def refuse_column(encoding: object, inputs: Sequence[Input]) -> None:
 
 def encodings_of(given: str, inputs: Sequence[Input]) -> str:
     """Encodings joined by commas, checked, as `Reading` takes them. Raises PrepareError."""
-    if given != "utf-8" and all(each.kind in ("parquet", "arrow") for each in inputs):
-        raise PrepareError(f"--encoding {given}: has no effect on Parquet and Arrow; leave it out")
+    if given != "utf-8" and all(each.kind not in ("text", "jsonl", "json") for each in inputs):
+        raise PrepareError(f"--encoding {given}: has no effect on tables, tars and MDS; leave it out")
     found = list[str]()
     for name in given.split(","):
         try:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import ChangedError, PrepareError
+from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoding.encodings import Encoder, encoder_of, encoding_of
-from meshfeed.prepare.inputs.files import Input, version_of
+from meshfeed.prepare.inputs.files import Input
 from meshfeed.prepare.inputs.records import UTF8, Reading
 from meshfeed.prepare.job.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.job.part_file import write_array
@@ -33,7 +33,7 @@ I64 = npt.NDArray[np.int64]
 
 JOB = "job.json"
 """Describes the job; a folder without it has none."""
-VERSION = 1
+VERSION = 2
 """Version of the job's content, and so of its output."""
 LIMITS = ("max_malformed", "max_record_bytes")
 """Attributes of a job that may change on resume."""
@@ -122,16 +122,7 @@ class Job:
     def refuse_changed(self) -> None:
         """Raises ChangedError if an input has changed."""
         for each in self.request.inputs:
-            if version_of(each.url) != (each.size_bytes, each.modified_ns):
-                raise changed_since(each.url)
-
-
-def changed_since(url: str) -> ChangedError:
-    """For a file that is not as it was when it was read."""
-    return ChangedError(
-        f"{without_secrets(url)}: was changed after it was read; restore the old one and rerun "
-        f"with --resume, or start over with --overwrite"
-    )
+            each.refuse_changed(each.file())
 
 
 def load_job(folder: Path) -> Job:
