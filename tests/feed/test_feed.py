@@ -188,21 +188,22 @@ def test_views_after_the_end_are_refused(corpus: str) -> None:
 class Streamed(torch.utils.data.IterableDataset):
     """What a user would hand to a DataLoader."""
 
-    def __init__(self, feed: Any) -> None:
-        self.feed = feed
+    def __init__(self, feed: Any, begin: Any) -> None:
+        self.feed, self.begin = feed, begin
 
     def __iter__(self) -> Iterator[int]:
-        return (step.index for step in self.feed)
+        return (step.index for step in self.begin(self.feed))
 
 
-def test_a_dataloader_with_workers_is_refused(corpus: str) -> None:
+@pytest.mark.parametrize("begin", [iter, lambda feed: feed.run(0), lambda feed: [feed.at(0, mf.Layout(), 0)]])
+def test_a_dataloader_with_workers_is_refused(corpus: str, begin: Any) -> None:
     feed = mf.Feed(recipe_of(corpus, epochs=1))
-    loader = torch.utils.data.DataLoader(Streamed(feed), batch_size=None, num_workers=2)
+    loader = torch.utils.data.DataLoader(Streamed(feed, begin), batch_size=None, num_workers=2)
     with pytest.raises(
         mf.errors.DeliveryError, match=r"a Feed in worker \d of a torch DataLoader.*Machine\(workers"
     ):
         list(loader)
-    alone = torch.utils.data.DataLoader(Streamed(feed), batch_size=None)
+    alone = torch.utils.data.DataLoader(Streamed(feed, iter), batch_size=None)
     assert list(alone) == list(range(10))
 
 

@@ -67,11 +67,14 @@ class JobOptions:
         return Packing(**{name: value for name, value in chosen.items() if value is not None})
 
     def refuse_ignored(self, rule: SequenceRule) -> None:
-        """Raise MeshfeedError for an option of packing that would change nothing for a rule's sequences."""
+        """Raise MeshfeedError for an option that would change nothing for a rule's sequences."""
         if not rule.packed:
             why = f"is of sequences that are packed, and {rule.summary()} has sequences of one length"
             refuse_given(self, ("capacity", *_OF_PACKS), f"{why}; leave it out")
-        elif self.capacity is None:
+            return
+        why = f"is of sequences of one length, and {rule.summary()} is packed"
+        refuse_given(self, ("micro_batch_size",), why)
+        if self.capacity is None:
             why = "changes nothing without --capacity N; give that too, or leave it out"
             refuse_given(self, _OF_PACKS, why)
 

@@ -76,14 +76,11 @@ class Trace(Command, JobOptions, RecipeOptions):
 
     def _refuse_ignored(self, rule: SequenceRule) -> None:
         self.refuse_ignored(rule)
-        if rule.packed:
-            why = f"is of sequences of one length, and {rule.summary()} is packed"
-            refuse_given(self, ("micro_batch_size",), why)
         if self.document is None:
             refuse_given(self, ("epochs",), "is of --document; a step names its epochs itself")
         elif rule.packed and self.capacity is None:
             why = "needs --capacity N, and --policy, as the job has: they decide the ranks"
-            refuse_given(self, ("rank",), why)
+            refuse_given(self, ("rank", "layout", "vpp", "cp_split", "encoder"), why)
 
     def _holders(self, recipe: mf.Recipe) -> Holders:
         return Holders(self.stepping_of(recipe, self.micro_batch_size or 1))

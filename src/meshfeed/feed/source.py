@@ -108,23 +108,13 @@ class StepSource(abc.ABC, Generic[P]):
 
     def __iter__(self) -> Iterator[Step]:
         """Begin a run: join the peers and start to produce. Raises the error that prevents this rank."""
-        return self._begin(0, 1)
+        return self._loop.begin(0, 1)
 
     @property
     def virtual_stages(self) -> tuple[VirtualStage, ...]:
         """The stream as each virtual pipeline stage of this rank needs it; see `VirtualStage`."""
         vpp = self.stage_map.vpp
-        return tuple(VirtualStage(lambda stage: self._begin(stage, vpp), index) for index in range(vpp))
-
-    def _begin(self, view: int, num_views: int) -> Iterator[Step]:
-        if (worker := get_worker_info()) is not None:
-            raise DeliveryError(
-                f"a {type(self).__name__} in worker {worker.id} of a torch DataLoader: each of its "
-                f"{worker.num_workers} workers would give every sequence; iterate it in the process that "
-                f"trains, where it reads ahead by itself; for a slow dataset, mf.Feed(machine="
-                f"mf.Machine(workers=...))"
-            )
-        return self._loop.begin(view, num_views)
+        return tuple(VirtualStage(lambda stage: self._loop.begin(stage, vpp), index) for index in range(vpp))
 
     @property
     def next_step(self) -> int:
@@ -142,6 +132,13 @@ class StepSource(abc.ABC, Generic[P]):
 
     def _enter(self) -> None:
         """For a loop: it closes what it has entered."""
+        if (worker := get_worker_info()) is not None:
+            raise DeliveryError(
+                f"a {type(self).__name__} in worker {worker.id} of a torch DataLoader: each of its "
+                f"{worker.num_workers} workers would give every sequence; iterate it in the process that "
+                f"trains, where it reads ahead by itself; for a slow dataset, mf.Feed(machine="
+                f"mf.Machine(workers=...))"
+            )
         if not self._entered:
             self.__enter__()
             self._entered_by_loop = True

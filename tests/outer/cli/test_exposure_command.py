@@ -202,6 +202,11 @@ def test_what_people_read(
         (["ends", "--micro-batch-size", "2"], "1", "--micro-batch-size has no effect without --ranks"),
         (["ends", "--layout", "dp2"], "1", "--layout has no effect without --ranks"),
         (["documents", "--ranks"], "code\t1", "needs packing; give --capacity N"),
+        (
+            ["documents", "--ranks", "--micro-batch-size", "2"],
+            "1",
+            "--micro-batch-size is of sequences of one",
+        ),
     ],
 )
 def test_what_it_refuses(

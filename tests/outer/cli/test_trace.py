@@ -212,6 +212,7 @@ def test_a_plan_tells_of_each_source(folder: Path, capsys: pytest.CaptureFixture
             "--alpha changes nothing without --capacity",
         ),
         (["Docu.py", "--document", "code:3", "--rank", "0"], "--rank needs --capacity"),
+        (["Docu.py", "--document", "code:3", "--layout", "dp2"], "--layout needs --capacity"),
         (
             ["Docu.py", "--step", "0", "--capacity", "99", "--micro-batch-size", "1"],
             "--micro-batch-size is of",
