@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from meshfeed.errors import RecipeError, StateError
+from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.config import gathered_layout, recipe_at
@@ -78,17 +78,16 @@ CONFIG_FIELDS: dict[str, str] = {
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _TAKEN = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
 """The fields that `batch_of` uses, or that say no more than its positions."""
-_BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
+_MESH_DIMS = {"batch": "dp", "cp": "tp", "pp": "tp"}  # beside those of `Layout.from_device_mesh`
 
 
 def layout_of(mesh: Any) -> Layout:
     """The layout of a DeviceMesh whose ranks need whole sequences: batch dimensions are dp, all others tp.
 
     mesh: with names, such as ("pp", "batch", "cp", "tp") or ("pp", "dp_replicate", "dp_shard", "cp", "tp").
-    Raises LayoutError for a mesh without names.
+    Raises LayoutError for a mesh without names, or with an unknown one.
     """
-    dims = mesh.mesh_dim_names or ()
-    return Layout.from_device_mesh(mesh, names={d: "dp" if d in _BATCH_DIMS else "tp" for d in dims})
+    return Layout.from_device_mesh(mesh, names=_MESH_DIMS)
 
 
 @dataclass(frozen=True)
@@ -333,6 +332,11 @@ class DataLoader(_Base):
             pad_rows=config.pad_rows,
             **options,
         )
+        if (at := feed.layout.coord(feed.rank).dp, feed.layout.dp) != (self._dp_rank, self._dp_world_size):
+            raise LayoutError(
+                f"dp_rank={self._dp_rank} of dp_world_size={self._dp_world_size}, and by the layout rank "
+                f"{feed.rank} is {at[0]} of {at[1]}; give layout_of the mesh with the batch dimension"
+            )
         return TrainLoader(
             feed,
             self._shape.batch_of,

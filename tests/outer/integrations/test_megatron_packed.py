@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 from megatron_world import Case, initialized, iterators_of, plain, run, stage_kinds, write_documents
 
 import meshfeed as mf
@@ -115,7 +116,18 @@ def check_packed(case: Case, path: Path, policy: Any, loading: Any) -> list[Any]
                     seen.append((v, microbatch, told, tuple(batch["padding_mask"].shape)))
                     if packs_of(step.plan, coord.dp * feed.layout.cp + coord.cp)[microbatch].sequences.size:
                         at = coord.dp * feed.layout.cp + coord.cp
-                        wanted = megatrons(full_pack(recipe, step, microbatch, at), stage_kinds(case, v))
+                        full, kinds = full_pack(recipe, step, microbatch, at), stage_kinds(case, v)
+                        if case.mtp:
+                            full["cu_seqlens"] = full["cu_seqlens_padded"]
+                        if kinds[2]:
+                            ahead = roll_tensor(
+                                batch["tokens"],
+                                cp_group=parallel_state.get_context_parallel_group(),
+                                packed_seq_params=params,
+                            )[0]
+                            labels = megatrons({**full}, (True, True, True))["labels"]
+                            assert plain(ahead) == plain(labels), "what Megatron's MTP layers shift"
+                        wanted = megatrons(full, kinds)
                         theirs = wanted.pop("packed_seq_params")
                         for field in dataclasses.fields(theirs):
                             value = plain(getattr(theirs, field.name))
@@ -290,6 +302,18 @@ def test_rows_by_document_are_laid_end_to_end(tmp_path: Path) -> None:
     rows = next(steps).microbatches[0]
     with pytest.raises(mf.errors.RecipeError, match="leave reset_attention_mask out"):
         megatron.get_batch(iter([dict(rows)]))
+
+
+def test_mtp_layers_need_a_megatron_that_shifts_in_changing_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("megatron.core.packed_seq_params.resolve_cp_group", raising=False)  # since 0.17
+    options = {"packing": packing_of("dynamic_cp"), "stage_map": mf.StageMap(mtp=(0,))}
+    with (
+        mf.Feed(recipe_of(write_documents(tmp_path / "corpus")), mf.Layout(cp=2), 0, **options) as feed,
+        pytest.raises(mf.errors.RecipeError, match="MTP layers with changing cp groups"),
+    ):
+        megatron.data_iterators(feed)
 
 
 def test_a_stage_without_an_iterator_gets_nothing() -> None:

@@ -12,6 +12,7 @@ import importlib.util
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,19 @@ def test_a_replica_is_a_place_along_the_batch_dimension() -> None:
         for layout in (layout for layouts in by_rank for layout in layouts):
             assert [layout.coord(rank).dp for rank in range(4)] == [rank // inner % dp for rank in range(4)]
             assert (layout.dp, layout.tp, layout.cp, layout.pp) == (dp, 4 // dp, 1, 1)
+
+
+def test_a_mesh_that_says_otherwise_than_the_trainer_is_refused(corpus: str) -> None:
+    def mesh(*names: str) -> Any:
+        return SimpleNamespace(mesh=np.arange(8).reshape(2, 2, 2), mesh_dim_names=names)
+
+    layout = fed.layout_of(mesh("dp_shard_mod_ep", "dp_shard_in_ep", "tp"))  # of torchtitan 0.2
+    assert (layout.dp, layout.tp) == (4, 2)
+    with pytest.raises(mf.errors.LayoutError, match="'efsdp' is unknown"):
+        fed.layout_of(mesh("pp", "efsdp", "ep"))
+    place = {**PLACE, "dp_world_size": 2, "layout": layout}
+    with pytest.raises(mf.errors.LayoutError, match="dp_world_size=2, and by the layout rank 0 is 0 of 4"):
+        next(iter(fed.DataLoader(fed.DataLoader.Config(recipe=recipe(corpus)), **place)))
 
 
 def cut(rank: int, corpus: str) -> bool:

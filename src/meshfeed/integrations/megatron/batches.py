@@ -143,6 +143,9 @@ class StageIterator(Iterator[StageBatch]):
             if "cu_seqlens_padded" in made:
                 packs = packs or packs_of(step.plan, coord.dp * layout.cp + coord.cp)
                 made |= _totals(step.plan, packs[microbatch.index])
+                if self._source.stage_map.mtp:
+                    # for Megatron, cu_seqlens_q are the places where MTP layers shift tokens and labels
+                    made |= {"cu_seqlens": made["cu_seqlens_padded"], "pad_between_seqs": False}
                 if changing:
                     made |= {"local_cp_size": microbatch.cp_size, "cp_ranks": microbatch.cp_ranks}
             elif "cu_seqlens" in made and isinstance(self._source, Feed):
@@ -161,7 +164,7 @@ def get_batch(
     iterator: of `data_iterators`, or a RerunDataIterator around it; for None, all fields are None. cp_groups:
     size -> ProcessGroup, for changing cp groups; None takes those of parallel_state. padded_cu_seqlens: give
     the padded values in both cu_seqlens fields, as Megatron's main branch does until Transformer Engine takes
-    both; sequences then attend to their own padding.
+    both; sequences then attend to their own padding. With MTP layers they are padded in any case.
     Every tensor is cut for this rank, and nothing is sent. Fields that the stage does not need are None:
     tokens and position_ids are for the first stage and those with MTP layers, labels and loss_mask for the
     last one, attention_mask for none. With mrope_position_ids, these are the position_ids, [3, 1, t], on

@@ -164,6 +164,12 @@ def _of_stages(
 ) -> StageIterator | list[StageIterator]:
     if isinstance(source, Feed):
         check_documents(source)
+    changing = source.stage_map.mtp and len(source.cp_groups) > 1
+    if changing and not hasattr(core("packed_seq_params"), "resolve_cp_group"):
+        raise RecipeError(
+            "MTP layers with changing cp groups: this Megatron-core shifts their tokens among the ranks of "
+            "context_parallel_size, whichever share a pack; take a newer one, or Packing(policy='balanced')"
+        )
     if source.stage_map.vpp == 1:
         return made(iter(source))
     return [made(iter(stage)) for stage in source.virtual_stages]
