@@ -332,10 +332,11 @@ class DataLoader(_Base):
             pad_rows=config.pad_rows,
             **options,
         )
-        if (at := feed.layout.coord(feed.rank).dp, feed.layout.dp) != (self._dp_rank, self._dp_world_size):
+        at, dp = feed.layout.coord(feed.rank).dp, feed.layout.dp
+        if (at, dp) != (self._dp_rank, self._dp_world_size):
             raise LayoutError(
                 f"dp_rank={self._dp_rank} of dp_world_size={self._dp_world_size}, and by the layout rank "
-                f"{feed.rank} is {at[0]} of {at[1]}; give layout_of the mesh with the batch dimension"
+                f"{feed.rank} is {at} of {dp}; give layout_of the mesh with the batch dimension"
             )
         return TrainLoader(
             feed,
