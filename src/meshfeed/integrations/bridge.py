@@ -24,7 +24,7 @@ from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import changed_options, refuse_options
-from meshfeed.integrations.megatron.pretrain import check_end, check_left_out, check_shape
+from meshfeed.integrations.megatron.pretrain import check_end, check_left_out, check_loss, check_shape
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
@@ -51,6 +51,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "model.vocab_size": "honoured: tokens are checked against it",
     "dataset.dataloader_type": "honoured: it is external",
     "model.seq_length": "honoured: rows of another length are refused, packs where a pipeline sends rows",
+    "model.calculate_per_token_loss": "honoured: packs that cp cuts are refused without, as Bridge's own are",
     "train.micro_batch_size": "honoured: rows of a microbatch",
     "train.train_iters": "honoured: a recipe that ends before is refused",
     "train.global_batch_size": "honoured: a step of another size is refused",
@@ -245,6 +246,8 @@ class DatasetConfig(_Provider, _Callback):
             **options,
         )
         check_shape(name, feed, model, rows)
+        if name == "train":  # Bridge's evaluation sums losses and tokens
+            check_loss(feed, model)
         check_end(name, feed, wanted)
         of_training = _module("core.num_microbatches_calculator").get_num_microbatches
         return _Stream(feed, of_training if of_step is None else lambda: of_step // (rows * feed.layout.dp))

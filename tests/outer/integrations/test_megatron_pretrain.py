@@ -470,3 +470,25 @@ def test_a_short_last_step_is_refused_before_training(tmp_path: Path) -> None:
     write_documents(tmp_path / "corpus", count=400)
     (told,) = run(short_last_step_job, 1, tmp_path)
     assert "train ends after 4 steps, the last of them short, and Megatron takes 4" in told
+
+
+def test_packs_that_cp_cuts_need_the_loss_per_token(tmp_path: Path) -> None:
+    """For Bridge's own loss. By Megatron's means of means, tokens would weigh as their rank has few or many."""
+    recipe = mf.Recipe(
+        data=mf.open(write_documents(tmp_path / "corpus")),
+        sequence=mf.Documents(),
+        batch=mf.Batch(sequences=8),
+    )
+    packing = mf.Packing(capacity=128)
+    parts = [
+        made.microbatches[0]["loss_mask"] for made in mf.simulate(recipe, mf.Layout(cp=2), 1, packing=packing)
+    ]
+    assert parts[0].sum() != parts[1].sum()
+    for cp, per_token in ((2, False), (2, True), (1, False)):
+        feed = mf.Feed(recipe, mf.Layout(cp=cp), 0, packing=packing)
+        told = SimpleNamespace(calculate_per_token_loss=per_token)
+        if (cp, per_token) != (2, False):
+            pretrain.check_loss(feed, told)
+            continue
+        with pytest.raises(mf.errors.RecipeError, match="each part would count the same; set calculate_per"):
+            pretrain.check_loss(feed, told)

@@ -51,7 +51,8 @@ CONFIG_FIELDS: dict[str, str] = {
     "cp_comm_type": "no effect on data: the ranks of cp are the same",
     "linear_cp_mode": "no effect on data: the model exchanges what it needs",
     "create_attention_mask_in_dataloader": "no effect on data: models get no mask, since rows are causal",
-    "calculate_per_token_loss": "no effect on data: `loss_mask` is the same",
+    "calculate_per_token_loss": "no effect on data: set it for packs, or microbatches and cp ranks count "
+    "alike, however many of their tokens bear loss",
     "mrope_section": "no effect on data: positions are those of the recipe's rule",
     "mrope_interleaved": "no effect on data: positions are those of the recipe's rule",
     "moe_n_hash_layers": "no effect on data: Megatron keeps these layers beside the embedding",

@@ -282,6 +282,15 @@ def check_shape(name: str, made: Feed, args: Any, rows: int) -> None:
         )
 
 
+def check_loss(made: Feed, config: Any) -> None:
+    """Refuse packs that cp cuts, where Megatron takes the mean over the part of each rank."""
+    if made.packing is not None and made.layout.cp > 1 and not config.calculate_per_token_loss:
+        raise RecipeError(
+            f"cp={made.layout.cp} cuts packs into parts in which unlike numbers of tokens bear loss, and "
+            f"each part would count the same; set calculate_per_token_loss=True"
+        )
+
+
 def _first_step(name: str, recipe: Recipe, args: Any) -> int:
     """The step that Megatron takes first. Raises StateError if its counts are not those of the recipe."""
     if name == "test" or (name == "valid" and args.skip_train):
