@@ -326,6 +326,24 @@ def test_caches_give_the_same_samples_and_are_shared(corpora, tmp_path):
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) > 4
 
 
+def test_a_cache_is_of_the_files_as_they_are(tmp_path):
+    """Documents that end elsewhere, in the midst of a long index: the fingerprint does not tell."""
+    lengths = np.random.default_rng(0).integers(1, 30, 5000)
+    stream, prints = np.arange(lengths.sum()) % 60_000, set()
+    for turned in (slice(0), slice(2000, 3000)):
+        lengths[turned] = lengths[turned][::-1].copy()
+        with IndexedWriter(tmp_path / "c", np.uint16, checksum_bytes=None, overwrite=True) as writer:
+            for document in np.split(stream, lengths.cumsum()[:-1]):
+                writer.add_document(document)
+        prints.add(mf.open(tmp_path / "c").fingerprint)
+        plain, cached = (
+            samples_of(ours([tmp_path / "c"], None, length=64, samples=99, **options))
+            for options in ({}, {"index_cache": tmp_path / "cache"})
+        )
+        assert [a["tokens"].tolist() for a in plain] == [b["tokens"].tolist() for b in cached]
+    assert len(prints) == 1
+
+
 def test_a_rule_travels_without_what_it_has_open(corpora):
     recipe = ours(corpora[:1], None, length=24, samples=20)
     want = samples_of(recipe)

@@ -101,7 +101,9 @@ class Dataset:
                 )
             return build_index(self.passes, lengths, begin, self._seed)
 
-        own = {"begin": begin, "end": end, "seed": self._seed, "store": self._store.fingerprint}
+        store = self.sequences.store  # whose fingerprint may miss that its files have changed
+        own = {"begin": begin, "end": end, "seed": self._seed}
+        own |= {"store": store.fingerprint, "files": store.files_version}
         return _opened(self._cache, "dataset", asdict(self.passes) | own, build)
 
     def order_of(self, indices: Longs) -> Longs:
