@@ -703,6 +703,7 @@ def test_a_change_that_the_job_cannot_have_changes_nothing(folder: Path, tmp_pat
             (mf.amendments.BatchSize(tokens=90), r"BatchSize\(.*tokens=90\): the batch is of sequences"),
             (mf.amendments.SkipSteps(0, 1), "planned already"),
             (mf.amendments.Grow("wiki", str(folder / "more")), "no mixture with a source 'wiki'"),
+            (mf.amendments.Grow("web", str(folder / "web")), "web is 'web' already"),
         ):
             with pytest.raises(mf.errors.RecipeError, match=told):
                 feed.amend(change)

@@ -310,7 +310,7 @@ class Grow(_Kept):
     They are a source beside it, called source+F, F the first digits of the store's fingerprint. The amount of
     the source is shared among its stores by their sequences, or by their tokens under by="tokens". Each has
     epochs of its own, so nothing that was drawn moves. A store with columns beside its tokens is refused, and
-    one that the source has grown by.
+    one that the source has.
 
     Attributes:
         source: name of the source.
@@ -375,9 +375,10 @@ class Grow(_Kept):
         if self.source in {name for _, name in recipe.amendments.grown}:
             raise RecipeError(f"Grow: {self.source!r} is of a source that has grown; let that one grow")
         among = recipe.amendments.stores_of(self.source)
-        name = f"{self.source}+{self.fingerprint[:8]}"
-        if name in known:
-            raise RecipeError(f"Grow: {self.path} is {name!r} already")
+        held = {recipe.sources[known.index(each)].fingerprint[:8]: each for each in among}
+        if (own := self.fingerprint[:8]) in held:
+            raise RecipeError(f"Grow: {self.path} is {held[own]!r} already")
+        name = f"{self.source}+{own}"
         grown = (*recipe.amendments.grown, (self.source, name))
 
         stores = [self.store if each == self.source else store for each, store in zip(known, recipe.sources)]
