@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshfeed as mf
@@ -201,6 +201,24 @@ def test_a_real_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> N
             assert sorted(layout.group_of(rank, "tp").tolist()) == sorted(tp_ranks)  # torch sorts
             assert layout.node(np.arange(8)).tolist() == [0] * 4 + [1] * 4
             layout.check_world(8)
+
+
+def test_a_slice_of_a_device_mesh_has_all_data_dimensions() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        real = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        whole, flat = real["dp_replicate", "dp_shard"], real["dp_replicate", "dp_shard"]._flatten("dp")
+        assert [mf.Layout.from_device_mesh(each).table for each in (whole, flat)] == [(1, 3, 5, 7)] * 2
+        slices = {"tp": "dp_replicate", ("dp_shard", "tp"): "dp_replicate", "dp_replicate": "dp_shard"}
+        if not hasattr(DeviceMesh, "_get_root_mesh"):  # before torch 2.9, a slice does not tell of what
+            slices = {}
+        for dims, lacking in slices.items():
+            with pytest.raises(mf.errors.LayoutError, match=f"a slice along '{lacking}', whose 2 slices"):
+                mf.Feed(ROWS, real[dims])
+        meant = mf.Layout.from_device_mesh(real["dp_shard", "tp"], names={"dp_replicate": "tp"})
+        assert meant.table == (4, 5, 6, 7)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ class Layout:
 
         names: further mesh dimension names -> "tp", "cp", "dp" or "pp". Several mesh dimensions that
         mean dp (hsdp's dp_replicate and dp_shard) become one, in the mesh's order.
-        Raises LayoutError for a mesh without names or with an unknown name.
+        Raises LayoutError for a mesh without names or with an unknown name, and for one of several slices
+        along a dp dimension.
         """
         ranks = np.asarray(mesh.mesh)
         mesh_dims: Sequence[str] | None = mesh.mesh_dim_names
@@ -135,6 +136,14 @@ class Layout:
             if meaning.get(dim) not in DIMS:
                 raise LayoutError(
                     f"DeviceMesh dimension {dim!r} is unknown; pass names={{{dim!r}: 'dp'}} or similar"
+                )
+        root = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # of torch 2.9 and later
+        held = np.isin(np.asarray(root.mesh), ranks)
+        for dim, size, at in zip(root.mesh_dim_names or (), held.shape, held.nonzero()):
+            if meaning.get(dim) == "dp" and distinct(at).size < size:
+                raise LayoutError(
+                    f"the DeviceMesh is a slice along {dim!r}, whose {size} slices would all get the same "
+                    f"data; give a mesh with this dimension, or names={{{dim!r}: 'tp'}} if that is wanted"
                 )
         slowest_first = DIMS[::-1]
         axes = [[a for a, name in enumerate(mesh_dims) if meaning[name] == dim] for dim in slowest_first]
