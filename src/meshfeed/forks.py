@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import weakref
+from functools import cached_property
 from typing import Any, Protocol
 
 of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -40,7 +42,18 @@ def _forget_parent() -> None:
         one.forget_parent()
 
 
+def _free_properties() -> None:
+    """Before Python 3.12 a cached property has a lock, which a thread of the parent may hold."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("meshfeed")]
+    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    for each in (each for kind in classes for each in vars(kind).values()):
+        if isinstance(each, cached_property):
+            each.lock = threading.RLock()  # type: ignore[attr-defined]
+
+
 os.register_at_fork(after_in_child=_forget_parent)
+if sys.version_info < (3, 12):
+    os.register_at_fork(after_in_child=_free_properties)
 
 
 class Private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ import meshfeed as mf
 import world
 from leftovers import as_a_rank_with_workers, check_nothing_is_left, held_by, shared_by
 from meshfeed.datasets import workers
+from meshfeed.parts import Parts
+from observe import seen_step, take
 from pictures import Look, multimodal, write_pictures
 from soak import cases
 
@@ -206,3 +209,55 @@ def test_memory_and_descriptors_do_not_grow_over_steps(folder: Path) -> None:
         for (kib, descriptors), (kib_then, descriptors_then) in zip(half_way, at_end, strict=True):
             assert kib_then < kib + 1024
             assert descriptors_then < descriptors + 30, "more than the parts under way"
+
+
+class Numbered:
+    """Items of a user."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
+        return {"x": np.full(3, at.index)}
+
+
+def _feed(folder: Path, kind: str) -> mf.Feed:
+    if kind == "parts":
+        return mf.Feed(multimodal(folder), packing=PACKING, machine=mf.Machine(workers=2))
+    recipe = mf.Recipe(data=mf.Mapped(Numbered()), sequence=mf.Samples("x"), batch=mf.Batch(4))
+    return mf.Feed(recipe, machine=mf.Machine(workers=2))
+
+
+@pytest.mark.parametrize("kind", ["parts", "items"])
+def test_a_forked_child_that_leaves_the_feed_leaves_its_parents_workers(folder: Path, kind: str) -> None:
+    """Nor does it wait for what a thread of its parent was doing; a feed of its own has its own workers."""
+    with _feed(folder, kind) as feed:
+        wanted = take(feed, 6)
+    seen, done, held = list[Any](), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with getattr(vars(Parts)["sample"], "lock", contextlib.nullcontext()):  # none since Python 3.12
+            held.set()
+            done.wait()
+
+    with _feed(folder, kind) as feed:
+        for step in feed:
+            seen.append(seen_step(step, step.microbatches))
+            if step.index == 2:
+                thread = threading.Thread(target=hold)
+                thread.start()
+                held.wait()
+                if not (child := os.fork()):
+                    signal.alarm(int(world.HANG_S))
+                    with contextlib.suppress(BaseException):
+                        feed.close()
+                        with mf.Feed(feed.recipe, packing=feed.packing, machine=mf.Machine(workers=1)) as own:
+                            os._exit(0 if take(own, 2) == wanted[:2] else 1)
+                    os._exit(2)
+                done.set()
+                thread.join()
+                assert os.waitpid(child, 0)[1] == 0
+            if step.index == 5:
+                break
+    assert seen == wanted
+    wait_for_end_of_workers()

@@ -23,6 +23,7 @@ from meshfeed.columns import Array
 from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
+from meshfeed.forks import at_fork
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
@@ -172,7 +173,12 @@ class Mapped(Store):
                 make = functools.partial(item_of, self._dataset)
                 # No worker starts before the first item is announced: not every rank reads.
                 self._workers = Workers(make, machine.workers, machine.item_timeout_s, repr(self))
+                at_fork(self)
             yield self
+
+    def forget_parent(self) -> None:
+        """In a forked child: the workers are its parent's, which goes on with them."""
+        self._workers = None
 
     def __enter__(self) -> Self:
         self._depth += 1

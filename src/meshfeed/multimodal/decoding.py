@@ -23,6 +23,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
+from meshfeed.forks import at_fork
 from meshfeed.machine import Machine
 from meshfeed.multimodal.arena import Arena, ArenaRange
 from meshfeed.multimodal.processor import PartField, PartSize, Processor
@@ -173,7 +174,12 @@ class Decoder:
                 is_full=_is_full,
                 called=PartPlace.told,
             )
+            at_fork(self)
         return self
+
+    def forget_parent(self) -> None:
+        """In a forked child: workers and arena are its parent's, which goes on with them."""
+        self._workers = self._arena = None
 
     def __exit__(self, *exc: object) -> None:
         workers, self._workers = self._workers, None
