@@ -44,8 +44,9 @@ class FeedLoader(TrainLoader):
     def __init__(
         self, feed: Feed, accelerator: Any, batch_of: BatchOf = dict, *, steps_per_epoch: int | None = None
     ) -> None:
-        if getattr(accelerator, "parallelism_config", None):
-            _check_rows(feed.layout, layout_of(accelerator))
+        wanted = layout_of(accelerator)
+        if getattr(accelerator, "parallelism_config", None) or wanted.tp > 1:
+            _check_rows(feed.layout, wanted)
         super().__init__(
             feed,
             lambda microbatch: microbatch,

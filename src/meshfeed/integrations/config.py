@@ -82,7 +82,7 @@ def gathered_layout(dp_rank: int, dp_world_size: int) -> Layout:
 
 
 def layout_of_accelerator(accelerator: Any) -> Layout:
-    """The layout of an accelerator's ranks: by its `ParallelismConfig`, or else all are data-parallel.
+    """The layout of an accelerator's ranks: by its `ParallelismConfig`, or else DeepSpeed's autotp_size.
 
     Raises LayoutError for sequence parallelism, whose ranks exchange batches and cut each into several.
     """
@@ -94,5 +94,7 @@ def layout_of_accelerator(accelerator: Any) -> Layout:
             f"sequences"
         )
     if (mesh := getattr(accelerator, "torch_device_mesh", None)) is None:
-        return Layout(dp=accelerator.num_processes)
+        deepspeed: Any = getattr(getattr(accelerator, "deepspeed_plugin", None), "deepspeed_config", {})
+        tp = deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1  # consecutive ranks
+        return Layout(tp=tp, dp=accelerator.num_processes // tp)
     return Layout.from_device_mesh(mesh, names=WHOLE)

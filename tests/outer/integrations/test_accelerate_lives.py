@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -163,6 +164,17 @@ def test_accumulation_must_be_the_recipes(truth: Truth) -> None:
         mf.errors.RecipeError, match=r"4 microbatches .* but gradient_accumulation_steps is 3"
     ):
         next(iter(loader))
+
+
+def test_ranks_of_deepspeeds_tensor_parallelism_share_rows(truth: Truth) -> None:
+    """For which accelerate has no ParallelismConfig; its own loaders take process_index // autotp_size."""
+    config = {"tensor_parallel": {"autotp_size": 2}}
+    accelerator = SimpleNamespace(num_processes=8, deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    layout = layout_of(accelerator)
+    assert [layout.coord(rank).dp for rank in range(8)] == [rank // 2 for rank in range(8)]
+    with pytest.raises(mf.errors.LayoutError, match=r"share rows .*give the feed layout_of\(accelerator\)"):
+        FeedLoader(mf.Feed(truth.recipe, mf.Layout(dp=8), 0), accelerator)
+    assert layout_of(SimpleNamespace(num_processes=8, deepspeed_plugin=None)) == mf.Layout(dp=8)
 
 
 def rows_of_a_tp_rank(rank: int, corpus: str) -> Any:
