@@ -170,6 +170,19 @@ def test_a_folder_cleared_during_a_fetch_publishes_nobody_elses_part(
     assert read(blocks, 3) == b"x" * SIZE
 
 
+def test_a_folder_that_another_process_makes_and_removes(
+    blocks: CachedBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an object of one block, such as a compressed shard, that several read and a small cache evicts."""
+
+    def made_by_another(path: str, mode: int = 0o777) -> None:
+        monkeypatch.undo()
+        raise FileExistsError(17, "File exists", path)  # and it is gone again
+
+    monkeypatch.setattr(os, "mkdir", made_by_another)
+    assert put(blocks, 3) and read(blocks, 3) == bytes([3]) * SIZE
+
+
 def test_a_damaged_block_that_was_replaced_stays(blocks: CachedBlocks) -> None:
     put(blocks, 3)
     with blocks.path(3).open("rb") as damaged:

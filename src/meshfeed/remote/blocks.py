@@ -355,7 +355,8 @@ class CachedBlocks:
         try:
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # this is the object's first block, or its last one was just evicted
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # another process makes it, or removes it again
+                self.folder.mkdir(mode=0o700)
             return self._locked_part(part, wait=wait)
         is_held = False
         try:
