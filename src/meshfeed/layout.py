@@ -124,8 +124,7 @@ class Layout:
 
         names: further mesh dimension names -> "tp", "cp", "dp" or "pp". Several mesh dimensions that
         mean dp (hsdp's dp_replicate and dp_shard) become one, in the mesh's order.
-        Raises LayoutError for a mesh without names or with an unknown name, and for one of several slices
-        along a dp dimension.
+        Raises LayoutError for a mesh without names, with an unknown name, or that is a slice along a dp one.
         """
         ranks = np.asarray(mesh.mesh)
         mesh_dims: Sequence[str] | None = mesh.mesh_dim_names

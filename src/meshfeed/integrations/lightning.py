@@ -268,7 +268,9 @@ class DataModule(_Base):
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
         options = {"device": strategy.root_device, **options}
-        return Feed(recipe, layout or Layout(dp=self.trainer.world_size), self.trainer.global_rank, **options)
+        replicas: Any = getattr(strategy, "distributed_sampler_kwargs", {})  # fewer than ranks are refused
+        layout = layout or Layout(dp=replicas.get("num_replicas", self.trainer.world_size))
+        return Feed(recipe, layout, self.trainer.global_rank, **options)
 
     @property
     def _manual(self) -> bool:

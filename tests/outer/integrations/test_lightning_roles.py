@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import loops
 import meshfeed as mf
@@ -561,3 +563,24 @@ def test_a_checkpoint_around_the_end_of_an_epoch_goes_on_with_the_next(
 
 def half(limits: dict[str, int]) -> dict[str, int]:
     return {name: limit // 2 for name, limit in limits.items()}
+
+
+def test_ranks_that_a_strategy_counts_as_one_replica_get_no_data_of_their_own(
+    corpus: str, tmp_path: Path
+) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Shares(SingleDeviceStrategy):
+        """Two replicas in a job of one rank, as one of tensor parallelism without a mesh has fewer than ranks."""
+
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, int]:
+            return {"num_replicas": 2, "rank": 0}
+
+    run = trainer(tmp_path, strategy=Shares("cpu"))
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        with pytest.raises(mf.errors.LayoutError, match="layout dp2 needs 2 ranks, the job has 1"):
+            run.fit(model(), fed.DataModule(recipe(corpus), micro_batch_size=2))
+    finally:
+        dist.destroy_process_group()
