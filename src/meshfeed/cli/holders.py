@@ -17,6 +17,7 @@ from meshfeed.layout import Coord
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.runs import Longs
+from meshfeed.store.base import whole_of
 from meshfeed.store.dataset import DatasetStore
 
 Line = dict[str, Any]
@@ -132,15 +133,16 @@ class Holders:
 
 def with_origins(recipe: Recipe, lines: Iterable[Line]) -> Iterator[Line]:
     """The lines with the origin of each document; as they are if no store knows any. See `Origins`."""
-    named = zip(recipe.source_names, recipe.sources)
-    told = ((name, Origins.of_store(store.path)) for name, store in named if isinstance(store, DatasetStore))
-    known = [(name, origins) for name, origins in told if origins is not None]
+    named = zip(recipe.source_names, map(whole_of, recipe.sources))
+    stores = ((name, first, store) for name, (store, first) in named if isinstance(store, DatasetStore))
+    told = ((name, first, Origins.of_store(store.path)) for name, first, store in stores)
+    known = [(name, first, origins) for name, first, origins in told if origins is not None]
     lines = iter(lines)
     while known and (some := list(islice(lines, _TOGETHER))):
         found: list[Any] = [None] * len(some)
-        for name, origins in known:
+        for name, first, origins in known:
             mine = [at for at, line in enumerate(some) if line["source"] == name]
-            documents = np.array([some[at]["document"] for at in mine], np.int64)
+            documents = np.array([first + some[at]["document"] for at in mine], np.int64)
             for at, origin in zip(mine, origins.of(documents)):
                 found[at] = origin
         yield from (line | {"origin": origin} for line, origin in zip(some, found))

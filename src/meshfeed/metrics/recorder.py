@@ -150,7 +150,7 @@ class Meter:
         *traffic: Traffic,
         decode_costs: DecodeCosts | None = None,
     ) -> None:
-        read = {id(each): each for each in map(whole_of, sources)}  # several ranges of one store: once
+        read = {id(each): each for each, _ in map(whole_of, sources)}  # several ranges of one store: once
         self._sources, self._traffic, self._decoded = read.values(), traffic, decode_costs
         self._names = COUNTERS if decode_costs is None else COUNTERS + DECODE_COUNTERS
         self._before = self._now()

@@ -322,14 +322,14 @@ class DocumentRange(StreamStore):
 
     def __init__(self, of: StreamStore, first: int, stop: int) -> None:
         super().__init__()
-        self.of, self._first, self._stop = of, first, stop
+        self.of, self.first, self._stop = of, first, stop
         self.path, self.labels_are = f"{of.path}[{first}:{stop}]", of.labels_are
 
     @cached_property
     def _span(self) -> tuple[int, int]:
         """Its tokens in the other store's stream."""
         with self.of:
-            begin, end = self.of.documents.starts[np.array([self._first, self._stop])].tolist()
+            begin, end = self.of.documents.starts[np.array([self.first, self._stop])].tolist()
             return begin, end
 
     @property
@@ -343,16 +343,16 @@ class DocumentRange(StreamStore):
 
     @property
     def fingerprint(self) -> str:
-        return digest_of({"of": self.of.fingerprint, "documents": [self._first, self._stop]})
+        return digest_of({"of": self.of.fingerprint, "documents": [self.first, self._stop]})
 
     @property
     def documents(self) -> LengthsIndex:
         starts, (begin, _) = self.of.documents.starts, self._span
-        return LengthsIndex(RangeStarts(starts, self._first, self.num_documents + 1, begin))
+        return LengthsIndex(RangeStarts(starts, self.first, self.num_documents + 1, begin))
 
     @property
     def num_documents(self) -> int:
-        return self._stop - self._first
+        return self._stop - self.first
 
     @property
     def num_tokens(self) -> int:
@@ -362,12 +362,12 @@ class DocumentRange(StreamStore):
     def shard_ends(self) -> I64 | None:
         if (ends := self.of.shard_ends) is None:
             return None
-        return distinct(ends[ends > self._first].clip(None, self._stop)) - self._first
+        return distinct(ends[ends > self.first].clip(None, self._stop)) - self.first
 
     @cached_property
     def columns(self) -> Mapping[str, StreamStore]:  # pyright: ignore[reportIncompatibleMethodOverride]
         of = cast(Mapping[str, StreamStore], self.of.columns)
-        return {name: store[self._first : self._stop] for name, store in of.items()}
+        return {name: store[self.first : self._stop] for name, store in of.items()}
 
     @property
     def wants_ahead(self) -> bool:
@@ -406,11 +406,12 @@ class DocumentRange(StreamStore):
         return self.of.is_summed
 
 
-def whole_of(store: Any) -> Any:
-    """The store that a range of documents is of; any other one is itself."""
+def whole_of(store: Any) -> tuple[Any, int]:
+    """The store that a range of documents is of, and the number of its first one there; any other, and 0."""
+    first = 0
     while isinstance(store, DocumentRange):
-        store = store.of
-    return store
+        store, first = store.of, first + store.first
+    return store, first
 
 
 def checked_places(name: str, places: I64, count: int, what: str) -> I64:

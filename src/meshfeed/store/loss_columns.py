@@ -44,7 +44,7 @@ def count_bearing(store: StreamStore, starts: I64, stops: I64) -> I64:
 
 def has_weights(store: StreamStore) -> bool:
     """Whether any value that bears loss has another weight than 1; by the same index."""
-    whole = whole_of(store)
+    whole, _ = whole_of(store)
     return bool(_bearing_of(whole, whole.kept_in or Cache()).others)
 
 

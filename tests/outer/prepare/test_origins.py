@@ -95,6 +95,22 @@ def test_commands_name_file_and_line(
         assert f"{inputs[0]} line 11" in capsys.readouterr().out, "8 documents, and 2 blank lines"
 
 
+def test_a_range_of_a_store_has_the_origins_of_its_documents(
+    inputs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(inputs, tmp_path / "out", BYTES, max_errors=3, engine=Here())
+    there = documents(tmp_path / "out")
+    (tmp_path / "recipe.py").write_text(
+        "import meshfeed as mf\n"
+        f"some = mf.open({str(tmp_path / 'out')!r})[5:][3:40]\n"
+        "recipe = mf.Recipe(data=some, sequence=mf.Documents(), batch=mf.Batch(50))\n"
+        "packing = mf.Packing(capacity=4096)\n"
+    )
+    assert main(["trace", str(tmp_path / "recipe.py"), "--document", "2", "--json"]) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert line["document"] == 2 and record(line["origin"]).encode() == there[10]
+
+
 def test_stores_without_origins(inputs: list[Path], tmp_path: Path) -> None:
     prepare(inputs[:1], tmp_path / "out", BYTES, max_errors=3, engine=Here())
     (tmp_path / "out" / ORIGINS).unlink()
