@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
-from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
+from meshfeed.errors import ChangedError, ChecksumError, MissingError, PrepareError, StoreError
 from meshfeed.formats.video import sound_size
 from meshfeed.multimodal import MultimodalStore
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
-from meshfeed.prepare.inputs.samples import SampleColumns
+from meshfeed.prepare.inputs.samples import SampleColumns, fetch_from
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases
@@ -496,6 +496,18 @@ def test_a_resumed_job_is_of_the_pictures_as_they_are(tmp_path, captions):
         named = json.loads((out / "named.json").read_text())
         assert {*named} == {str(folder / name) for row in rows for name in row["images"]}
     assert min(refused, kept) > 1, (refused, kept)
+
+
+def test_a_picture_that_changes_between_two_records_ends_the_run(tmp_path):
+    """Also one that is gone, and one that has come."""
+    named, path = dict[str, str](), tmp_path / "a.png"
+    for names, change in ("a.png", path.unlink), ("b.png", lambda: (tmp_path / "b.png").write_bytes(PNG)):
+        path.write_bytes(PNG)
+        with contextlib.suppress(MissingError):
+            fetch_from(str(tmp_path), 999, named=named)(names)
+        change()
+        with pytest.raises(PrepareError, match=rf"{names}: was changed after it was read"):
+            fetch_from(str(tmp_path), 999, named=named)(names)
 
 
 def test_a_finished_output_is_not_of_other_pictures(tmp_path, rows, captions):

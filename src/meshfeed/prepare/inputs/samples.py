@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from meshfeed.errors import MissingError, StoreError
+from meshfeed.errors import MissingError, PrepareError, StoreError
 from meshfeed.files import Folder
 from meshfeed.files.url import is_http, is_remote, join, without_secrets
 from meshfeed.formats.documents import read_bytes
@@ -31,6 +31,7 @@ from meshfeed.formats.images import brands_of
 from meshfeed.formats.sound import audio_format
 from meshfeed.prepare.inputs.chat_columns import CHAT_KEYS, ChatColumns
 from meshfeed.prepare.inputs.conversation import Conversation, conversation, parsed, parts_in, with_role
+from meshfeed.prepare.inputs.files import changed_since
 from meshfeed.prepare.inputs.within_folder import read_beneath
 
 Fetch = Callable[[str], bytes]
@@ -264,6 +265,10 @@ def fetch_from(folder: str, most_bytes: int, *, own: str = "", named: dict[str, 
     """
     left, versions = most_bytes, {} if named is None else named
 
+    def note(where: str, version: str) -> None:
+        if versions.setdefault(where, version) != version:  # ends the run: no record is at fault
+            raise PrepareError(str(changed_since(where)))
+
     def read(name: str) -> bytes:
         base, inside = folder, _relative(name, folder)
         if is_remote(name):
@@ -282,9 +287,9 @@ def fetch_from(folder: str, most_bytes: int, *, own: str = "", named: dict[str, 
             else:
                 data, version = read_beneath(base, inside, left + 1)
         except MissingError:
-            versions.setdefault(where, "")
+            note(where, "")
             raise
-        versions.setdefault(where, version)
+        note(where, version)
         return data
 
     def fetch(name: str) -> bytes:
