@@ -134,7 +134,8 @@ class Layout:
         for dim in mesh_dims:
             if meaning.get(dim) not in DIMS:
                 raise LayoutError(
-                    f"DeviceMesh dimension {dim!r} is unknown; pass names={{{dim!r}: 'dp'}} or similar"
+                    f"DeviceMesh dimension {dim!r} is unknown; give Layout.from_device_mesh "
+                    f"names={{{dim!r}: 'dp'}} or similar"
                 )
         root = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # of torch 2.9 and later
         held = np.isin(np.asarray(root.mesh), ranks)

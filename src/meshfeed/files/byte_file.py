@@ -404,8 +404,8 @@ class LocalFile(ByteFile):
     def _allow_written(self, modified_ns: int) -> None:
         """Raise ChangedError for a changed modification time."""
         raise ChangedError(
-            f"{self.url}: was written, or its modification time was set, after this run opened it; if its "
-            f"bytes are unchanged, resume the run; else restore them, or start a new run",
+            f"{self.url}: was written, or its modification time was set, after it was opened; if its bytes "
+            f"are unchanged, open the store again and resume; else restore them, or start a new run",
             path=self.url,
         )
 

@@ -95,8 +95,8 @@ def _check_rows(own: Layout, wanted: Layout) -> None:
     """Raises LayoutError unless ranks that share rows in the accelerator get the same whole rows."""
     if own.cp > 1 or own.world_size != wanted.world_size or _sharing(own) != _sharing(wanted):
         raise LayoutError(
-            f"under the feed's layout {own}, ranks that share rows by the accelerator's ParallelismConfig "
-            f"would not get the same whole rows; give the feed layout_of(accelerator)"
+            f"under the feed's layout {own}, ranks that share rows in the accelerator would not get the same "
+            f"whole rows; give the feed layout_of(accelerator)"
         )
 
 

@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshfeed.errors import RecipeError, StateError
+from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
 from meshfeed.integrations.loader import (
@@ -267,9 +267,16 @@ class DataModule(_Base):
         layout = self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
+        elif layout is None:
+            told: Any = getattr(strategy, "distributed_sampler_kwargs", {})
+            ranks = self.trainer.world_size
+            if (replicas := told.get("num_replicas", ranks)) != ranks:
+                raise LayoutError(
+                    f"{type(strategy).__name__} counts {replicas} replicas of {ranks} ranks, without a "
+                    f"device_mesh that says who shares data; give DataModule(layout=)"
+                )
+            layout = Layout(dp=ranks)
         options = {"device": strategy.root_device, **options}
-        replicas: Any = getattr(strategy, "distributed_sampler_kwargs", {})  # fewer than ranks are refused
-        layout = layout or Layout(dp=replicas.get("num_replicas", self.trainer.world_size))
         return Feed(recipe, layout, self.trainer.global_rank, **options)
 
     @property

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import loops
 import meshfeed as mf
@@ -577,10 +575,8 @@ def test_ranks_that_a_strategy_counts_as_one_replica_get_no_data_of_their_own(
         def distributed_sampler_kwargs(self) -> dict[str, int]:
             return {"num_replicas": 2, "rank": 0}
 
-    run = trainer(tmp_path, strategy=Shares("cpu"))
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        with pytest.raises(mf.errors.LayoutError, match="layout dp2 needs 2 ranks, the job has 1"):
-            run.fit(model(), fed.DataModule(recipe(corpus), micro_batch_size=2))
-    finally:
-        dist.destroy_process_group()
+    data = fed.DataModule(recipe(corpus), micro_batch_size=2)
+    with pytest.raises(mf.errors.LayoutError, match=r"Shares counts 2 replicas of 1 ranks.*layout="):
+        trainer(tmp_path, strategy=Shares("cpu")).fit(model(), data)
+    told = fed.DataModule(recipe(corpus), layout=mf.Layout(), micro_batch_size=2)
+    trainer(tmp_path, strategy=Shares("cpu")).fit(model(), told)
