@@ -210,8 +210,6 @@ def test_a_slice_of_a_device_mesh_has_all_data_dimensions() -> None:
         whole, flat = real["dp_replicate", "dp_shard"], real["dp_replicate", "dp_shard"]._flatten("dp")
         assert [mf.Layout.from_device_mesh(each).table for each in (whole, flat)] == [(1, 3, 5, 7)] * 2
         slices = {"tp": "dp_replicate", ("dp_shard", "tp"): "dp_replicate", "dp_replicate": "dp_shard"}
-        if not hasattr(DeviceMesh, "_get_root_mesh"):  # before torch 2.9, a slice does not tell of what
-            slices = {}
         for dims, lacking in slices.items():
             with pytest.raises(mf.errors.LayoutError, match=f"a slice along '{lacking}', whose 2 slices"):
                 mf.Feed(ROWS, real[dims])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -137,7 +138,9 @@ class Layout:
                     f"DeviceMesh dimension {dim!r} is unknown; give Layout.from_device_mesh "
                     f"names={{{dim!r}: 'dp'}} or similar"
                 )
-        root = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # of torch 2.9 and later
+        known = getattr(sys.modules.get(type(mesh).__module__), "_mesh_resources", None)
+        root_of = getattr(known, "get_root_mesh", lambda mesh: mesh)  # before torch 2.9, whose meshes know
+        root = getattr(mesh, "_get_root_mesh", lambda: root_of(mesh))()
         held = np.isin(np.asarray(root.mesh), ranks)
         for dim, size, at in zip(root.mesh_dim_names or (), held.shape, held.nonzero()):
             if meaning.get(dim) == "dp" and distinct(at).size < size:
