@@ -138,9 +138,11 @@ class Layout:
                     f"DeviceMesh dimension {dim!r} is unknown; give Layout.from_device_mesh "
                     f"names={{{dim!r}: 'dp'}} or similar"
                 )
-        known = getattr(sys.modules.get(type(mesh).__module__), "_mesh_resources", None)
-        root_of = getattr(known, "get_root_mesh", lambda mesh: mesh)  # before torch 2.9, whose meshes know
-        root = getattr(mesh, "_get_root_mesh", lambda: root_of(mesh))()
+        root: Any = mesh
+        if hasattr(mesh, "_get_root_mesh"):
+            root = mesh._get_root_mesh()
+        elif known := getattr(sys.modules.get(type(mesh).__module__), "_mesh_resources", None):
+            root = known.get_root_mesh(mesh)  # before torch 2.9
         held = np.isin(np.asarray(root.mesh), ranks)
         for dim, size, at in zip(root.mesh_dim_names or (), held.shape, held.nonzero()):
             if meaning.get(dim) == "dp" and distinct(at).size < size:
