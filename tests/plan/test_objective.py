@@ -30,12 +30,6 @@ def test_the_account_adds_the_bubble_and_the_overhead(pp, vpp):
     assert account.bound <= account.objective
 
 
-def test_a_step_of_which_nothing_fits_costs_its_microbatches_alone():
-    packing = Packing(capacity=64, oversize="drop", cost=CostModel(overhead=1e5))
-    account = account_of(plan_step(np.full(8, 65), packing, dp=4), packing)
-    assert account.objective == account.bound == 1e5
-
-
 def test_a_plan_weighs_the_bubble_by_virtual_stages():
     """Five stages of four virtual ones idle as long as two of one: equal plans. A larger bubble pays for more
     microbatches, each of which costs something."""
