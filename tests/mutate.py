@@ -254,7 +254,10 @@ class Recorder:
         """Say that it began; and at its end, unless it is killed, what it reached."""
         path = self.started / f"{os.getpid()}"
         path.write_bytes(pickle.dumps(self.test))
+        self.coverage.stop()  # the tracer of this thread, the parent's, would go on with what is erased
         self.coverage.erase()
+        self.coverage.start()
+        self.coverage.switch_context(self.test)
 
         def ends() -> None:
             self.coverage.stop()
