@@ -50,6 +50,10 @@ class Field:
         if unknown or not self.stages:
             raise RoleError(f"field {self.name!r}: stages are first, last, mtp, all; got {self.stages!r}")
 
+    def pads(self, dtype: str) -> bool:
+        """Whether a type of NumPy has the number that this field is padded with; -100 is none of uint16."""
+        return np.dtype(dtype).kind not in "biu" or bool(np.array(self.pad).astype(dtype) == self.pad)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMap:

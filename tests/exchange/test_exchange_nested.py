@@ -176,6 +176,15 @@ def test_a_misspelt_declaration_is_named() -> None:
         mf.exchange.encode([{"tokens": torch.ones(5), "position_ids": torch.ones(5, 3)}], keys)
 
 
+def test_text_of_numpy_and_a_namedtuple_of_numbers_arrive_as_they_are() -> None:
+    about = {"source": np.array(["web"])[0]}
+    with mf.Exchange(
+        [{"tokens": torch.arange(3), "about": about, "size": Size(3, 4)}], packing=mf.Packing(capacity=4)
+    ) as exchange:
+        ((m,),) = [list(step.microbatches) for step in exchange]
+    assert m["about"] == [{"source": "web"}] and same(m["size"], [Size(3, 4)])
+
+
 def test_a_class_that_a_rank_lacks_is_named() -> None:
     data = nested_bytes("x", [Size(1, torch.ones(2))])
     broken = np.frombuffer(data.tobytes().replace(b":Size", b":Sizf"), np.uint8).copy()

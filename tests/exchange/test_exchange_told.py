@@ -173,6 +173,7 @@ def steps_of(source: Any, keys: Keys | None = None, **options: Any) -> Any:
 
 
 SPLIT = {name: mf.Field(name=name, dtype="int64", split=True) for name in ("tokens", "lables", "labels")}
+IGNORED = mf.Field(name="labels", dtype="any", split=True, pad=-100)
 LABELLED = [[item() | {"labels": np.arange(6)}]]
 
 
@@ -199,6 +200,11 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
             {"source": [{"tokens": "some text"}]},
             mf.errors.StoreError,
             "item 0: key 'tokens' has bytes, but the key that gives the length has one number per token; ",
+        ),
+        (
+            {"source": [item() | {"labels": np.arange(6, dtype=np.uint16)}], "keys": Keys("tokens", IGNORED)},
+            mf.errors.StoreError,
+            "item 0: key 'labels' is uint16, which has no -100, its pad; give it as int64",
         ),
         (
             {"source": LABELLED, "keys": Keys(SPLIT["tokens"], SPLIT["lables"])},

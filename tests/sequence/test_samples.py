@@ -416,6 +416,7 @@ def test_types_may_not_change_within_a_microbatch() -> None:
         ((mf.Field(name="x", dtype="int33"),), False, "int33"),
         ((mf.Field(name="x", dtype="int32", split=True),), False, "packed=True"),
         ((mf.Field(name="x", dtype="any", split=True),), True, "dtype of its numbers"),
+        ((mf.Field(name="x", dtype="uint16", split=True, pad=-100),), True, "uint16 has no -100, its pad"),
         ((mf.Field(name="x", dtype="int32", stored=False),), False, "not stored"),
     ],
 )

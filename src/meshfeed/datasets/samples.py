@@ -261,6 +261,10 @@ def _check(declared: tuple[Field, ...], packed: bool) -> None:
             raise RecipeError(
                 f"field {field.name!r} is split: it needs Samples(packed=True) and the dtype of its numbers"
             )
+        if field.split and not field.pads(field.dtype):
+            raise RecipeError(
+                f"field {field.name!r}: {field.dtype} has no {field.pad:g}, its pad; choose int64"
+            )
         if not field.stored:
             raise RecipeError(f"field {field.name!r} is not stored, but all fields of Samples are")
 

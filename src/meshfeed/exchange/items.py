@@ -16,7 +16,7 @@ import torch
 from meshfeed.columns import Array
 from meshfeed.deliver import Digester, ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
-from meshfeed.exchange.dtypes import BYTES
+from meshfeed.exchange.dtypes import BYTES, CARRIED
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
 from meshfeed.exchange.lengths import (
     LENGTH,
@@ -195,6 +195,10 @@ class _Items:
             raise self._not_a_length(at[0], np.shape(values[at[0]]))
         if at and field.dtype not in (ANY, dtype):
             raise self.wrong(at[0], f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
+        if at and dtype not in CARRIED and not field.pads(dtype):
+            raise self.wrong(
+                at[0], f"key {name!r} is {dtype}, which has no {field.pad:g}, its pad; give it as int64"
+            )
         if len(at) < len(values):
             sizes, present = np.full(len(values), -1), sizes
             sizes[at] = present

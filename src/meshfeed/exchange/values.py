@@ -58,7 +58,7 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
 
 def whole_value_of(name: str, value: Any) -> tuple[str, Array]:
     """`value_of` a value of a key that is not split, which may be nested."""
-    if isinstance(value, list | tuple) and are_numbers(cast(Sequence[Any], value)):
+    if type(value) in (list, tuple) and are_numbers(cast(Sequence[Any], value)):
         return value_of(name, value)  # which refuses it
     if children_of(value) is not None:
         return NESTED, nested_bytes(name, value)
@@ -79,7 +79,7 @@ def nested_bytes(name: str, value: Any) -> wire.Bytes:
     arrays: dict[str, Any] = {}
 
     def structure(path: str, value: Any, depth: int) -> list[Any]:
-        if value is None or type(value) in (bool, int, float, str):
+        if value is None or isinstance(value, str) or type(value) in (bool, int, float):
             return ["value", value]
         children = children_of(value)
         if children is None:

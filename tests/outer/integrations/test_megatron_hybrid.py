@@ -280,10 +280,12 @@ def beside_job(rank: int) -> dict[str, Any]:
         number=torch.tensor(5),
         weights=torch.ones(7, 2),
     )
-    keys = Keys(mf.Field(name="weights", dtype="any", split=True))
+    labels = mf.Field(name="labels", dtype="any", split=True, pad=-100)
+    keys = Keys(mf.Field(name="weights", dtype="any", split=True), labels)
     config = SimpleNamespace(max_seqlen_per_dp_cp_rank=16, sequence_parallel=True)
     with initialized(Case(tp=4)):
         mine, _ = next(megatron.HybridCPDataLoaderWrapper(iter([[sample]]), config, keys=keys))
+        assert mine[0]["labels"][7:].tolist() == [-100]
         return {name: tuple(value.shape) for name, value in mine[0].items()}
 
 

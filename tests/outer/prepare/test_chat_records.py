@@ -239,6 +239,23 @@ def test_an_answer_that_the_next_turn_ends(folder: Path, tmp_path: Path) -> None
         chat_encoder(folder, tmp_path / "t.jinja", end=["a"]).check()
 
 
+def test_an_answer_may_end_by_a_token_that_is_added_and_not_special(tmp_path: Path) -> None:
+    """As those of ChatML in some models, beside a special token of their own."""
+    marks = ["<|im_start|>", "<|im_end|>"]
+    folder = tokenizer_in(
+        tmp_path / "chatml",
+        "<|user|>{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_tokens([tokenizers.AddedToken(each, normalized=False) for each in marks])
+    made.save(str(folder / "tokenizer.json"))
+    with pytest.raises(mf.errors.StoreError, match="name what ends it: end="):
+        shown(folder, [ASKED, SAID])
+    ((_, said),) = shown(folder, [ASKED, SAID, ASKED, SAID], end=marks[1:])
+    assert said == "GOOD<|im_end|>GOOD<|im_end|>"
+
+
 GLM = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"

@@ -87,7 +87,7 @@ class HybridCPDataLoaderWrapper:
         self._groups, self._device, self._timeout_s = pg_collection, device, timeout_s
         self._given_keys = keys or Keys()
         self._keys = _sent_keys(self._given_keys)
-        self._split = {field.name for field in self._keys.declared if field.split}
+        self._pads = {field.name: field.pad for field in self._keys.declared if field.split}
         self._taken = self._step = 0
         self._error: Exception | None = None
         # id -> position ids of this batch's samples, and whether sequences_of found their axes first
@@ -207,7 +207,7 @@ class HybridCPDataLoaderWrapper:
             items = dict(received.items(m))
             cp_sizes = Counter(sample for ids in of_rank for sample in ids)
             for sample in of_rank[group.member]:
-                item = items.get(sample) or _dummy(gathered.schemas[0])
+                item = items.get(sample) or self._dummy(gathered.schemas[0])
                 length = int(lengths[sample]) if sample < lengths.size else 1
                 multiple = int(align.pack_multiple(cp_sizes[sample]))  # each sample is a pack of its own
                 width = -(-length // multiple) * multiple
@@ -285,11 +285,18 @@ class HybridCPDataLoaderWrapper:
         return getattr(core("parallel_state"), of_state)(**options) if given is None else given
 
     def _placed(self, name: str, value: Any, width: int) -> Any:
-        """A value of a sample on its device; keys with one entry per token get zeros up to the width."""
-        if isinstance(value, torch.Tensor) and name in self._split:
-            beside = [0, 0] * (value.ndim - 1)
-            value = torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
+        """A value of a sample on its device; keys with one entry per token get their pad up to the width."""
+        if isinstance(value, torch.Tensor) and name in self._pads:
+            more = [0, 0] * (value.ndim - 1) + [0, max(width - len(value), 0)]
+            value = torch.nn.functional.pad(value, more, value=self._pads[name])
         return on_device(value, device_of(self._device))
+
+    def _dummy(self, schema: Schema) -> dict[str, Any]:
+        """A sample of one token, all padding."""
+        return {
+            name: torch.full((1, *shape), self._pads[name], dtype=getattr(torch, dtype))
+            for name, dtype, shape in schema.split
+        }
 
     @cached_property
     def _joined(self) -> _Joined:
@@ -365,12 +372,5 @@ def _sent(name: str) -> str:
 def _sent_keys(keys: Keys) -> Keys:
     """The declared keys, and Megatron's own keys with one entry per token, under the names sent."""
     more = sorted((per_token_of(keys) | {AXES_FIRST}) - {field.name for field in keys.declared})
-    fields = (Field(name=_sent(name), dtype="any", split=True) for name in more)
+    fields = (Field(name=_sent(name), dtype="any", split=True, pad=name == "padding_mask") for name in more)
     return Keys(*keys.declared, *fields, length=keys.length)
-
-
-def _dummy(schema: Schema) -> dict[str, Any]:
-    """A sample of one token, 0, without loss."""
-    return {
-        name: torch.zeros((1, *shape), dtype=getattr(torch, dtype)) for name, dtype, shape in schema.split
-    }

@@ -273,8 +273,9 @@ class ChatEncoder:
 
     @cached_property
     def _special(self) -> npt.NDArray[np.int64]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        return np.array([number for number, token in added.items() if token.special], np.int64)
+        added, ends = self._tokenizer.get_added_tokens_decoder(), self.how.end
+        special = (number for number, token in added.items() if token.special or token.content in ends)
+        return np.array([*special], np.int64)
 
     @cached_property
     def _token_dtype(self) -> np.dtype[Any]:
