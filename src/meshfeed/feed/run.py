@@ -408,8 +408,9 @@ class Run:
         if isinstance(item, StepStart):
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._given = 0, self._left, batch.step
-            self.recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
+            began = starting[0].start if starting else asked
+            self.recorder.step(batch.step, batch.tokens, self._num_ready, item.costs, began)
             for span in starting:  # the loop waited for these too, in `iter`
                 self.recorder.costs.waits.append((span.start, span.stop, [span]))
         self.recorder.waited(asked, time.monotonic(), spans)

@@ -241,14 +241,14 @@ class Recorder:
             costs.planned()  # here, not on the loop's thread
         return costs
 
-    def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts) -> None:
-        """The loop receives a step, whose costs are added until `over`."""
+    def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts, asked: float) -> None:
+        """The loop receives a step that it asked for then, whose costs are added until `over`."""
         self.costs = costs
         costs.queue_depth = queue_depth
         if self._background is not None:
             costs.metrics_lost, costs.slowest = self._background.lost, self._slowest.known
             unix, monotonic = self._clocks
-            self._received = step, tokens, unix + (time.monotonic() - monotonic)
+            self._received = step, tokens, unix + (asked - monotonic)
 
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """The loop waited from `start` to `stop` for the current step. spans: of the producer meanwhile."""

@@ -107,7 +107,7 @@ class StepRecord:
 
     Attributes:
         step: from 0.
-        time_s: unix time at which the loop received it.
+        time_s: unix time at which the loop asked for it.
         tokens: of the global batch, without padding.
         stats: its costs.
     """

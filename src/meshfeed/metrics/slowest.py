@@ -40,7 +40,7 @@ class Slowest:
         self.known: SlowRank | None = None
         self.meeting: Meeting | None = None
         self._start: RunStart | None = None
-        self._records: deque[StepRecord] = deque(maxlen=_STEPS + 1)
+        self._records: deque[StepRecord] = deque(maxlen=_STEPS + 2)
         self._look_at = 0.0
         self._asked: Future[SlowRank] | None = None
 
@@ -75,11 +75,11 @@ class Slowest:
         self.known = slow if slow.share >= _NOTHING else None
 
     def _mine(self) -> SlowRank | None:
-        """This rank's own figures. The first record only says when the second step began."""
-        if self._start is None or len(self._records) < 2:
+        """This rank's own figures, without the first step, in which ranks join, and the last one."""
+        if self._start is None or len(self._records) < 3:
             return None
-        first, *rest = self._records
-        seconds = max(rest[-1].time_s - first.time_s, 1e-9)
+        _, *rest, last = self._records
+        seconds = max(last.time_s - rest[0].time_s, 1e-9)
         waits: dict[str, float] = {}
         for record in rest:
             for stage, wait in record.stats.exposed_wait_s.items():

@@ -79,8 +79,8 @@ class RankHistory:
         rank, coord, host, pid: of the rank, from its last start.
         start: index in `RunHistory.starts` of each step's start; int64 [n].
         step: int64 [n].
-        time: unix time at which the loop received it, seconds; float64 [n].
-        seconds: from then until the loop received the next step; NaN for the last of a start; float64 [n].
+        time: unix time at which the loop asked for it, seconds; float64 [n].
+        seconds: from then until the loop asked for the next step; NaN for the last of a start; float64 [n].
         wait: seconds that the loop waited; float64 [n, stages].
         work: seconds that the producer worked; float64 [n, stages].
         queue_depth, bytes_read, bytes_fetched, delivered_bytes, opens, collectives: see `StepStats`; int64

@@ -24,6 +24,7 @@ from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunStart, StepRecord, StepStats
 from meshfeed.metrics.sink import by_runs
 from meshfeed.report import read_run
+from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.tables import mixture_table
 from soak import SEED, cases
 
@@ -75,14 +76,39 @@ def test_a_feed_tells_all_of_its_steps(corpus: str, tmp_path: Path) -> None:
     assert rank.step.tolist() == list(range(7)) and rank.start.tolist() == [0] * 7
     assert rank.tokens.tolist() == [step.tokens for step, _ in steps]
     assert rank.bytes_read.tolist() == [step.stats.bytes_read for step, _ in steps]
-    assert (np.diff(rank.time) > 0).all() and before <= start.time <= rank.time[0] <= rank.time[
-        -1
-    ] <= time.time()
+    assert (np.diff(rank.time) > 0).all()
+    assert before <= rank.time[0] <= start.time <= rank.time[1] and rank.time[-1] <= time.time()
     np.testing.assert_array_equal(rank.seconds, [*np.diff(rank.time), np.nan])
     assert np.isnan(rank.padding).all() and np.isnan(rank.imbalance).all()
     assert history.mixture is None
     lines = (tmp_path / "a" / "run" / "rank-000000.jsonl").read_text().splitlines()
     assert len(lines) == 8 and max(map(len, lines[1:])) < 250
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_stall_of_the_loader_is_no_time_of_the_loop(corpus: str, tmp_path: Path, prefetch: int) -> None:
+    """A step is handed over before its microbatches are read: the waits for these are within it."""
+    recipe, num_loads = recipe_of(corpus), itertools.count()
+    rule: Any = recipe.sequence
+    load = rule.load
+
+    def slow(*given: Any) -> Any:
+        if next(num_loads) == 3:
+            time.sleep(0.6)
+        return load(*given)
+
+    object.__setattr__(rule, "load", slow)
+    with mf.Feed(
+        recipe, transport=mf.Transport(prefetch=prefetch), metrics=RunLog(tmp_path), micro_batch_size=16
+    ) as feed:
+        for step in itertools.islice(feed, 8):
+            list(step.microbatches)
+            time.sleep(0.25 * (step.index == 5))
+    history = read_run(tmp_path)
+    rank, outside = history.ranks[0], longest_outside(history)
+    assert rank.wait[3].sum() > 0.5 and rank.seconds[3] > 0.5, "the stall is of the step that it kept waiting"
+    assert (rank.seconds[:-1] >= rank.wait[:-1].sum(axis=1) - 1e-5).all()
+    assert outside is not None and outside.step == 5 and 0.25 <= outside.busy_s < 0.5
 
 
 def test_packed_steps_tell_padding_and_balance(corpus: str, tmp_path: Path) -> None:

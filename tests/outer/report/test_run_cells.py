@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed.report.history.grid import Grid
-from meshfeed.report.history.loop import asked_at, seconds_of
+from meshfeed.report.history.loop import seconds_of
 from meshfeed.report.history.summary import resumes, summary_of
 from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
 from meshfeed.report.words import escape
@@ -52,11 +52,10 @@ def test_steps_that_nobody_was_given_do_not_count() -> None:
 
 
 def test_a_step_lasts_from_its_asking_to_the_next() -> None:
-    """The wait for a step lies before it is handed over, and so within it, not within the one before."""
+    """The waits for it are within it."""
     rank = made_up.history(1, ((0, 5), (5, 8)), spikes={(0, 2): 0.7}).ranks[0]
-    seconds, asked = seconds_of(rank), asked_at(rank)
+    seconds = seconds_of(rank)
     assert np.isnan(seconds[[4, 7]]).all(), "nobody asked again"
-    assert asked[2] + 0.7 <= rank.time[2] and asked[2] + seconds[2] == pytest.approx(asked[3])
     assert (np.delete(seconds - rank.wait.sum(axis=1), [4, 7]) >= 0).all()
 
 
@@ -103,10 +102,10 @@ def test_ranks_without_a_log_are_told() -> None:
 def test_a_stall_of_the_loop_itself_is_told_apart_from_waiting() -> None:
     told = made_up.history(num_ranks=3, spans=((0, 20), (10, 30)), spikes={(1, 25): 50.0})
     for rank in told.ranks.values():
-        rank.time[:] = 1.7e9 + np.arange(40) + rank.wait.sum(axis=1).cumsum()
-        rank.time[27:] += 45.0  # the loop is busy with step 16 of the second start
-        rank.time[1:] += 300.0  # and with its first step: not to be told
-    told.ranks[2].time[27:] += 1.0
+        rank.seconds[:] = np.where(np.isnan(rank.seconds), np.nan, 1.0) + rank.wait.sum(axis=1)
+        rank.seconds[26] += 45.0  # the loop is busy with step 16 of the second start
+        rank.seconds[0] += 300.0  # and with its first step: not to be told
+    told.ranks[2].seconds[26] += 1.0
     outside = summary_of(told, waits_of(told))["outside"]
     assert (outside["rank"], outside["step"]) == (2, 16)
     assert outside["busy_s"] == pytest.approx(47, abs=1e-3)

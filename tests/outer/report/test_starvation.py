@@ -56,6 +56,7 @@ def test_a_shuffle_window_that_is_slow_to_open_is_named(tmp_path: Path) -> None:
     assert (found["rank"], found["stage"], found["every"], found["edges"]) == (0, "read", 8, 7)
     assert (found["first"], found["last"], found["edge_of"]) == (8, 56, "a shuffle window")
     assert found["wait_s"] == pytest.approx(LEAP_S, rel=0.1)
+    assert said["outside"]["busy_s"] < LEAP_S / 2, "the loop is not told to be slow where it was kept waiting"
     words = (
         "Rank 0 starves every 8 steps, where a shuffle window begins: 17 min for read, 7 times, 100% of all"
     )
@@ -84,7 +85,7 @@ def test_what_is_said_and_what_to_change() -> None:
     assert found.wait_s == pytest.approx(4.5, rel=0.01)
     words = starvation_words(found)
     assert words.startswith("Rank 2 starves every 32 steps: 4.5 s for read, 12 times, ")
-    assert "So let it get 4 steps further ahead, by a larger prefetch" in words
+    assert "So let it get 5 steps further ahead, by a larger prefetch" in words
     assert "Blocks" not in words
     (start,) = history.starts
     named = replace(

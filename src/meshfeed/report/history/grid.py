@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.report.history.loop import asked_at, seconds_of
+from meshfeed.report.history.loop import seconds_of
 from meshfeed.report.reader import RankHistory, RunHistory
 
 _MOST_CELLS, _MOST_COLUMNS, _MOST_ROWS = 16_384, 720, 64
@@ -138,7 +138,7 @@ class Grid:
             tables = (self.table(lambda rank, k=k: getattr(rank, kind)[:, k]) for k in stages)
             return _last_axis([table[:, at][shown] for table in tables], shape)
 
-        asked = self.table(asked_at)[:, at]
+        asked = self.table(lambda rank: rank.time)[:, at]
         return {
             "step": step,
             "rank": np.where(waited[shown] >= 0, self.ranks[shown[0]], -1),
@@ -158,8 +158,7 @@ class Grid:
         """
         if not self._index.size:
             return {}
-        # not from request to request: a step that waited for later microbatches would look short
-        seconds = np.fmax.reduce(self.table(lambda rank: rank.seconds))
+        seconds = np.fmax.reduce(self.table(seconds_of))
         series: dict[str, Any] = {
             "time": _listed(self._over(np.fmin, np.fmin.reduce(self.table(lambda rank: rank.time))), 13)
         }

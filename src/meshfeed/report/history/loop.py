@@ -1,7 +1,4 @@
-"""Times of a step in its training loop: requested, received, finished.
-
-A log contains the time at which a step was received, and the wait before that.
-"""
+"""How long steps take in their loop, from request to request, and how much of it is the loop's own."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class Outside:
 
     Attributes:
         rank, step: of that time.
-        busy_s: seconds from receiving the step to asking for the next.
+        busy_s: seconds from asking for the step to asking for the next, without its waits.
         median_s: of the same rank's steps.
     """
 
@@ -28,26 +25,16 @@ class Outside:
     median_s: float
 
 
-def asked_at(rank: RankHistory) -> np.ndarray:
-    """f64[n]: unix seconds at which the loop asked for each step."""
-    return rank.time - rank.wait.sum(axis=1)
-
-
 def seconds_of(rank: RankHistory) -> np.ndarray:
-    """f64[n]: seconds from one request to the next, including the wait; NaN for a start's last step."""
-    asked, waited = asked_at(rank), rank.wait.sum(axis=1)
-    seconds = np.full(asked.size, np.nan)
-    # waits and times come from different clocks
-    seconds[:-1] = np.where(np.diff(rank.start) == 0, np.maximum(np.diff(asked), waited[:-1]), np.nan)
-    return seconds
+    """f64[n]: seconds from one request to the next, at least the waits; NaN for a start's last step."""
+    return np.maximum(rank.seconds, rank.wait.sum(axis=1))
 
 
 def longest_outside(history: RunHistory) -> Outside | None:
     """Over all ranks, without the first step of each start; None if no step is finished."""
     worst: Outside | None = None
     for number, rank in history.ranks.items():
-        busy = np.full(rank.time.size, np.nan)
-        busy[:-1] = np.where(np.diff(rank.start) == 0, asked_at(rank)[1:] - rank.time[:-1], np.nan)
+        busy = seconds_of(rank) - rank.wait.sum(axis=1)
         # the first includes one-time work, such as compiling kernels
         busy[np.diff(rank.start, prepend=-1) != 0] = np.nan
         if np.isnan(busy).all():
