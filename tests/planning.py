@@ -57,7 +57,7 @@ def check_packs(plan: StepPlan, packing: Packing | None = None) -> None:
             assert (pack.padded_lengths % plan.align.sequence_multiple(pack.cp_size) == 0).all()
             assert (pack.padded_lengths >= pack.lengths).all()
             assert 0 <= pack.cp_rank < pack.cp_size
-            rank_tokens[m, rank] = whole // pack.cp_size
+            rank_tokens[m, rank] = whole // pack.cp_size or plan.idle_tokens
     np.testing.assert_array_equal(seen, np.where(plan.microbatch >= 0, plan.cp_size, 0))
     if packing is not None:
         assert rank_tokens.max(initial=0) <= packing.capacity

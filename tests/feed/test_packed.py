@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshfeed as mf
 import world
@@ -75,6 +77,29 @@ def test_every_delivery_gives_what_simulate_gives(tmp_path: Path) -> None:
         for *_, delivery in some:
             for rank, seen in enumerate(results):
                 assert seen[text, policy, delivery] == wanted[rank], (text, policy, delivery, rank)
+
+
+@settings(max_examples=cases(25), deadline=None)
+@given(st.data())
+def test_padding_is_what_no_token_fills_of_all_tensors(data: st.DataObject) -> None:
+    """Those of ranks that hold no sequence of a microbatch, too."""
+    draw, lengths = data.draw, data.draw(st.lists(st.integers(1, 128), min_size=1, max_size=12))
+    layout = mf.Layout.parse(draw(st.sampled_from(("dp3", "cp2-dp2", "tp2-dp2-pp2", "cp4"))))
+    shapes: dict[str, Any] = {"fixed_shapes": True, "max_sequences": 3} if draw(st.booleans()) else {}
+    packing = mf.Packing(
+        capacity=128,
+        policy=draw(st.sampled_from(("in_order", "balanced", "dynamic_cp"))),
+        align=mf.Align(sequence=draw(st.sampled_from((1, 4))), pack=draw(st.sampled_from((1, 32)))),
+        **shapes,
+    )
+    recipe = mf.Recipe(
+        data=mf.Lengths(lengths), sequence=mf.Documents(), batch=mf.Batch(len(lengths)), steps=1
+    )
+    split = draw(st.sampled_from(("zigzag", "contiguous", "pack_contiguous")))
+    made = list(mf.simulate(recipe, layout, 1, packing=packing, cp_split=split, no_loss="allow"))
+    ranks = (each for each in made if each.coord.tp == each.coord.pp == 0)
+    size = sum(microbatch["tokens"].numel() for each in ranks for microbatch in each.microbatches)
+    assert made[0].batch.stats().padding == pytest.approx(1 - sum(lengths) / size)
 
 
 def test_every_stage_has_lengths_without_being_sent_any(tmp_path: Path) -> None:

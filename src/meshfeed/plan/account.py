@@ -19,7 +19,7 @@ class Account:
 
     Attributes:
         tokens: real tokens in the step's packs.
-        padded_tokens: the same with all padding, including the dummies of packs of one shape.
+        padded_tokens: the same with all padding, including that of packs without a sequence.
         sum_sq: sum of squared real lengths of the step's rows.
         pairs: attended (query, key) pairs, under the cost model's window.
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
@@ -72,7 +72,7 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     load = np.bincount(pack_of_row, weights=cost.load(lengths, sizes), minlength=packs.size)
     tokens = np.zeros(packs.size, np.int64)
     np.add.at(tokens, pack_of_row, padded)
-    idle = 0
+    idle = plan.idle_tokens
     if plan.shape is not None:
         tokens = plan.align.limit(plan.shape.capacity, size)
         idle = int(plan.align.limit(plan.shape.capacity, plan.idle_cp_size)) // plan.idle_cp_size
