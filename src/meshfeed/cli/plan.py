@@ -114,18 +114,17 @@ class Plan(Command, JobOptions, RecipeOptions):
                 f"meshfeed trace shows where they go"
             )
         stepping, steps = self.stepping_of(recipe), self.steps or range(1)
+        recipe = stepping.recipe  # its rule knows who encodes
+        given = [step for step in steps if not recipe.skips(step)]  # as a job leaves others out
+        if not given:
+            skipped = f"step {steps.start}: an amendment skips it"
+            raise MeshfeedError(f"{skipped}, to step {recipe.first_given(steps.start)}")
         with entered(recipe):
-            for step in steps:
-                if recipe.skips(step):
-                    if len(steps) > 1:
-                        continue  # as a job leaves it out
-                    raise MeshfeedError(
-                        f"step {step}: an amendment skips it, to step {recipe.first_given(step)}"
-                    )
+            for step in given:
                 began = time.perf_counter()
                 batch = stepping.global_batch(step)
                 seconds = time.perf_counter() - began
-                if batch is None and step == steps.start:
+                if batch is None and step == given[0]:
                     raise MeshfeedError(f"--steps {steps.start}:{steps.stop}: the stream ends before")
                 if batch is None:
                     return

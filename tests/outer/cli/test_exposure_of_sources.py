@@ -89,6 +89,9 @@ def test_steps_skipped_far_beyond_its_end(
     skipped = told(capsys, "exposure", f"{folder}/recipes.py:{name}", "--until", "10", *ledger)
     plain = told(capsys, "exposure", f"{folder}/recipes.py:{name}", "--until", "2")
     assert skipped["sources"] == plain["sources"]
+    job = "--layout", "dp1", "--capacity", "512", "--steps", "6:9"
+    assert main(["plan", f"{folder}/recipes.py", *job, *ledger]) == 2
+    assert "step 6: an amendment skips it, to step 1" in capsys.readouterr().err, "none of them is left"
 
 
 def test_a_store_alone_and_the_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

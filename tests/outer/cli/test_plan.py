@@ -209,6 +209,15 @@ def test_images_have_a_load_of_their_own(
     assert page.count('<svg viewBox="0 0 1100') == 3  # the language model over time, both loads, the encoder
     assert page.count(">image of sequence ") > 10
     assert f"lower bound {steps[0]['loads']['image encoder']['lower_bound']:.3f}" in page
+    ratios: list[float] = []
+    for who in ("with sample", "group", "balanced"):
+        given = ("plan", recipe, "--layout", "cp2-dp2", "--capacity", "64", "--encoder", who, "--json")
+        load = json.loads(told(capsys, *given)[1])["steps"][0]["loads"]["image encoder"]
+        ratios.append(load["max_over_mean"])
+        assert load["lower_bound"] <= load["max_over_mean"]
+    assert ratios[0] >= 2 > 1.5 > max(ratios[1:]), (
+        "both ranks of a cp group encode all images of it, or share"
+    )
 
 
 def test_text_has_one_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
