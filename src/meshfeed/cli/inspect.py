@@ -470,7 +470,7 @@ def _checksums(store: IndexedStore) -> str:
 
 
 def _text_of(document: int, texts: Sequence[str], between: str) -> dict[str, Any]:
-    """How a document begins, as JSON-able values; `bears_loss` only where some of it does not."""
+    """How a document begins, as JSON-able values; `bears_loss` only where a column says so."""
     bear = [str(each) for each in texts if isinstance(each, Bearing)]
     told = {"document": document, "text": between.join(texts)}
     return told | ({"bears_loss": bear} if bear else {})

@@ -275,6 +275,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                     say(f"\n{each.input}, record {each.record}: refused: {each.reason}")
                 continue
             bears = np.ones(each.tokens.size, np.bool_) if each.loss_mask is None else each.loss_mask != 0
+            bears[:1] = False  # nothing predicts it
             marks = bears & (each.loss_mask is not None)
             texts = texts_of(each.tokens, marks, decode or as_ids)
             facts = {"tokens": each.tokens.size, "bear_loss": int(bears.sum()), "spans": num_spans(bears)}

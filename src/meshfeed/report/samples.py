@@ -57,7 +57,7 @@ class ShownDocument:
         number: in the store.
         num_tokens, num_parts: of the whole document.
         num_bearing, num_spans: of its tokens, those that bear loss, and the spans that they make; None where
-            all bear it, or none.
+            no column says which.
         pieces: text, and the numbers of parts in their places.
         parts: the first of them.
         is_cut: whether its text continues.
@@ -103,7 +103,7 @@ def shown_documents(
             store.read_parts(np.full(some.size, number), some) if isinstance(store, MultimodalStore) else []
         )
         shown = tuple(_shown(parts.only(k), each, rules) for k, each in enumerate(data))
-        num_bearing = int(bears.sum()) if bears.any() else None
+        num_bearing = int(bears.sum()) if says_loss(store) else None
         is_cut = bool(ranges) and ranges[-1][1] < size
         yield ShownDocument(
             number, size, len(parts), num_bearing, num_spans(bears), tuple(pieces), shown, is_cut
@@ -111,9 +111,9 @@ def shown_documents(
 
 
 def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool_]:
-    """Which of a document's first tokens a model is trained to produce, if only some are; bool [stop].
+    """Which of a document's first tokens labels and loss mask say a model is trained to produce; bool [stop].
 
-    The first token never is. Without labels and loss mask, all others are.
+    The first token never is. Without these columns all others are, and none is told.
     """
     bears = np.ones(stop, np.bool_)
     found: Mapping[str, Any] = store.columns
@@ -125,7 +125,12 @@ def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool
     if LABELS in found and store.labels_are == "shifted":
         bears = np.append(False, bears)[:stop]  # a token's label is about the next one
     bears[:1] = False
-    return np.zeros_like(bears) if bears[1:].all() else bears
+    return bears & says_loss(store)
+
+
+def says_loss(store: StreamStore) -> bool:
+    """Whether a store has labels or a loss mask."""
+    return bool({LABELS, LOSS_MASK} & store.columns.keys())
 
 
 def num_spans(bears: npt.NDArray[np.bool_]) -> int:
@@ -150,7 +155,7 @@ def loss_of(store: StreamStore) -> dict[str, int] | None:
     Returns tokens that bear loss, of all tokens, and the documents in which none does. Reads the columns
     once on a node. The store must be entered.
     """
-    if not {LABELS, LOSS_MASK} & store.columns.keys():
+    if not says_loss(store):
         return None
     is_shifted = LABELS in store.columns and store.labels_are == "shifted"
     found, without, first = 0, 0, 0

@@ -44,7 +44,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """The tokens of each text; whole numbers [n]. No text becomes a special token."""
+        """The tokens of each text; whole numbers [n]. Only `tokenizers` makes special tokens of text."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:

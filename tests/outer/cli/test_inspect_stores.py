@@ -96,7 +96,8 @@ def test_every_format_is_counted_decoded_and_checked(
         assert facts["num_shards"] == 1
         assert facts["shard_documents"] == {"min": 4, "median": 4.0, "max": 4}
     assert main(["inspect", path, *words]) == 0
-    assert "three two one <b>two</b>" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ("t⟦hree two one <b>two</b>⟧" if kind == "dataset" else "three two one <b>two</b>") in said
 
 
 @pytest.mark.parametrize("kind", ["bin", "dataset", "mds", "litdata", "jsonl"])
@@ -197,6 +198,19 @@ def test_what_bears_loss_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert main(["inspect", str(tmp_path / "d"), "--show", "1", "--tokenizer", "bytes"]) == 0
     assert "ask me: ⟦tell <i>⟧" in capsys.readouterr().out
+    with mf.DatasetWriter(tmp_path / "e", {"tokens": "uint8", "loss_mask": "uint8"}) as writer:
+        for bears in (1, 0):
+            writer.add_document(tokens=list(b"told"), loss_mask=[bears] * 4)
+    _, facts, _ = told(
+        capsys, str(tmp_path / "e"), "--show", "2", "--html", str(file), "--tokenizer", "bytes"
+    )
+    assert facts["texts"] == [
+        {"document": 0, "text": "told", "bears_loss": ["old"]},
+        {"document": 1, "text": "told"},
+    ]
+    page = file.read_text()
+    for said in ('t<span class="loss">old</span>', "3 bear loss in 1 span<", "0 bear loss in 0 spans"):
+        assert said in page, "where all of it bears loss, and where none does"
 
 
 def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

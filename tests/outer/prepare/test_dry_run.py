@@ -98,6 +98,11 @@ def test_the_command_marks_what_bears_loss(
     texts = told["dry_run"][2]["texts"]
     assert [text for bears, text in texts if bears] == ["is 2;", "is 4;"]
     assert not (folder / "made").exists()
+    (folder / "a.txt").write_text("seven s")
+    assert main(["prepare", "a.txt", "--out", "made", "--tokenizer", "bytes", "--dry-run", "1"]) == 0
+    assert "record 0: 6 of 7 tokens bear loss in 1 span" in capsys.readouterr().out, (
+        "nothing predicts the first"
+    )
 
 
 def test_a_tokenizer_that_is_not_trained_yet_is_refused(
