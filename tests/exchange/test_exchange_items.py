@@ -92,8 +92,13 @@ def whole(rank: int, layout: mf.Layout, policy: Any) -> list[Any]:
         for m in range(planned.plan.num_microbatches)
         for place, item in received.items(m)
     ]
-    cut = x.reroute(batch, gathered, planned.plan, membership, group)
-    packs = x.pack(cut, planned, layout, rank, ITEM_KEYS)
+    cut = x.reroute(batch, gathered, planned.plan, membership, group, split="contiguous")
+    packs = x.pack(cut, planned, layout, rank, ITEM_KEYS)  # as they were cut
+    assert tokens_of(packs) == tokens_of(
+        x.pack(received, planned, layout, rank, ITEM_KEYS, split="contiguous")
+    )
+    with pytest.raises(mf.errors.PlanError, match="reroute has cut the rows by 'contiguous'; leave it out"):
+        x.pack(cut, planned, layout, rank, ITEM_KEYS, split="zigzag")
     return [got, group.traffic.collectives, len(packs)]
 
 

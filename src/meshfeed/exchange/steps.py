@@ -160,11 +160,13 @@ class Received:
     Attributes:
         gathered, shipment: what the data are.
         data: the bytes, ordered by source; uint8 [n].
+        split: how rows were cut for them; None for whole rows.
     """
 
     gathered: GatheredLengths
     shipment: Shipment
     data: Bytes
+    split: CpSplit | None = None
 
     @cached_property
     def offsets(self) -> Longs:
@@ -243,22 +245,24 @@ def reroute(
     receivers, num_members = receivers or membership.receivers(), len(membership.ranks)
     member = next((at for at, indices in enumerate(receivers) if group.member in indices), None)
     if member is None:
-        return Received(gathered, NO_PIECES, NO_BYTES)
+        return Received(gathered, NO_PIECES, NO_BYTES, split)
     both = Shipment.of(gathered, step_plan, membership, split, member)
     coming = both.received_by(member)
     if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
-        return Received(gathered, coming, NO_BYTES)  # no member needs a byte, and all know it
+        return Received(gathered, coming, NO_BYTES, split)  # no member needs a byte, and all know it
     in_sizes = coming.sizes(coming.source, num_members)
     if group.member >= num_members:
-        return Received(gathered, coming, group.all_to_many(NO_BYTES, [], in_sizes, []))
+        return Received(gathered, coming, group.all_to_many(NO_BYTES, [], in_sizes, []), split)
     going = both.sent_by(member)
     out_sizes = going.sizes(going.member, num_members)
     outgoing = group.buffer(sum(out_sizes))
     mine = np.flatnonzero(gathered.held_by(member))
     write_pieces(outgoing, going, given.columns, given.report, np.searchsorted(mine, going.item))
     if group.size > num_members:
-        return Received(gathered, coming, group.all_to_many(outgoing, out_sizes, in_sizes, receivers))
-    return Received(gathered, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
+        data = group.all_to_many(outgoing, out_sizes, in_sizes, receivers)
+    else:
+        data = group.all_to_all(outgoing, out_sizes, in_sizes)
+    return Received(gathered, coming, data, split)
 
 
 def pack(
@@ -268,18 +272,22 @@ def pack(
     rank: int,
     keys: Keys,
     *,
-    split: CpSplit = "zigzag",
+    split: CpSplit | None = None,
     names: Sequence[str] | None = None,
     placer: Placer | None = None,
 ) -> list[Microbatch]:
     """The microbatches of one rank, from what its member has received.
 
-    split: as in `reroute`. names: the fields to make; None for all. placer: the target device; None for host
-    memory.
+    split: None for that of `reroute`, or zigzag if it sent whole rows. names: the fields to make; None for
+    all. placer: the target device; None for host memory. Raises PlanError if rows were cut by another split.
     """
+    if split is not None and received.split not in (None, split):
+        raise PlanError(
+            f"pack(split={split!r}): reroute has cut the rows by {received.split!r}; leave it out"
+        )
     placer, made = placer or OnHost(), list[Microbatch]()
     names = [field.name for field in keys.fields] if names is None else names
-    mine = portions(batch, layout, layout.coord(rank), split)
+    mine = portions(batch, layout, layout.coord(rank), split or received.split or "zigzag")
     for microbatches, _ in packed(received, mine, keys, names, placer):
         made += microbatches
     return made
