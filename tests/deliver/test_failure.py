@@ -26,7 +26,8 @@ import meshfeed.exchange.rerouting
 import meshfeed.feed.run
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.deliver import ErrorRecord
+from meshfeed.deliver import ErrorRecord, LeftBehindError, Meeting, fail_everywhere, tell_left_behind
+from meshfeed.deliver.rendezvous import within
 from meshfeed.exchange.steps import gather_reports
 from meshfeed.text import visible
 from observe import take
@@ -527,3 +528,14 @@ def test_bad_news_that_cannot_be_read_is_still_bad_news(foreign: bytes) -> None:
 @pytest.mark.parametrize("kind", ["os", "Iterable", "KeyboardInterrupt", "__builtins__", "", "Exception"])
 def test_no_other_class_is_made(kind: str) -> None:
     assert type(ErrorRecord(kind, "x").exception()) is mf.errors.DeliveryError
+
+
+def test_a_rank_that_the_next_run_has_given_up_waiting_for_says_so() -> None:
+    """It came so late that the others have ended that run, too."""
+    store = dist.HashStore()
+    gone = mf.errors.PeerError("rank 0 waited for rank 1", [1])
+    with pytest.raises(mf.errors.PeerError):
+        fail_everywhere(gone, Meeting(store, 0, 60, number=1), 0, 4)
+    behind = LeftBehindError("rank 0 has amended")
+    told = within(60, lambda: tell_left_behind(Meeting(store, 1, 60, number=0), 1, behind, 4))
+    assert told.ranks == (1,) and "rank 1 has not begun the run that others have: rank 0 has" in str(told)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import resource
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -288,3 +290,49 @@ def test_last_words_are_heard_though_the_connection_was_reset() -> None:
     with pytest.raises(TimeoutError):
         share._read_ticket(other)
     silent.close()
+
+
+def short_of_descriptors(rank: int, path: str) -> str:
+    """Rank 1 may open two more files when the memory of its reader arrives, which has four slots."""
+    connect = share.connect
+
+    def connect_and_open(*args: Any) -> socket.socket:
+        link = connect(*args)
+        most = max(map(int, os.listdir("/proc/self/fd"))) + 4
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        opened = list[int]()
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.dup(0))
+        for descriptor in opened[-2:]:
+            os.close(descriptor)
+        return link
+
+    if rank == 1:
+        share.connect = connect_and_open
+    transport = mf.Transport(delivery="share", timeout_s=600)
+    with pytest.raises(mf.MeshfeedError) as raised:
+        take(mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), transport=transport), 6)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_open_all_slots_takes_none_for_another(corpus: str) -> None:
+    for said in world.run(short_of_descriptors, 2, corpus):
+        assert "rank 1 got 2 descriptors of the memory of rank 0" in said
+
+
+def leaving(rank: int, path: str, leaves: int) -> str:
+    """A leader of a node leaves its loop; the others go on."""
+    layout, transport = mf.Layout.parse("tp4", ranks_per_node=2), mf.Transport(delivery="tree", timeout_s=600)
+    try:
+        with mf.Feed(recipe_of(path), layout, transport=transport) as feed:
+            take(feed, 3 if rank == leaves else None)
+    except mf.errors.PeerError as left:
+        return str(left)
+    return ""
+
+
+@pytest.mark.parametrize("leaves", [0, 2])
+def test_the_leader_that_leaves_is_named_not_the_reader(corpus: str, leaves: int) -> None:
+    told = world.run(leaving, 4, corpus, leaves)
+    assert {f"rank {leaves} has closed its feed" in each for each in told if each} == {True}, told

@@ -173,6 +173,19 @@ def test_a_signal_handler_may_close_and_exit(handler: None) -> None:
     source.close()
 
 
+def test_what_a_run_holds_is_closed_when_its_producer_returns_late() -> None:
+    gate, closed = Gate(MICROBATCH), threading.Event()
+    feed = feed_of(gate, prefetch=2, timeout_s=0.1)
+    with feed:
+        next(iter(feed))
+        run: Any = feed._loop.on
+        run._resources.callback(closed.set)
+        assert gate.reached.wait(SOON_S)
+    assert not closed.is_set()
+    gate.open.set()
+    assert closed.wait(SOON_S)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text"

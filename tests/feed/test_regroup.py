@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import meshfeed as mf
@@ -397,6 +398,27 @@ def test_processes_go_on_without_the_one_that_was_killed(recipe: mf.Recipe) -> N
             assert seen[1][step] == seen[0][step]
         else:
             assert [sorted(each[step]) for each in seen] == [wanted] * 4
+
+
+def _goes_back(rank: int, recipe: mf.Recipe, layout: str, meet: bool) -> list[int]:
+    """Rank 1 is a step further when something fails; it hears of the other's run before it begins its own."""
+    options: Any = {"packing": PACKING, "transport": mf.Transport(timeout_s=120)}
+    with mf.Feed(recipe, mf.Layout.parse(layout), **options) as feed:
+        for _, step in zip(range(5 + rank), feed):
+            list(step.microbatches)
+        dist.barrier()
+        if rank == 1:
+            run: Any = feed._loop.on
+            while run._failures._left_at() is None:
+                threading.Event().wait(0.01)
+            threading.Event().wait(0.2)
+        return [step.index for _, step in zip(range(3), feed.run(3, meet=meet))]
+
+
+@pytest.mark.parametrize("meet", [False, True])
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_ranks_that_are_a_step_apart_go_back_together(recipe: mf.Recipe, layout: str, meet: bool) -> None:
+    assert world.run(_goes_back, 2, recipe, layout, meet) == [[3, 4, 5]] * 2
 
 
 # -- steps that are asked for one by one ---------------------------------------------------------------

@@ -84,7 +84,7 @@ class Broadcast(Delivery):
         if kind == wire.ERROR:
             raise wire.decode_error(buffer)
         if kind == wire.END:
-            raise EndOfStream
+            raise EndOfStream(self._source)
         return wire.decode(buffer)
 
     def _room(self, num_bytes: int) -> int:

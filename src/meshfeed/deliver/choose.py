@@ -126,6 +126,8 @@ class Relay(Delivery):
         # a node that has already ended needs no message
         with contextlib.suppress(EndOfStream, OSError, RuntimeError):
             if isinstance(error, EndOfStream):
+                if error.args:
+                    (self._within.ended,) = error.args
                 self._leave()
             else:
                 self._within.fail(error, num_bytes)

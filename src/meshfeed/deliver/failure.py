@@ -77,12 +77,12 @@ class Failures:
         if self._meeting is not None and self._is_open:
             self._meeting.rendezvous.unwatch(self)
 
-    def leave(self, step: int, why: str, *, without_others: bool) -> None:
+    def leave(self, step: int, why: str, *, without_others: bool | None) -> None:
         """Tell the ranks of this run that it ends before a step, where all of them begin the next one.
 
         A rank that goes on to that step gets a LeftBehindError, which says why. Without an answer of the
         store within `timeout_s` nobody is told. without_others: they do not begin it, since it is one of
-        other ranks.
+        other ranks; None if they begin it, maybe from a later step of this run.
         """
         self._leaves = True
         record = ErrorRecord.of(LeftBehindError(why))
@@ -204,7 +204,8 @@ class Failures:
             if record is None:
                 return
             was_missing = record.kind == PeerError.__name__ and self._rank in record.ranks
-            if not was_missing and (not meeting.was_refused() or meeting.is_counted()):
+            is_told = meeting.number is not None  # which run it is: it joins no other one
+            if is_told or (not was_missing and (not meeting.was_refused() or meeting.is_counted())):
                 return
             meeting.skip()
 
@@ -225,9 +226,11 @@ class Failures:
         return min(step for step, _ in own), ErrorRecord.decode(own[0][1].encode())
 
     def left_before(self, step: int) -> LeftBehindError | None:
-        """The error of a rank whose loop was given the steps before this one, if others left sooner."""
-        left = self._left_at()
-        return left[1] if left is not None and left[0] < step else None
+        """The error of a rank whose loop was given the steps before this one, if others left sooner for a run
+        that it cannot begin from there."""
+        left, departures = self._left_at(), self._departures()
+        is_late = any(at < step and alone is False for at, _, alone in departures)
+        return left[1] if left is not None and is_late else None
 
     def is_left_behind(self, step: int) -> bool:
         """Whether others have begun a run without this rank, or left before a step that it was given.
@@ -245,7 +248,7 @@ class Failures:
         step, error, _ = min(left)
         return step, LeftBehindError(ErrorRecord.decode(error.encode()).text)
 
-    def _departures(self) -> list[tuple[int, str, bool]]:
+    def _departures(self) -> list[tuple[int, str, bool | None]]:
         return [(step, error, left[0]) for step, error, *left in self._told() if left]
 
     def _told(self) -> list[tuple[Any, ...]]:

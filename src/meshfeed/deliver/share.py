@@ -33,7 +33,7 @@ from meshfeed.forks import Private
 from meshfeed.roles import Role
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0
-_BYE, _LOST = -1, -2  # instead of a number: the sender ends normally; the rank in the second field has died
+_BYE, _LOST = -1, -2  # instead of a number: the rank in the second field ends normally, or has died
 _MAX_SLOTS = 64  # one message carries at most 253 descriptors, and peers rarely lag by more than a few slots
 _GRAIN = 1 << 16
 
@@ -67,12 +67,16 @@ class _Slot:
 
 
 class ShareLeader(Delivery):
-    """The reader's end: writes each microbatch into the next free slot."""
+    """The reader's end: writes each microbatch into the next free slot.
+
+    Attributes:
+        ended: the rank that its peers are told of when it leaves them: itself, or where its data end.
+    """
 
     def __init__(self, role: Role, meeting: Meeting, num_slots: int, patience_s: float | None) -> None:
         super().__init__()
         self._role, self._meeting, self._patience_s = role, meeting, patience_s
-        self._num_slots = min(num_slots, _MAX_SLOTS)
+        self._num_slots, self.ended = min(num_slots, _MAX_SLOTS), role.rank
         self._private = Private()
         self._slots: list[_Slot] = []
         self._peers: dict[int, socket.socket] = {}
@@ -100,7 +104,7 @@ class ShareLeader(Delivery):
 
     def _leave(self) -> None:
         for peer in self._peers.values():
-            _close_link(peer)
+            _close_link(peer, self.ended)
         self._peers.clear()
         self._slots.clear()
         self._wake = -1  # another file may soon have this number
@@ -211,7 +215,7 @@ class ShareFollower(Delivery):
         try:
             link = stack.enter_context(connect(name, rank, self._meeting.timeout_s))
             self._private.add(link.fileno())
-            _, fds, _, _ = socket.recv_fds(link, 16, 250, socket.MSG_CMSG_CLOEXEC)
+            _, fds, flags, _ = socket.recv_fds(link, 16, 250, socket.MSG_CMSG_CLOEXEC)
         except PermissionError as other_user:
             raise PeerError(
                 f"rank {rank} cannot map the memory of rank {leader}, the reader of its node: {other_user}; "
@@ -227,13 +231,18 @@ class ShareFollower(Delivery):
         for fd in fds:
             stack.callback(_close, fd)
             self._private.add(fd)
+        if flags & socket.MSG_CTRUNC:  # with some of the slots it would take one for another
+            raise DeliveryError(
+                f"rank {rank} got {len(fds)} descriptors of the memory of rank {leader} and can have no "
+                f"more; raise its limit of open files, ulimit -n"
+            )
         if not fds:
             raise PeerError(f"rank {leader}, the reader of the node of rank {rank}, died", [leader])
         self._slots = [_Slot(fd) for fd in fds]
         link.settimeout(self._patience_s)
         self._link = link
         stack.callback(self._slots.clear)
-        stack.callback(_close_link, link)
+        stack.callback(_close_link, link, rank)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         leader = self._leader
@@ -254,7 +263,7 @@ class ShareFollower(Delivery):
             )
         number, size = _TICKET.unpack(data)
         if number == _BYE:
-            raise EndOfStream
+            raise EndOfStream(size)
         if number == _LOST:
             raise PeerError(
                 f"rank {size} died; rank {leader} noticed, rank {self._role.rank} ends too", [size]
@@ -295,10 +304,10 @@ def _read_ticket(link: socket.socket) -> bytes:
     return b""
 
 
-def _close_link(link: socket.socket) -> None:
+def _close_link(link: socket.socket, ended: int) -> None:
     """Send _BYE, then drain what is still in flight: closing with unread data would reset the connection."""
     with contextlib.suppress(OSError):
-        link.send(_TICKET.pack(_BYE, 0))
+        link.send(_TICKET.pack(_BYE, ended))
         link.shutdown(socket.SHUT_RD)
         while link.recv(_TICKET.size):
             pass

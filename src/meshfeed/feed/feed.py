@@ -410,7 +410,7 @@ class Feed(StepSource[RankPlace]):
         with self._loop.changing:
             if (run := self._loop.on) is not None:
                 why = f"rank {self.rank} has begun another run; call feed.run on all ranks at once"
-                run.end_before(run.next_begun, why, without_others=moves)
+                run.end_before(run.next_begun, why, without_others=moves or None)
             known = self._loop.known_step
             self._loop.stop()
             self._place, self._terms, self._stepping = place, terms, replace(stepping, layout=place.layout)

@@ -31,6 +31,9 @@ class Prefetcher(Generic[T]):
     `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
     collective that its peer never joins.
 
+    Args:
+        over: called on the thread when it ends after `stop`, which may have waited for that in vain.
+
     Attributes:
         depth: see above.
         num_made: heavy items made.
@@ -44,8 +47,9 @@ class Prefetcher(Generic[T]):
         clock: StageClock,
         depth: int,
         heavy: type = object,
+        over: Callable[[], object] = lambda: None,
     ) -> None:
-        self._items, self._clock, self.depth, self._heavy = items, clock, depth, heavy
+        self._items, self._clock, self.depth, self._heavy, self._over = items, clock, depth, heavy, over
         self.num_ready, self.num_made, self.is_full = 0, 0, False
         self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
@@ -176,3 +180,5 @@ class Prefetcher(Generic[T]):
             with self._changed:
                 self._finished = self.is_full = True
                 self._changed.notify_all()
+            if self._stopped:
+                self._over()

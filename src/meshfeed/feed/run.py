@@ -172,7 +172,10 @@ class Run:
         self._telling, self._behind = threading.Lock(), None
         self.first, self.num_views, self._num_ready = start, num_views, 0
         self._views = [_View(hidden, start, start, start) for hidden in place.hidden_from(num_views)]
-        self._prefetcher = Prefetcher(self._reporting(start), self.clock, producer.depth, Made)
+        items = self._reporting(start)
+        self._prefetcher = Prefetcher(
+            items, self.clock, producer.depth, Made, lambda: self._resources.close()
+        )
         self._failures = Failures(meeting, place.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that no view was given
@@ -212,7 +215,7 @@ class Run:
         """
         return self._failures.is_left_behind(self.next_begun)
 
-    def end_before(self, step: int, why: str, *, without_others: bool = False) -> None:
+    def end_before(self, step: int, why: str, *, without_others: bool | None = False) -> None:
         """End before a step, where another run begins. See `Failures.leave`."""
         self.ends_before = step
         self._failures.leave(step, why, without_others=without_others)
@@ -289,8 +292,9 @@ class Run:
                 self._prefetcher.stop()
                 self.delivery.interrupt()
                 if not self._prefetcher.join(max(0.0, self._stop_until - time.monotonic())):
-                    # It waits for a peer that does not close: its group cannot be closed while in use. Or the
-                    # loop's own thread is making an item; when it returns from that, it stops the run again.
+                    # It waits for a peer that does not close: its group cannot be closed while in use, and is
+                    # when the producer ends. Or the loop's own thread is making an item; when it returns from
+                    # that, it stops the run again.
                     return
             elif self._meeting is not None:
                 self._meeting.cancelled.set()  # `start` may wait for peers
