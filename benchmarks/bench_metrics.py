@@ -120,9 +120,9 @@ def told(metrics: list[Sink] | None, steps: int) -> float:
     planned = StepStats(source_drawn=np.array([70, 30]), source_asked=np.array([0.7, 0.3]))
     recorder = Recorder(metrics, lambda step: RunStart.here(step, layout, 0, "direct", "", ["code", "docs"]))
     began = time.process_time()
-    recorder.start(0)
+    recorder.start(0, None, follows=False)
     for step in range(steps):
-        recorder.step(step, 65_536, 2, StepCosts(lambda: planned))
+        recorder.step(step, 65_536, 2, StepCosts(lambda: planned), time.monotonic())
         tell_step(recorder)
         recorder.over()
         if step % 500 == 499:
@@ -140,7 +140,7 @@ def tell_step(recorder: Recorder) -> None:
                 pass
         with recorder.around("wait"):
             spans: list[Span] = clock.take()
-        recorder.costs.waited(spans[0].start, spans[-1].stop, spans)
+        recorder.waited(spans[0].start, spans[-1].stop, spans)
         recorder.costs.counted({"bytes_read": 16_384, "opens": 0, "collectives": 0})
 
 
