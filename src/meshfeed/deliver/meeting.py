@@ -165,7 +165,8 @@ class Meeting:
             self._settle(False)
             raise PeerError(
                 f"two processes of this job are rank {rank}, or its store has served another job; give "
-                f"each process its own rank, and each job its own store",
+                f"each process its own rank, and each job its own store: for torchrun's restarts, export "
+                f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
                 [rank],
             )
         first = self.say("first", json.dumps([rank, self.start, dict(arguments)]))
