@@ -34,6 +34,8 @@ def changed(what: str) -> list[list[dict[str, Any]]]:
     made = rows()
     if what == "tokens":
         made[1][0]["tokens"] = made[1][0]["tokens"] + 1
+    elif what == "a stretch":  # of 4 tokens of 130
+        made[1][0]["tokens"][40:44] += 1
     elif what == "labels":  # of the last stage alone
         made[1][0]["labels"] = made[1][0]["labels"] + 1
     elif what == "order":
@@ -67,7 +69,7 @@ def staged(rank: int, whats: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_stages_with_other_items_do_not_train_a_step_to_its_end() -> None:
-    whats = ("length", "tokens", "labels", "order", "end", "nothing")
+    whats = ("length", "tokens", "a stretch", "labels", "order", "end", "nothing")
     first, last = world.run(staged, 2, whats)
     assert first["nothing"] == last["nothing"] == ("", len(LENGTHS))
     for what in whats[:-1]:

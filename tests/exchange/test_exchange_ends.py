@@ -298,6 +298,8 @@ def failing(rank: int, layout: mf.Layout, what: str, owned: bool, prefetch: int)
                         bad = {name: np.resize(value, 500) for name, value in good.items()}
                     case "mixed":
                         bad["labels"] = np.arange(9, dtype=np.int32)
+                    case "mixed ranks":
+                        good["labels"] = bad["labels"] = np.arange(9, dtype=np.int32)
                     case "object":
                         bad["labels"] = np.array([None] * 9)
                     case "reserved":
@@ -326,6 +328,7 @@ BAD = {
     "unequal": ("StoreError", r"rank {r}: item 5: key 'labels' has 7 tokens, 'tokens' 9"),
     "long": ("PlanError", r"rank {r}: item 5: key 'tokens' has 500 tokens, at step 2.*64.*raise capacity"),
     "mixed": ("StoreError", r"rank \d: item \d.*key 'labels' is .*int"),
+    "mixed ranks": ("StoreError", r"rank \d: item \d.*key 'labels' is .*int.* in rank 0: item"),
     "object": ("StoreError", r"rank {r}: item 5: key 'labels' is an array of Python objects"),
     "reserved": ("StoreError", r"rank {r}: item 5: key 'position_ids' is computed from lengths"),
     "no item": ("StoreError", r"rank {r}.*the iterator gave int"),
