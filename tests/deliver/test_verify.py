@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_two_ranks_that_both_insist_are_both_named(corpus: str) -> None:
     told = world.run(flipping, 2, corpus, 1, "tp2", False)
     assert [[ranks for _, ranks, _ in said] for said in told] == [[(0, 1)] * 3] * 2
     assert "some of ranks (0, 1)" in told[0][0][2]
+    shown = re.search(r"\(rank 0: ([0-9a-f]{16}), rank 1: ([0-9a-f]{16})\)", told[0][0][2])
+    assert shown and shown[1] != shown[2] and int(shown[1], 16) >> 32, told[0][0][2]
 
 
 def bad_disk(rank: int, good: str, bad: str, victim: int, layout: str) -> Any:
