@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import Align, Packing, plan_step
+from meshfeed.plan import Align, CostModel, Packing, plan_step
 from meshfeed.plan.problem import room_of
 from planning import check_packs, check_plan
 from soak import cases
@@ -88,6 +88,15 @@ def test_the_optimum_for_a_handful_keeps_to_the_capacity():
         dp, n = int(rng.integers(1, 4)), int(rng.integers(3, 10))
         lengths = rng.integers(1, 700, n)
         check_plan(plan_step(lengths, packing, dp=dp), lengths, packing, dp=dp, cp=1)
+
+
+def test_where_all_ranks_together_hold_less_than_some_of_them():
+    """9 ranks hold 1,152 tokens, a multiple of lcm(128, 18), and 8 of them 1,664, one of 128."""
+    cost, align = CostModel(alpha=1000, ring_tokens=5000), Align(sequence=128)
+    packing = Packing(capacity=218, policy="dynamic_cp", align=align, cost=cost, oversize="drop")
+    for seed in range(10):
+        lengths = np.random.default_rng(seed).integers(1, 1_700, 20)
+        check_packs(plan_step(lengths, packing, dp=9), packing)
 
 
 @CALM

@@ -146,8 +146,8 @@ class Room:
     Attributes:
         num_ranks: dp_cp ranks.
         sizes: cp group sizes, ascending; see `packing.check_sizes`.
-        limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
-            down to the alignment.
+        limits: padded tokens that a whole group of each size can hold, ascending: the capacity of its ranks,
+            rounded down to the alignment, and what all wider ones hold at most.
         align: padding multiples.
         max_sequences: sequences that a group of any size can hold.
     """
@@ -197,10 +197,12 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
             f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
             f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
         )
+    # what a narrower group alone could hold has no place if loads ask for a wider one
+    ascending = np.minimum.accumulate(limits[::-1])[::-1]
     return Room(
         num_ranks=dp * cp,
         sizes=sizes,
-        limits=limits,
+        limits=tuple(ascending.tolist()),
         align=align,
         max_sequences=int(packing.max_sequences or np.iinfo(np.int32).max),
     )
