@@ -147,6 +147,8 @@ class Replica:
         manager = self.manager
         manager.start_quorum()
         replica, replicas = manager.participating_rank(), manager.num_participants()
+        if manager.errored():  # it could not heal, so `current_step` is not that of the others
+            replica = None
         step = manager.current_step()
         self.test.set(f"step {step}", "")
         self.takes_part = False  # till its feed has agreed
