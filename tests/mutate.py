@@ -96,7 +96,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
             *("tests/order/test_lanes.py", "tests/outer/formats/test_vocabulary.py"),
         ],
     ),
-    "deliver": (["deliver/*.py"], ["tests/deliver"]),
+    "deliver": (["deliver/*.py"], ["tests/deliver", "tests/exchange/test_exchange.py"]),
     "exchange": (["exchange/*.py"], ["tests/exchange"]),
     "recipe": (
         ["recipe.py", "mixture.py", "batch.py", "summary.py", "state.py"],
