@@ -186,6 +186,17 @@ def test_what_a_run_holds_is_closed_when_its_producer_returns_late() -> None:
     assert closed.wait(SOON_S)
 
 
+def test_an_error_of_closing_a_run_is_raised_to_its_loop() -> None:
+    def fails() -> None:
+        raise RuntimeError("a copy has failed")
+
+    feed = feed_of(Gate(-1), prefetch=2)
+    with pytest.raises(RuntimeError, match="a copy has failed"), feed:
+        next(iter(feed))
+        run: Any = feed._loop.on
+        run._resources.callback(fails)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text"

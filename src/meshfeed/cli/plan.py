@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -115,16 +116,15 @@ class Plan(Command, JobOptions, RecipeOptions):
             )
         stepping, steps = self.stepping_of(recipe), self.steps or range(1)
         recipe = stepping.recipe  # its rule knows who encodes
-        given = [step for step in steps if not recipe.skips(step)]  # as a job leaves others out
-        if not given:
-            skipped = f"step {steps.start}: an amendment skips it"
-            raise MeshfeedError(f"{skipped}, to step {recipe.first_given(steps.start)}")
+        if (first := recipe.first_given(steps.start)) >= steps.stop:
+            raise MeshfeedError(f"step {steps.start}: an amendment skips it, to step {first}")
         with entered(recipe):
-            for step in given:
+            # as a job leaves others out
+            for step in itertools.chain.from_iterable(recipe.given_steps(first, steps.stop)):
                 began = time.perf_counter()
                 batch = stepping.global_batch(step)
                 seconds = time.perf_counter() - began
-                if batch is None and step == given[0]:
+                if batch is None and step == first:
                     raise MeshfeedError(f"--steps {steps.start}:{steps.stop}: the stream ends before")
                 if batch is None:
                     return

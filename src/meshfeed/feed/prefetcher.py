@@ -31,9 +31,6 @@ class Prefetcher(Generic[T]):
     `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
     collective that its peer never joins.
 
-    Args:
-        over: called on the thread when it ends after `stop`, which may have waited for that in vain.
-
     Attributes:
         depth: see above.
         num_made: heavy items made.
@@ -47,9 +44,8 @@ class Prefetcher(Generic[T]):
         clock: StageClock,
         depth: int,
         heavy: type = object,
-        over: Callable[[], object] = lambda: None,
     ) -> None:
-        self._items, self._clock, self.depth, self._heavy, self._over = items, clock, depth, heavy, over
+        self._items, self._clock, self.depth, self._heavy = items, clock, depth, heavy
         self.num_ready, self.num_made, self.is_full = 0, 0, False
         self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
@@ -57,6 +53,7 @@ class Prefetcher(Generic[T]):
         self._stopped = False
         self._finished = False
         self._error: BaseException | None = None
+        self._over: Callable[[], object] | None = None
         self._taking = _Taking()
         self._making = threading.Lock()  # while an item is made where `get` is called
         self._thread = threading.Thread(target=self._run, name="meshfeed-prefetch", daemon=True)
@@ -146,6 +143,14 @@ class Prefetcher(Generic[T]):
         self._thread.join(max(0.0, until - time.monotonic()))
         return not self._thread.is_alive()
 
+    def at_end(self, over: Callable[[], object]) -> None:
+        """After `join` in vain: call this on the producer's thread when it ends, or here if it just has."""
+        with self._changed:
+            has_ended = self._finished
+            self._over = over
+        if has_ended and not self._taking.yes:
+            over()
+
     @property
     def is_busy(self) -> bool:
         """Whether an item is being made where `get` was called, or a signal handler has interrupted `get`."""
@@ -179,6 +184,7 @@ class Prefetcher(Generic[T]):
         finally:
             with self._changed:
                 self._finished = self.is_full = True
+                over = self._over
                 self._changed.notify_all()
-            if self._stopped:
-                self._over()
+            if over is not None:
+                over()

@@ -172,10 +172,7 @@ class Run:
         self._telling, self._behind = threading.Lock(), None
         self.first, self.num_views, self._num_ready = start, num_views, 0
         self._views = [_View(hidden, start, start, start) for hidden in place.hidden_from(num_views)]
-        items = self._reporting(start)
-        self._prefetcher = Prefetcher(
-            items, self.clock, producer.depth, Made, lambda: self._resources.close()
-        )
+        self._prefetcher = Prefetcher(self._reporting(start), self.clock, producer.depth, Made)
         self._failures = Failures(meeting, place.rank, self._wake, self._where)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that no view was given
@@ -295,6 +292,7 @@ class Run:
                     # It waits for a peer that does not close: its group cannot be closed while in use, and is
                     # when the producer ends. Or the loop's own thread is making an item; when it returns from
                     # that, it stops the run again.
+                    self._prefetcher.at_end(self._resources.close)
                     return
             elif self._meeting is not None:
                 self._meeting.cancelled.set()  # `start` may wait for peers

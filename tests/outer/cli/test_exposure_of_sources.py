@@ -89,8 +89,9 @@ def test_steps_skipped_far_beyond_its_end(
     skipped = told(capsys, "exposure", f"{folder}/recipes.py:{name}", "--until", "10", *ledger)
     plain = told(capsys, "exposure", f"{folder}/recipes.py:{name}", "--until", "2")
     assert skipped["sources"] == plain["sources"]
-    job = "--layout", "dp1", "--capacity", "512", "--steps", "6:9"
-    assert main(["plan", f"{folder}/recipes.py", *job, *ledger]) == 2
+    job = "plan", f"{folder}/recipes.py", *ledger, "--layout", "dp1", "--capacity", "512", "--steps"
+    assert [step["step"] for step in told(capsys, *job, f"0:{10**12}")["steps"]] == [0, 1]
+    assert main([*job, "6:9"]) == 2
     assert "step 6: an amendment skips it, to step 1" in capsys.readouterr().err, "none of them is left"
 
 
