@@ -52,7 +52,11 @@ class Field:
 
     def pads(self, dtype: str) -> bool:
         """Whether a type of NumPy has the number that this field is padded with; -100 is none of uint16."""
-        return np.dtype(dtype).kind not in "biu" or bool(np.array(self.pad).astype(dtype) == self.pad)
+        kind = np.dtype(dtype).kind
+        if kind not in "biu":
+            return True
+        least, most = (0, 1) if kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        return least <= self.pad <= most and self.pad == int(self.pad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

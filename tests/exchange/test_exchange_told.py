@@ -204,7 +204,7 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
         (
             {"source": [item() | {"labels": np.arange(6, dtype=np.uint16)}], "keys": Keys("tokens", IGNORED)},
             mf.errors.StoreError,
-            "item 0: key 'labels' is uint16, which has no -100, its pad; give it as int64",
+            "item 0: key 'labels' is uint16, which has no -100, its pad; give another type or pad",
         ),
         (
             {"source": LABELLED, "keys": Keys(SPLIT["tokens"], SPLIT["lables"])},

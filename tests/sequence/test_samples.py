@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 from dataclasses import replace
 from functools import partial
@@ -417,6 +418,8 @@ def test_types_may_not_change_within_a_microbatch() -> None:
         ((mf.Field(name="x", dtype="int32", split=True),), False, "packed=True"),
         ((mf.Field(name="x", dtype="any", split=True),), True, "dtype of its numbers"),
         ((mf.Field(name="x", dtype="uint16", split=True, pad=-100),), True, "uint16 has no -100, its pad"),
+        ((mf.Field(name="x", dtype="int64", split=True, pad=math.nan),), True, "int64 has no nan, its pad"),
+        ((mf.Field(name="x", dtype="bool", split=True, pad=2**63),), True, "bool has no 9.22"),
         ((mf.Field(name="x", dtype="int32", stored=False),), False, "not stored"),
     ],
 )

@@ -263,7 +263,7 @@ def _check(declared: tuple[Field, ...], packed: bool) -> None:
             )
         if field.split and not field.pads(field.dtype):
             raise RecipeError(
-                f"field {field.name!r}: {field.dtype} has no {field.pad:g}, its pad; choose int64"
+                f"field {field.name!r}: {field.dtype} has no {field.pad:g}, its pad; give another type or pad"
             )
         if not field.stored:
             raise RecipeError(f"field {field.name!r} is not stored, but all fields of Samples are")

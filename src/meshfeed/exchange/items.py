@@ -197,7 +197,8 @@ class _Items:
             raise self.wrong(at[0], f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
         if at and dtype not in CARRIED and not field.pads(dtype):
             raise self.wrong(
-                at[0], f"key {name!r} is {dtype}, which has no {field.pad:g}, its pad; give it as int64"
+                at[0],
+                f"key {name!r} is {dtype}, which has no {field.pad:g}, its pad; give another type or pad",
             )
         if len(at) < len(values):
             sizes, present = np.full(len(values), -1), sizes
