@@ -93,7 +93,8 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ["feed/*.py"],
         [
             *("tests/feed", "tests/test_simulate.py", "tests/test_jobs.py", "tests/test_ledgers.py"),
-            *("tests/order/test_lanes.py", "tests/outer/formats/test_vocabulary.py"),
+            *("tests/test_amendments.py", "tests/order/test_lanes.py"),
+            "tests/outer/formats/test_vocabulary.py",
         ],
     ),
     "deliver": (["deliver/*.py"], ["tests/deliver", "tests/exchange/test_exchange.py"]),
