@@ -68,11 +68,25 @@ SLOW = (
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "order": (
         ["order/*.py"],
-        ["tests/order", "tests/test_goldens.py", "tests/test_native.py", "tests/test_jobs.py"],
+        [
+            *(
+                f"tests/test_{name}.py"
+                for name in ("goldens", "native", "jobs", "amendments", "later_changes")
+            ),
+            "tests/order",
+        ],
     ),
     "plan": (
         ["plan/*.py"],
-        ["tests/plan", "tests/test_native.py", "tests/feed/test_arguments.py", "tests/order/test_lanes.py"],
+        [
+            *(
+                "tests/plan",
+                "tests/test_native.py",
+                "tests/feed/test_arguments.py",
+                "tests/order/test_lanes.py",
+            ),
+            *("tests/multimodal/test_whole_parts.py", "tests/multimodal/test_encoder_routes.py"),
+        ],
     ),
     "sequence": (
         ["sequence/*.py"],

@@ -31,6 +31,28 @@ _LISTED: dict[str, list[tuple[str, str, str]]] = {
             "if not len(segments) == 1 and self.sizes.size == 1:",
             "one source has one order, in one segment or in several",
         ),
+        (
+            'if self._batch.last == "drop":',
+            'if self._batch.last is "drop":',
+            "CPython keeps one string of it",
+        ),
+        (
+            'end = whole if last == "drop" or end == whole else self.start(step + 1)',
+            'end = whole if last == "drop" or end <= whole else self.start(step + 1)',
+            "the end lies in the step that begins there",
+        ),
+    ],
+    "plan/fill.py": [
+        (
+            "heapq.heappush(parked, (-room[full], loaded, full))",
+            "heapq.heappush(parked, (~room[full], loaded, full))",
+            "a group that returns a token too early is parked again",
+        ),
+        (
+            "rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 - FULL], np.float64)",
+            "rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 % FULL], np.float64)",
+            "a share below 1 goes into 1 once",
+        ),
     ],
     "order/positions.py": [
         (

@@ -164,7 +164,7 @@ def test_turns_are_taken_as_numpy_takes_them(weights: list[float], block: int) -
 
 
 @settings(max_examples=cases(40), deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 6, 8]), st.integers(1, 60))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 6, 8]), st.integers(1, 200))
 def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) -> None:
     """Lengths, costs, paddings, caps and encoders of all kinds; also more microbatches than are needed."""
     needs_compiled()
@@ -181,7 +181,7 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
             window=[None, 700][rng.integers(2)],
             ring_tokens=float(rng.choice([0, 670])),
         ),
-        align=mf.Align(sequence=int(rng.choice([1, 16])), pack=int(rng.choice([1, 64]))),
+        align=mf.Align(sequence=int(rng.choice([1, 16, 128])), pack=int(rng.choice([1, 64]))),
         max_sequences=[None, 1, 3, 30][rng.integers(4)],
         microbatches=[1, 9][rng.integers(2)],
         oversize="split",

@@ -48,7 +48,13 @@ def plain(place: int, size: int, key: int) -> int:
 
 
 @settings(max_examples=cases(200), deadline=None)
-@given(st.integers(1, 2**32) | st.integers(1, 9), st.integers(0, 2**64 - 1), st.data())
+@given(
+    st.integers(1, 2**32)
+    | st.integers(1, 9)
+    | st.builds(lambda root, more: root * root + more, st.integers(2, 2**31), st.integers(-1, 2)),
+    st.integers(0, 2**64 - 1),
+    st.data(),
+)
 def test_it_is_the_network_that_it_says(size: int, key: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, size - 1))
     assert int(permute(place, size=size, key=key)) == plain(place, size, key)

@@ -131,6 +131,9 @@ def test_times_in_a_table_become_a_cost() -> None:
         for t, q in [(1000, 10**6), (8000, 10**6), (9000, 81 * 10**6)]
     )
     assert CostModel.from_csv(table.splitlines()).alpha == pytest.approx(20_000)
+    for wrong in (table.replace("ms_layer", "ms"), table.replace("1000,", "many,"), table + "9000"):
+        with pytest.raises(PlanError, match="not a table of layer times"):
+            CostModel.from_csv(wrong.splitlines())
 
 
 @settings(max_examples=cases(30), deadline=None)

@@ -93,8 +93,7 @@ def _board(sizes: Longs) -> tuple[Longs, Longs]:
     """Rows and columns of the board of each size; int64, the shape of `sizes`."""
     last = sizes - 1
     root = np.sqrt(last).astype(np.int64)
-    root -= root * root > last  # floats have fewer bits than sizes
-    root += (root + 1) ** 2 <= last
+    root -= root * root > last  # a float of fewer bits may lie above; its root is never too small
     rows = root + 1
     return rows, -(-sizes // rows)
 
