@@ -13,6 +13,7 @@ from meshfeed.files.sums import Summer
 from meshfeed.remote.blocks import SUM_BYTES, CacheFolder
 from meshfeed.remote.client import LocalReader
 from meshfeed.remote.fetcher.objects import Address, StoredObject
+from meshfeed.remote.retries import Stat
 
 BLOCK = 1 << 14
 DATA = np.random.default_rng(0).integers(0, 256, 5 * BLOCK + 99).astype(np.uint8).tobytes()
@@ -65,3 +66,24 @@ def test_a_wrong_byte_is_named_by_its_checksum(tmp_path: Path, at: int) -> None:
         one.part(3, 3)
     found, _ = one.part(0, 3)
     assert b"".join(bytes(each.data) for each in found) == DATA[: 3 * BLOCK]
+
+
+def test_services_share_no_blocks_however_they_are_named(tmp_path: Path) -> None:
+    """Buckets of one name, with objects of one size and version: some services have no better version."""
+
+    def folder(name: str, value: str) -> Path:
+        address = Address("s3://bucket", "object", {name: value, "access_key_id": f"of {name}"})
+        found = Stat(len(DATA), "modified 2026")
+        return StoredObject.of(
+            address, LocalReader(), found, CacheFolder(tmp_path), BLOCK, None, None, None
+        ).blocks.folder
+
+    names = (
+        "endpoint",
+        "AWS_ENDPOINT",
+        "aws_endpoint_url",
+        "aws_endpoint_url_s3",
+        "azure_storage_account_name",
+    )
+    for name in names:
+        assert folder(name, "http://one") == folder("endpoint", "http://one") != folder(name, "http://other")

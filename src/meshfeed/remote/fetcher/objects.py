@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ T = TypeVar("T")
 RANGE_BYTES = 16 << 20
 """The largest range of one request."""
 _ATTEMPTS = 3
+_SERVICE = re.compile("endpoint|account_name|base_url", re.IGNORECASE)  # in names of options
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ class Address:
     @property
     def url(self) -> str:
         return without_secrets(f"{self.root}/{self.path}") if self.root else self.path
+
+    @property
+    def service(self) -> list[str]:
+        """Whose bucket it is, however options and environment call that."""
+        return sorted({value for name, value in self.options.items() if _SERVICE.search(name)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +147,10 @@ class StoredObject:
         if content is not None:
             hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
             plain = [content.codec, content.stored_bytes, content.raw_bytes, hashes]
-        endpoint = address.options.get("endpoint")
         cut = Cut(size, block_bytes)
         if joints is not None and content is None:
             cut = cut_at(joints, size, block_bytes, check_bytes)
-        identity = [address.url, address.path, endpoint, stat.tag, size, block_bytes, plain, digest]
+        identity = [address.url, address.path, address.service, stat.tag, size, block_bytes, plain, digest]
         identity += cut.ends
         key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
         return cls(address, stat, reader, cache.object(key, cut), content, sums)
