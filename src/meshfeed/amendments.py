@@ -26,20 +26,17 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import MeshfeedError, RecipeError, StateError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import LIMIT_S, locked
-from meshfeed.intervals import distinct
+from meshfeed.intervals import Longs, distinct
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.order import LeavesOut, cut_off
 from meshfeed.recipe import Amendment, Change, Recipe
 from meshfeed.store import StreamStore, open_store
 from meshfeed.summary import digest_of
 from meshfeed.whole import of_kind, path_text, real, settle
-
-Longs = npt.NDArray[np.int64]
 
 _HEAD = json.dumps({"ledger": "meshfeed", "version": 2})
 _OF_LINE = ("step", "agreed", "digest")

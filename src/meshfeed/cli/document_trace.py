@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import Longs, numbers_in
 from meshfeed.multimodal import Multimodal, MultimodalStore
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS
@@ -17,8 +16,6 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import FindsDocuments, SequenceRule, TokenRule, finder
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,7 @@ from rich.text import Text
 
 import meshfeed.processors
 from meshfeed.amendments import Exclude, Grow, Ledger, Reweigh
-from meshfeed.cli.command import (
-    OK,
-    WRONG,
-    Console,
-    Table,
-    print_json,
-    say,
-    show_progress,
-    shown,
-    write_text,
-)
+from meshfeed.cli.command import OK, WRONG, Console, Table, print_json, say, show_progress, shown, write_text
 from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.recipes import AmendmentOptions, StoreOptions
 from meshfeed.cli.rule_names import parsed_call
@@ -48,15 +38,7 @@ from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.recipe import Change
 from meshfeed.report.content import add_content
 from meshfeed.report.lengths import DocumentLengths
-from meshfeed.report.samples import (
-    Bearing,
-    bearing,
-    loss_of,
-    page,
-    shown_documents,
-    shown_ranges,
-    texts_of,
-)
+from meshfeed.report.samples import Bearing, bearing, loss_of, page, shown_documents, shown_ranges, texts_of
 from meshfeed.report.words import counted
 from meshfeed.store import IndexedStore, StreamStore
 from meshfeed.store.checksums import checksums_beside, is_of, write_checksums
@@ -78,13 +60,7 @@ _UNCOMPARED = (
 
 Decode = Callable[[Sequence[int]], str]
 
-_UNASKED = (
-    OptionError,
-    MissingError,
-    AccessError,
-    UnavailableError,
-    CacheError,
-)  # says nothing about the store
+_NOT_ITS = (OptionError, AccessError, UnavailableError, CacheError)  # errors that say nothing of the store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +125,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
     def _run(self, cache: Cache | str | None) -> int:
         try:
             store = self._opened(cache)
-        except _UNASKED:
+        except (*_NOT_ITS, MissingError):
             raise
         except StoreError as error:
             return self._ended({"path": without_secrets(self.path)}, str(error))
@@ -189,7 +165,7 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
                 facts["digest"] = digest.hexdigest()
                 if self.digest not in (None, facts["digest"]):
                     broken = f"the digest of its content is {facts['digest']}, not {self.digest}"
-        except (OptionError, AccessError, UnavailableError, CacheError):
+        except _NOT_ITS:
             raise
         except StoreError as error:
             broken = str(error)
@@ -286,8 +262,6 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         try:
             store = self.open(self.path, cache=cache, tokenizer=None, eod=None)
         except (MissingError, OptionError):  # raw text is a store with a tokenizer only
-            store = None
-        if store is None:
             return self.open(self.path, cache=cache)
         if isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS:
             try:
@@ -491,9 +465,8 @@ def _print(
     console = Console()
     table = Table("", "", show_header=False)
     for name, value in facts.items():
-        if name == "loss":
-            continue
-        table.add_row(name.replace("_", " "), shown(value))
+        if name != "loss":
+            table.add_row(name.replace("_", " "), shown(value))
     console.print(table, markup=False)
     console.print(f"\n{lengths.title}")
     statistics = Table()

@@ -20,11 +20,10 @@ import numpy.typing as npt
 from meshfeed.errors import PeerError, StoreError
 from meshfeed.exchange.dtypes import entry_bytes
 from meshfeed.exchange.membership import Membership
-from meshfeed.intervals import numbered
+from meshfeed.intervals import Longs, numbered
 from meshfeed.order import Draws
 
 Bytes = npt.NDArray[np.uint8]
-Longs = npt.NDArray[np.int64]
 
 LENGTH, VALID, REST, SCHEMA = 0, 1, 2, 3
 NO_ROWS = np.zeros((0, 4), np.int64)

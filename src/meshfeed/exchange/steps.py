@@ -102,13 +102,7 @@ def plan(
         )
     try:
         made = made or plan_step(
-            gathered.lengths,
-            packing,
-            dp=layout.dp,
-            cp=layout.cp,
-            pp=layout.pp,
-            vpp=vpp,
-            cp_split=cp_split,
+            gathered.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp, cp_split=cp_split
         )
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error

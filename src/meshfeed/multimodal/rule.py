@@ -36,15 +36,7 @@ from meshfeed.multimodal.fields import (
     text_values,
     with_ids,
 )
-from meshfeed.multimodal.parts import (
-    Chosen,
-    PartsOfDraws,
-    PartsOfPack,
-    Shared,
-    labels_of,
-    listed,
-    plans_of,
-)
+from meshfeed.multimodal.parts import Chosen, PartsOfDraws, PartsOfPack, Shared, labels_of, listed, plans_of
 from meshfeed.multimodal.processor import Processor, check_processor, has_rope
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import Expansion, Kind, check_rules

@@ -273,11 +273,7 @@ class MultimodalWriter(DatasetWriter):
     version = WITH_PARTS
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        columns: Mapping[str, npt.DTypeLike],
-        *,
-        overwrite: bool = False,
+        self, folder: str | os.PathLike[str], columns: Mapping[str, npt.DTypeLike], *, overwrite: bool = False
     ) -> None:
         super().__init__(folder, columns, overwrite=overwrite)
         if taken := sorted(columns.keys() & set(FILES.values())):

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import numbered, numbers_in
+from meshfeed.intervals import Longs, numbered, numbers_in
 from meshfeed.whole import is_whole, settle
 
-Longs = npt.NDArray[np.int64]
 V = TypeVar("V", bound=np.generic)
 
 Kind = Literal["image", "audio", "video"]

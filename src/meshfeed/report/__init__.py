@@ -3,20 +3,6 @@
 `reader` reads a run log; `history` makes a page of it.
 """
 
-from meshfeed.report.reader import (
-    DecodeHistory,
-    MixtureHistory,
-    RankHistory,
-    RunHistory,
-    Start,
-    read_run,
-)
+from meshfeed.report.reader import DecodeHistory, MixtureHistory, RankHistory, RunHistory, Start, read_run
 
-__all__ = [
-    "DecodeHistory",
-    "MixtureHistory",
-    "RankHistory",
-    "RunHistory",
-    "Start",
-    "read_run",
-]
+__all__ = ["DecodeHistory", "MixtureHistory", "RankHistory", "RunHistory", "Start", "read_run"]

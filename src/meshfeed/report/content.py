@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from hashlib import blake2b
+from typing import cast
 
 import numpy as np
 
@@ -14,13 +15,7 @@ _TOGETHER = 1 << 22  # tokens of long documents are read in pieces of this size
 _DOCUMENTS = 1 << 12  # whose lengths, or parts, are looked up together
 
 
-class Digest(Protocol):
-    """As hashlib has it."""
-
-    def update(self, data: Any, /) -> object: ...
-
-
-def add_content(digest: Digest, store: StreamStore) -> Iterator[float]:
+def add_content(digest: blake2b, store: StreamStore) -> Iterator[float]:
     """Add all that a store holds to a digest, yielding the share done. Raises StoreError."""
     columns = {"tokens": store, **dict(sorted(cast(dict[str, StreamStore], {**store.columns}).items()))}
     with store:
@@ -32,7 +27,7 @@ def add_content(digest: Digest, store: StreamStore) -> Iterator[float]:
     yield 1.0
 
 
-def _add_column(digest: Digest, store: StreamStore) -> Iterator[float]:
+def _add_column(digest: blake2b, store: StreamStore) -> Iterator[float]:
     for first in range(0, store.num_documents, _DOCUMENTS):
         documents = np.arange(first, min(first + _DOCUMENTS, store.num_documents))
         lengths = store.lengths(documents)
@@ -48,7 +43,7 @@ def _add_column(digest: Digest, store: StreamStore) -> Iterator[float]:
         yield (first + documents.size) / store.num_documents
 
 
-def _add_parts(digest: Digest, store: MultimodalStore) -> None:
+def _add_parts(digest: blake2b, store: MultimodalStore) -> None:
     for document in range(store.num_documents):
         numbers = np.arange(store.parts(np.array([document])).kind.size)
         for data in store.read_parts(np.full_like(numbers, document), numbers):

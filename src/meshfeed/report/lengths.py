@@ -6,11 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.intervals import Longs
 from meshfeed.report.words import counted
-
-I64 = npt.NDArray[np.int64]
 
 _PERCENTILES = {"p1": 1, "p10": 10, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "p99.9": 99.9}
 
@@ -45,7 +43,7 @@ class DocumentLengths:
         num_documents: documents in the store.
     """
 
-    tokens: I64
+    tokens: Longs
     num_documents: int
 
     @property

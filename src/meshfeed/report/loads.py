@@ -50,12 +50,7 @@ def loads_of(
 
 
 def _load(
-    by_rank: FloatArray,
-    of_rows: FloatArray,
-    pieces: FloatArray,
-    most: int,
-    plan: StepPlan,
-    packing: Packing,
+    by_rank: FloatArray, of_rows: FloatArray, pieces: FloatArray, most: int, plan: StepPlan, packing: Packing
 ) -> Load:
     """of_rows: work of each row of the plan; float64 [n]. pieces: works that up to `most` ranks can share."""
     mean = float(of_rows.sum()) / plan.num_ranks

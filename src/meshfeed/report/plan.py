@@ -154,7 +154,8 @@ def _loads(plan: StepPlan, encoders: Mapping[str, EncoderPlan], loads: Mapping[s
         f"{_chart(loads[name].by_rank, ranks, _parts(kind, plan, encoder, f'load{at}'))}</div>"
         for at, (name, (kind, encoder)) in enumerate(zip(list(loads)[1:], encoders.items()), start=1)
     ]
-    names = [f"{_key(f'load{at}')}{escape(name)}" for at, name in enumerate(loads)]
+    key = '<svg viewBox="0 0 16 10"><rect class="load{}" width="16" height="10"/></svg>'
+    names = [f"{key.format(at)}{escape(name)}" for at, name in enumerate(loads)]
     return _template("loads.html").substitute(
         cards="\n  ".join(cards),
         charts="\n".join(charts),
@@ -165,10 +166,6 @@ def _loads(plan: StepPlan, encoders: Mapping[str, EncoderPlan], loads: Mapping[s
 
 def _heading(name: str) -> str:
     return escape(name[:1].upper() + name[1:])
-
-
-def _key(style: str) -> str:
-    return f'<svg viewBox="0 0 16 10"><rect class="{style}" width="16" height="10"/></svg>'
 
 
 def _by_rank(loads: Mapping[str, Load], ranks: int) -> str:

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import MetricsError
+from meshfeed.intervals import Longs
 from meshfeed.metrics.recorder import DECODE_COUNTERS
 from meshfeed.metrics.run_log import COUNTED, file_name
 
-Longs = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError)  # raised by invalid lines

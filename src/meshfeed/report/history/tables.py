@@ -44,13 +44,14 @@ over the mean, as planned: 1 is even.</p>
 _MIXTURE_HEAD = ("source", "", "realised", "asked", "sequences", "off by")
 
 
-def table(head: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """A table. lines: (class of the row, its cells as HTML)."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] | None = None) -> str:
+    """A table of cells as HTML, some rows of which are marked."""
     kinds = [_TEXT if word in _TEXTS else "" for word in head]
     columns = "".join(f'<th scope="col"{of}>{escape(word)}</th>' for of, word in zip(kinds, head))
     body = "".join(
-        f'<tr class="{kind}">{"".join(f"<td{of}>{cell}</td>" for of, cell in zip(kinds, cells))}</tr>'
-        for kind, cells in lines
+        f'<tr class="{"marked" * is_marked}">'
+        f"{''.join(f'<td{of}>{cell}</td>' for of, cell in zip(kinds, cells))}</tr>"
+        for cells, is_marked in zip(rows, marked or [False] * len(rows))
     )
     return f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -61,7 +62,7 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
     order = np.lexsort((waits.ranks, -per_step.sum(axis=1), ~apart))[:_MOST_RANKS]
     used = [k for k in range(len(waits.stages)) if waits.wait[:, k].any()]
     head = ["rank", "place", "host", "steps", *(waits.stages[k] for k in used), "longest", "of its time"]
-    lines: list[tuple[str, list[str]]] = []
+    rows = list[list[str]]()
     for row in order.tolist():
         rank = history.ranks[int(waits.ranks[row])]
         place = " ".join(f"{name}{at}" for name, at in rank.coord.items())
@@ -76,25 +77,22 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
             duration(float(waits.longest[row].max(initial=0.0))),
             share,
         ]
-        lines.append(("marked" if apart[row] else "", cells))
-    return table(head, lines)
+        rows.append(cells)
+    return table(head, rows, apart[order].tolist())
 
 
 def stages_table(used: Iterable[str]) -> str:
     """What happens in each stage, and what Ray Data and Megatron-LM call it."""
-    lines: list[tuple[str, list[str]]] = []
-    for name in used:
-        stage = STAGE_TABLE[name]
-        lines.append(("", [name, stage.does, f"{stage.ray or '–'}", stage.megatron]))
-    return table(("stage", "what happens in it", "Ray Data's stage", "Megatron-LM's timer"), lines)
+    known = {name: STAGE_TABLE[name] for name in used}
+    rows = [[name, stage.does, stage.ray or "–", stage.megatron] for name, stage in known.items()]
+    return table(("stage", "what happens in it", "Ray Data's stage", "Megatron-LM's timer"), rows)
 
 
 def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, RankDecoding]) -> str:
     """The section about decoding: the place of a chart, and the ranks that waited longest for it."""
     waited = dict(zip(waits.ranks.tolist(), waits.per_step[:, waits.stages.index(STAGE)].tolist()))
-    lines: list[tuple[str, list[str]]] = []
-    for rank, done in sorted(decoded.items(), key=lambda each: -waited[each[0]])[:_MOST_RANKS]:
-        cells = [
+    rows = [
+        [
             f"{rank:,}",
             escape(history.ranks[rank].host),
             duration(waited[rank]),
@@ -105,19 +103,20 @@ def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, Ra
             f"{done.busy:.0%}",
             f"{done.of_a_core:.0%}",
         ]
-        lines.append(("", cells))
+        for rank, done in sorted(decoded.items(), key=lambda each: -waited[each[0]])[:_MOST_RANKS]
+    ]
     return (
         '<section id="decoding">\n<h2>Decoding</h2>\n'
         "<p>Images, audio and video decoded, on the ranks that read; without workers, by the thread that "
         "reads. Busy is the share of the time in which a worker decoded; of a core, its CPU time then.</p>\n"
         '<div class="panel"><div class="chart" id="chart-decoding"></div></div>\n'
-        f'<div class="panel scroll">{table(_DECODING_HEAD, lines)}</div>\n</section>\n\n'
+        f'<div class="panel scroll">{table(_DECODING_HEAD, rows)}</div>\n</section>\n\n'
     )
 
 
 def starts_table(history: RunHistory) -> str:
     """Every start: time, first step, layout."""
-    lines: list[tuple[str, list[str]]] = []
+    rows = list[list[str]]()
     for number, start in enumerate(history.starts):
         hosts = start.hosts[0] if len(start.hosts) == 1 else f"{len(start.hosts):,} hosts"
         before = history.starts[number - 1] if number else start
@@ -132,8 +131,8 @@ def starts_table(history: RunHistory) -> str:
             escape(hosts),
             escape((start.fingerprint or "–")[:12]),
         ]
-        lines.append(("", cells))
-    return table(("start", "UTC", "from step", "layout", "ranks", "delivery", "hosts", "recipe"), lines)
+        rows.append(cells)
+    return table(("start", "UTC", "from step", "layout", "ranks", "delivery", "hosts", "recipe"), rows)
 
 
 def balance_section(history: RunHistory) -> str:
@@ -150,7 +149,7 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
     order = np.argsort(-asked, kind="stable")
     shown = order[:_MOST_SOURCES]
     highest = max(float(drawn.max(initial=0.0)), float(asked.max(initial=0.0)), 1.0)
-    lines: list[tuple[str, list[str]]] = []
+    rows = list[list[str]]()
     for source in shown.tolist():
         bar = (
             f'<div class="share"><span style="width:{drawn[source] / highest:.2%}"></span>'
@@ -164,12 +163,12 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
             f"{drawn[source]:,.0f}",
             f"{drawn[source] - asked[source]:+.2f}",
         ]
-        lines.append(("", cells))
+        rows.append(cells)
     rest = "" if len(order) <= len(shown) else f" The {len(shown)} largest of {len(order):,} sources."
     far = float(np.abs(drawn - asked).max(initial=0.0))
     return (
         f"<p>A bar is what was drawn, a tick what the recipe asked for, as shares of the sequences. An "
         f"amount by tokens is shown as the share of sequences that it makes. The source furthest off is "
         f"{far:.2f} sequences from its share.{rest}</p>"
-        f'<div class="panel scroll">{table(_MIXTURE_HEAD, lines)}</div>'
+        f'<div class="panel scroll">{table(_MIXTURE_HEAD, rows)}</div>'
     )
