@@ -21,6 +21,8 @@ from meshfeed.whole import of_kind, real
 
 Unit = Literal["proportion", "tokens", "repeat", "count"]
 Batches = Literal["mixed", "per_source"]
+NewAmounts = Mapping[str, "float | Store | tuple[Store, float]"]
+"""Name of a source -> its new amount, or a new store with or without one."""
 
 _SHARES = ("proportion", "tokens", "size")
 
@@ -168,13 +170,7 @@ class Mixture:
         self.batches: Batches = batches
         self._add(0, sources, by)
 
-    def then(
-        self,
-        step: int,
-        sources: Mapping[str, float | Store | tuple[Store, float]],
-        *,
-        by: Unit | Mapping[str, Unit] | None = None,
-    ) -> Mixture:
+    def then(self, step: int, sources: NewAmounts, *, by: Unit | Mapping[str, Unit] | None = None) -> Mixture:
         """The same mixture with different amounts from a step on.
 
         A source keeps its position: no sequence is repeated or skipped. Amounts that end, by repeat or count,
@@ -186,11 +182,7 @@ class Mixture:
         return self.amended(check_next(step, self.parts[-1].step, "Mixture.then"), sources, by=by)
 
     def amended(
-        self,
-        step: int,
-        sources: Mapping[str, float | Store | tuple[Store, float]],
-        *,
-        by: Unit | Mapping[str, Unit] | None = None,
+        self, step: int, sources: NewAmounts, *, by: Unit | Mapping[str, Unit] | None = None
     ) -> Mixture:
         """`then`, for a step before later changes too: they stay. Replaces a change at the same step."""
         changed = copy(self)
@@ -251,12 +243,7 @@ class Mixture:
             {each.source for part in self.parts if is_past(part.step, until) for each in part.amounts}
         )
 
-    def _add(
-        self,
-        step: int,
-        sources: Mapping[str, float | Store | tuple[Store, float]],
-        by: Unit | Mapping[str, Unit],
-    ) -> None:
+    def _add(self, step: int, sources: NewAmounts, by: Unit | Mapping[str, Unit]) -> None:
         if not isinstance(cast(object, sources), Mapping):  # a list of stores, say
             raise RecipeError(
                 f"a mixture takes a dict, not a {type(sources).__name__}: each source has a name, as in "

@@ -32,12 +32,6 @@ Order = Literal["global", "blocks", "none"]
 
 _MAX = 2**62
 
-_WANTED = {
-    "data": "give a store, as mf.open(path) gives it, a mf.Mapped or a mf.Mixture",
-    "sequence": "give a rule, such as mf.Windows(4096)",
-    "batch": "give a mf.Batch, such as mf.Batch(sequences=16)",
-}
-
 
 class EpochTokens(NamedTuple):
     """Tokens of an epoch of a source: of all its sequences, and of the longest."""
@@ -80,6 +74,14 @@ class Rule(ABC):
     def shard_ends(self, store: Store) -> npt.NDArray[np.int64] | None:
         """The ends of a store's own shards, in sequences; int64 [num_shards], None without shards."""
         return None
+
+
+_PARTS: dict[str, tuple[Any, str]] = {
+    "data": ((Store, Mixture), "give a store, as mf.open(path) gives it, a mf.Mapped or a mf.Mixture"),
+    "sequence": (Rule, "give a rule, such as mf.Windows(4096)"),
+    "batch": (Batch, "give a mf.Batch, such as mf.Batch(sequences=16)"),
+}
+"""What a recipe is made of -> its types, and what to give instead of another."""
 
 
 def identity_of(rule: Rule) -> str:
@@ -253,13 +255,13 @@ class Recipe:
         if type(size := whole(self.batch)) is int:
             object.__setattr__(self, "batch", Batch(size))
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
-        if not isinstance(self.data, (Store, Mixture)):
-            raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
-        given: dict[str, tuple[Any, type]] = {"sequence": (self.sequence, Rule), "batch": (self.batch, Batch)}
-        for part, (value, needed) in given.items():
-            if not isinstance(value, needed):
-                shown = reprlib.repr(value)  # a list may be long
-                raise RecipeError(f"{part}={shown}: {_WANTED[part]}")
+        for part, (kinds, wanted) in _PARTS.items():
+            if not isinstance(value := getattr(self, part), kinds):
+                shown, hint = (
+                    reprlib.repr(value),
+                    _hint(value) if part == "data" else "",
+                )  # a list may be long
+                raise RecipeError(f"{part}={shown}: {wanted}{hint}")
         for name in ("epochs", "steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= _MAX):

@@ -75,10 +75,8 @@ def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs,
     if isinstance(rule, TokenRule):
         whole = np.full(len(draws), rule.length)
         return rule.stream_ranges(recipe, source, draws, np.zeros_like(whole), whole, ahead=0)
-    each = [
-        rule.ranges(recipe, source, draws.take(np.array([i])), _first(rule.length - 1))
-        for i in range(len(draws))
-    ]
+    tokens = Slices(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([rule.length - 1]))
+    each = [rule.ranges(recipe, source, draws.take(np.array([i])), tokens) for i in range(len(draws))]
     of = np.repeat(np.arange(len(draws)), [starts.size for starts, _ in each])
     starts, stops = (np.concatenate(column) for column in zip(*each))
     return starts, stops, of
@@ -121,10 +119,6 @@ def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Lo
     if isinstance(rule, Rows):  # the last label does not count
         return np.unique(held.sequence[held.begin < rule.length])
     return held.sequence
-
-
-def _first(tokens: int) -> Slices:
-    return Slices(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([tokens]))
 
 
 def _documents_at(store: Any, offsets: Longs) -> Longs:

@@ -17,7 +17,7 @@ from meshfeed.errors import MetricsError
 from meshfeed.metrics.background import BackgroundSinks
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.slowest import Slowest
-from meshfeed.metrics.stages import Span
+from meshfeed.metrics.stages import Span, summed
 from meshfeed.metrics.stats import SlowRank, StepStats
 from meshfeed.sequence.rule import DecodeCosts
 from meshfeed.store.base import whole_of
@@ -75,10 +75,7 @@ class StageClock:
 
 def work(spans: Iterable[Span]) -> dict[str, float]:
     """Total time of each stage, in seconds."""
-    seconds: dict[str, float] = {}
-    for span in spans:
-        seconds[span.stage] = seconds.get(span.stage, 0.0) + (span.stop - span.start)
-    return seconds
+    return summed((span.stage, span.stop - span.start) for span in spans)
 
 
 def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, float]:
@@ -86,11 +83,8 @@ def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, 
 
     Time outside all spans is "other".
     """
-    wait: dict[str, float] = {}
-    for span in spans:
-        shared = min(stop, span.stop) - max(start, span.start)
-        if shared > 0:
-            wait[span.stage] = wait.get(span.stage, 0.0) + shared
+    shared = ((span.stage, min(stop, span.stop) - max(start, span.start)) for span in spans)
+    wait = summed((stage, seconds) for stage, seconds in shared if seconds > 0)
     rest = (stop - start) - sum(wait.values())
     if rest > 0:
         wait["other"] = rest
@@ -121,14 +115,11 @@ class StepCosts:
     @property
     def stats(self) -> StepStats:
         """The costs so far."""
-        wait: dict[str, float] = {}
-        for start, stop, spans in list(self.waits):
-            for stage, seconds in exposed_wait(start, stop, spans).items():
-                wait[stage] = wait.get(stage, 0.0) + seconds
+        waits = list(self.waits)
         return replace(
             self.planned(),
-            exposed_wait_s=wait,
-            work_s=work(span for _, _, spans in list(self.waits) for span in spans),
+            exposed_wait_s=summed(each for wait in waits for each in exposed_wait(*wait).items()),
+            work_s=work(span for _, _, spans in waits for span in spans),
             queue_depth=self.queue_depth,
             metrics_lost=self.metrics_lost,
             slowest=self.slowest,
@@ -145,10 +136,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        sources: Sequence[Any],
-        *traffic: Traffic,
-        decode_costs: DecodeCosts | None = None,
+        self, sources: Sequence[Any], *traffic: Traffic, decode_costs: DecodeCosts | None = None
     ) -> None:
         read = {id(each): each for each, _ in map(whole_of, sources)}  # several ranges of one store: once
         self._sources, self._traffic, self._decoded = read.values(), traffic, decode_costs
@@ -161,17 +149,14 @@ class Meter:
         return dict(zip(self._names, map(sub, self._before, before)))
 
     def _now(self) -> tuple[float, ...]:
-        bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
-        for source in self._sources:
-            stats = source.stats
-            bytes_read += stats.bytes_read
-            bytes_fetched += stats.bytes_fetched
-            opens += stats.opens
-        for traffic in self._traffic:
-            collectives += traffic.collectives
-            delivered_bytes += traffic.num_bytes
-        counts = bytes_read, bytes_fetched, opens, collectives, delivered_bytes
-        done = self._decoded
+        read, moved, done = [source.stats for source in self._sources], self._traffic, self._decoded
+        counts = (
+            sum(each.bytes_read for each in read),
+            sum(each.bytes_fetched for each in read),
+            sum(each.opens for each in read),
+            sum(each.collectives for each in moved),
+            sum(each.num_bytes for each in moved),
+        )
         if done is None:
             return counts
         return *counts, done.parts, done.num_bytes, done.busy_s, done.cpu_s, done.bad

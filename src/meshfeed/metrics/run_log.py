@@ -70,13 +70,12 @@ class RunLog(Sink):
         if self._start is None:
             own = f"-{start.host}-{start.pid}" if start.comes_and_goes else ""
             self._path = self._folder / file_name(start.rank, own)
-        path = self._path
         try:
             if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted during the run
                 self._close_file()
                 if self._start is None:
                     self._folder.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
                 _remove_incomplete(self._fd)
                 if not os.fstat(self._fd).st_size and self._start is not None:
                     lines.insert(0, _start(self._start))
@@ -84,7 +83,7 @@ class RunLog(Sink):
         except OSError as error:
             self._close_file()
             raise MetricsError(
-                f"{path}: cannot be written ({error}); free the disk or log elsewhere"
+                f"{self._path}: cannot be written ({error}); free the disk or log elsewhere"
             ) from error
         self._start = start
 

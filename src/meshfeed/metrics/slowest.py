@@ -19,7 +19,7 @@ from meshfeed.deliver import Meeting
 from meshfeed.deliver.rendezvous import first_text
 from meshfeed.errors import DeliveryError
 from meshfeed.metrics.sink import RunStart, StepRecord
-from meshfeed.metrics.stages import FOLLOWS
+from meshfeed.metrics.stages import FOLLOWS, summed
 from meshfeed.metrics.stats import SlowRank
 
 _STEPS = 64  # that a rank averages over
@@ -80,11 +80,8 @@ class Slowest:
             return None
         _, *rest, last = self._records
         seconds = max(last.time_s - rest[0].time_s, 1e-9)
-        waits: dict[str, float] = {}
-        for record in rest:
-            for stage, wait in record.stats.exposed_wait_s.items():
-                if stage not in FOLLOWS:
-                    waits[stage] = waits.get(stage, 0.0) + wait
+        each = (wait for record in rest for wait in record.stats.exposed_wait_s.items())
+        waits = summed((stage, seconds) for stage, seconds in each if stage not in FOLLOWS)
         total = sum(waits.values())
         return SlowRank(
             rank=self._start.rank,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,6 +60,14 @@ STAGES = tuple(STAGE_TABLE)
 
 FOLLOWS = frozenset(name for name, stage in STAGE_TABLE.items() if stage.follows)
 """The stages in which a rank waits for other ranks."""
+
+
+def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The seconds of each stage, added up."""
+    sums = dict[str, float]()
+    for stage, each in seconds:
+        sums[stage] = sums.get(stage, 0.0) + each
+    return sums
 
 
 def in_stages_of_ray(seconds: Mapping[str, float]) -> dict[str, float]:

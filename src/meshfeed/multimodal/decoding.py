@@ -351,13 +351,11 @@ def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> M
 
 def _other_arrays(promises: Sequence[PartField], rows: Mapping[str, int], made: Made) -> str | None:
     """How arrays differ from some fields or columns, and the rows of each."""
-    promised = dict[str, Any]()
-    given = dict[str, Any]()
-    for each in promises:
-        promised[each.name] = each.dtype, (rows[each.name], *each.shape)
-    for name, array in made.items():
-        is_array = isinstance(array, np.ndarray)
-        given[name] = (array.dtype.name, array.shape) if is_array else type(array).__name__
+    promised = {each.name: (each.dtype, (rows[each.name], *each.shape)) for each in promises}
+    given = {
+        name: (array.dtype.name, array.shape) if isinstance(array, np.ndarray) else type(array).__name__
+        for name, array in made.items()
+    }
     if given == promised:
         return None
     return f"makes {given}, and its fields and rows say {promised}; make them equal"

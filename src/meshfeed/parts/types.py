@@ -108,8 +108,7 @@ class Parts:
 
     def only(self, place: int) -> Self:
         """One part, as a sample of its own."""
-        one = self.take(np.array([place]))
-        return replace(one, starts=np.array([0, 1]))
+        return replace(self.take(np.array([place])), starts=np.array([0, 1]))
 
     def per_sample(self, values: npt.NDArray[V]) -> npt.NDArray[V]:
         """The sum over the parts of each sample of a value of each part; [samples], the dtype of values."""
