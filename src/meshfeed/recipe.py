@@ -257,11 +257,8 @@ class Recipe:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
         for part, (kinds, wanted) in _PARTS.items():
             if not isinstance(value := getattr(self, part), kinds):
-                shown, hint = (
-                    reprlib.repr(value),
-                    _hint(value) if part == "data" else "",
-                )  # a list may be long
-                raise RecipeError(f"{part}={shown}: {wanted}{hint}")
+                hint = _hint(value) if part == "data" else ""
+                raise RecipeError(f"{part}={reprlib.repr(value)}: {wanted}{hint}")
         for name in ("epochs", "steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= _MAX):

@@ -123,8 +123,13 @@ class Shipment:
 
 _NONE = np.zeros(0, np.int64)
 NO_PIECES = Shipment(
-    **dict.fromkeys(("item", "source", "member", "microbatch", "num_bytes"), _NONE),
-    **dict.fromkeys(("start", "stop"), _NONE[:, None]),
+    item=_NONE,
+    source=_NONE,
+    member=_NONE,
+    microbatch=_NONE,
+    start=_NONE[:, None],
+    stop=_NONE[:, None],
+    num_bytes=_NONE,
 )
 """What a rank that needs no key receives."""
 

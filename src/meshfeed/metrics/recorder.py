@@ -149,14 +149,17 @@ class Meter:
         return dict(zip(self._names, map(sub, self._before, before)))
 
     def _now(self) -> tuple[float, ...]:
-        read, moved, done = [source.stats for source in self._sources], self._traffic, self._decoded
-        counts = (
-            sum(each.bytes_read for each in read),
-            sum(each.bytes_fetched for each in read),
-            sum(each.opens for each in read),
-            sum(each.collectives for each in moved),
-            sum(each.num_bytes for each in moved),
-        )
+        bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
+        for source in self._sources:
+            stats = source.stats
+            bytes_read += stats.bytes_read
+            bytes_fetched += stats.bytes_fetched
+            opens += stats.opens
+        for traffic in self._traffic:
+            collectives += traffic.collectives
+            delivered_bytes += traffic.num_bytes
+        counts = bytes_read, bytes_fetched, opens, collectives, delivered_bytes
+        done = self._decoded
         if done is None:
             return counts
         return *counts, done.parts, done.num_bytes, done.busy_s, done.cpu_s, done.bad
