@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import AccessError
 from meshfeed.files import Folder, typed_errors
 from meshfeed.files.url import is_remote, local_path, without_secrets
-
-I64 = npt.NDArray[np.int64]
+from meshfeed.store.base import I64
 
 FORMAT = "meshfeed prepare"
 """The "format" in a manifest."""
@@ -31,8 +29,6 @@ MARKER = "meshfeed-prepare.lock"
 """File in the folder of an unfinished job."""
 
 _HEAD_BYTES = 1 << 12  # "format" is among the first keys, and a list of many inputs follows
-
-
 _RECORDS = {
     **{"jsonl": "line", "json": "item", "parquet": "row", "arrow": "row"},
     **{"webdataset": "sample", "mds": "sample"},

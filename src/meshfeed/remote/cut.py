@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.files.byte_file import LEAST
+from meshfeed.files.byte_file import I64, LEAST
 from meshfeed.intervals import distinct, numbered
 
-I64 = npt.NDArray[np.int64]
 SHARED = "+"
 """Ends the name of a block that two shards read."""
 

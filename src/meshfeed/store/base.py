@@ -17,11 +17,9 @@ from meshfeed.errors import CacheError, OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats
 from meshfeed.intervals import distinct, numbers_in
 from meshfeed.mixture import Store
-from meshfeed.store.index import Index
+from meshfeed.store.index import I64, Index
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 from meshfeed.summary import digest_of
-
-I64 = npt.NDArray[np.int64]
 
 LabelsAre = Literal["shifted", "unshifted"]
 """Whether a column of labels holds, at a token, the next label (shifted) or its own, as in Hugging Face."""

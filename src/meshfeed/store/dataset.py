@@ -20,12 +20,10 @@ import numpy.typing as npt
 
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats, Folder
-from meshfeed.store.base import LabelsAre, LengthsIndex, StreamStore
+from meshfeed.store.base import I64, LabelsAre, LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.loss_columns import as_used
-
-I64 = npt.NDArray[np.int64]
 
 NAME = "dataset.json"
 FORMAT, VERSION = "meshfeed", 1

@@ -16,10 +16,8 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache
-from meshfeed.store.base import StreamStore
+from meshfeed.store.base import I64, StreamStore
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
-
-I64 = npt.NDArray[np.int64]
 
 VERSION = 3
 _BLOCK = 256

@@ -11,7 +11,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import ByteFile, Cache, Folder, LocalFile
@@ -24,9 +23,8 @@ from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
 from meshfeed.prepare.inputs.json_list import elements, is_list_of_records
+from meshfeed.store.base import I64
 from meshfeed.store.format import Place, is_hidden, is_read
-
-I64 = npt.NDArray[np.int64]
 
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
 MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")

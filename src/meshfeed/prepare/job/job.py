@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
@@ -28,8 +27,7 @@ from meshfeed.prepare.inputs.files import Input
 from meshfeed.prepare.inputs.records import UTF8, Reading
 from meshfeed.prepare.job.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.job.part_file import write_array
-
-I64 = npt.NDArray[np.int64]
+from meshfeed.store.base import I64
 
 JOB = "job.json"
 """Describes the job; a folder without it has none."""

@@ -18,6 +18,7 @@ from meshfeed.parts.store import SIZES, parts_of
 from meshfeed.prepare.encoding.multimodal import PART_DTYPES
 from meshfeed.prepare.job.job import Job
 from meshfeed.prepare.job.part_file import (
+    U64,
     Block,
     Malformed,
     PartSummary,
@@ -26,9 +27,8 @@ from meshfeed.prepare.job.part_file import (
     write_array,
 )
 from meshfeed.store import DatasetWriter, open_store
+from meshfeed.store.base import I64
 
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 TRAIN, VALIDATION = "train", "validation"

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.files import typed_errors
+from meshfeed.store.base import I64
 
-I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 VERSION = 4
