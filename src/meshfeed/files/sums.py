@@ -139,9 +139,7 @@ def wrong_block(
 ) -> ChecksumError:
     """The error for bytes of a file that differ from its .sums."""
     return ChecksumError(
-        f"{url}: bytes {low}..{high} do not match its .sums{more}; {do}",
-        path=url,
-        range=(low, high),
+        f"{url}: bytes {low}..{high} do not match its .sums{more}; {do}", path=url, range=(low, high)
     )
 
 

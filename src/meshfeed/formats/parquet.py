@@ -17,13 +17,7 @@ from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags, read_bytes
-from meshfeed.formats.tokens import (
-    TokenColumn,
-    hint_for,
-    refuse_null_row,
-    refuse_null_token,
-    refuse_unfit,
-)
+from meshfeed.formats.tokens import TokenColumn, hint_for, refuse_null_row, refuse_null_token, refuse_unfit
 from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 
@@ -115,11 +109,15 @@ def lists_in(array: Any, rows: Rows, how: TokenColumn) -> tuple[I64, Array]:
     refuse_null_row(array, rows)
     lengths = importlib.import_module("pyarrow.compute").list_value_length(array).to_numpy().astype(np.int64)
     ends, values = lengths.cumsum(), array.flatten()
-    refuse_null_token(values, ends, rows)
+
+    def row_of(at: int) -> str:
+        return rows(int(ends.searchsorted(at, side="right")))
+
+    refuse_null_token(values, row_of)
     numbers = values.to_numpy(zero_copy_only=False)
     if how.of_loss:
-        return lengths, how.of_dtype(numbers, lambda at: rows(int(ends.searchsorted(at, side="right"))))
-    refuse_unfit(numbers, ends, rows)
+        return lengths, how.of_dtype(numbers, row_of)
+    refuse_unfit(numbers, row_of)
     return lengths, numbers
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
-from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LABELS
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -69,7 +68,7 @@ class TokenColumn:
         read = self._numbers if self.of_loss else _whole_numbers
         return [read(value, where, i) for i, value in enumerate(values)]
 
-    def of_dtype(self, numbers: Array, where: Callable[[int], str]) -> Array:
+    def of_dtype(self, numbers: Array, where: Where) -> Array:
         """Numbers of a loss column in its dtype, [n]. where: names a number.
 
         Raises StoreError unless they fit.
@@ -119,27 +118,19 @@ def refuse_null_row(rows: Any, where: Where) -> None:
         raise StoreError(f"{where(_first_null(rows))}: null where a list of tokens belongs; {_NULL_HINT}")
 
 
-def refuse_null_token(values: Any, ends: I64, where: Where) -> None:
-    """Raises StoreError for a null in an Arrow array of tokens.
-
-    ends: where each row's tokens end; int64 [rows]. where: names a row.
-    """
+def refuse_null_token(values: Any, where: Where) -> None:
+    """Raises StoreError for a null in an Arrow array of tokens. where: names the row of a token."""
     if values.null_count:
-        row = int(ends.searchsorted(_first_null(values), side="right"))
-        raise StoreError(f"{where(row)}: a null among its tokens; leave it out")
+        raise StoreError(f"{where(_first_null(values))}: a null among its tokens; leave it out")
 
 
-def refuse_unfit(numbers: Array, ends: I64, where: Where) -> None:
-    """Raises StoreError for whole numbers that are not tokens.
-
-    ends: where each row's numbers end; int64 [rows]. where: names a row.
-    """
+def refuse_unfit(numbers: Array, where: Where) -> None:
+    """Raises StoreError for whole numbers that are not tokens. where: names the row of a number."""
     wide = numbers.itemsize == 8  # as int64, unsigned numbers from 2**63 on are negative
     unfit = (numbers.view(numbers.dtype.str.replace("u", "i")) if wide else numbers) < 0
     if unfit.any():
         bad = int(unfit.argmax())
-        row = int(ends.searchsorted(bad, side="right"))
-        raise StoreError(f"{where(row)}: token {numbers[bad]}; {_TOKENS_ARE}")
+        raise StoreError(f"{where(bad)}: token {numbers[bad]}; {_TOKENS_ARE}")
 
 
 def _first_null(array: Any) -> int:

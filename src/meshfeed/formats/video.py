@@ -241,10 +241,10 @@ class _Movie:
                 "convert it: ffmpeg -i FILE -map 0:v:0 OUT.mp4"
             )
         (trak,) = traks[b"vide"]
-        number, turns = self._track(trak)
-        turns = (turns + self._turns(self._box(self.moov, b"mvhd"), 36)) % 4
+        turns = self._turns(self._box(trak, b"tkhd"), 40) + self._turns(self._box(self.moov, b"mvhd"), 36)
+        turns %= 4
         height, width = self._size(trak)
-        durations = self._durations(trak, number)
+        durations = self._durations(trak)
         if not 0 < durations.frames <= self.size_bytes:
             raise PartError(f"video of {durations.frames} frames in {self.size_bytes} bytes; get it again")
         if durations.num_bytes > self.size_bytes:
@@ -294,12 +294,9 @@ class _Movie:
         """Tracks of video and of sound."""
         traks = {b"vide": list[_Box](), b"soun": list[_Box]()}
         for box in self.boxes.within(self.moov):
-            if box.name == b"trak" and (handler := self._inside(box, b"mdia", b"hdlr")) is not None:
+            if box.name == b"trak" and (handler := self.boxes.inside(box, b"mdia", b"hdlr")) is not None:
                 traks.get(self.boxes.body(handler, 12)[8:12], []).append(box)
         return traks
-
-    def _inside(self, outer: _Box, *names: bytes) -> _Box | None:
-        return self.boxes.inside(outer, *names)
 
     def _box(self, outer: _Box, *names: bytes) -> _Box:
         """Raises PartError without it."""
@@ -314,10 +311,6 @@ class _Movie:
         if (scale := int.from_bytes(body[at : at + 4], "big")) == 0:
             raise PartError("video that is damaged: 0 ticks per second; get it again")
         return scale
-
-    def _track(self, trak: _Box) -> tuple[int, int]:
-        """(its number, quarter turns clockwise by it alone). Raises PartError for a mirrored one."""
-        return self._number(trak), self._turns(self._box(trak, b"tkhd"), 40)
 
     def _number(self, trak: _Box) -> int:
         box = self._box(trak, b"tkhd")
@@ -346,7 +339,7 @@ class _Movie:
             raise PartError(f"video whose header says {width} pixels wide x {height} high; get it again")
         return height, width
 
-    def _durations(self, trak: _Box, number: int) -> _Durations:
+    def _durations(self, trak: _Box) -> _Durations:
         """Those of all frames. Raises PartError where tables contradict each other."""
         stbl = self._box(trak, b"mdia", b"minf", b"stbl")
         found = self._summed(stbl)
@@ -361,7 +354,7 @@ class _Movie:
         if len(sizes):
             self._check_places(stbl, sizes)
             found.num_bytes = int(sizes.sum())
-        self._add_fragments(found, number)
+        self._add_fragments(found, self._number(trak))
         return found
 
     def _summed(self, stbl: _Box) -> _Durations:
@@ -383,7 +376,7 @@ class _Movie:
 
     def _sizes(self, stbl: _Box) -> npt.NDArray[np.int64]:
         """Bytes of each frame without fragments; int64 [frames]. Raises PartError for a frame of none."""
-        box = self._inside(stbl, b"stsz")
+        box = self.boxes.inside(stbl, b"stsz")
         if box is None:
             box = self._box(stbl, b"stz2")
         body = self.boxes.body(box, 12)
@@ -407,7 +400,7 @@ class _Movie:
 
     def _check_places(self, stbl: _Box, sizes: npt.NDArray[np.int64]) -> None:
         """Raises PartError for frames that lie beyond the end of the file. sizes: of each, in bytes."""
-        box, columns = self._inside(stbl, b"stco"), 1
+        box, columns = self.boxes.inside(stbl, b"stco"), 1
         if box is None:
             box, columns = self._box(stbl, b"co64"), 2
         offsets = self._table(box, 8, int.from_bytes(self.boxes.body(box, 8)[4:], "big"), columns)
@@ -436,7 +429,7 @@ class _Movie:
 
     def _trex(self, number: int) -> tuple[int, int]:
         """(ticks, bytes) of a frame in fragments that do not tell; 0 without any."""
-        mvex = self._inside(self.moov, b"mvex")
+        mvex = self.boxes.inside(self.moov, b"mvex")
         for box in () if mvex is None else self.boxes.within(mvex):
             if box.name == b"trex":
                 body = self.boxes.body(box, 24)
@@ -508,7 +501,7 @@ class _Movie:
     def _edits(self, trak: _Box) -> tuple[int, list[tuple[int, int, int]]]:
         """(how long it waits, edits), each (duration, first tick, speed); durations in ticks of the movie."""
         waits, edits = 0, list[tuple[int, int, int]]()
-        if (box := self._inside(trak, b"edts", b"elst")) is None:
+        if (box := self.boxes.inside(trak, b"edts", b"elst")) is None:
             return waits, edits
         body = self.boxes.body(box, 8)
         wide, count = bool(body[0]), int.from_bytes(body[4:8], "big")
@@ -523,7 +516,7 @@ class _Movie:
 
     def _first_offset(self, trak: _Box, durations: _Durations) -> int:
         """Ticks from when the first frame is decoded to when it is displayed."""
-        ctts = self._inside(trak, b"mdia", b"minf", b"stbl", b"ctts")
+        ctts = self.boxes.inside(trak, b"mdia", b"minf", b"stbl", b"ctts")
         if ctts is None or int.from_bytes(self.boxes.body(ctts, 8)[4:8], "big") == 0:
             return durations.offset
         offset = int.from_bytes(self.boxes.body(ctts, 16)[12:16], "big", signed=True)

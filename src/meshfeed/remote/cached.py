@@ -61,7 +61,7 @@ class CachedFile(ByteFile):
         sums: tuple[str, int] | None = None,
     ) -> None:
         super().__init__(without_secrets(url))
-        self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
+        self._given, self.cache, self._options, self._content = url, cache, dict(options or {}), content
         self._sums = sums
         self._joints: tuple[I64, I64] | None = None
         self._known: Opened | None = None
@@ -106,7 +106,7 @@ class CachedFile(ByteFile):
         ]
         if not far:
             return
-        cache, what = far[0][0]._cache.make(), far[0][0].url
+        cache, what = far[0][0].cache.make(), far[0][0].url
         wanted = [(file._address, count) for file, count in far]
         found = retried(lambda: fetcher().ask("glance", cache, wanted, what=what))
         for (file, _), seen in zip(far, found, strict=True):
@@ -126,7 +126,7 @@ class CachedFile(ByteFile):
         beyond = [span for span in spans if span[0] < span[1] > len(first)]
         found: dict[tuple[int, int], bytes] = {}
         if beyond:
-            address, cache = self._address, self._cache.make()
+            address, cache = self._address, self.cache.make()
             read = retried(lambda: fetcher().ask("read", address, cache, beyond, stat.tag, what=self.url))
             found = dict(zip(beyond, read))
         return [found[span] if span in found else first[slice(*span)] for span in spans]
@@ -138,16 +138,12 @@ class CachedFile(ByteFile):
     @property
     def sums(self) -> CachedFile | None:
         """The file with the checksums of its blocks, if any."""
-        return None if self._sums is None else CachedFile(self._sums[0], self._cache, self._options)
-
-    @property
-    def cache(self) -> Cache:
-        return self._cache
+        return None if self._sums is None else CachedFile(self._sums[0], self.cache, self._options)
 
     @property
     def fetching(self) -> Fetching:
         """How it is fetched. Raises StoreError."""
-        opened, folder = self._opened, CacheFolder(self._cache.make())
+        opened, folder = self._opened, CacheFolder(self.cache.make())
         try:
             cut, limit = opened.cut, folder.limit_bytes()
             return Fetching(cut.size_bytes, cut.block_bytes, limit, opened.check_bytes)
@@ -156,7 +152,7 @@ class CachedFile(ByteFile):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "given": (self._given, self._cache, self._options, self._content, self._sums),
+            "given": (self._given, self.cache, self._options, self._content, self._sums),
             "joints": self._joints,
             "known": self._known,
         }
@@ -325,7 +321,7 @@ class CachedFile(ByteFile):
         one = fetcher()
         if (at := self._at) is not None and at[0] is one:
             return at
-        cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
+        cache = self.cache.make(), self.cache.limit_bytes, self.cache.block_bytes
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
         glanced = None if self._glanced is None else self._glanced[0].tag
         wanted = self._address, cache, self._content, sums, self._joints, glanced

@@ -63,20 +63,14 @@ def kind_of(error: BaseException, path: str = "") -> type[StoreError] | None:
         return kind
     if _PERMANENT.search(text):
         return StoreError
-    status = _STATUS.search(text)
-    if status is None:
+    if (status := _status_in(text)) is None:
         return StoreError if "credential" in text.lower() and "load" in text.lower() else None
-    code = int(status[1])
+    code = int(status)
     if code in (401, 403):
         return AccessError
     if code == 416:
         return ChangedError  # the range fitted the object when it was opened
     return StoreError if 300 <= code < 500 and code not in (408, 425, 429) else None
-
-
-def _shown(url: re.Match[str]) -> str:
-    """A URL without passwords and signatures."""
-    return without_secrets(url[0])
 
 
 def is_unknown_host(error: BaseException) -> bool:
@@ -100,16 +94,16 @@ def refuse_other_size(where: str, size_bytes: int | None, told_bytes: int) -> No
 
 def refuses_method(error: Exception) -> bool:
     """Whether a server refuses the request's method, such as HEAD."""
-    return _status_of(error) in ("405", "501")
+    return _status_in(str(error)) in ("405", "501")
 
 
 def refuses_range(error: Exception) -> bool:
     """Whether a server answers a range with 416, or with the whole object."""
-    return _status_of(error) == "416" or _NO_RANGE in str(error)
+    return _status_in(str(error)) == "416" or _NO_RANGE in str(error)
 
 
-def _status_of(error: Exception) -> str | None:
-    status = _STATUS.search(str(error))
+def _status_in(text: str) -> str | None:
+    status = _STATUS.search(text)
     return None if status is None else status[1]
 
 
@@ -120,7 +114,8 @@ def reason(error: BaseException, path: str = "") -> str:
         return "no such object; check the URL"
     if kind is ChangedError:
         return REPLACED
-    message_text, _, debug = _URL.sub(_shown, str(error)).partition("Debug source:")
+    plain = _URL.sub(lambda url: without_secrets(url[0]), str(error))
+    message_text, _, debug = plain.partition("Debug source:")
     text = " ".join(message_text.split())
     brief = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     detail = _DETAIL.search(debug)
@@ -151,8 +146,7 @@ _HINTS: Mapping[str, str] = {
 
 
 def _is_region(text: str) -> bool:
-    status = _STATUS.search(text)
-    return status is not None and status[1] in ("301", "307", "400") and _REGION.search(text) is not None
+    return _status_in(text) in ("301", "307", "400") and _REGION.search(text) is not None
 
 
 ENVIRONMENT: Mapping[str, tuple[str, ...]] = {

@@ -142,7 +142,6 @@ class DatasetStore(StreamStore):
 
     @property
     def stats(self) -> FileStats:
-        """The cost of reading all files so far."""
         return sum((store.stats for store in self._stores), FileStats())
 
     @property
@@ -173,7 +172,6 @@ class DatasetStore(StreamStore):
 
     @property
     def documents(self) -> LengthsIndex:
-        """Where documents begin, as in its tokens."""
         return self.tokens.documents
 
     @property

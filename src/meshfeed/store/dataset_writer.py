@@ -38,11 +38,7 @@ class DatasetWriter:
     version = VERSION
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        columns: Mapping[str, npt.DTypeLike],
-        *,
-        overwrite: bool = False,
+        self, folder: str | os.PathLike[str], columns: Mapping[str, npt.DTypeLike], *, overwrite: bool = False
     ) -> None:
         self.folder = Path(path_text(OptionError, folder=folder))
         of_kind(OptionError, Mapping, columns=columns)

@@ -147,7 +147,6 @@ class IndexedStore(StreamStore):
         return self.pair.is_summed
 
     def facts(self) -> dict[str, Any]:
-        """Facts from the header, as JSON-able values."""
         return {
             "format": "megatron .bin/.idx, version 1",
             "num_sequences": self.num_sequences,
@@ -219,10 +218,6 @@ class IndexedStore(StreamStore):
         self._data.read_into(out.view(np.uint8), starts * out.itemsize, (stops - starts) * out.itemsize)
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Ask the system to fetch ranges of the stream that will be read; returns at once.
-
-        starts, stops: int64 [m], stream offsets in tokens. Does nothing on systems without such advice.
-        """
         starts, stops = self._ranges(starts, stops)
         self._refuse_not_entered()
         itemsize = self.dtype.itemsize

@@ -55,8 +55,7 @@ def _refuse(at: Path, found: os.stat_result, trusted: set[int]) -> None:
     by_group = mode & stat.S_IWGRP and not _is_private(found.st_gid)
     if (by_group or mode & stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise PermissionError(
-            13,
-            f"{at} is writable by others, who could replace its contents; set its sticky bit (chmod +t)",
+            13, f"{at} is writable by others, who could replace its contents; set its sticky bit (chmod +t)"
         )
 
 

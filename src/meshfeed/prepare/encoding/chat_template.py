@@ -333,12 +333,9 @@ def _whole(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str
     except StoreError as error:
         sound = range(len(messages) - 1, 0, -1)
         k = next((k for k in sound if _tried(template, messages[:k], beside) is not None), 0)
-        parts = "; its content is a list of parts, join them to one text" if _has_parts(messages[k]) else ""
-        raise StoreError(f"message {k} ({messages[k]['role']}): {error}{parts}") from error
-
-
-def _has_parts(message: Noted) -> bool:
-    return isinstance(message.get("content"), list)
+        has_parts = isinstance(messages[k].get("content"), list)
+        cure = "; its content is a list of parts, join them to one text" * has_parts
+        raise StoreError(f"message {k} ({messages[k]['role']}): {error}{cure}") from error
 
 
 def _tried(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str | None:
@@ -350,12 +347,7 @@ def _tried(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str
 
 
 def _added(
-    template: ChatTemplate,
-    messages: list[Noted],
-    beside: Beside,
-    k: int,
-    text: str,
-    special: Sequence[str],
+    template: ChatTemplate, messages: list[Noted], beside: Beside, k: int, text: str, special: Sequence[str]
 ) -> tuple[int, int]:
     """What message k adds to the text before it, in characters."""
     try:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshfeed.errors import PartError, PrepareError, StoreError
+from meshfeed.errors import PrepareError, StoreError
 from meshfeed.formats.images import brands_of, opened_image
 from meshfeed.formats.matroska import is_matroska
 from meshfeed.formats.sound import audio_format, audio_size
@@ -72,8 +72,10 @@ def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
 def _other(data: bytes) -> tuple[str, str] | None:
     """(format, cure) of bytes in a format that is not supported; None if they may be an image."""
     brand = data[8:12]
-    if data[4:8] == b"ftyp":
-        return _other_of_iso(data)
+    if brands := brands_of(data):
+        if brands & _HEIF and not brands & _AVIF:
+            return "a HEIC image", _NO_IMAGE
+        return ("M4A audio", _NO_AUDIO) if brand in (b"M4A ", b"M4B ") else None
     if data[:4] == b"RIFF" and brand == b"AVI ":
         return "AVI video", _NO_VIDEO
     if data[:2] == b"\xff\x0a" or data[:12] == b"\0\0\0\x0cJXL \r\n\x87\n":
@@ -81,14 +83,6 @@ def _other(data: bytes) -> tuple[str, str] | None:
     if data[:4] == b"\xff\x4f\xff\x51" or data[:12] == b"\0\0\0\x0cjP  \r\n\x87\n":
         return "a JPEG 2000 image", _NO_IMAGE
     return None
-
-
-def _other_of_iso(data: bytes) -> tuple[str, str] | None:
-    """By the brands of a file of ISO boxes: the major one, and the compatible ones."""
-    brands = brands_of(data)
-    if brands & _HEIF and not brands & _AVIF:
-        return "a HEIC image", _NO_IMAGE
-    return ("M4A audio", _NO_AUDIO) if data[8:12] in (b"M4A ", b"M4B ") else None
 
 
 _AVIF = {b"avif", b"avis"}
@@ -190,8 +184,6 @@ def _size_of_audio(data: bytes) -> Size:
         length, rate = audio_size(data)
     except ImportError as missing:
         raise PrepareError(str(missing)) from missing
-    except PartError as error:
-        raise StoreError(str(error)) from error
     if length < 1 or rate < 1:
         raise StoreError(f"audio of {length} samples at {rate} Hz; write it again, with its length known")
     return Size("audio", 0, 0, length, float(rate))
@@ -199,18 +191,12 @@ def _size_of_audio(data: bytes) -> Size:
 
 def track_of(data: bytes) -> Size | None:
     """The size of a video's sound track; None for a video without one. Raises StoreError."""
-    try:
-        found = sound_size(data)
-    except PartError as error:
-        raise StoreError(str(error)) from error
+    found = sound_size(data)
     return None if found is None else Size("audio", 0, 0, found[0], float(found[1]))
 
 
 def _size_of_video(data: bytes, max_pixels: int) -> Size:
-    try:
-        header = video_header(data)
-    except PartError as error:
-        raise StoreError(str(error)) from error
+    header = video_header(data)
     _refuse_large(header.height, header.width, max_pixels)
     if header.frames < 2:
         raise StoreError("a video of one frame; give it as an image, or leave its sample out")

@@ -37,14 +37,7 @@ from meshfeed.prepare.inputs.within_folder import read_beneath
 Fetch = Callable[[str], bytes]
 """Path or URL of a part in a record -> its bytes. Raises StoreError."""
 
-PART_KEYS = {
-    "image": "image",
-    "images": "image",
-    "audio": "audio",
-    "audios": "audio",
-    "video": "video",
-    "videos": "video",
-}
+PART_KEYS = {f"{kind}{plural}": kind for kind in ("image", "audio", "video") for plural in ("", "s")}
 """Key of a record -> kind of the parts under it."""
 TEXT_KEYS = ("text", "caption")
 
@@ -62,13 +55,7 @@ SUFFIXES = {
 _MARK = re.compile("<(image|audio|video)>")
 _NUMBER = re.compile("0*([0-9]+)")
 
-_BEGINS = {
-    b"\x89PNG": "png",
-    b"\xff\xd8\xff": "jpg",
-    b"GIF8": "gif",
-    b"II*\0": "tif",
-    b"MM\0*": "tif",
-}
+_BEGINS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"II*\0": "tif", b"MM\0*": "tif"}
 
 
 def suffix_by_content(data: bytes) -> str | None:

@@ -119,7 +119,8 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
         return files[suffix_of(name)]
 
     there = by_number({suffix: suffix.rpartition(".")[0] for suffix in files})
-    parts = {suffix: SUFFIXES[last] for suffix in there if (last := _last(suffix)) in SUFFIXES}
+    kinds = ((suffix, SUFFIXES.get(suffix.rpartition(".")[2])) for suffix in there)
+    parts = {suffix: kind for suffix, kind in kinds if kind is not None}
     named = refs_in(record, how.parts)
     for suffix, data in files.items():
         is_named = any(suffix_of(each) == suffix for each in named)
@@ -138,10 +139,6 @@ def sample_of(key: str, files: Mapping[str, bytes], how: SampleColumns) -> Sampl
             f".{lost[0]} is not named by the .json, and would be lost; name it there, or leave it out"
         )
     return replace(made, name=key)
-
-
-def _last(suffix: str) -> str:
-    return suffix.rpartition(".")[2]
 
 
 def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
