@@ -391,7 +391,7 @@ class Clock:
 def test_a_name_service_that_does_not_answer(
     answered: bool, down_s: float, ends_s: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, storage = Clock(), retries.Retries("s3://bucket")
+    clock, storage = Clock(), retries.Retries("s3://bucket", retries.Patience())
     monkeypatch.setattr(retries, "time", clock)
     if answered:
         assert storage._retry(lambda: "here", "x", "x") == "here"

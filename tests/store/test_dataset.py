@@ -150,7 +150,7 @@ def test_marks_count_what_is_not_zero(
         writer.add_document(values)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marks, "_SPAN", span)
-        made = marks.marks_of(open_store(folder / "m"), Cache(folder / "cache"))
+        made = marks.bearing(None, open_store(folder / "m"), Cache(folder / "cache"))
     ranges = [sorted((round(a * total), round(b * total))) for a, b in [*cuts, (0, 1), (1, 1)]]
     begins, ends = np.array(ranges).T
     expected = [np.count_nonzero(values[begin:end]) for begin, end in ranges]

@@ -327,10 +327,7 @@ class LocalFile(ByteFile):
         self._size_bytes = state["_size_bytes"]
 
     def will_need(self, begins: I64, ends: I64) -> None:
-        """Ask the system to fetch the ranges, unless it had all of the last read in memory.
-
-        Does nothing on systems without such advice.
-        """
+        """Ask the system to fetch the ranges, unless it had all of the last read in memory."""
         advise = getattr(os, "posix_fadvise", None) if self._waits else None
         # A length of 0 would mean the rest of the file.
         begins, ends = begins[ends > begins], ends[ends > begins]

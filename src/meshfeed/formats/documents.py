@@ -63,10 +63,8 @@ class FileSpan:
 class DocumentFiles(ForeignStore):
     """Records in files, each a document, as one stream of tokens.
 
-    The constructor only stores its arguments. The first process of a node to count documents or read tokens
-    reads all files, and keeps their tokens in the cache; where a local file was written since, all are read
-    again. Use everything but the attributes inside `with store:`. Threads may share an entered store. A
-    pickled or copied store is not entered.
+    The first process of a node to count documents or read tokens reads all files, and keeps their tokens in
+    the cache; where a local file was written since, all are read again.
 
     Args:
         path: its name in messages.
@@ -82,7 +80,8 @@ class DocumentFiles(ForeignStore):
 
     def __init__(self, path: str, files: Sequence[ByteFile], column: TokenColumn, cache: Cache) -> None:
         super().__init__()
-        self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
+        self.path, self._files, self._column = path, tuple(files), column
+        self.kept_in = self._cache = cache
         self._read = FileStats()
 
     # -- what a format defines --------------------------------------------------------------------------
@@ -102,7 +101,6 @@ class DocumentFiles(ForeignStore):
 
     @property
     def stats(self) -> FileStats:
-        """The cost of reading so far, including that of the files."""
         return sum((file.stats for file in self._files), self._read)
 
     @cached_property
@@ -155,10 +153,6 @@ class DocumentFiles(ForeignStore):
 
     def _version_now(self) -> str:
         return " ".join(file.version for file in self._files)
-
-    @property
-    def kept_in(self) -> Cache:
-        return self._cache
 
     def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
         found = {

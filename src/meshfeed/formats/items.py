@@ -37,6 +37,19 @@ class Column:
     size_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A file of items, as the index describes it.
+
+    Attributes:
+        name: of the stored file, which is compressed if there is a codec.
+        num_documents: items in it.
+    """
+
+    name: str
+    num_documents: int
+
+
 class Head(ABC):
     """The header of an array, before its elements."""
 

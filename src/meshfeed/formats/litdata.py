@@ -229,7 +229,6 @@ class LitdataFormat(StoreFormat):
     options = ("column",)
 
     def open(self, place: Place) -> LitdataStore | None:
-        """The store, if there is an index.json of litdata's."""
         if place.is_file or not place.holds(place.within, INDEX):
             return None
         index = place.within.file(INDEX)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.formats.index_json import IndexReader
-from meshfeed.formats.items import Column
+from meshfeed.formats.items import Column, Shard
 
 INDEX = "index.json"
 _MOST_BYTES = 1 << 32  # offsets in a chunk are u32
@@ -22,18 +22,14 @@ _FIXED_BYTES: Mapping[str, int] = {"int": 8, "float": 8, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A file of items.
+class Chunk(Shard):
+    """A chunk.
 
     Attributes:
-        name: of the stored file, which is compressed if there is a codec.
-        num_documents: items in it.
         given_bytes: its size, uncompressed if the codec is "zstd"; before litdata 0.2.40 without its head.
         num_tokens: in it; None if the index does not say.
     """
 
-    name: str
-    num_documents: int
     given_bytes: int
     num_tokens: int | None
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from meshfeed.files import Content
 from meshfeed.formats.index_json import IndexReader
-from meshfeed.formats.items import Column
+from meshfeed.formats.items import Column, Shard
 
 INDEX = "index.json"
 CODECS = ("zstd", "gz", "bz2", "br", "snappy")
@@ -16,19 +16,15 @@ _MOST_BYTES = (1 << 32) - 1  # offsets in a shard are u32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MDSShard:
+class MDSShard(Shard):
     """A file of samples.
 
     Attributes:
-        name: of the stored file, which is compressed if there is a codec.
         raw_bytes: its size uncompressed.
-        num_documents: samples in it.
         content: its compression and hashes; None if the index has neither.
     """
 
-    name: str
     raw_bytes: int
-    num_documents: int
     content: Content | None
 
 

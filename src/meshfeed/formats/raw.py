@@ -33,12 +33,12 @@ class RawStore(StreamStore):
     Args:
         file: holds the tokens.
         dtype: of them.
-        cache: where a node keeps data derived from the file; None for the default.
+        cache: where a node keeps data derived from the file.
     """
 
-    def __init__(self, file: ByteFile, dtype: np.dtype[Any], cache: Cache | None = None) -> None:
+    def __init__(self, file: ByteFile, dtype: np.dtype[Any], cache: Cache) -> None:
         super().__init__()
-        self.path, self._file, self._dtype, self._cache = file.url, file, dtype, cache or Cache()
+        self.path, self._file, self._dtype, self._cache = file.url, file, dtype, cache
 
     def check(self) -> RawStore:
         """Check that the file holds whole tokens, from its first byte on. Raises StoreError."""
@@ -69,7 +69,6 @@ class RawStore(StreamStore):
 
     @property
     def documents(self) -> LengthsIndex:
-        """One document."""
         return LengthsIndex(np.array([0, self._file.size_bytes // self._dtype.itemsize]))
 
     @cached_property
@@ -95,16 +94,12 @@ class RawStore(StreamStore):
         width = self._dtype.itemsize
         self._file.read_into(out.view(np.uint8), starts * width, (stops - starts) * width)
         if self._dtype.kind == "i" and out.min(initial=0) < 0:
-            raise self._negative(out, starts, stops)
-
-    def _negative(self, tokens: npt.NDArray[Any], starts: I64, stops: I64) -> StoreError:
-        bad = int((tokens < 0).argmax())
-        ends = (stops - starts).cumsum()
-        i = int(ends.searchsorted(bad, side="right"))
-        return StoreError(
-            f"{self.path}: token {stops[i] - ends[i] + bad}, counted from 0, is {tokens[bad]}; tokens are "
-            f"whole numbers from 0; give the dtype that it was written with, or copy it again"
-        )
+            bad, ends = int((out < 0).argmax()), (stops - starts).cumsum()
+            i = int(ends.searchsorted(bad, side="right"))
+            raise StoreError(
+                f"{self.path}: token {stops[i] - ends[i] + bad}, counted from 0, is {out[bad]}; tokens are "
+                f"whole numbers from 0; give the dtype that it was written with, or copy it again"
+            )
 
     def will_need(self, starts: I64, stops: I64) -> None:
         starts, stops = self._ranges(starts, stops)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, OptionError
-from meshfeed.files import ByteFile, Cache, FileStats
+from meshfeed.files import ByteFile, FileStats
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.foreign_columns import ForeignStore, cure
 from meshfeed.formats.items import ItemsFile
@@ -32,9 +32,6 @@ _SHARDS_OF_PART = 64
 class ShardedStore(ForeignStore):
     """A StreamStore over the shards of a folder: documents follow each other in the order of the index.
 
-    The constructor only stores its arguments. Use everything but the attributes inside `with store:`. All
-    methods raise StoreError.
-
     The lengths of documents and their positions in the shards come from the index. If it does not have them,
     they are read from the head of every shard, several at a time, once per node, and kept next to the cache.
     A local folder of few shards is read again in every process: that takes milliseconds and leaves no files.
@@ -46,6 +43,7 @@ class ShardedStore(ForeignStore):
     def __init__(self, dataset: ShardedDataset) -> None:
         super().__init__()
         self.dataset, self.path, self._folder = dataset, dataset.path, dataset.folder
+        self.kept_in = self._folder.cache
         self._forget()
 
     def _forget(self) -> None:
@@ -55,7 +53,7 @@ class ShardedStore(ForeignStore):
 
     def verify(self) -> Iterator[float]:
         """Check hashes, offsets and sizes, as the files are now, yielding the fraction done, in (0, 1]."""
-        with self.kept_in.anew() as cache:
+        with self._folder.cache.anew() as cache:
             dataset = self.dataset.within(replace(self._folder, cache=cache))
             for number in range(len(dataset.shards)):
                 dataset.verify(number)
@@ -100,10 +98,6 @@ class ShardedStore(ForeignStore):
     @property
     def digest(self) -> str:
         return self.dataset.digest
-
-    @property
-    def kept_in(self) -> Cache:
-        return self._folder.cache
 
     def _columns_of_loss(self) -> Mapping[str, ShardedStore]:
         """Of nested items, those of the tokens' own object, else of the nearest around it.
@@ -168,7 +162,6 @@ class ShardedStore(ForeignStore):
 
     @property
     def documents(self) -> LengthsIndex:
-        """Where documents begin, from the index or the shards' heads."""
         fixed = self.dataset.items.num_tokens
         return LengthsIndex(self._table["starts"] if fixed is None else Multiples(fixed, len(self) + 1))
 
@@ -188,7 +181,7 @@ class ShardedStore(ForeignStore):
         parts = [numbers[at : at + _SHARDS_OF_PART] for at in range(0, len(numbers), _SHARDS_OF_PART)]
         if len(parts) <= 1 and not self._folder.is_remote:
             return _whole(parts, [self._part(part) for part in parts])
-        return built_in_parts(self.kept_in.kept(), self._key, lambda: parts, self._part, _whole)
+        return built_in_parts(self._folder.cache.kept(), self._key, lambda: parts, self._part, _whole)
 
     @property
     def _key(self) -> str:
@@ -218,7 +211,7 @@ class ShardedStore(ForeignStore):
         if self._known_table is None or self._tag(number, file) == self._known_table["versions"][number]:
             return file
         if self._folder.is_remote:
-            shutil.rmtree(self.kept_in.kept() / self._key, ignore_errors=True)  # the next run's, too
+            shutil.rmtree(self._folder.cache.kept() / self._key, ignore_errors=True)  # the next run's, too
         raise ChangedError(
             f"{file.url}: was replaced after this node had looked up its documents; if the dataset is whole, "
             f"open it again, and all of it is looked up anew",

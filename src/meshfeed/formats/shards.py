@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 
 from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.files.url import without_secrets
-from meshfeed.formats.items import Column, Items, ItemsFile
+from meshfeed.formats.items import Column, Items, ItemsFile, Shard
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import I64
 
@@ -25,20 +25,6 @@ T = TypeVar("T")
 _AT_ONCE = 16
 _SAMPLED_BYTES = 1 << 12
 _NUM_SAMPLED = 8
-
-
-class Shard(Protocol):
-    """A shard, as the index describes it."""
-
-    @property
-    def name(self) -> str:
-        """Name of its file, relative to the index."""
-        ...
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents in it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

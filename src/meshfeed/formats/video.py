@@ -201,7 +201,6 @@ class _Durations:
     last: int = 0
     least: int = 1 << 32
     most: int = 0
-    _pending: bool = field(default=False, repr=False)
 
     def add(self, counts: npt.NDArray[np.int64], ticks: npt.NDArray[np.int64]) -> None:
         """Add runs of frames that last equally long; int64 [k] twice, below 2**32."""

@@ -41,7 +41,7 @@ from meshfeed.prepare.inputs.records import RECORD_BYTES, encodings_of, refuse_c
 from meshfeed.prepare.inputs.samples import SampleColumns
 from meshfeed.prepare.job.encode_part import refuse_malformed
 from meshfeed.prepare.job.folder import clear, forget_unbegun, held
-from meshfeed.prepare.job.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
+from meshfeed.prepare.job.job import JOB, Job, Request, load_job, read_json, write_json
 from meshfeed.prepare.job.merge import merge
 from meshfeed.prepare.job.output import OnDisk, Output
 from meshfeed.prepare.job.part_file import Malformed, PartSummary, part_path, summary_of_part
@@ -158,8 +158,7 @@ def prepare(
         if manifest is not None and _has_changed(_read_named(output), request, overwrite=overwrite):
             manifest = None
         if manifest is None:
-            given = max_errors, max_record_bytes
-            limits = dict[str, Any](zip(LIMITS, given, strict=True))
+            limits = {"max_malformed": max_errors, "max_record_bytes": max_record_bytes}
             job = _job(output.work, request, encoding, limits, part_bytes, resume=resume, overwrite=overwrite)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
         with typed_errors(output.work):

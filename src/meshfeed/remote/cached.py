@@ -132,7 +132,6 @@ class CachedFile(ByteFile):
         return [found[span] if span in found else first[slice(*span)] for span in spans]
 
     def within(self, cache: Cache) -> CachedFile:
-        """The same object in its current version, read through another cache."""
         return CachedFile(self._given, cache, self._options, self._content, self._sums)
 
     @property
@@ -142,7 +141,6 @@ class CachedFile(ByteFile):
 
     @property
     def fetching(self) -> Fetching:
-        """How it is fetched. Raises StoreError."""
         opened, folder = self._opened, CacheFolder(self.cache.make())
         try:
             cut, limit = opened.cut, folder.limit_bytes()

@@ -153,8 +153,8 @@ class Retries:
         patience: timeouts and retries.
     """
 
-    def __init__(self, root: str, patience: Patience | None = None) -> None:
-        self._root, self._patience = root, patience or Patience()
+    def __init__(self, root: str, patience: Patience) -> None:
+        self._root, self._patience = root, patience
         self.counts = Counts()
         self._line = Line()
         self._recent = defaultdict[int, deque[float]](lambda: deque(maxlen=_RECENT))

@@ -47,6 +47,8 @@ class StreamStore(Store):
     labels_are: LabelsAre = "shifted"
     not_pickled: ClassVar[tuple[str, ...]] = ()
     """Names of attributes that a copy must make again, such as those that `acquire` sets."""
+    kept_in: Cache | None = None
+    """Where a node keeps what it derives from the store; None: nowhere."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -83,11 +85,6 @@ class StreamStore(Store):
     def stats(self) -> FileStats:
         """What reading has cost so far."""
         return FileStats()
-
-    @property
-    def kept_in(self) -> Cache | None:
-        """Where a node keeps what it derives from the store; None: nowhere."""
-        return None
 
     @property
     def files_version(self) -> str:
@@ -321,7 +318,7 @@ class DocumentRange(StreamStore):
     def __init__(self, of: StreamStore, first: int, stop: int) -> None:
         super().__init__()
         self.of, self.first, self._stop = of, first, stop
-        self.path, self.labels_are = f"{of.path}[{first}:{stop}]", of.labels_are
+        self.path, self.labels_are, self.kept_in = f"{of.path}[{first}:{stop}]", of.labels_are, of.kept_in
 
     @cached_property
     def _span(self) -> tuple[int, int]:
@@ -370,10 +367,6 @@ class DocumentRange(StreamStore):
     @property
     def wants_ahead(self) -> bool:
         return self.of.wants_ahead
-
-    @property
-    def kept_in(self) -> Cache | None:
-        return self.of.kept_in
 
     @property
     def files_version(self) -> str:

@@ -34,8 +34,7 @@ _BLOCK = 1 << 18  # documents whose lengths are checked together
 class DatasetStore(StreamStore):
     """A folder with dataset.json: its tokens as a token store, and its other columns.
 
-    The constructor only stores its arguments. It is read like its tokens (see `IndexedStore`); entering it
-    also enters its columns. A pickled or copied store is not entered.
+    It is read like its tokens (see `IndexedStore`); entering it also enters its columns.
 
     Attributes:
         folder: the folder, as it was opened.
@@ -54,7 +53,7 @@ class DatasetStore(StreamStore):
         further: Sequence[IndexedStore] = (),
     ) -> None:
         super().__init__()
-        self.folder, self.path, self.tokens, self._cache = folder, path, tokens, cache
+        self.folder, self.path, self.tokens, self.kept_in = folder, path, tokens, cache
         self._columns, self._further, self._used = dict(columns), tuple(further), ""
         self._is_whole = False
 
@@ -143,10 +142,6 @@ class DatasetStore(StreamStore):
     @property
     def stats(self) -> FileStats:
         return sum((store.stats for store in self._stores), FileStats())
-
-    @property
-    def kept_in(self) -> Cache:
-        return self._cache
 
     @property
     def files_version(self) -> str:
@@ -266,7 +261,6 @@ class DatasetFormat(StoreFormat):
     lies_at = f"a folder with {NAME}"
 
     def open(self, place: Place) -> DatasetStore | None:
-        """The store, if it is such a folder or its dataset.json."""
         inside = place.name == NAME
         folder = place.beside if inside else place.within
         if (place.is_file and not inside) or not place.holds(folder, NAME):

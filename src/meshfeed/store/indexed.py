@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, StoreError
-from meshfeed.files import ByteFile, Cache, Fetching, FileStats, Folder
+from meshfeed.files import ByteFile, Fetching, FileStats, Folder
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
 from meshfeed.intervals import numbers_in
@@ -29,9 +29,8 @@ _SUFFIXES = (".bin", ".idx")
 class IndexedStore(StreamStore):
     """A Megatron token store: `path`.bin holds the tokens, `path`.idx the place of each sequence in it.
 
-    The constructor only stores its arguments. The attributes read the header of the index once. Everything
-    else needs `with store:`, which maps the index; the first read of tokens opens the .bin. Both are released
-    when the last `with` ends. Threads may share an entered store. A pickled or copied store is not entered.
+    The attributes read the header of the index once. Everything else needs `with store:`, which maps the
+    index; the first read of tokens opens the .bin. Both are released when the last `with` ends.
 
     path: the files' common prefix. pair: the files; None for the local ones at the path. All methods raise
     StoreError, naming file and byte.
@@ -45,7 +44,7 @@ class IndexedStore(StreamStore):
         super().__init__()
         self.path = os.fspath(path)
         self.pair = pair or LocalPair(self.path, self.path)
-        self._idx, self._data = self.pair.idx, self.pair.data
+        self._idx, self._data, self.kept_in = self.pair.idx, self.pair.data, self.pair.cache
 
     # -- attributes ---------------------------------------------------------------------------------
 
@@ -69,10 +68,6 @@ class IndexedStore(StreamStore):
         return self._data.is_remote
 
     @property
-    def kept_in(self) -> Cache | None:
-        return self.pair.cache
-
-    @property
     def files_version(self) -> str:
         return " ".join(file.version for file in self.files)
 
@@ -89,7 +84,6 @@ class IndexedStore(StreamStore):
 
     @cached_property
     def num_tokens(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Tokens in the .bin."""
         return self.header.bin_size_bytes // self.header.dtype.itemsize
 
     @property
@@ -130,10 +124,7 @@ class IndexedStore(StreamStore):
         return self
 
     def verify(self) -> Iterator[float]:
-        """Check every entry of the index and, with checksums, every block, in bounded memory.
-
-        Checks the files as they are now, not what the node has cached. Yields the fraction done, in (0, 1].
-        """
+        """Check every entry of the index and, with checksums, every block, in bounded memory."""
         with self.pair.anew() as given:
             pair = refuse_others(given)
             share = 0.5 if pair.is_summed else 1.0
@@ -159,7 +150,6 @@ class IndexedStore(StreamStore):
     # -- entering and leaving -----------------------------------------------------------------------
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
-        """Map the index; the .bin is opened by the first read."""
         stack.enter_context(self._idx)
         stack.enter_context(self._data)
         self._index = look_up(self.header, self._idx)
@@ -169,7 +159,6 @@ class IndexedStore(StreamStore):
 
     @property
     def documents(self) -> LengthsIndex:
-        """Where documents begin, from the entries of the index."""
         if self._documents is None:
             self._refuse_no_stream()
             self._documents = LengthsIndex(self._entered())
@@ -275,7 +264,6 @@ class IndexedFormat(StoreFormat):
     lies_at = "a Megatron .bin/.idx pair, with or without the suffix"
 
     def open(self, place: Place) -> IndexedStore | None:
-        """The store, if one of the two files exists."""
         # a store may itself be named corpus.bin, so what exists decides
         for stem in _stems_of(place.name):
             index, data = f"{stem}.idx", f"{stem}.bin"

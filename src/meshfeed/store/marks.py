@@ -1,4 +1,4 @@
-"""One bit per token: whether it bears loss, is special, or is not 0 in a column. Ranges count fast.
+"""One bit per token: whether it bears loss, or is one of some. Ranges count fast.
 
 bits     uint8 [bytes], value i is bit i % 8 of byte i // 8, zeros at the end
 counts   int64 [blocks], marked values before each block of 256
@@ -53,18 +53,13 @@ class Marks:
         return self.counts[block] + _ONES[held].sum(1, dtype=np.int64)
 
 
-def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = None) -> Marks:
-    """The marks of a column, made once per node, which reads all of it. Raises StoreError.
-
-    tokens: the values to mark; None for all but 0.
-    """
-    of_tokens = {} if tokens is None else {"tokens": str(tokens)}
-    of = {"content": store.fingerprint, "files": store.files_version}
-    key = key_of_parts(kind="marks", version=VERSION, **of, **of_tokens)
+def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...]) -> Marks:
+    """The marks of a column at some values, made once per node, which reads all of it. Raises StoreError."""
+    of = {"content": store.fingerprint, "files": store.files_version, "tokens": str(tokens)}
+    key = key_of_parts(kind="marks", version=VERSION, **of)
 
     def marked(begin: int, end: int) -> tuple[npt.NDArray[np.bool_], int]:
-        values = _values(store, begin, end)
-        return values != 0 if tokens is None else np.isin(values, tokens), 0
+        return np.isin(_values(store, begin, end), tokens), 0
 
     return _made(key, store.num_tokens, marked, cache)
 

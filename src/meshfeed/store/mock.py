@@ -108,7 +108,6 @@ class Lengths(StreamStore):
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        """A hash of each token's place in the stream."""
         sizes = stops - starts
         place = numbers_in(starts, sizes).astype(np.uint64)
         out[:] = (place * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(_VOCAB)

@@ -251,14 +251,8 @@ def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> I
         how = how.declared({each.name: "image" for each in fields if each.encoding in PICTURES})
         names = columns.wanted((there := [each.name for each in fields]), there)
         for number, i in enumerate(samples):
-            record, value, reason = store.sample(i, names, images=False), None, None
-            try:
-                value = how.value(record, url)
-                if value.size_bytes > how.most_bytes:
-                    raise StoreError(too_large(how.most_bytes))
-            except StoreError as error:
-                value, reason = None, str(error)
-            yield Record(number, -1, value, value.size_bytes if value else 0, reason)
+            record = store.sample(i, names, images=False)
+            yield _of_row(number, record, 0, how, f"{url}: sample {i}", url)
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:

@@ -372,11 +372,7 @@ def _of_places(texts: list[Any], key: str, images: list[Any], fetch: Fetch) -> S
 def _split(text: str) -> tuple[list[str | None], list[str]]:
     """Pieces of a text, None for each mark in it, and the marks' kinds."""
     found = _MARK.split(text)
-    pieces: list[str | None] = []
-    for i, each in enumerate(found):
-        if i % 2 or each:
-            pieces.append(None if i % 2 else each)
-    return pieces, found[1::2]
+    return [None if i % 2 else each for i, each in enumerate(found) if i % 2 or each], found[1::2]
 
 
 def _matched(kinds: Sequence[str], given: Sequence[SamplePart]) -> tuple[SamplePart, ...]:
