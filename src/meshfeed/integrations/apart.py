@@ -123,16 +123,11 @@ def _own_class(model: Any) -> type:
     return next((each for each in bases if not each.__module__.startswith("torch.")), type(model))
 
 
-def _kinds(inner: Any) -> list[str]:
-    return [
-        *dict.fromkeys(getattr(inner.config.get_text_config(), "layer_types", None) or ["full_attention"])
-    ]
-
-
 def _masks(inner: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
     """By kind, as a model with several kinds takes it, or the only one."""
     text = positions[0] if positions.ndim == 3 else positions
-    masks = causal_masks(inner, text, _kinds(inner), position_ids=text, dtype=dtype)
+    kinds = getattr(inner.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    masks = causal_masks(inner, text, dict.fromkeys(kinds), position_ids=text, dtype=dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -257,11 +252,12 @@ class _Proof:
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
         device = self._packs[0].device
+        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
         noted = torch.nn.modules.module.register_module_forward_hook(self._note)
         try:
             with (
                 torch.no_grad(),
-                torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_kind(device)),
+                torch.random.fork_rng(devices, device_type=kind),
                 torch.compiler.set_stance("force_eager"),
             ):
                 for module, _ in modes:
@@ -280,10 +276,6 @@ class _Proof:
             self._dtypes.add(out.dtype)
             if module is self._embeddings:
                 self._embedded = out.dtype
-
-
-def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
 
 
 def _distance(one: torch.Tensor, two: torch.Tensor) -> float:

@@ -28,10 +28,12 @@ from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations.config import gathered_layout, recipe_at
 from meshfeed.integrations.loader import (
+    OF_TEXT,
     EvalLoader,
     Settings,
     TrainLoader,
     end_of,
+    field_names,
     framework,
     masked_labels,
     pads_rows,
@@ -45,8 +47,6 @@ from meshfeed.plan import Align, Packing
 from meshfeed.plan.packing import Oversize
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import contents_of
-from meshfeed.sequence.table import PLAN_FIELDS
 from meshfeed.transport import Transport
 
 Batch = dict[str, Any]
@@ -90,7 +90,6 @@ CONFIG_FIELDS: dict[str, str] = {
 }
 """How each option of Automodel's recipe for language models that concerns data is treated."""
 _HERE = "meshfeed.integrations.automodel"
-_PACKED = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
 _ROWS = Settings(
     accumulated="step_scheduler.global_batch_size / (local_batch_size x data-parallel ranks)",
     micro_batch_size="step_scheduler.local_batch_size",
@@ -381,12 +380,12 @@ def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int
 
 def check_fields(recipe: Recipe) -> None:
     """Raises RecipeError for fields that Automodel's loop lacks, or has no place for."""
-    rule, names = recipe.sequence, {field.name for field in contents_of(recipe).fields}
+    rule, names = recipe.sequence, field_names(recipe)
     tokens = {"tokens"} if rule.packed or "tokens" in names else {"input_ids"}
     refuse_lacking(recipe, tokens | {"labels"}, "Automodel's loop")
     refuse_masked(recipe, "Automodel's loop")
     if rule.packed:
-        refuse_fields(recipe, _PACKED, "packs of Automodel", parts=f"set recipe: {_HERE}_vlm.FeedVlmRecipe")
+        refuse_fields(recipe, OF_TEXT, "packs of Automodel", parts=f"set recipe: {_HERE}_vlm.FeedVlmRecipe")
     elif "cu_seqlens" in names or getattr(rule, "reset_position_ids", False):
         raise RecipeError(
             f"{rule.summary()}: it depends on the model and its use_cache whether documents of a row, whose "

@@ -27,12 +27,11 @@ from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations import automodel
 from meshfeed.integrations.automodel import Batch, Collate, FeedDataset
 from meshfeed.integrations.config import recipe_at
-from meshfeed.integrations.loader import TrainLoader, framework, refuse_fields
+from meshfeed.integrations.loader import OF_TEXT, TrainLoader, framework, refuse_fields
 from meshfeed.integrations.model_parts import BOTH_WAYS, ONE_TOKEN
 from meshfeed.integrations.share_encoders import share_encoders
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.table import PLAN_FIELDS
 
 CONFIG_FIELDS: dict[str, str] = {
     "dataset.chat_template": "refused: the recipe's data is tokenized",
@@ -59,8 +58,7 @@ _ROUTES = "encoder_routes"  # of a batch, until the model is called
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 """What Automodel's collaters of packs carry, of what processors of mf.Multimodal make."""
 _INDEX = {f"{kind}_{name}" for kind in ("image", "video") for name in ("index", "cu_seqlens")}
-_PLAN = {field.name for field in PLAN_FIELDS}
-_TAKEN = {"tokens", "labels", "loss_mask", "bad_parts", MROPE.name, *_MEDIA, *_INDEX, *_PLAN}
+_TAKEN = {"bad_parts", MROPE.name, *_MEDIA, *_INDEX, *OF_TEXT}
 
 _OWN_MODELS = "nemo_automodel.components.models."
 _loader: Any = framework("nemo_automodel.components.datasets.vlm.loader", "automodel")

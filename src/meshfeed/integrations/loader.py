@@ -29,11 +29,15 @@ from meshfeed.masked import Masked
 from meshfeed.order import draws_of_step, short_steps
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import SequenceRule, TakesParts, contents_of
+from meshfeed.sequence.table import PLAN_FIELDS
 
 BatchOf = Callable[[Microbatch], Any]
 """Microbatch -> the loop's batch."""
 
 IGNORED = -100  # torch's cross entropy ignores this label
+
+OF_TEXT = frozenset({"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)})
+"""The fields of text, in rows or packs."""
 
 
 def framework(module: str, extra: str) -> Any:
@@ -133,6 +137,11 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     return labels.masked_fill(mask == 0, IGNORED)
 
 
+def field_names(recipe: Recipe) -> set[str]:
+    """The names of the fields that microbatches of a recipe have."""
+    return {field.name for field in contents_of(recipe).fields}
+
+
 def refuse_masked(recipe: Recipe, name: str) -> None:
     """Raises RecipeError for labels of hidden tokens. name: of a model or loop that predicts next tokens."""
     if isinstance(recipe.sequence, Masked):
@@ -158,7 +167,7 @@ def refuse_half_apart(recipe: Recipe, who: str) -> None:
 
 def refuse_lacking(recipe: Recipe, needed: Set[str], name: str) -> None:
     """Raises RecipeError for a rule without some of the fields that a loop needs. name: whose loop."""
-    if lacking := needed - {field.name for field in contents_of(recipe).fields}:
+    if lacking := needed - field_names(recipe):
         told = ", ".join(sorted(lacking))
         raise RecipeError(f"{type(recipe.sequence).__name__}() has no field {told}, which {name} needs")
 
@@ -168,10 +177,10 @@ def refuse_fields(recipe: Recipe, taken: Set[str], name: str, parts: str = "") -
 
     name: of its batches. parts: what to do with documents with images, sound or video instead.
     """
-    if further := {field.name for field in contents_of(recipe).fields} - taken:
-        name_of_rule, told = type(recipe.sequence).__name__, ", ".join(sorted(further))
-        cure = f"; {parts}" if parts and isinstance(recipe.sequence, TakesParts) else ""
-        raise RecipeError(f"{name_of_rule}(): {name} have no place for {told}{cure}")
+    if further := field_names(recipe) - taken:
+        rule, told = recipe.sequence, ", ".join(sorted(further))
+        cure = f"; {parts}" if parts and isinstance(rule, TakesParts) else ""
+        raise RecipeError(f"{type(rule).__name__}(): {name} have no place for {told}{cure}")
 
 
 def pads_rows(recipe: Recipe, dp: int) -> bool:

@@ -14,9 +14,8 @@ import torch
 from meshfeed.errors import RecipeError
 from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations.apart import causal_masks
-from meshfeed.integrations.loader import framework
+from meshfeed.integrations.loader import field_names, framework
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import contents_of
 
 FRAMES = "pixel_values_videos"
 IN_ONE = {"internvl"}
@@ -52,7 +51,7 @@ def with_parts(
 
 def check_tiles(recipe: Recipe, encoder: object) -> None:
     """Raises RecipeError for a shared encoder of images that may have no tiles; see `_batch_num_images`."""
-    if encoder != "with sample" and "image_tiles" in {field.name for field in contents_of(recipe).fields}:
+    if encoder != "with sample" and "image_tiles" in field_names(recipe):
         raise RecipeError(
             f"encoder={encoder!r} with {recipe.sequence.summary()}: its images have no tiles in documents of "
             f"several; a rank may encode a single one of these, which batch_num_images cannot tell: choose "

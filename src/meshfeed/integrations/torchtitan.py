@@ -28,6 +28,7 @@ from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.config import gathered_layout, recipe_at
 from meshfeed.integrations.loader import (
+    OF_TEXT,
     BatchOf,
     Settings,
     TrainLoader,
@@ -45,7 +46,6 @@ from meshfeed.machine import Machine
 from meshfeed.order import draws_of_step, num_steps
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.table import PLAN_FIELDS
 from meshfeed.transport import Transport
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -76,8 +76,6 @@ CONFIG_FIELDS: dict[str, str] = {
 }
 """How each option of torchtitan, 0.3 and main, that concerns data is treated."""
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
-_TAKEN = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
-"""The fields that `batch_of` uses, or that say no more than its positions."""
 _MESH_DIMS = {"batch": "dp", "cp": "tp", "pp": "tp"}  # beside those of `Layout.from_device_mesh`
 
 
@@ -154,13 +152,9 @@ def line(
             fields = {**fields, "positions": restarted}
         return {name: field.flatten() for name, field in fields.items()}, labels.flatten()
 
-    def shape(**options: Any) -> Shape:
-        longest = max_context_length if packed else None
-        return Shape(options, batch_of_line, "training.num_tokens_per_train_step", longest)
-
+    setting = "training.num_tokens_per_train_step"
     if packed:
-        fitting = Packing(capacity=size, fixed_shapes=True, max_sequences=size)
-        packing = packing or fitting
+        packing = packing or Packing(capacity=size, fixed_shapes=True, max_sequences=size)
         has = int(packing.align.limit(packing.capacity, 1))
         if has != size or not packing.fixed_shapes or packing.policy == "dynamic_cp":
             raise RecipeError(
@@ -168,14 +162,14 @@ def line(
                 f"capacity={size}, an alignment that divides it, fixed_shapes=True, and policy='balanced' or "
                 f"'in_order'"
             )
-        return shape(packing=packing)
+        return Shape({"packing": packing}, batch_of_line, setting, max_context_length)
     if length > max_context_length or size % length:
         raise RecipeError(
             f"sequences have {length} tokens{'' if own else ', as a batch'}; make that at most "
             f"training.max_context_length, {max_context_length}, and a divisor of the {size} tokens of a "
             f"batch ({_BATCH_TOKENS})"
         )
-    return shape(micro_batch_size=size // length)
+    return Shape({"micro_batch_size": size // length}, batch_of_line, setting)
 
 
 def _check_length(microbatch: Microbatch, length: int, name: str) -> None:
@@ -200,7 +194,7 @@ def _check_contents(recipe: Recipe, packing: Packing | None) -> None:
     refuse_masked(recipe, "torchtitan's loop")
     refuse_lacking(recipe, {"tokens", "labels", "position_ids"}, "torchtitan's loop")
     others = "train such models by automodel_vlm.FeedVlmRecipe or transformers.FeedTrainer of meshfeed"
-    refuse_fields(recipe, _TAKEN, "batches of torchtitan", parts=f"{others}.integrations")
+    refuse_fields(recipe, OF_TEXT, "batches of torchtitan", parts=f"{others}.integrations")
     refuse_half_apart(recipe, "torchtitan's models keep")
 
 
@@ -280,9 +274,8 @@ class DataLoader(_Base):
             self._shape = rows(self._recipe, sizes["seq_len"], sizes["local_batch_size"])
 
     def __iter__(self) -> Iterator[Batch]:
-        if (
-            self._batches is not None
-        ):  # not when it is collected: somebody may keep the traceback of its error
+        # not when it is collected: somebody may keep the traceback of its error
+        if self._batches is not None:
             self._loader.close()
         batches = self._batches = iter(self._loader)
         try:

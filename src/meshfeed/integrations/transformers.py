@@ -26,12 +26,14 @@ from meshfeed.integrations.apart import KERNEL_BOUNDS, bounds, kept_apart, takes
 from meshfeed.integrations.config import WHOLE, layout_of_accelerator
 from meshfeed.integrations.loader import (
     IGNORED,
+    OF_TEXT,
     EvalLoader,
     Settings,
     TrainLoader,
     changed_options,
     check_feed_options,
     end_of,
+    field_names,
     for_evaluation,
     framework,
     masked_labels,
@@ -49,12 +51,10 @@ from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_rout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.processors import SecondsVideo
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import contents_of, encoder_of
-from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
+from meshfeed.sequence import encoder_of
+from meshfeed.sequence.table import RUN_FIELDS
 
-_CAUSAL = frozenset(
-    {"tokens", "labels", "loss_mask", MROPE.name, *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)}
-)
+_CAUSAL = frozenset({MROPE.name, *RUN_FIELDS, *OF_TEXT})
 """The fields that `causal_batch` uses or ignores."""
 _MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_ids"})
 """The fields that `masked_batch` uses or ignores."""
@@ -233,11 +233,8 @@ class FeedTrainer(_Base):
                 self._check_returned(chosen)
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         self._collator = kwargs.get("data_collator", bound.get("data_collator"))
-        if recipes := [
-            given
-            for given in (self.train_dataset, *self._evaluation_sets().values())
-            if isinstance(given, Recipe)
-        ]:
+        sets = (self.train_dataset, *self._evaluation_sets().values())
+        if recipes := [given for given in sets if isinstance(given, Recipe)]:
             self._check_options()
             self._check_packing(recipes)
 
@@ -282,9 +279,8 @@ class FeedTrainer(_Base):
                 # a document alone: layers that read across documents do right without these, or refuse them
                 made = {name: value for name, value in made.items() if name not in KERNEL_BOUNDS}
             if self.compute_loss_func is not None:
-                del made[
-                    _SHIFTED
-                ]  # it sees labels alone, and the Trainer counts shift_labels if there are any
+                # it sees labels alone, and the Trainer counts shift_labels if there are any
+                del made[_SHIFTED]
         routes = encoder_routes_of(microbatch)
         further = {
             name: value
@@ -302,14 +298,12 @@ class FeedTrainer(_Base):
         """The training stream, from the checkpoint on."""
         if not isinstance(self.train_dataset, Recipe):
             return super().get_train_dataloader()
-        feed = self._feed(
-            self.train_dataset, self.args.train_batch_size, self.args.gradient_accumulation_steps
-        )
+        args = self.args
+        feed = self._feed(self.train_dataset, args.train_batch_size, args.gradient_accumulation_steps)
         end, told = end_of(feed)
-        if end is not None and end < self.args.max_steps:
+        if end is not None and end < args.max_steps:
             raise RecipeError(
-                f"max_steps={self.args.max_steps}, but {told}; "
-                f"lower max_steps, or give the recipe more epochs"
+                f"max_steps={args.max_steps}, but {told}; lower max_steps, or give the recipe more epochs"
             )
         self._train_loader = _Resumed(self, feed)
         return self._train_loader
@@ -449,7 +443,7 @@ class FeedTrainer(_Base):
 
     def _check_returned(self, recipe: Recipe) -> None:
         """Raises RecipeError for an evaluation that would return labels that its loss must not count."""
-        makes = type(self).batch_of is FeedTrainer.batch_of and _has_tokens(recipe)
+        makes = type(self).batch_of is FeedTrainer.batch_of and "tokens" in field_names(recipe)
         if makes and self.compute_loss_func is not None and _SHIFTED in self.label_names:
             raise RecipeError(
                 f"label_names={self.label_names} with compute_loss_func: a loss function gets labels, each "
@@ -510,8 +504,7 @@ class FeedTrainer(_Base):
             encoder = self._feed_options.get("encoder", "with sample")
             check_tiles(recipe, encoder)
             self._check_parts(recipe)
-            names = {field.name for field in contents_of(recipe).fields}
-            if encoder != "with sample" and FRAMES in names and self._family in IN_ONE:
+            if encoder != "with sample" and FRAMES in field_names(recipe) and self._family in IN_ONE:
                 raise RecipeError(
                     f"encoder={encoder!r}: {self._family} takes frames of videos as images, and outputs are "
                     f"exchanged by kind; choose encoder='with sample'"
@@ -592,20 +585,16 @@ def _check_dataset(name: str, given: object) -> None:
 
 def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -> None:
     """Raises RecipeError for labels in other places than the model's loss expects."""
-    rule, name = recipe.sequence, type(model).__name__
-    if _has_tokens(recipe):
+    name, has_tokens = type(model).__name__, "tokens" in field_names(recipe)
+    if has_tokens:
         refuse_lacking(recipe, {"labels"}, name)
     if predicts_next:
         refuse_masked(recipe, name)
-    if not isinstance(rule, Masked) and not predicts_next and _has_tokens(recipe):
+    elif has_tokens and not isinstance(recipe.sequence, Masked):
         raise RecipeError(
             f"{name} takes no shift_labels, so that nothing says whether its loss shifts labels; give its "
             f"forward that argument, the token that each position predicts, or override FeedTrainer.batch_of"
         )
-
-
-def _has_tokens(recipe: Recipe) -> bool:
-    return "tokens" in {field.name for field in contents_of(recipe).fields}
 
 
 def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
