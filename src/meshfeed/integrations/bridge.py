@@ -24,6 +24,7 @@ from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
 from meshfeed.integrations.loader import changed_options, refuse_options
+from meshfeed.integrations.megatron.iterations import iterators_of_stages
 from meshfeed.integrations.megatron.pretrain import check_end, check_left_out, check_loss, check_shape
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
@@ -138,8 +139,8 @@ class _Stream:
     def open(self, step: int) -> None:
         self._feed.run(step)
         self._feed.__enter__()
-        made = megatron.data_iterators(self._feed, num_microbatches=self._num_microbatches)
-        for stage, microbatches in zip(self.stages, made if isinstance(made, list) else [made]):
+        made = iterators_of_stages(self._feed, self._num_microbatches)
+        for stage, microbatches in zip(self.stages, made):
             stage.microbatches = microbatches
 
     def advance(self, step: int) -> None:

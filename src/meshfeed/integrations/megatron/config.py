@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshfeed.errors import LayoutError, OptionError, RecipeError
-from meshfeed.integrations.megatron.stages import scheduler_of, stage_map
+from meshfeed.integrations.megatron.stages import name_in, scheduler_of, stage_map
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, CpSplit, Packing
 from meshfeed.recipe import Rule
@@ -168,11 +168,10 @@ def _aligned(align: Align, config: Any, layout: Layout) -> Align:
     multiples = [align.pack]
     if getattr(config, "sequence_parallel", False):
         multiples.append(layout.tp)
-    if getattr(config, "fp4", None) or (
-        getattr(config, "fp8", None) and _name(getattr(config, "fp8_recipe", None)) == "mxfp8"
-    ):
+    fp8 = getattr(config, "fp8", None)
+    if getattr(config, "fp4", None) or (fp8 and name_in(config, "fp8_recipe") == "mxfp8"):
         multiples.append(32)
-    elif getattr(config, "fp8", None):
+    elif fp8:
         multiples.append(16)
     return replace(align, pack=math.lcm(*multiples))
 
@@ -181,9 +180,8 @@ def _shaped(packing: Packing, config: Any, *, keeps: bool) -> Packing:
     """The packing with the options of thd: padding of packs, and the most sequences of one."""
     pad: Any = getattr(config, "pad_packed_seq_alignment", None)
     most: int | None = getattr(config, "thd_max_packed_sequences", None)
-    tail, capacity = (
-        getattr(config, name, None) for name in ("thd_tail_padding_policy", "max_seqlen_per_dp_cp_rank")
-    )
+    tail = getattr(config, "thd_tail_padding_policy", None)
+    capacity = getattr(config, "max_seqlen_per_dp_cp_rank", None)
     if pad is not None and pad != "max" and (type(pad) is not int or pad < 1):
         raise RecipeError(f"pad_packed_seq_alignment={pad!r}: give 'max' or a whole number from 1")
     fills = pad is not None and pad in ("max", capacity)
@@ -221,7 +219,7 @@ def _check_shapes(packing: Packing, config: Any, layout: Layout) -> None:
         return
     if _graphs(config):
         raise RecipeError(
-            f"cuda_graph_impl={_name(config.cuda_graph_impl)!r} needs packs of one shape; set "
+            f"cuda_graph_impl={name_in(config, 'cuda_graph_impl')!r} needs packs of one shape; set "
             f"Packing(fixed_shapes=True, max_sequences=...), or pad_packed_seq_alignment='max' and "
             f"thd_max_packed_sequences"
         )
@@ -245,12 +243,7 @@ def _check_rows(rule: Rule, config: Any, layout: Layout) -> None:
 
 
 def _graphs(config: Any) -> bool:
-    return _name(getattr(config, "cuda_graph_impl", None)) not in (None, "none")
-
-
-def _name(given: Any) -> str | None:
-    """The name of an option, which is an enum in newer releases."""
-    return None if given is None else str(getattr(given, "value", given))
+    return name_in(config, "cuda_graph_impl") not in (None, "none")
 
 
 def _cp_sizes(config: Any, ranks: int) -> tuple[int, ...]:

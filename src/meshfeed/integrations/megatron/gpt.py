@@ -175,8 +175,7 @@ class MegatronGPT(Rows, OwnOrder):
         return np.minimum(self._tokens_in(recipe, draws) - 1, self.length).clip(0)
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
-        rows: list[Longs] = []
-        offsets: list[Longs] = []
+        rows, offsets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for s, mine, of_source in draws.by_source():
             dataset = self._indexes(recipe).datasets[s]
             pieces, tokens = dataset.pieces_of(of_source.index), dataset.tokens_of(of_source.index)
@@ -185,8 +184,7 @@ class MegatronGPT(Rows, OwnOrder):
             short = np.flatnonzero((tokens > 0) & (tokens <= self.length))
             rows += [mine[pieces.row[inside]], mine[short]]
             offsets += [pieces.at[inside], tokens[short]]
-        row = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
+        row, offset = np.concatenate(rows), np.concatenate(offsets)
         ascending = np.lexsort((offset, row))
         return row[ascending], offset[ascending]
 
@@ -205,12 +203,11 @@ class MegatronGPT(Rows, OwnOrder):
     def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
         tokens = self._indexes(recipe).datasets[source].tokens_of(draws.index)
         if (tokens > self.length).all():
-            return super()._read(recipe, source, draws, cut, out)
+            super()._read(recipe, source, draws, cut, out)
+            return
         ranges = self.ranges(recipe, source, draws, cut)
-        places = _places(cut)
         out[:] = 0
-        out[places < tokens[:, None]] = recipe.sources[source].read_stream(*ranges)
-        return None
+        out[_places(cut) < tokens[:, None]] = recipe.sources[source].read_stream(*ranges)
 
 
 def _places(cut: Slices) -> Longs:

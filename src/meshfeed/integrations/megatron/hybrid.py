@@ -211,9 +211,7 @@ class HybridCPDataLoaderWrapper:
                 length = int(lengths[sample]) if sample < lengths.size else 1
                 multiple = int(align.pack_multiple(cp_sizes[sample]))  # each sample is a pack of its own
                 width = -(-length // multiple) * multiple
-                placed = {name: self._placed(name, value, width) for name, value in item.items()}
-                if AXES_FIRST in placed:
-                    placed["position_ids"] = placed.pop(AXES_FIRST).movedim(-1, 0)
+                placed = with_axes({name: self._placed(name, value, width) for name, value in item.items()})
                 mine[sample] = {name.strip("()"): value for name, value in placed.items()}
         return mine
 

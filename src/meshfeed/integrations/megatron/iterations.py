@@ -38,6 +38,14 @@ def data_iterators(
     Raises RecipeError if Megatron-LM skips iterations and args is not given or does not allow it, and
     later for a step that is not Megatron's iteration.
     """
+    stages = iterators_of_stages(source, num_microbatches, args)
+    return stages if len(stages) > 1 else stages[0]
+
+
+def iterators_of_stages(
+    source: Source, num_microbatches: Callable[[], int] | None = None, args: Any = None
+) -> list[StageIterator]:
+    """`data_iterators`, as a list also of one."""
     if args is None:
         _refuse_unfollowed()
         return unfollowed_iterators(source, num_microbatches)
@@ -47,10 +55,8 @@ def data_iterators(
     return _of_stages(feed, lambda steps: FollowingIterator(feed, steps, of_core, args, first))
 
 
-def unfollowed_iterators(
-    source: Source, num_microbatches: Callable[[], int] | None
-) -> StageIterator | list[StageIterator]:
-    """`data_iterators` without skipped iterations: also for validation and test data."""
+def unfollowed_iterators(source: Source, num_microbatches: Callable[[], int] | None) -> list[StageIterator]:
+    """`iterators_of_stages` without skipped iterations: also for validation and test data."""
     return _of_stages(source, lambda steps: StageIterator(source, steps, num_microbatches))
 
 
@@ -159,9 +165,7 @@ def zeros(args: Any) -> dict[str, torch.Tensor]:
     return made
 
 
-def _of_stages(
-    source: Source, made: Callable[[Iterator[Step]], StageIterator]
-) -> StageIterator | list[StageIterator]:
+def _of_stages(source: Source, made: Callable[[Iterator[Step]], StageIterator]) -> list[StageIterator]:
     if isinstance(source, Feed):
         check_documents(source)
     changing = source.stage_map.mtp and len(source.cp_groups) > 1
@@ -170,8 +174,6 @@ def _of_stages(
             "MTP layers with changing cp groups: this Megatron-core shifts their tokens among the ranks of "
             "context_parallel_size, whichever share a pack; take a newer one, or Packing(policy='balanced')"
         )
-    if source.stage_map.vpp == 1:
-        return made(iter(source))
     return [made(iter(stage)) for stage in source.virtual_stages]
 
 
@@ -179,8 +181,9 @@ def _feed_of(source: Source, args: Any) -> Feed:
     """The source. Raises RecipeError if its iterators cannot follow args."""
     if not isinstance(source, Feed):
         raise RecipeError("args= is for the iterators of a Feed, whose steps have numbers; leave it out")
+    skipped = skipped_of(args)
     for name in _UNSKIPPED:
-        if (skipped := skipped_of(args)) and getattr(args, name, None):
+        if skipped and getattr(args, name, None):
             raise RecipeError(
                 f"iterations_to_skip={skipped} with {name}={getattr(args, name)}, where Megatron-LM's "
                 f"dummy_train_step fails; leave one of them out"

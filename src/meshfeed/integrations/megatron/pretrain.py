@@ -9,14 +9,13 @@ from typing import Any, Self
 
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import framework, refuse_options
+from meshfeed.integrations.loader import field_names, framework, refuse_options
 from meshfeed.integrations.megatron.batches import StageIterator
 from meshfeed.integrations.megatron.feeds import feed
-from meshfeed.integrations.megatron.iterations import data_iterators, skipped_of, unfollowed_iterators
+from meshfeed.integrations.megatron.iterations import iterators_of_stages, skipped_of, unfollowed_iterators
 from meshfeed.integrations.megatron.stages import Readers
 from meshfeed.plan import Packing
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence import contents_of
 from meshfeed.transport import Transport
 
 CONFIG_FIELDS: dict[str, str] = {
@@ -188,7 +187,7 @@ class DatasetsProvider:
             rows = getattr(args, "eval_micro_batch_size", None) or rows
         packed = recipe.sequence.packed
         # its embedding and loss take a token beyond the vocabulary for one of another tp rank
-        has_tokens = any(field.name == "tokens" for field in contents_of(recipe).fields)
+        has_tokens = "tokens" in field_names(recipe)
         checked = {"vocab_size": getattr(args, "padded_vocab_size", None)} if has_tokens else {}
         options = checked | self._options
         options |= {} if name == "train" else {"ledger": None, "metrics": None}
@@ -209,15 +208,12 @@ class DatasetsProvider:
         if name == "train":
             wanted = args.train_iters  # Megatron computes it from train_samples, too, also if batches grow
         elif wanted is not None:
-            wanted //= _batch_size(name, args)
+            wanted //= of_step
         check_end(name, made, wanted)
-        iterators: Any
         if name == "train":
-            iterators = data_iterators(made, args=args)
-        else:
-            count = of_step // (rows * made.layout.dp)
-            iterators = unfollowed_iterators(made, lambda: count)
-        return iterators if isinstance(iterators, list) else [iterators]
+            return iterators_of_stages(made, args=args)
+        count = of_step // (rows * made.layout.dp)
+        return unfollowed_iterators(made, lambda: count)
 
 
 def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
@@ -230,13 +226,13 @@ def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
             f"number of data-parallel ranks, and train has packs or a shuffle by blocks, which follow from "
             f"that number; use rows, with shuffle='global'"
         )
-    length = None if rule.packed else getattr(recipe.sequence, "length", None)
+    length = None if rule.packed else getattr(rule, "length", None)
     if length is not None and length != args.seq_length:
         raise RecipeError(
             f"{name} has rows of {length} tokens, and seq_length is {args.seq_length}; make them equal"
         )
     for option, of_rule in _OF_RULE.items():
-        if not getattr(args, option, False) or getattr(recipe.sequence, of_rule, False):
+        if not getattr(args, option, False) or getattr(rule, of_rule, False):
             continue
         if rule.packed:
             raise RecipeError(

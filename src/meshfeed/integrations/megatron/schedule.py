@@ -15,13 +15,8 @@ from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
 from meshfeed.exchange.place import ExchangePlace
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator
-from meshfeed.integrations.megatron.config import (
-    KEEPING,
-    check_layout,
-    cp_split_of,
-    packing_of,
-)
-from meshfeed.integrations.megatron.iterations import begin, data_iterators
+from meshfeed.integrations.megatron.config import KEEPING, check_layout, cp_split_of, packing_of
+from meshfeed.integrations.megatron.iterations import begin, iterators_of_stages
 from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Readers,
@@ -58,10 +53,9 @@ class _Turn:
     """The iterator of the current call as one endless source, so that several datasets can take turns.
 
     Each element is everything that one call pulls, so a growing batch size needs no new Exchange. An
-    exhausted
-    iterator gives an empty element: a dataset that ends on this rank must not end the others, and a step
-    without a sequence from any rank ends it. An iterator that ends within a call is an error,
-    since the step would be short.
+    exhausted iterator gives an empty element: a dataset that ends on this rank must not end the others, and
+    a step without a sequence from any rank ends it. An iterator that ends within a call is an error, since
+    the step would be short.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -231,8 +225,7 @@ class _Scheduled(Exchange):
     @cached_property
     def stages(self) -> list[StageIterator]:
         """The iterator of each virtual stage; the first call waits for the other ranks."""
-        made = data_iterators(self)
-        return made if isinstance(made, list) else [made]
+        return iterators_of_stages(self)
 
     def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
         if not self.keeps or not len(gathered):

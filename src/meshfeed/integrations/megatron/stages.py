@@ -139,10 +139,15 @@ def stages_of(config: Any, layout: Layout) -> StageMap:
     return stages
 
 
+def name_in(config: Any, option: str) -> str | None:
+    """The name that an option of a config has; it is an enum in newer releases."""
+    given = getattr(config, option, None)
+    return None if given is None else str(getattr(given, "value", given))
+
+
 def scheduler_of(config: Any) -> str | None:
     """The name of the config's sequence_packing_scheduler."""
-    given = getattr(config, "sequence_packing_scheduler", None)
-    return None if given is None else str(getattr(given, "value", given))
+    return name_in(config, "sequence_packing_scheduler")
 
 
 def is_reader(
