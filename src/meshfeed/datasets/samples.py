@@ -77,12 +77,10 @@ class Samples(FindsDocuments, LeavesOut):
 
     @property
     def packed(self) -> bool:
-        """Whether items are packed."""
         return self._packed
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The declared fields, and those of the plan if items are packed."""
         return self.declared + (PLAN_FIELDS if self.packed else ())
 
     @property
@@ -109,7 +107,6 @@ class Samples(FindsDocuments, LeavesOut):
         return store.num_documents
 
     def num_documents(self, store: Store) -> int:
-        """All of a store."""
         return self.num_sequences(store)
 
     def without(self, recipe: Recipe, draws: Draws, excluded: Mapping[int, Longs]) -> Located:
@@ -138,7 +135,6 @@ class Samples(FindsDocuments, LeavesOut):
         return lengths
 
     def may_weigh(self, recipe: Recipe, draws: Draws) -> bool:
-        """Whether items have a loss_mask."""
         return any(field.name == "loss_mask" for field in self.fields)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
@@ -210,7 +206,6 @@ class Samples(FindsDocuments, LeavesOut):
         names: Sequence[str],
         allocate: Allocate,
     ) -> FieldTable:
-        """The named fields of each microbatch; see the class."""
         wanted = [field for field in self.declared if field.name in names and columns is not None]
         held = columns or {}
         if self.packed:

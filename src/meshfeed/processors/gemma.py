@@ -134,11 +134,9 @@ class CroppedPixels(FixedPixels):
     fit: Fit = "stretch"
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """One, and as many as crops."""
         return {PIXELS: self.rule.patches(parts)[0]}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The image and its crops."""
         image, count = rgb_image(data, size, self.alpha), int(self.rule.crops(size.as_image())[0])
         width, height = image.size
         longer = max(image.size)
@@ -178,7 +176,6 @@ class BudgetImages(Framed, ResizedImages):
         return self.patches(parts)[1] // self.merge**2
 
     def resized(self, parts: Parts) -> tuple[Longs, Longs]:
-        """(height, width) of the resized images, in pixels; int64 [p] twice."""
         side, most = self.patch * self.merge, self.max_tokens * self.merge**2 * self.patch**2
         factor = np.sqrt(most / (parts.height * parts.width))
         height, width = (
@@ -216,7 +213,6 @@ class BudgetPatches(SizedPatches):
         _refuse_colors(self)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as patches, of both."""
         patches = self.rule.patches(parts)[1]
         return {PIXELS: patches, self.size_field.name: patches}
 
@@ -231,7 +227,6 @@ class BudgetPatches(SizedPatches):
         return _places(height // self.rule.patch, width // self.rule.patch)
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Squares of merge x merge patches."""
         return len(made["image_position_ids"]) // self.rule.merge**2
 
 
@@ -332,13 +327,11 @@ class BudgetFrames(PixelProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values_videos, video_position_ids and num_frames_per_video."""
         places = PartField(name="video_position_ids", dtype="int64", shape=(2,))
         count = PartField(name="num_frames_per_video", dtype="int64")
         return video_pixels(self, (3 * self.rule.patch**2,)), places, count
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as patches of all frames, and one."""
         frames, patches = self.rule.patches(parts)
         several = {each.name: frames * patches for each in self.fields}
         return several | {"num_frames_per_video": np.ones_like(frames)}
@@ -352,7 +345,6 @@ class BudgetFrames(PixelProcessor):
         return {PIXELS_OF_VIDEO: split.reshape(-1, 3 * side**2), **self._sizes(size)}
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
-        """Patches of zeros, and the places and frames that the video should have had."""
         return {**super().blank(size, rows), **self._sizes(size)}
 
     def _sizes(self, size: PartSize) -> Mapping[str, Array]:
@@ -362,5 +354,4 @@ class BudgetFrames(PixelProcessor):
         return {"video_position_ids": places, "num_frames_per_video": np.array([count])}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Squares of merge x merge patches."""
         return len(made["video_position_ids"]) // self.rule.merge**2

@@ -93,9 +93,8 @@ class PlacedTiles(PartRule):
         shape, is_wide = parts.width / parts.height, parts.width >= parts.height
         shorter = np.where(is_wide, self.longest / shape, self.longest * shape).astype(np.int64)
         shorter = np.maximum(shorter + shorter % 2, 1)
-        scaled = np.where(
-            is_wide, [shorter, 0 * shorter + self.longest], [0 * shorter + self.longest, shorter]
-        )
+        longest = np.full_like(shorter, self.longest)
+        scaled = np.where(is_wide, [shorter, longest], [longest, shorter])
         height, width = scaled
         shape, is_wide = width / height, width >= height
         longer = self._whole(np.maximum(height, width))
@@ -124,11 +123,9 @@ class PlacedPixels(TiledPixels):
     resample: Resample = "lanczos"
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The tiles of one image."""
         image, tile, made = rgb_image(data, size, self.alpha), self.rule.tile, list[Array]()
-        for height, width in np.stack(self.rule.resized(size.as_image()))[:, :, 0].tolist()[
-            : 1 + self.rule.splits
-        ]:
+        sizes = np.stack(self.rule.resized(size.as_image()))[:, :, 0].tolist()
+        for height, width in sizes[: 1 + self.rule.splits]:
             image = self.resized(image, height, width)
         if self.rule.tile_grid(size.as_image()).any():
             made.append(squares_of(image, tile))

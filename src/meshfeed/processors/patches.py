@@ -58,7 +58,7 @@ def refuse_elongated(parts: Parts) -> None:
 
 
 class ResizedImages(PartRule):
-    """A rule for images that are resized to whole patches, over all of which the encoder attends.
+    """A rule for images, or frames, resized to whole patches, over all of which the encoder attends.
 
     Attributes:
         patch: side of a patch, in pixels.
@@ -146,23 +146,19 @@ class SizedPatches(ImageProcessor):
 
     @cached_property  # asked for with each image
     def fields(self) -> tuple[PartField, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """pixel_values and the sizes."""
         values = 3 * self.copies * self.rule.patch**2
         return self.pixel_field((values,), copies=self.copies), self.size_field
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as patches, and one."""
         return {PIXELS: self.rule.patches(parts)[1], self.size_field.name: np.ones(len(parts), np.int64)}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The patches of one image."""
         image, (height, width) = rgb_image(data, size, self.alpha), self._resized(size)
         patches = self.squares(image, height, width, self.rule.patch, self.together)
         sizes = self.sizes_of(height, width)
         return {PIXELS: patches.reshape(len(patches), -1), self.size_field.name: sizes}
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
-        """Patches of zeros, and the sizes that the image should have had."""
         return {**super().blank(size, rows), self.size_field.name: self.sizes_of(*self._resized(size))}
 
     def _resized(self, size: PartSize) -> tuple[int, int]:
@@ -191,12 +187,10 @@ class NativePatches(SizedPatches):
 
     @property
     def copies(self) -> int:
-        """Of an image, in a patch."""
         return self.frames
 
     @property
     def together(self) -> int:
-        """As they are merged."""
         return self.rule.merge
 
     def sizes_of(self, height: int, width: int) -> Array:
@@ -204,5 +198,4 @@ class NativePatches(SizedPatches):
         return np.array([[1, height // self.rule.patch, width // self.rule.patch]])
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Squares of merge x merge patches."""
         return int(made["image_grid_thw"].prod()) // self.rule.merge**2

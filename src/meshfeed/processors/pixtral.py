@@ -92,5 +92,4 @@ class RowPatches(SizedPatches):
         return np.array([[height, width]])
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Squares of merge x merge patches."""
         return int(made["image_sizes"].prod()) // (self.rule.patch * self.rule.merge) ** 2

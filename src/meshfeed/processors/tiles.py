@@ -112,19 +112,15 @@ class FixedPixels(ImageProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values."""
         return (self.pixel_field((3, self.rule.size, self.rule.size)),)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """One."""
         return {PIXELS: np.ones(len(parts), np.int64)}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The image."""
         return {PIXELS: self.square(rgb_image(data, size, self.alpha))}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """As the rule says of an image."""
         return len(made[PIXELS]) * self.rule.outputs_of_one
 
     def square(self, image: Any) -> Array:
@@ -224,15 +220,12 @@ class TiledPixels(ImageProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values."""
         return (self.pixel_field((3, self.rule.tile, self.rule.tile)),)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as tiles, with the copy."""
         return {PIXELS: self.rule.patches(parts)[0]}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The tiles of one image."""
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         rows, columns = self.rule.tile_grid(size.as_image())[:, 0].tolist()
         tiles = self.squares(image, rows * tile, columns * tile, tile)
@@ -241,7 +234,6 @@ class TiledPixels(ImageProcessor):
         return {PIXELS: tiles}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """tokens_per_tile of each tile."""
         return len(made[PIXELS]) * self.rule.tokens_per_tile
 
 
@@ -352,19 +344,16 @@ class AnyResPixels(ImageProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values, image_sizes and image_tiles."""
         pixels = self.pixel_field((3, self.rule.tile, self.rule.tile))
         tiles = PartField(name="image_tiles", dtype="int64")
         sizes = PartField(name="image_sizes", dtype="int64", shape=(2,))
         return (pixels, sizes) if self.rule.tiles_several else (pixels, sizes, tiles)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as tiles, with the copy; and one of each other."""
         one = np.ones(len(parts), np.int64)
         return {each.name: one for each in self.fields} | {PIXELS: self.rule.patches(parts)[0]}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The tiles of one image."""
         image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         if self.rule.is_whole(size.as_image())[0]:
             return self._told(self.squares(_squared(image, self.mean), tile, tile, tile), size)
@@ -374,7 +363,6 @@ class AnyResPixels(ImageProcessor):
         return self._told(np.concatenate(both), size)
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
-        """Tiles of zeros, and the image's size."""
         return self._told(super().blank(size, rows)[PIXELS], size)
 
     def _told(self, pixels: Array, size: PartSize) -> Mapping[str, Array]:
@@ -384,7 +372,6 @@ class AnyResPixels(ImageProcessor):
         return {each.name: made[each.name] for each in self.fields}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """As the rule says of an image of that size."""
         ((height, width),) = made["image_sizes"].tolist()
         several = 1 + (len(made[PIXELS]) == 1)
         return int(self.rule.tokens(PartSize(height, width, 1, 0.0, several).as_image())[0])

@@ -21,7 +21,7 @@ from meshfeed.formats.video import Frame, decoded_frames, video_header
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, check_options, in_pixels
-from meshfeed.processors.patches import native_size, refuse_elongated
+from meshfeed.processors.patches import ResizedImages, native_size, refuse_elongated
 from meshfeed.processors.pixels import PixelField, PixelProcessor
 from meshfeed.sequence.runs import Longs
 
@@ -29,7 +29,7 @@ PIXELS, GRID = "pixel_values_videos", "video_grid_thw"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeVideo(PartRule):
+class NativeVideo(ResizedImages):
     """Frames at their own resolution, sampled evenly; `merge_frames` of them are encoded together.
 
     Like Qwen2-VL and Qwen2.5-VL with `do_sample_frames`. The encoder attends within merged frames.
@@ -100,12 +100,7 @@ class NativeVideo(PartRule):
         return native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=most)
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        height, width = self.resized(parts)
-        return -(-self.frames(parts) // self.merge_frames), (height // self.patch) * (width // self.patch)
-
-    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
-        height, width = self.resized(parts)
-        return height // (self.patch * self.merge), width // (self.patch * self.merge)
+        return -(-self.frames(parts) // self.merge_frames), super().patches(parts)[1]
 
     def interval(self, parts: Parts) -> npt.NDArray[np.float32]:
         if self.tokens_per_second is None:
@@ -144,17 +139,14 @@ class VideoPatches(PixelProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values_videos and video_grid_thw."""
         shape = (3 * self.rule.merge_frames * self.rule.patch**2,)
         return video_pixels(self, shape), PartField(name=GRID, dtype="int64", shape=(3,))
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """As many as patches of all merged frames, and one."""
         groups, patches = self.rule.patches(parts)
         return {PIXELS: groups * patches, GRID: np.ones(len(parts), np.int64)}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The patches of one video."""
         rule, grid = self.rule, self._grid(size)
         _, rows, columns = grid
         frames = sampled_frames(data, size, rule.numbers(size), rows * rule.patch, columns * rule.patch)
@@ -164,17 +156,14 @@ class VideoPatches(PixelProcessor):
         split = frames.reshape(
             -1, rule.merge_frames, rows // merge, merge, side, columns // merge, merge, side, 3
         )
-        patches = split.transpose(
-            0, 2, 5, 3, 6, 8, 1, 4, 7
-        )  # group, square, patch of it, channel, frame, pixel
+        # group, square, patch of it, channel, frame, pixel
+        patches = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
         return {PIXELS: patches.reshape(math.prod(grid), -1), GRID: np.array([grid])}
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
-        """Patches of zeros, and the grid that the video should have had."""
         return {**super().blank(size, rows), GRID: np.array([self._grid(size)])}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """Squares of merge x merge patches."""
         return int(made[GRID].prod()) // self.rule.merge**2
 
     def _grid(self, size: PartSize) -> tuple[int, int, int]:
@@ -408,21 +397,17 @@ class FixedFrames(PixelProcessor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """pixel_values_videos."""
         shape = (self.rule.num_frames, 3, self.rule.size, self.rule.size)
         return (video_pixels(self, shape),)
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """One."""
         return {PIXELS: np.ones(len(parts), np.int64)}
 
     def bytes_of(self, data: bytes, size: PartSize) -> Mapping[str, Array]:
-        """The frames of one video."""
         frames = sampled_frames(data, size, self.rule.numbers(size), self.rule.size, self.rule.size)
         return {PIXELS: frames.transpose(0, 3, 1, 2)[None]}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """As the rule says of a video."""
         return len(made[PIXELS]) * self.rule.outputs_of_one
 
 

@@ -147,7 +147,6 @@ class WhisperFeatures(Processor):
 
     @property
     def fields(self) -> tuple[PartField, ...]:
-        """input_features and feature_attention_mask."""
         frames = self.rule.seconds * self.rule.frame_rate
         return (
             PartField(name="input_features", dtype="float32", shape=(self.mels, frames)),
@@ -155,7 +154,6 @@ class WhisperFeatures(Processor):
         )
 
     def rows(self, parts: Parts) -> Mapping[str, Longs]:
-        """One of each."""
         one = np.ones(len(parts), np.int64)
         return {each.name: one for each in self.fields}
 
@@ -170,11 +168,9 @@ class WhisperFeatures(Processor):
         return {"input_features": spectrum[None], "feature_attention_mask": self._mask(size)}
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
-        """A spectrum of zeros, and the frames that the part should have had."""
         return {**super().blank(size, rows), "feature_attention_mask": self._mask(size)}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
-        """As the rule says of that many frames."""
         return int(self.rule.tokens_of_frames(made["feature_attention_mask"].sum(axis=1)).sum())
 
     def _mask(self, size: PartSize) -> Array:

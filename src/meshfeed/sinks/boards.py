@@ -40,7 +40,6 @@ class WandB(Sink):
         self._run = run
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """Log the newest step, with its number."""
         if any(isinstance(entry, RunStart) for entry in entries):
             self._run.define_metric("meshfeed/step")
             self._run.define_metric("meshfeed/*", step_metric="meshfeed/step")
@@ -69,7 +68,6 @@ class TensorBoard(Sink):
         self._last_step: dict[str, int] = {}  # by scalar, of this run: after an error, the rest is written
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """Write the steps, each at its time."""
         for entry in entries:
             if isinstance(entry, StepRecord):
                 for name, value in scalars(entry).items():
