@@ -96,8 +96,7 @@ def _few_of(dataset: Any) -> list[int]:
 
 def _compare(asked: Sequence[Any], one: Sequence[Any], other: Sequence[Any], when: str) -> None:
     for at, first, second in zip(asked, one, other):
-        found = difference(first, second)
-        if found:
+        if found := difference(first, second):
             raise AssertionError(f"{at} differs when {when}: {found}")
 
 

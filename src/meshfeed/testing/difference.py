@@ -40,8 +40,7 @@ def _of_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any], where: str) -
     for name in {**one, **other}:
         if name not in one or name not in other:
             return f"{_at(where)}: field {name!r} is only in the {'first' if name in one else 'second'}"
-        found = difference(one[name], other[name], f"{where}[{name!r}]")
-        if found:
+        if found := difference(one[name], other[name], f"{where}[{name!r}]"):
             return found
     return None
 

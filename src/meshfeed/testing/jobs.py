@@ -54,9 +54,7 @@ def assert_elastic(
             made = list(simulate(recipe, layout, [step], **options))
             for tp, pp in np.ndindex(layout.tp, layout.pp):
                 own = [each for each in made if (each.coord.tp, each.coord.pp) == (tp, pp)]
-                got = _sequences(recipe, own, cp_split)
-                found = _first_difference(wanted, got)
-                if found:
+                if found := _first_difference(wanted, _sequences(recipe, own, cp_split)):
                     ranks = [each.rank for each in own]
                     raise AssertionError(f"step {step} under {layout}, ranks {ranks}: {found}")
 
@@ -69,8 +67,7 @@ def _first_difference(
         if draw not in got or draw not in wanted:
             return f"{told} is {'missing' if draw in wanted else 'not in the global batch'}"
         shared = {name: value for name, value in wanted[draw].items() if name in got[draw]}
-        found = difference(shared, got[draw])
-        if found:
+        if found := difference(shared, got[draw]):
             return f"{told}: {found} (one process, these ranks)"
     return None
 
@@ -79,8 +76,11 @@ def _sequences(
     recipe: Recipe, made: Sequence[SimulatedStep], cp_split: CpSplit
 ) -> dict[Draw, dict[str, Any]]:
     """Every sequence's fields, whole, from the ranks of one tensor-parallel and pipeline place."""
-    contents = contents_of(recipe)
-    fields = {field.name: field for field in contents.fields if field.name not in _BY_PACK}
+    fields = {
+        field.name: field
+        for field in contents_of(recipe).fields
+        if field.name not in _BY_PACK and (field.split or field.stored)
+    }
     pieces: dict[Draw, dict[str, dict[int, Any]]] = {}
     lengths: dict[Draw, int] = {}
     for step in made:
@@ -88,11 +88,9 @@ def _sequences(
         for microbatch in step.microbatches:
             names = _names(microbatch.draws)
             for name, value in microbatch.items():
-                field = fields.get(name)
-                if field is None or not (field.split or field.stored):
+                if name not in fields:
                     continue
-                parts = _by_sequence(microbatch, value, field)
-                for draw, part in zip(names, parts):
+                for draw, part in zip(names, _by_sequence(microbatch, value, fields[name])):
                     pieces.setdefault(draw, {}).setdefault(name, {})[microbatch.cp_rank] = part
     return {
         draw: {name: _joined(fields[name], held, lengths[draw], cp_split) for name, held in of_draw.items()}
@@ -145,8 +143,7 @@ def assert_resumable(
                 next(iter(fresh), None)
             fresh.load_state_dict(json.loads(json.dumps(states[at])))
             again, saved = _run(fresh, len(whole) - at)
-            found = difference(whole[at:], again) or difference(states[at:], saved)
-            if found:
+            if found := difference(whole[at:], again) or difference(states[at:], saved):
                 how = ", where it had iterated before" if iterated else ""
                 raise AssertionError(f"resumed at step {at}{how}, counted from there: {found}")
 
@@ -189,12 +186,11 @@ def assert_roles(
     stages = stage_map or StageMap(pp=layout.pp)
     declared = Windows(1).fields if fields is None else tuple(fields)
     roles = assign_roles(layout, stages, declared, delivery, may_read)
-    expected = None if readers is None else set(readers)
     reading = {role.rank for role in roles if role.reads}
-    if expected is not None and expected != reading:
-        wrong = min(expected ^ reading)
+    if readers is not None and (wrong := reading ^ {*readers}):
+        rank = min(wrong)
         raise AssertionError(
-            f"rank {wrong} {'opens' if wrong in reading else 'does not open'} storage under {delivery!r}; "
+            f"rank {rank} {'opens' if rank in reading else 'does not open'} storage under {delivery!r}; "
             f"readers are {sorted(reading)[:16]}"
         )
     for rank, names in (receives or {}).items():

@@ -43,13 +43,12 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
         with entered(recipe):
             stepping = _stepping(recipe, layout)
             for step in range(steps):
-                batch = stepping.global_batch(step)
-                require(batch is not None, f"step {step}: the stream has ended; give more sequences")
-                if batch is not None:
-                    again = copied.lengths(recipe, batch.draws)
-                    _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
-                    _check_step(stepping, layout, batch)
-                    _check_left_out(stepping, batch)
+                if (batch := stepping.global_batch(step)) is None:
+                    raise AssertionError(f"step {step}: the stream has ended; give more sequences")
+                again = copied.lengths(recipe, batch.draws)
+                _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
+                _check_step(stepping, layout, batch)
+                _check_left_out(stepping, batch)
 
 
 def _stepping(recipe: Recipe, layout: Layout) -> Stepping:
@@ -59,20 +58,17 @@ def _stepping(recipe: Recipe, layout: Layout) -> Stepping:
 
 
 def _check_step(stepping: Stepping, layout: Layout, batch: GlobalBatch) -> None:
-    loss = 0.0
-    has_loss = False
+    num_valid: list[int] = []
     for rank in range(layout.world_size):
         coord = layout.coord(rank)
         alone = stepping.portions(batch, coord, [coord.cp])
         shared = stepping.portions(batch, coord, range(layout.cp))
         for mine, groups in zip(alone, shared):
             where = f"step {batch.step}, {coord}"
-            for made in _check_portion(stepping, mine, groups, where):
-                if "loss_mask" in made:
-                    has_loss = True
-                    loss += float(np.count_nonzero(made["loss_mask"]))
-    if has_loss:
-        _equal(batch.valid_tokens, int(loss), f"step {batch.step}: valid_tokens, and nonzero loss_mask")
+            made = _check_portion(stepping, mine, groups, where)
+            num_valid += [int(np.count_nonzero(each["loss_mask"])) for each in made if "loss_mask" in each]
+    if num_valid:
+        _equal(batch.valid_tokens, sum(num_valid), f"step {batch.step}: valid_tokens, and nonzero loss_mask")
 
 
 def _check_left_out(stepping: Stepping, batch: GlobalBatch) -> None:
