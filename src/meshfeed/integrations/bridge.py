@@ -23,14 +23,14 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.files.local.durable import durable_file
 from meshfeed.integrations import megatron
-from meshfeed.integrations.loader import changed_options, refuse_options
+from meshfeed.integrations.loader import OF_TEXT, changed_options, refuse_options
 from meshfeed.integrations.megatron.iterations import iterators_of_stages
 from meshfeed.integrations.megatron.pretrain import check_end, check_left_out, check_loss, check_shape
 from meshfeed.machine import Machine
 from meshfeed.order import start_of_step
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
+from meshfeed.sequence.table import RUN_FIELDS
 from meshfeed.state import State
 
 
@@ -85,12 +85,8 @@ _PACKED = (
     *(f"cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
     *("max_seqlen_q", "max_seqlen_kv", "total_tokens", "cp_partition_mode"),
 )
-_TAKEN = {
-    *megatron.MODEL_KEYS,
-    "packed_seq_params",
-    *(field.name for field in PLAN_FIELDS),
-    *RUN_FIELDS,
-}  # what `get_batch` gives on, or what says no more than that
+_TAKEN = {*megatron.MODEL_KEYS, "packed_seq_params", *OF_TEXT, *RUN_FIELDS}
+"""What `get_batch` gives on, or what says no more than that."""
 _SEEN, _OF_IMAGES = ("pixel_values", "image_grid_thw"), {"image_index", "image_cu_seqlens", "bad_parts"}
 _FILE = "meshfeed.json"
 

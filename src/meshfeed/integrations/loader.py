@@ -155,12 +155,10 @@ def refuse_half_apart(recipe: Recipe, who: str) -> None:
 
     who: keeps them apart where positions begin again, with its verb.
     """
-    positions, attention = (
-        getattr(recipe.sequence, f"reset_{name}", False) for name in ("position_ids", "attention_mask")
-    )
-    if positions != attention:
+    rule = recipe.sequence
+    if getattr(rule, "reset_position_ids", False) != getattr(rule, "reset_attention_mask", False):
         raise RecipeError(
-            f"{recipe.sequence.summary()}: {who} documents apart where their positions begin again; set both "
+            f"{rule.summary()}: {who} documents apart where their positions begin again; set both "
             f"reset_position_ids and reset_attention_mask, or neither"
         )
 

@@ -176,9 +176,8 @@ def assert_roles(
 ) -> None:
     """The roles of a layout are what you take them for.
 
-    fields: of the sequence rule; those of `Windows` by default. may_read: `readers` of a
-    `Feed`. readers: the ranks that you expect to open storage. receives: rank -> names of the fields that you
-    expect it to be handed.
+    fields: of the sequence rule; those of `Windows` by default. may_read: `readers` of a `Feed`. readers: the
+    ranks that you expect to open storage. receives: rank -> names of the fields that you expect it to get.
     Raises AssertionError naming the first rank that is other than expected; RoleError where nobody can feed
     a rank.
     """

@@ -36,9 +36,8 @@ def feed(
     `config.CONFIG_FIELDS`. None for a plain pipeline. readers: who reads, see `Readers`, or the ranks that
     may. groups: a ProcessGroupCollection; None takes those of parallel_state. device: None takes this
     process's GPU if there is one. packing: as for a Feed, completed by the config; None takes that of a
-    config with a sequence_packing_scheduler. cp_split: None takes the config's. transport: without
-    readers and a delivery, unless `readers` lists ranks. options: all others of a Feed, such as
-    micro_batch_size.
+    config with a sequence_packing_scheduler. cp_split: None takes the config's. transport: without readers
+    and a delivery, unless `readers` lists ranks. options: all others of a Feed, such as micro_batch_size.
     Raises RecipeError if config and arguments contradict each other, and for documents that are kept apart in
     rows that cp splits.
     """

@@ -68,9 +68,8 @@ class MegatronGPT(Rows, OwnOrder):
         index_cache: a folder for the arrays that it builds, which all processes of a node then share; None
             builds them in the memory of each process. No sample depends on it.
 
-    A document is a sequence of the .idx, as in Megatron. Padding tokens
-    inside the data get no special treatment. Fields are those of `Windows`. Raises RecipeError for other
-    values.
+    A document is a sequence of the .idx, as in Megatron. Padding tokens inside the data get no special
+    treatment. Fields are those of `Windows`. Raises RecipeError for other values.
     """
 
     _: KW_ONLY

@@ -264,11 +264,8 @@ def check_left_out(recipe: Recipe, told: Sequence[int], steps: range) -> None:
 
 def check_shape(name: str, made: Feed, args: Any, rows: int) -> None:
     """Refuse packs of another shape than the activations that Megatron's pipeline sends."""
-    if (
-        made.packing is None
-        or made.layout.pp == 1
-        or getattr(args, "variable_seq_lengths", None) is not False
-    ):
+    one_shape = made.layout.pp > 1 and getattr(args, "variable_seq_lengths", None) is False
+    if made.packing is None or not one_shape:
         return
     length = made.packing.capacity * made.layout.cp
     if (length, 1) != (args.seq_length, rows):
