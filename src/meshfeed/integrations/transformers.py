@@ -480,14 +480,8 @@ class FeedTrainer(_Base):
         given = [self.train_dataset, *self._evaluation_sets().values()]
         others = any(not isinstance(each, Recipe | None) for each in given)
         trains = isinstance(self.train_dataset, Recipe)
-        refuse_options(
-            {
-                name: value
-                for name, value in changed.items()
-                if (trains if name in _IN_TRAINING else not others)
-            },
-            CONFIG_FIELDS,
-        )
+        concerned = [name for name in changed if (trains if name in _IN_TRAINING else not others)]
+        refuse_options({name: changed[name] for name in concerned}, CONFIG_FIELDS)
 
     def _feed(
         self,

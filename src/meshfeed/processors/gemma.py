@@ -13,7 +13,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
-from meshfeed.parts.types import TokenId, check_options
+from meshfeed.parts.types import TokenId
 from meshfeed.processors.patches import ResizedImages, SizedPatches
 from meshfeed.processors.pixels import PIXELS, Color, PixelProcessor, rgb_image
 from meshfeed.processors.resizing import Resample
@@ -168,9 +168,6 @@ class BudgetImages(Framed, ResizedImages):
     merge: int = 3
     alpha: float = 6 * 1152
     kind: Kind = "image"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def outputs(self, parts: Parts) -> Longs:
         return self.patches(parts)[1] // self.merge**2

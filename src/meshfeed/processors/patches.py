@@ -68,6 +68,9 @@ class ResizedImages(PartRule):
     patch: int
     merge: int
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     @abstractmethod
     def resized(self, parts: Parts) -> tuple[Longs, Longs]:
         """(height, width) of the resized images, in pixels; int64 [p] twice."""
@@ -106,9 +109,6 @@ class NativeImages(ResizedImages):
     grow_first: bool = False
     alpha: float = 6 * 1280
     kind: Kind = "image"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def tokens(self, parts: Parts) -> Longs:
         return self.patches(parts)[1] // self.merge**2

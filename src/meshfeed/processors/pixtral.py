@@ -12,7 +12,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.multimodal.processor import PartField
 from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
-from meshfeed.parts.types import TokenId, check_options, in_pixels
+from meshfeed.parts.types import TokenId, in_pixels
 from meshfeed.processors.patches import ResizedImages, SizedPatches
 from meshfeed.sequence.runs import Longs
 
@@ -39,9 +39,6 @@ class RowImages(ResizedImages):
     longest: int = 1024
     alpha: float = 6 * 1024
     kind: Kind = "image"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def resized(self, parts: Parts) -> tuple[Longs, Longs]:
         """(height, width) of the resized images, in pixels; int64 [p] twice.

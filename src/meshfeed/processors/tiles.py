@@ -36,6 +36,9 @@ class Framed(PartRule):
     after: tuple[TokenId, ...] = ()
     output: TokenId = PLACEHOLDER
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     @abstractmethod
     def outputs(self, parts: Parts) -> Longs:
         """Outputs of the encoder for each part; int64 [p]."""
@@ -71,9 +74,6 @@ class FixedImages(Framed):
     tokens_per_image: int | None = None
     alpha: float = 6 * 1024
     kind: Kind = "image"
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def outputs_of_one(self) -> int:
@@ -165,7 +165,7 @@ class TiledImages(Framed):
     kind: Kind = "image"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.min_tiles > self.max_tiles:
             raise RecipeError(
                 f"TiledImages(min_tiles={self.min_tiles}, max_tiles={self.max_tiles}): at most that"

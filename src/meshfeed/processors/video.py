@@ -62,7 +62,7 @@ class NativeVideo(ResizedImages):
     kind: Kind = "video"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if not (np.isfinite(self.fps) and self.fps > 0):
             raise RecipeError(f"NativeVideo(fps={self.fps}): above 0")
         if min(self.min_frames, self.max_frames) < self.merge_frames:
