@@ -379,7 +379,8 @@ def test_samples_are_taken_apart_however_they_come(lengths: list[int], multiple:
     packed["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     packed["cu_seqlens_padded"] = torch.tensor([0, *np.cumsum(widths)], dtype=torch.int32)[None]
     packed["max_seqlen"] = torch.tensor(9)
-    for form in (parts, packed, [packed]):
+    unpadded = [packed | {"cu_seqlens_padded": None}] if widths == lengths else []
+    for form in (parts, packed, [packed], *unpadded):
         made = sequences_of(form)
         assert [plain(each["tokens"]) for each in made] == wanted
         assert all(set(each) == {"tokens", "labels", "loss_mask", "position_ids"} for each in made)

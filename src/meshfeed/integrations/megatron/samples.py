@@ -91,10 +91,11 @@ def _apart(sample: Mapping[str, Any], keys: Keys) -> Iterator[dict[str, Any]]:
             raise RecipeError(
                 f"a sample with cu_seqlens has {len(rows)} rows of {length!r}; give a dict for each"
             )
-        starts = torch.as_tensor(sample["cu_seqlens"]).reshape(-1).tolist()
-        padded = torch.as_tensor(sample.get("cu_seqlens_padded", sample["cu_seqlens"])).reshape(-1).tolist()
-        sizes = [stop - start for start, stop in pairwise(starts)]
-        cuts = [(start, size) for start, size in zip(padded, sizes) if size > 0]
+        ends = torch.as_tensor(sample["cu_seqlens"]).reshape(-1).tolist()
+        padded = sample.get("cu_seqlens_padded")
+        starts = ends if padded is None else torch.as_tensor(padded).reshape(-1).tolist()
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        cuts = [(start, size) for start, size in zip(starts, sizes) if size > 0]
         beside = rows[0].keys() - per_token - {*OVERWRITTEN}
         _refuse_shared({name: rows[0][name] for name in beside}, len(cuts))
         yield from (_cut(rows[0], per_token, start, size) for start, size in cuts)
