@@ -24,11 +24,10 @@ from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.forks import at_fork
+from meshfeed.intervals import Longs
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
-
-I64 = npt.NDArray[np.int64]
 
 NUMBERS = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"}).union(
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
@@ -95,7 +94,7 @@ class Mapped(Store):
         self._depth = 0
         self._workers: Workers[EpochIndex] | None = None
 
-    def _counts(self, name: str, given: npt.ArrayLike | None) -> I64 | None:
+    def _counts(self, name: str, given: npt.ArrayLike | None) -> Longs | None:
         if given is None:
             return None
         counts = np.asarray(given)
@@ -142,11 +141,11 @@ class Mapped(Store):
         """The first item without a token, by its lengths; None without one."""
         return next(iter(np.flatnonzero(self.lengths(np.arange(len(self))) == 0).tolist()), None)
 
-    def lengths(self, documents: I64) -> I64:
+    def lengths(self, documents: Longs) -> Longs:
         """Tokens of each item; int64 [n]. 1 without lengths: each item counts as one."""
         return np.ones(len(documents), np.int64) if self._lengths is None else self._lengths[documents]
 
-    def valid_tokens(self, documents: I64) -> I64:
+    def valid_tokens(self, documents: Longs) -> Longs:
         """Loss-bearing tokens of each item; int64 [n]."""
         return self.lengths(documents) if self._valid is None else self._valid[documents]
 

@@ -18,9 +18,6 @@ from meshfeed.store.tokenizer import tokenizer_file
 from meshfeed.testing.difference import require
 from meshfeed.testing.elsewhere import elsewhere
 
-Array = npt.NDArray[Any]
-I64 = npt.NDArray[np.int64]
-
 _NUM_READS = 20
 _NUM_RANGES = 9
 _LONGEST_RANGE = 3_000

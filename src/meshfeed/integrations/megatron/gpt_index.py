@@ -21,7 +21,7 @@ from meshfeed.integrations.megatron.gpt_order import (
     sizes_of_blend,
 )
 from meshfeed.integrations.megatron.stored_sequences import sequences_of
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import Longs, numbers_in
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
@@ -29,7 +29,6 @@ from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 if TYPE_CHECKING:
     from meshfeed.integrations.megatron.gpt import MegatronGPT
 
-Longs = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 VERSION = 1

@@ -27,7 +27,6 @@ from meshfeed.errors import RecipeError
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
 Ints = npt.NDArray[np.integer[Any]]
-Longs = npt.NDArray[np.int64]
 
 Shuffle = Callable[[npt.NDArray[Any]], None]
 Part = Literal["train", "valid", "test"]

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -30,6 +29,7 @@ from meshfeed.integrations.megatron.samples import (
     with_axes_last,
 )
 from meshfeed.integrations.megatron.stages import core, device_of, layout_of
+from meshfeed.intervals import Longs
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, StepPlan, packs_of, plan_step
 from meshfeed.roles import Field
@@ -332,7 +332,7 @@ def groups_of(step_plan: StepPlan) -> SampleGroups:
     return groups
 
 
-def plan_of(groups: SampleGroups, lengths: npt.NDArray[np.int64], align: Align) -> StepPlan:
+def plan_of(groups: SampleGroups, lengths: Longs, align: Align) -> StepPlan:
     """The plan that gives samples of these lengths to these ranks: the inverse of `groups_of`.
 
     Raises PlanError for a sample that is not on consecutive ranks of one group.

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.intervals import Longs
 from meshfeed.mixture import Store
 from meshfeed.store.base import StreamStore
 from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore
-
-I64 = npt.NDArray[np.int64]
 
 _BLOCK = 1 << 20
 
@@ -35,14 +34,14 @@ class StoredSequences:
         """Sequences in the store."""
         return self.store.num_documents if self.index is None else self.index.header.num_sequences
 
-    def lengths(self, sequences: I64) -> I64:
+    def lengths(self, sequences: Longs) -> Longs:
         """Tokens of each sequence; int64 [n] -> int64 [n]."""
         if self.index is not None:
             return self.index.lengths_of(sequences)
         with self.store:
             return self.store.lengths(sequences)
 
-    def offsets(self, sequences: I64) -> I64:
+    def offsets(self, sequences: Longs) -> Longs:
         """Stream offset of each sequence's first token; int64 [n] -> int64 [n]."""
         if self.index is not None:
             return self.index.pointers_of(sequences, np.zeros_like(sequences)) // self.store.dtype.itemsize
