@@ -294,10 +294,9 @@ class Exclude(_Kept):
         return replace(recipe, amendments=amended)
 
     def __repr__(self) -> str:
-        listed = [f"{numbers.size} of {name!r}" for name, numbers in self._listed.items()]
-        return (
-            f"Exclude({', '.join([*listed, *(f'{name!r} by {path}' for name, path in self._paths.items())])})"
-        )
+        told = [f"{numbers.size} of {name!r}" for name, numbers in self._listed.items()]
+        told += [f"{name!r} by {path}" for name, path in self._paths.items()]
+        return f"Exclude({', '.join(told)})"
 
 
 @dataclass(frozen=True)
@@ -504,9 +503,8 @@ class Ledger:
     def keep(self, path: str | os.PathLike[str], *, timeout_s: float = LIMIT_S) -> None:
         """Write it to a file, unless that has it already, maybe with further lines.
 
-        Processes write one after the other, by a lock on a file beside it, so a shorter ledger never
-        replaces a longer one. Where the file system has no locks, the longer one is written again with the
-        next state.
+        Processes write one after the other, by a lock on a file beside it, so a shorter ledger never replaces
+        a longer one. Where the file system has no locks, the longer one is written again with the next state.
 
         timeout_s: how long another process may hold that lock; a minute at most.
 

@@ -6,9 +6,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, cast, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import Longs
 from meshfeed.summary import brief
 from meshfeed.whole import is_whole, settle, whole
 
@@ -108,7 +108,7 @@ class Batch:
             step = first + (position - self.position(first)) // size
         return step
 
-    def steps(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def steps(self, positions: Longs) -> tuple[Longs, Longs]:
         """The step that each position falls in, and which of its sequences it is; int64 [n] each.
 
         For a batch of sequences; see `order.steps_of`.

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Longs = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 N = TypeVar("N", bound=np.integer)
 
 
@@ -52,7 +53,7 @@ def together(begins: Longs, ends: Longs) -> tuple[Longs, Longs]:
     return begins[is_new], reach[np.append(is_new[1:], True)[: begins.size]]
 
 
-def among(some: Longs, values: Longs) -> npt.NDArray[np.bool_]:
+def among(some: Longs, values: Longs) -> Bools:
     """Whether each value is one of some, which are ascending and may be many more; bool [n]."""
     at = np.searchsorted(some, values)
     return np.append(some, -1)[at] == values

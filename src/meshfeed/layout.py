@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import LayoutError
-from meshfeed.intervals import distinct
+from meshfeed.intervals import Longs, distinct
 from meshfeed.whole import is_whole, of_kind, settle
 
 DIMS = ("tp", "cp", "dp", "pp")
@@ -88,9 +88,8 @@ class Layout:
             raise LayoutError(f"ep={self.ep} does not divide tp*cp*dp={self.tp * self.cp * self.dp}")
         if self.table is not None and not len(self.table) == len(set(self.table)) == self.world_size:
             raise LayoutError(
-                f"table has {len(self.table)} ranks, {len(set(self.table))} distinct ranks, "
-                f"for {self.world_size} cells "
-                f"(tp{self.tp} x cp{self.cp} x dp{self.dp} x pp{self.pp})"
+                f"table has {len(self.table)} ranks, {len(set(self.table))} distinct ranks, for "
+                f"{self.world_size} cells (tp{self.tp} x cp{self.cp} x dp{self.dp} x pp{self.pp})"
             )
         if self.table is not None and np.asarray(self.table).dtype.kind != "i":
             raise LayoutError(f"table {str(self.table)[:80]}: ranks are whole numbers")
@@ -206,11 +205,11 @@ class Layout:
         listed = [dim for dim in self.order.lower().split("-") if dim != "ep"]
         return (*listed, *(dim for dim in DIMS if dim not in listed))
 
-    def ranks(self) -> npt.NDArray[np.int64]:
+    def ranks(self) -> Longs:
         """All global ranks, ascending; int64 [world_size]."""
         return np.arange(self.world_size) if self.table is None else np.sort(np.array(self.table, np.int64))
 
-    def grid(self) -> npt.NDArray[np.int64]:
+    def grid(self) -> Longs:
         """The ranks as an array whose axes are `dims` reversed, so that C order is the order of `table`."""
         slots = np.arange(self.world_size) if self.table is None else np.array(self.table, np.int64)
         return slots.reshape([getattr(self, dim) for dim in reversed(self.dims)])
@@ -237,7 +236,7 @@ class Layout:
         at_dim = coord._asdict()
         return int(self.grid()[tuple(at_dim[dim] for dim in reversed(self.dims))])
 
-    def groups(self, dims: str) -> npt.NDArray[np.int64]:
+    def groups(self, dims: str) -> Longs:
         """All groups along some dimensions, such as "tp" or "dp-cp"; int64 [num_groups, group_size].
 
         Groups, and ranks within a group, follow `order`, as in Megatron-core's RankGenerator.
@@ -251,14 +250,14 @@ class Layout:
         size = math.prod(grid.shape[a] for a in inside)
         return grid.transpose([*across, *inside]).reshape(-1, size)
 
-    def group_of(self, rank: int, dims: str) -> npt.NDArray[np.int64]:
+    def group_of(self, rank: int, dims: str) -> Longs:
         """The group of a rank along some dimensions; int64 [group_size]."""
         wanted = self._group_dims(dims)
         coord = self.coord(rank)._asdict()
         at = tuple(slice(None) if dim in wanted else coord[dim] for dim in reversed(self.dims))
         return self.grid()[at].ravel()
 
-    def node(self, ranks: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def node(self, ranks: npt.ArrayLike) -> Longs:
         """The node of each rank; int64, of the shape of `ranks`. An unknown node size means one node."""
         ranks = np.asarray(ranks, np.int64)
         return np.zeros_like(ranks) if self.ranks_per_node is None else ranks // self.ranks_per_node
@@ -277,7 +276,7 @@ class Layout:
         split = [f"{dim}{getattr(self, dim)}" for dim in self.dims if getattr(self, dim) > 1]
         return "-".join(split) or "dp1"
 
-    def _slots(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _slots(self, ranks: Longs) -> Longs:
         if self.table is None:
             inside = (ranks >= 0) & (ranks < self.world_size)
             slot = ranks
@@ -317,7 +316,7 @@ def common_rank_of(groups: Mapping[str, Sequence[int]]) -> int:
     return common.pop()
 
 
-def _is_even(ranks: npt.NDArray[np.int64]) -> bool:
+def _is_even(ranks: Longs) -> bool:
     """Whether ranks are evenly spaced, or form evenly spaced runs: [0 2 8 10]."""
     apart = np.diff(ranks)
     if not apart.size or (apart == apart[0]).all():

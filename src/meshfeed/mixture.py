@@ -10,11 +10,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, cast, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from meshfeed.batch import check_next, is_past
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import Longs
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
 from meshfeed.whole import of_kind, real
@@ -36,11 +34,11 @@ class Store(ABC):
         """A hex digest of the content; equal for copies on different disks."""
 
     @abstractmethod
-    def lengths(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def lengths(self, documents: Longs) -> Longs:
         """Tokens of each document; int64 [n]."""
 
     @property
-    def shard_ends(self) -> npt.NDArray[np.int64] | None:
+    def shard_ends(self) -> Longs | None:
         """Where its shards end, in documents; int64 [num_shards]. None: it has no shards.
 
         A shuffle by blocks follows them, so the fingerprint must depend on them.
@@ -62,9 +60,7 @@ class Store(ABC):
         """Whether to announce reads many steps ahead, as a remote store needs it."""
         return False
 
-    def once_per_node(
-        self, make: Callable[[], npt.NDArray[np.int64]], **of: int | str
-    ) -> npt.NDArray[np.int64]:
+    def once_per_node(self, make: Callable[[], Longs], **of: int | str) -> Longs:
         """What `make` gives: whole numbers that follow from the content of the store and `of` alone; int64.
 
         A store with a cache on the node keeps them there, so that one process makes them.

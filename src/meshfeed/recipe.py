@@ -19,10 +19,10 @@ from os import PathLike
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.batch import Batch
 from meshfeed.errors import RecipeError
+from meshfeed.intervals import Longs
 from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture, Store
 from meshfeed.summary import brief, code_of, digest_of
@@ -71,7 +71,7 @@ class Rule(ABC):
         """The rule and all its options in one line; part of the fingerprint."""
         return repr(self)
 
-    def shard_ends(self, store: Store) -> npt.NDArray[np.int64] | None:
+    def shard_ends(self, store: Store) -> Longs | None:
         """The ends of a store's own shards, in sequences; int64 [num_shards], None without shards."""
         return None
 
@@ -177,9 +177,9 @@ class Amended:
     digests: tuple[tuple[int, int, str], ...] = ()
     skipped: tuple[tuple[int, int], ...] = ()
     grown: tuple[tuple[str, str], ...] = ()
-    excluded: tuple[tuple[int, int, npt.NDArray[np.int64]], ...] = ()
+    excluded: tuple[tuple[int, int, Longs], ...] = ()
 
-    def excluding(self, step: int, source: int, documents: npt.NDArray[np.int64]) -> Amended:
+    def excluding(self, step: int, source: int, documents: Longs) -> Amended:
         """With these documents of a source excluded from a step on, too."""
         before = self.excluded_at(step).get(source, documents)
         later = [
@@ -189,7 +189,7 @@ class Amended:
         entry = (step, source, np.union1d(before, documents))
         return replace(self, excluded=tuple(sorted((*later, entry), key=itemgetter(0))))
 
-    def excluded_at(self, step: int) -> dict[int, npt.NDArray[np.int64]]:
+    def excluded_at(self, step: int) -> dict[int, Longs]:
         """Source -> its documents that are empty in a step; int64, ascending. Only sources that have any."""
         return {source: documents for first, source, documents in self.excluded if first <= step}
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import LayoutError, RoleError
-from meshfeed.intervals import distinct
+from meshfeed.intervals import Bools, Longs, distinct
 from meshfeed.layout import Layout
 from meshfeed.whole import is_whole, settle
 
@@ -199,12 +199,12 @@ class Roles:
 
     def __init__(
         self,
-        ranks: npt.NDArray[np.int64],
-        reads: npt.NDArray[np.bool_],
-        source: npt.NDArray[np.int64],
-        group: npt.NDArray[np.int64],
+        ranks: Longs,
+        reads: Bools,
+        source: Longs,
+        group: Longs,
         fields: Sequence[tuple[str, ...]],
-        leader: npt.NDArray[np.int64] | None = None,
+        leader: Longs | None = None,
     ) -> None:
         self.ranks, self.reads, self.source, self.group, self.leader = ranks, reads, source, group, leader
         self._fields = fields
@@ -293,12 +293,12 @@ def assign_roles(
 
 def _group_keys(
     layout: Layout,
-    ranks: npt.NDArray[np.int64],
+    ranks: Longs,
     coords: npt.NDArray[np.int32],
     delivery: DeliveryName,
     has_policy: bool,
     shares_packs: bool,
-) -> list[npt.NDArray[np.int64]]:
+) -> list[Longs]:
     """Alternative groupings of the ranks, the smallest first: ranks with equal keys may share a reader."""
     _, cp, dp, pp = coords.T.astype(np.int64)
     slices = dp * layout.cp + cp  # equal for ranks with the same slices of the same packs
@@ -316,13 +316,8 @@ def _group_keys(
 
 
 def _group_readers(
-    layout: Layout,
-    ranks: npt.NDArray[np.int64],
-    keys: Sequence[npt.NDArray[np.int64]],
-    needs: npt.NDArray[np.bool_],
-    allowed: npt.NDArray[np.bool_],
-    delivery: DeliveryName,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    layout: Layout, ranks: Longs, keys: Sequence[Longs], needs: Bools, allowed: Bools, delivery: DeliveryName
+) -> tuple[Longs, Longs]:
     """(group of each rank, index in `ranks` of that group's reader), for the first valid grouping."""
     count = ranks.size
     # the first allowed rank of a group reads, those that need the bytes themselves before all others
@@ -343,12 +338,7 @@ def _group_readers(
     )
 
 
-def _leaders(
-    ranks: npt.NDArray[np.int64],
-    node: npt.NDArray[np.int64],
-    group: npt.NDArray[np.int64],
-    is_reader: npt.NDArray[np.bool_],
-) -> npt.NDArray[np.int64]:
+def _leaders(ranks: Longs, node: Longs, group: Longs, is_reader: Bools) -> Longs:
     """The leader of each rank's group on its node: the reader, or else the first rank; int64 [n]."""
     pair = np.unique(np.stack([group, node]), axis=1, return_inverse=True)[1].reshape(-1)
     # of a group's ranks on one node, the reader sorts first, and then the lowest

@@ -38,9 +38,8 @@ class State:
     def at(cls, recipe: Recipe, step: int, *, knows_all: bool = False) -> State:
         """Before a step of a recipe.
 
-        knows_all: whether the job has made
-        all amendments of the recipe by now, also those from later steps on; else only those before the step
-        are part of the state.
+        knows_all: whether the job has made all amendments of the recipe by now, also those from later steps
+        on; else only those before the step are part of the state.
         """
         (step,) = whole_numbers(StateError, 0, step=step)
         amended = {"amendments": recipe.amendments.summary(None)} if knows_all else {}

@@ -21,6 +21,7 @@ from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.errors import MeshfeedError
+from meshfeed.intervals import Longs
 from meshfeed.recipe import entered
 from meshfeed.report.drawn import drawn_of_sources
 from meshfeed.report.exposure import Exposures, exposures
@@ -130,7 +131,7 @@ class Exposure(Command, JobOptions, RecipeOptions):
             "restart_step_with_loss": restart_with_loss,
         }
 
-    def _ends(self, steps: npt.NDArray[np.int64], until: int) -> tuple[int | None, int | None, int]:
+    def _ends(self, steps: Longs, until: int) -> tuple[int | None, int | None, int]:
         """The first and last of some steps, and the last checkpoint before all of them."""
         first, last = (int(steps[0]), int(steps[-1])) if steps.size else (None, None)
         clean = until if first is None else first
@@ -162,7 +163,7 @@ def _print_drawn(drawn: dict[str, Any]) -> None:
     Console().print(table, f"\nbefore step {drawn['until']}; digest {drawn['digest']}")
 
 
-def documents_in(path: Path, recipe: mf.Recipe) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def documents_in(path: Path, recipe: mf.Recipe) -> tuple[npt.NDArray[np.int32], Longs]:
     """(source, document) of each line of a file, each document once; [n] each.
 
     The stores must be entered. Raises MeshfeedError, which names the line.
@@ -205,7 +206,7 @@ def _form(names: Sequence[str]) -> str:
 
 
 def _lines(
-    recipe: mf.Recipe, documents: npt.NDArray[np.int64], found: Exposures, ranks: list[list[int]] | None
+    recipe: mf.Recipe, documents: Longs, found: Exposures, ranks: list[list[int]] | None
 ) -> Iterator[Line]:
     """One line of the answer for each exposure. documents: of each."""
     names, draws = recipe.source_names, found.draws

@@ -1,9 +1,8 @@
 """Items whose lengths are known only after reading: gather lengths, plan, reroute, pack.
 
 Read in this order: `keys` (what an item holds), `items` (items as bytes), `lengths` (which rank has which
-items), `membership` (which ranks exchange), `routing` (which bytes go where),
-`steps` (the separate calls), `rerouting` (which calls them for a run, with `item_source` and `delivery`), and
-`loop` (the Exchange).
+items), `membership` (which ranks exchange), `routing` (which bytes go where), `steps` (the separate calls),
+`rerouting` (which calls them for a run, with `item_source` and `delivery`), and `loop` (the Exchange).
 """
 
 from meshfeed.deliver import Group

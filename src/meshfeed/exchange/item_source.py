@@ -187,7 +187,6 @@ class ItemSource:
         return replace(self._last, given=nothing(), state=_state_of(self._source))
 
     def _next(self, rank: int, wanted: frozenset[str], digested: Digested) -> _Pulled:
-        """The next step of the iterator."""
         taken, pulled, ended = self._last.taken, self._last.pulled, self._last.ended
         if self._source is None:
             return self._now()

@@ -161,7 +161,6 @@ class _Items:
     first: int
 
     def wrong(self, at: int, what: object) -> StoreError:
-        """The error of an item."""
         return StoreError(f"{self.where} {self.first + at}: {what}")
 
     def names(self) -> list[str]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from meshfeed.errors import PeerError, StoreError
 from meshfeed.exchange.dtypes import entry_bytes
 from meshfeed.exchange.membership import Membership
-from meshfeed.intervals import Longs, numbered
+from meshfeed.intervals import Bools, Longs, numbered
 from meshfeed.order import Draws
 
 Bytes = npt.NDArray[np.uint8]
@@ -179,7 +179,7 @@ class GatheredLengths:
         each = np.array([sum(schema.entry_bytes) for schema in self.schemas] or [0], np.int64)
         return each[self.schema]
 
-    def held_by(self, member: int) -> npt.NDArray[np.bool_]:
+    def held_by(self, member: int) -> Bools:
         """Whether a member holds each item; bool [n]."""
         return np.array([member in held for held in self.holders])[self.draws.source]
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RoleError
+from meshfeed.intervals import Longs
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 
@@ -109,7 +110,7 @@ class Membership:
         return tuple(map(tuple, held))
 
     @cached_property
-    def member_of_dp_cp(self) -> npt.NDArray[np.int64]:
+    def member_of_dp_cp(self) -> Longs:
         """The member that serves each dp_cp rank; int64 [num_ranks]."""
         members = np.zeros(sum(map(len, self.served)), np.int64)
         for member, served in enumerate(self.served):
@@ -117,11 +118,8 @@ class Membership:
         return members
 
     def sources(
-        self,
-        holders: Sequence[tuple[int, ...]],
-        dp_ranks: npt.NDArray[np.integer],
-        members: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+        self, holders: Sequence[tuple[int, ...]], dp_ranks: npt.NDArray[np.integer], members: Longs
+    ) -> Longs:
         """The member that sends the items of each of `dp_ranks` to each of `members`; int64, of their shape.
 
         It is the holder with the same cp rank if every cp rank has one.
@@ -133,7 +131,7 @@ class Membership:
         return table[dp_ranks, self._turns[members] % np.maximum(counts, 1)[dp_ranks]]
 
     @cached_property
-    def _turns(self) -> npt.NDArray[np.int64]:
+    def _turns(self) -> Longs:
         """The place of each member among those of its data-parallel rank; int64 [num_members]."""
         turns, seen = np.zeros(len(self.ranks), np.int64), dict[int, int]()
         for member in range(len(self.ranks)):

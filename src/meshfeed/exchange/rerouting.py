@@ -171,7 +171,6 @@ class ItemProducer(Producer[ExchangePlace]):
         return {**message, **columns_of_plan(batch.plan), "data": received.data}, (batch, received)
 
     def _pull(self, step: int, run: Run) -> Given:
-        """The items that this rank gives to a step."""
         if not self.place.role.reads:
             return nothing()
         place, digested = self.place, "none"

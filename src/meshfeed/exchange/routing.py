@@ -12,11 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, Bytes, GatheredLengths, Longs, MemberReport
 from meshfeed.exchange.membership import Membership
-from meshfeed.intervals import numbered
+from meshfeed.intervals import Bools, numbered
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.types import chunk_runs, cuts_packs
 from meshfeed.sequence.runs import Runs
@@ -85,14 +84,13 @@ class Shipment:
         return (self.stop - self.start).sum(axis=1)
 
     def sent_by(self, member: int) -> Self:
-        """The pieces that a member sends."""
         return self._only(self.source == member)
 
     def received_by(self, member: int) -> Self:
         """The pieces that a member receives; on arrival they are ordered by source."""
         return self._only(self.member == member)
 
-    def _only(self, some: npt.NDArray[np.bool_]) -> Self:
+    def _only(self, some: Bools) -> Self:
         kept = np.flatnonzero(some)
         return type(self)(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
 

@@ -76,13 +76,11 @@ class SequenceProducer(Producer[RankPlace]):
 
     def about(self, step: int) -> RunStart:
         place, recipe, costs = self.place, self.stepping.recipe, decode_costs(self.stepping.rule)
-        return RunStart.here(
-            step,
-            place.layout,
-            place.rank,
-            place.delivery,
-            recipe.fingerprint,
-            recipe.source_names,
+        start = RunStart.here(
+            step, place.layout, place.rank, place.delivery, recipe.fingerprint, recipe.source_names
+        )
+        return replace(
+            start,
             decode_workers=None if costs is None else costs.workers,
             edges=edges_of(recipe, step),
             comes_and_goes=place.apart or place.generation is not None,

@@ -82,7 +82,6 @@ class BackgroundSinks:
         self._thread.start()
 
     def send(self, entry: Entry) -> None:
-        """Queue a record for the sinks."""
         if len(self._inbox) < MOST_KEPT or isinstance(entry, RunStart):
             self._inbox.append(entry)
         else:

@@ -108,7 +108,6 @@ class StepCosts:
         self._counts: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
 
     def counted(self, counts: Mapping[str, float]) -> None:
-        """Add counters."""
         for name, count in counts.items():
             self._counts[name] = self._counts.get(name, 0) + count
 

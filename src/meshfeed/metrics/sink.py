@@ -70,11 +70,8 @@ class RunStart:
         delivery: str,
         fingerprint: str | None = None,
         sources: Sequence[str] = (),
-        decode_workers: int | None = None,
-        edges: Mapping[str, float] | None = None,
-        comes_and_goes: bool = False,
     ) -> RunStart:
-        """A run that begins now, in this process."""
+        """A run that begins now, in this process; what has a default keeps it."""
         text = str(layout)
         plain = Layout.parse(text)
         ranks = plain.ranks()
@@ -95,9 +92,6 @@ class RunStart:
             host=socket.gethostname(),
             pid=os.getpid(),
             meshfeed=version_of("meshfeed"),
-            decode_workers=decode_workers,
-            edges=dict(edges or {}),
-            comes_and_goes=comes_and_goes,
         )
 
 

@@ -6,14 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-RAY_STAGES: tuple[str, ...] = (
-    "production_wait",
-    "data_transfer",
-    "batching",
-    "format",
-    "collate",
-    "finalize",
-)
+RAY_STAGES = ("production_wait", "data_transfer", "batching", "format", "collate", "finalize")
 """The stages by which Ray Data divides the time that a training loop is blocked, in its order."""
 
 
@@ -72,8 +65,5 @@ def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def in_stages_of_ray(seconds: Mapping[str, float]) -> dict[str, float]:
     """Seconds by stage, summed by the six stages of Ray Data, in its order. Other stages are left out."""
-    summed = dict.fromkeys(RAY_STAGES, 0.0)
-    for name, each in seconds.items():
-        if (ray := STAGE_TABLE[name].ray) is not None:
-            summed[ray] += each
-    return summed
+    of_ray = ((STAGE_TABLE[name].ray, each) for name, each in seconds.items())
+    return dict.fromkeys(RAY_STAGES, 0.0) | summed((ray, each) for ray, each in of_ray if ray is not None)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import distinct, numbers_in
+from meshfeed.intervals import Bools, distinct, numbers_in
 from meshfeed.multimodal.decoding import PartPlace, Promise
 from meshfeed.multimodal.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
 from meshfeed.multimodal.processor import (
@@ -239,12 +239,11 @@ class Chosen:
 
     among: PartsOfDraws
     places: Longs
-    is_own: npt.NDArray[np.bool_]
+    is_own: Bools
     sequence: Longs
 
     @cached_property
     def parts(self) -> Parts:
-        """The parts themselves."""
         return self.among.parts.take(self.places)
 
     @cached_property

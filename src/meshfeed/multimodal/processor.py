@@ -63,7 +63,6 @@ class PartField:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def blank(self, rows: int) -> Array:
@@ -318,13 +317,10 @@ def rope_of(rule: PartRule, parts: Parts, made: Template) -> Rope:
 
 def rows_of(processor: Processor, parts: Parts) -> dict[str, Longs]:
     """`processor.rows` of each field; name -> int64 [p]. Raises RecipeError unless whole numbers from 0."""
-    rows = processor.rows(parts)
-    if lacking := [each.name for each in processor.fields if each.name not in rows]:
+    rows, names = processor.rows(parts), [each.name for each in processor.fields]
+    if lacking := [name for name in names if name not in rows]:
         raise RecipeError(f"rows lacks {', '.join(lacking)}; give those of all fields")
-    return {
-        each.name: _counts(f"rows of {each.name}", rows[each.name], len(parts), least=0)
-        for each in processor.fields
-    }
+    return {name: _counts(f"rows of {name}", rows[name], len(parts), least=0) for name in names}
 
 
 def named(error: Exception, who: PartRule | Processor, where: str) -> MeshfeedError:

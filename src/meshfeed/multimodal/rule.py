@@ -115,12 +115,9 @@ class Multimodal(DocumentRule, TokenRule, TakesParts):
         for kind, processor in self.processors.items():
             check_processor(f"Multimodal({kind}=...)", processor)
         check_rules({kind: processor.rule for kind, processor in self.processors.items()})
-        if self.on_bad not in get_args(OnBad):
-            raise RecipeError(f"Multimodal(on_bad={self.on_bad!r}): choose {', '.join(get_args(OnBad))}")
-        if self.positions not in get_args(Positions):
-            raise RecipeError(
-                f"Multimodal(positions={self.positions!r}): choose {', '.join(get_args(Positions))}"
-            )
+        for name, given, known in (("on_bad", self.on_bad, OnBad), ("positions", self.positions, Positions)):
+            if given not in get_args(known):
+                raise RecipeError(f"Multimodal({name}={given!r}): choose {', '.join(get_args(known))}")
         if not 0 <= self.max_bad_share <= 1:
             raise RecipeError(f"Multimodal(max_bad_share={self.max_bad_share!r}): from 0 to 1")
         for kind, processor in self.processors.items():

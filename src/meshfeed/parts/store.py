@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, Folder
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import Bools, numbers_in
 from meshfeed.parts.types import KINDS, Parts
 from meshfeed.store.base import I64, StreamStore
 from meshfeed.store.dataset import NAME, DatasetFormat, DatasetStore, digest_of, pairs_in
@@ -45,7 +45,7 @@ FILES = {"bytes": "parts", "sizes": "part_sizes"}
 _BOUND = ("tokens", *FILES)
 
 
-def are_sizes(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def are_sizes(rows: npt.NDArray[np.float64]) -> Bools:
     """Which rows of stored sizes, float64 [p, 6], can be those of a part; bool [p]."""
     whole = np.delete(rows, SIZES.index("rate"), axis=1)
     right = ((whole >= 0) & (whole == np.floor(whole)) & (whole < 2.0**53)).all(axis=1)
@@ -214,7 +214,7 @@ class MultimodalStore(DatasetStore):
         descends[1:] = same & (parts.at[1:] <= parts.at[:-1]) & ~parts.is_within[1:]
         self._refuse_places(documents, parts, descends)
 
-    def _refuse_places(self, documents: I64, parts: Parts, wrong: npt.NDArray[np.bool_]) -> None:
+    def _refuse_places(self, documents: I64, parts: Parts, wrong: Bools) -> None:
         for i in np.flatnonzero(wrong)[:1]:
             sample = parts.sample[i]
             length = self.lengths(documents)[sample]

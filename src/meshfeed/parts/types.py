@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Longs, numbered, numbers_in
+from meshfeed.intervals import Bools, Longs, numbered, numbers_in
 from meshfeed.whole import is_whole, settle
 
 V = TypeVar("V", bound=np.generic)
@@ -74,7 +74,7 @@ class Parts:
         return self.kind.size
 
     @cached_property
-    def is_track(self) -> npt.NDArray[np.bool_]:
+    def is_track(self) -> Bools:
         """Which parts are the sound track of the video before them, whose bytes are theirs; bool [p]."""
         track, video = self.num_bytes == 0, self.kind == KINDS.index("video")
         track[:1] = False
@@ -83,7 +83,7 @@ class Parts:
         return track
 
     @cached_property
-    def is_within(self) -> npt.NDArray[np.bool_]:
+    def is_within(self) -> Bools:
         """Which of these have no placeholder of their own: their tokens stand among the video's; bool [p]."""
         within = self.is_track.copy()
         within[1:] &= self.at[1:] == self.at[:-1]
@@ -181,7 +181,7 @@ class Template:
     runs: Longs
     ids: Longs
     sizes: Longs
-    is_output: npt.NDArray[np.bool_]
+    is_output: Bools
     kinds: Longs
 
     @classmethod

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import among
+from meshfeed.intervals import Bools, among
 from meshfeed.order import Draws, LeavesOut, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import finder
@@ -34,7 +34,7 @@ class Exposures:
     draws: Draws
     begin: Longs
     end: Longs
-    excluded: npt.NDArray[np.bool_]
+    excluded: Bools
 
     def __len__(self) -> int:
         return self.document.size

@@ -48,7 +48,6 @@ class DocumentLengths:
 
     @property
     def title(self) -> str:
-        """A title for the statistics."""
         if self.tokens.size == self.num_documents:
             return f"tokens per document, {counted(self.num_documents, 'document')}"
         return (

@@ -337,7 +337,6 @@ def _starts_in(path: Path) -> list[RankStart]:
 
 
 def _take(line: Any, starts: list[RankStart]) -> None:
-    """Add what a line says."""
     if isinstance(line, list):
         starts[-1].add(cast(list[float | None], line))
     elif "start" in line:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.intervals import Bools
 from meshfeed.multimodal import MultimodalStore
 from meshfeed.multimodal.processor import tokens_of
 from meshfeed.parts import KINDS, Parts, Rules
@@ -110,7 +111,7 @@ def shown_documents(
         )
 
 
-def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool_]:
+def bearing(store: StreamStore, document: int, stop: int) -> Bools:
     """Which of a document's first tokens labels and loss mask say a model is trained to produce; bool [stop].
 
     The first token never is. Without these columns all others are, and none is told.
@@ -133,12 +134,12 @@ def says_loss(store: StreamStore) -> bool:
     return bool({LABELS, LOSS_MASK} & store.columns.keys())
 
 
-def num_spans(bears: npt.NDArray[np.bool_]) -> int:
+def num_spans(bears: Bools) -> int:
     """How many spans of tokens bear loss, such as answers of a conversation."""
     return int(np.count_nonzero(np.diff(bears, prepend=False) & bears))
 
 
-def shown_ranges(bears: npt.NDArray[np.bool_], most: int) -> list[tuple[int, int]]:
+def shown_ranges(bears: Bools, most: int) -> list[tuple[int, int]]:
     """Which tokens of a document are shown, at most so many: its first ones; where none of these bears loss,
     half as many, and those where loss begins."""
     begins = np.flatnonzero(bears)
@@ -171,9 +172,7 @@ def loss_of(store: StreamStore) -> dict[str, int] | None:
     return {"tokens": found, "of": store.num_tokens, "documents_without": without}
 
 
-def texts_of(
-    tokens: npt.NDArray[Any], bears: npt.NDArray[np.bool_], decode: Callable[[Sequence[int]], str]
-) -> list[str]:
+def texts_of(tokens: npt.NDArray[Any], bears: Bools, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """The text of tokens, cut where loss begins or ends; `Bearing` where they bear it. bears: bool [n]."""
     if not tokens.size:
         return []

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.intervals import numbers_in
+from meshfeed.intervals import Bools, numbers_in
 from meshfeed.multimodal.native import compiled
 from meshfeed.native import ARRAY, LONGS, WHOLE
 from meshfeed.plan.account import least_pile
@@ -54,7 +54,7 @@ class EncoderPlan:
         for array in (*entries, self.loads):
             array.flags.writeable = False
 
-    def is_near(self, rank: int) -> npt.NDArray[np.bool_]:
+    def is_near(self, rank: int) -> Bools:
         """Which entries a rank encodes, or may need the output of; bool [k]."""
         in_group = (self.first_rank <= rank) & (rank < self.first_rank + self.cp_size)
         return in_group | (self.rank == rank)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.intervals import numbered, numbers_in
+from meshfeed.intervals import Bools, numbered, numbers_in
 from meshfeed.multimodal.encoders.assign import EncoderPlan
 from meshfeed.plan import StepPlan
 from meshfeed.plan.types import CpSplit, LongArray, check_split, cuts_packs, rows_in_packs
@@ -147,8 +147,7 @@ class _Runs:
     count: LongArray
     at: LongArray
 
-    def take(self, which: npt.NDArray[np.bool_] | LongArray) -> _Runs:
-        """Some of them."""
+    def take(self, which: Bools | LongArray) -> _Runs:
         return _Runs(*(each[which] for each in (self.entry, self.receiver, self.first, self.count, self.at)))
 
     @classmethod

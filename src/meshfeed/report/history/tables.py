@@ -21,17 +21,7 @@ _TEXTS = frozenset(
         *("what happens in it", "Ray Data's stage", "Megatron-LM's timer"),
     }
 )
-_DECODING_HEAD = (
-    "rank",
-    "host",
-    "waits a step",
-    "parts",
-    "parts/s",
-    "bytes/s",
-    "workers",
-    "busy",
-    "of a core",
-)
+_DECODE_HEAD = ("rank", "host", "waits a step", "parts", "parts/s", "bytes/s", "workers", "busy", "of a core")
 _BALANCE = """<section id="balance">
 <h2>Padding and imbalance</h2>
 <p>Padding is the part of all tokens of a step that carries nothing; imbalance is the work of the busiest rank
@@ -110,7 +100,7 @@ def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, Ra
         "<p>Images, audio and video decoded, on the ranks that read; without workers, by the thread that "
         "reads. Busy is the share of the time in which a worker decoded; of a core, its CPU time then.</p>\n"
         '<div class="panel"><div class="chart" id="chart-decoding"></div></div>\n'
-        f'<div class="panel scroll">{table(_DECODING_HEAD, rows)}</div>\n</section>\n\n'
+        f'<div class="panel scroll">{table(_DECODE_HEAD, rows)}</div>\n</section>\n\n'
     )
 
 
