@@ -16,9 +16,13 @@ OTHER_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Names of a loss mask of 0 and 1 in TRL and transformers."""
 MASKS = (LOSS_MASK, ATTENTION_MASK, *OTHER_MASKS)
 OF_OTHERS = {
-    "position_ids": "each document is counted from 0: write each sequence of a packed row as its own",
     **dict.fromkeys(
-        ("weights", "loss_weights", "token_weights"), f"a column that weighs losses is {LOSS_MASK!r}"
+        ("position_ids", "seq_lengths", "seq_start_id"),
+        "each document is counted from 0: write each sequence of a packed row as its own",
+    ),
+    **dict.fromkeys(
+        ("weights", "loss_weights", "token_weights", "loss_scale"),
+        f"a column that weighs losses is {LOSS_MASK!r}",
     ),
 }
 """Names of columns that other trainers use and meshfeed refuses, each with what to do."""

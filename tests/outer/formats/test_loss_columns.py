@@ -22,6 +22,7 @@ import meshfeed as mf
 import mosaic
 import world
 from meshfeed.errors import ChangedError, OptionError, RecipeError, StoreError
+from meshfeed.store.loss_columns import OF_OTHERS
 from meshfeed.testing import assert_store
 from observe import simulated, take
 from soak import SOAK, cases, some
@@ -269,7 +270,7 @@ def test_several_masks_and_masks_of_other_values_are_refused(tmp_path: Path, kin
 
 
 @some(7)
-@pytest.mark.parametrize("name", ["position_ids", "weights", "loss_weights", "token_weights"])
+@pytest.mark.parametrize("name", list(OF_OTHERS))
 @pytest.mark.parametrize("kind", WRITERS)
 def test_columns_that_only_others_read_are_refused(tmp_path: Path, kind: str, name: str) -> None:
     path = written(kind, tmp_path / "a", input_ids=TOKENS, **{name: ONES})
