@@ -24,6 +24,7 @@ from meshfeed.store.loss_columns import MASKS
 
 _MOST_DIMS = 16
 _ZSTD_HEAD_BYTES = 18
+_FRAMED = b"LDFZ01"
 
 
 class LitdataDataset(ShardedDataset):
@@ -76,7 +77,9 @@ class LitdataDataset(ShardedDataset):
             return Content(codec=codec, raw_bytes=chunk.given_bytes + head_bytes)
         file = self.folder.file(chunk.name)
         last = 24 + 4 * chunk.num_documents
-        (end,) = file.peek([(last, last + 4)])  # of the last item, in the chunk's own table
+        head, end = file.peek([(0, len(_FRAMED)), (last, last + 4)])  # of the last item, in the chunk's table
+        if head != _FRAMED:
+            return None  # litdata leaves some items as they are, such as arrays of two dimensions alone
         if len(end) != 4:
             raise StoreError(
                 f"{file.url}: byte {last}: no table of {chunk.num_documents} items; copy it again"

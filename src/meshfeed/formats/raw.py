@@ -18,7 +18,12 @@ from meshfeed.store.format import Place, StoreFormat
 
 VERSION = 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-_NPY = b"\x93NUMPY"
+_OTHERS = {
+    b"\x93NUMPY": "a .npy file",
+    b"PK\x03\x04": "a zip archive, as of np.savez or torch.save",
+    **{b"\x1f\x8b\x08": "packed by gzip", b"\x28\xb5\x2f\xfd": "packed by zstd", b"\xfd7zXZ": "packed by xz"},
+}
+"""The first bytes of files that are no tokens."""
 _HEADED = [np.array(each, "<i4").tobytes() for each in ((20240520, 1), (20240801, 7))]
 """The first bytes of shards of llm.c, of GPT-2's and of Llama 3's tokens: magic number and version."""
 _HEADED_BYTES = 256 * 4
@@ -56,9 +61,9 @@ class RawStore(StreamStore):
                 f"that would be read as tokens; write those alone: np.fromfile(path, {self._dtype.name!r}, "
                 f"offset={_HEADED_BYTES}).tofile('train.bin')"
             )
-        if head.startswith(_NPY):
+        if other := next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None):
             raise StoreError(
-                f"{self.path}: a .npy file, whose header would be read as tokens; write the array alone: "
+                f"{self.path}: {other}, whose bytes would be read as tokens; write the tokens alone, such as "
                 f"np.load(path).tofile('train.bin')"
             )
         return self

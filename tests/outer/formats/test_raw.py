@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 import meshfeed as mf
 from meshfeed.errors import OptionError, StoreError
@@ -51,8 +54,20 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"empty\.bin: an empty file holds no tokens"):
         mf.open(tmp_path / "empty.bin", dtype="uint16")
     np.save(tmp_path / "array.npy", np.arange(9, dtype=np.uint16))
-    with pytest.raises(StoreError, match=r"array\.npy: a \.npy file, whose header would be read as tokens"):
+    with pytest.raises(StoreError, match=r"array\.npy: a \.npy file, whose bytes would be read as tokens"):
         mf.open(tmp_path / "array.npy", dtype="uint16")
+    tokens = np.arange(4096, dtype=np.uint16).tobytes()
+    for packed, how in (
+        (gzip.compress(tokens), "gzip"),
+        (zstandard.compress(tokens), "zstd"),
+        (lzma.compress(tokens), "xz"),
+    ):
+        (tmp_path / "packed.bin").write_bytes(packed)
+        with pytest.raises(StoreError, match=rf"packed\.bin: packed by {how}, whose bytes would be read"):
+            mf.open(tmp_path / "packed.bin", dtype="uint8")
+    np.savez(tmp_path / "arrays.npz", np.arange(9, dtype=np.uint16))
+    with pytest.raises(StoreError, match=r"arrays\.npz: a zip archive"):
+        mf.open(tmp_path / "arrays.npz", dtype="uint8")
     for magic, version, dtype in ((20240520, 1, "uint16"), (20240801, 7, "uint32")):  # as llm.c writes shards
         tokens, head, path = np.arange(40, dtype=dtype), np.zeros(256, np.int32), tmp_path / "headed.bin"
         head[:3] = magic, version, tokens.size
