@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -387,6 +388,32 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path: Path, other: str) -> Non
         open_store(tmp_path)
     with pytest.raises(OptionError, match=rf"both \.jsonl and \.{kind} files; keep each kind in a folder"):
         open_store(tmp_path / "*")
+
+
+def test_a_folder_of_train_and_test_is_refused(tmp_path: Path) -> None:
+    """As on the Hub; a pattern may ask for both. Names are told as `datasets` tells them."""
+    train = ("train.jsonl", "train-00000-of-00002.jsonl", "data/train_1.jsonl", "train/1.jsonl")
+    test = (
+        "test.jsonl",
+        "validation-00000-of-00001.jsonl",
+        "data/dev-1.jsonl",
+        "eval/1.jsonl",
+        "web_test.jsonl",
+    )
+    others = ("contest.jsonl", "latest-1.jsonl", "web.jsonl")
+
+    def opened(*names: str) -> int:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        for name in names:
+            (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "x" / name).write_text('{"tokens": [1, 2]}\n')
+        return mf.open(tmp_path / "x", cache=tmp_path / "cache").num_documents
+
+    assert (opened(*train, *others), opened(*test, *others)) == (7, 8)
+    for pair in itertools.product(train, test):
+        with pytest.raises(OptionError, match=rf"x: {pair[0]} and {pair[1]}: give the folder of one split"):
+            opened(*pair, *others)
+    assert mf.open(f"{tmp_path}/x/*.jsonl", cache=tmp_path / "cache").num_documents == 4
 
 
 def test_no_parquet(tmp_path: Path) -> None:
