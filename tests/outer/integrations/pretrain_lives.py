@@ -259,7 +259,8 @@ def drawn(rng: random.Random, life: Life, world_size: int, killed: bool) -> Run:
     micro = 1 if life.packed else rng.choice([m for m in (1, 2, 4, 8) if least <= m and m * dp <= SEQUENCES])
     if dims.get("pp") and not life.skipped and SEQUENCES // dp // micro % 2 == 0 and rng.random() < 0.5:
         dims["vpp"] = 2
-    saved = [0, *life.saved()]
+    # Megatron-LM's own loader refuses a checkpoint that leaves it no samples
+    saved = [0, *(at for at in life.saved() if at < END or not hybrid)]
     begins = saved[-1] if rng.random() < 0.7 else rng.choice(saved)
     options: dict[str, Any] = {}
     if rng.random() < 0.3:
