@@ -21,6 +21,7 @@ DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _OTHERS = {
     b"\x93NUMPY": "a .npy file",
     b"PK\x03\x04": "a zip archive, as of np.savez or torch.save",
+    **{b"LITPKDS": "of lit-gpt, with a header", b"\x89HDF": "an HDF5 file", b"PAR1": "a Parquet file"},
     **{b"\x1f\x8b\x08": "packed by gzip", b"\x28\xb5\x2f\xfd": "packed by zstd", b"\xfd7zXZ": "packed by xz"},
 }
 """The first bytes of files that are no tokens."""

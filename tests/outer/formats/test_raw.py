@@ -65,6 +65,11 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
         (tmp_path / "packed.bin").write_bytes(packed)
         with pytest.raises(StoreError, match=rf"packed\.bin: packed by {how}, whose bytes would be read"):
             mf.open(tmp_path / "packed.bin", dtype="uint8")
+    (tmp_path / "headed.bin").write_bytes(b"LITPKDS" + bytes(17) + tokens)  # as lit-gpt and TinyLlama have it
+    with pytest.raises(
+        StoreError, match=r"headed\.bin: of lit-gpt, with a header, whose bytes would be read"
+    ):
+        mf.open(tmp_path / "headed.bin", dtype="uint16")
     np.savez(tmp_path / "arrays.npz", np.arange(9, dtype=np.uint16))
     with pytest.raises(StoreError, match=r"arrays\.npz: a zip archive"):
         mf.open(tmp_path / "arrays.npz", dtype="uint8")
