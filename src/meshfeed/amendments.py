@@ -89,7 +89,10 @@ class Reweigh(_Kept):
             raise RecipeError(f"Reweigh({self.amounts!r}): give a mapping, such as {{'code': 2, 'web': 1}}")
         if isinstance(self.by, Mapping):
             object.__setattr__(self, "by", {**self.by})  # the caller may change it
-        amounts = {name: _real(amount, f"Reweigh: {name!r}") for name, amount in self.amounts.items()}
+        amounts = {name: real(amount) for name, amount in self.amounts.items()}
+        for name, amount in amounts.items():
+            if amount is None:
+                raise RecipeError(f"Reweigh: {name!r} has amount {self.amounts[name]!r}: give a number")
         object.__setattr__(self, "amounts", amounts)
 
     def applied(self, recipe: Recipe, step: int) -> Recipe:
@@ -585,12 +588,6 @@ def _regular(path: str | os.PathLike[str]) -> IO[bytes]:
         file.close()
         raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
     return file
-
-
-def _real(given: Any, where: str) -> float:
-    if (number := real(given)) is None:
-        raise RecipeError(f"{where} has amount {given!r}: give a number")
-    return number
 
 
 def _are_texts(values: Iterable[Any]) -> bool:

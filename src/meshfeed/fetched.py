@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from meshfeed.files import Fetching
 from meshfeed.files.byte_file import LEAST
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence.rule import JoinsShards, SequenceRule
+from meshfeed.sequence.rule import JoinsShards
 from meshfeed.store import StreamStore
 
 MUCH = 1.2
@@ -92,10 +91,10 @@ def fetched_per_byte(recipe: Recipe) -> float:
 
     Known are stores that are fetched by blocks, in remote `.bin/.idx` files. Raises StoreError.
     """
-    found: list[_Fetched] = []
-    for _, store, fetching in _fetched(recipe):
-        count = max(cast(SequenceRule, recipe.sequence).num_sequences(store), 1)
-        found.append(_Fetched(fetching, fetching.num_bytes / count))
+    found = [
+        _Fetched(fetching, fetching.num_bytes / max(recipe.sequence.num_sequences(store), 1))
+        for _, store, fetching in _fetched(recipe)
+    ]
     total = sum(source.fetching.num_bytes for source in found)
     if not total:
         return 1.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from meshfeed.recipe import entered
 from meshfeed.report.drawn import drawn_of_sources
 from meshfeed.report.exposure import Exposures, exposures
 from meshfeed.report.words import counted
-from meshfeed.sequence import SequenceRule
 from meshfeed.summary import digest_of
 
 _SHOWN = 50  # rows of the table
@@ -79,7 +78,10 @@ class Exposure(Command, JobOptions, RecipeOptions):
 
     def run(self) -> int:
         recipe = self.recipe_of(self.recipe, self.until)
-        self._refuse_ignored(cast(SequenceRule, recipe.sequence))
+        if not self.ranks:
+            names = (*(each.name for each in fields(JobOptions)), "micro_batch_size")
+            refuse_given(self, names, "has no effect without --ranks")
+        self.refuse_ignored(recipe.sequence)
         until = until_of(recipe, self.until, "was not trained")
         if self.documents is None:
             refuse_given(self, ("ranks", "checkpoint_every"), "has no effect without LIST")
@@ -100,12 +102,6 @@ class Exposure(Command, JobOptions, RecipeOptions):
         else:
             _print(facts, list(islice(lines, _SHOWN)))
         return OK
-
-    def _refuse_ignored(self, rule: SequenceRule) -> None:
-        if not self.ranks:
-            names = (*(each.name for each in fields(JobOptions)), "micro_batch_size")
-            refuse_given(self, names, "has no effect without --ranks")
-        self.refuse_ignored(rule)
 
     def _ranks(self, recipe: mf.Recipe, found: Exposures) -> list[list[int]]:
         holders, ranks = Holders(self.stepping_of(recipe, self.micro_batch_size or 1)), list[list[int]]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import meshfeed as mf
 from meshfeed.cli.options import given, option, refuse_given
@@ -13,7 +13,8 @@ from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.packing import Oversize, Policy
 from meshfeed.plan.types import Encoder
-from meshfeed.sequence import SequenceRule, run_by
+from meshfeed.recipe import Rule
+from meshfeed.sequence import run_by
 
 _DEFAULT = Packing(capacity=1)
 _OF_PACKS = (
@@ -66,7 +67,7 @@ class JobOptions:
         chosen["align"] = mf.Align(sequence=self.align_sequence or 1, pack=self.align_pack or 1)
         return Packing(**{name: value for name, value in chosen.items() if value is not None})
 
-    def refuse_ignored(self, rule: SequenceRule) -> None:
+    def refuse_ignored(self, rule: Rule) -> None:
         """Raise MeshfeedError for an option that would change nothing for a rule's sequences."""
         if not rule.packed:
             why = f"is of sequences that are packed, and {rule.summary()} has sequences of one length"
@@ -80,7 +81,7 @@ class JobOptions:
 
     def stepping_of(self, recipe: mf.Recipe, micro_batch_size: int = 1) -> Stepping:
         """The steps of a recipe under the options. Raises MeshfeedError."""
-        rule = cast(SequenceRule, recipe.sequence)
+        rule = recipe.sequence
         if rule.packed and self.capacity is None:
             raise MeshfeedError(
                 f"{rule.summary()} needs packing; give --capacity N, and --policy, as the job has"

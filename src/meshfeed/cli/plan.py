@@ -109,7 +109,7 @@ class Plan(Command, JobOptions, RecipeOptions):
 
     def _of_recipe(self, text: str) -> Iterator[_Planned]:
         packed, recipe = self.packing_of(self.capacity), self.recipe_of(text)
-        if not cast(Any, recipe.sequence).packed:
+        if not recipe.sequence.packed:
             raise MeshfeedError(
                 f"{text}: {recipe.sequence.summary()} has sequences of one length, which need no plan; "
                 f"meshfeed trace shows where they go"

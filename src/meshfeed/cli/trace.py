@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from meshfeed.cli.recipes import NUM_POSITIONS, RecipeOptions
 from meshfeed.errors import MeshfeedError
 from meshfeed.multimodal import Multimodal
 from meshfeed.order import position_of, steps_of
-from meshfeed.recipe import entered
-from meshfeed.sequence import SequenceRule
+from meshfeed.recipe import Rule, entered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class Trace(Command, JobOptions, RecipeOptions):
         if len(given(self, ("step", "document"))) != 1:
             raise MeshfeedError("give one of --step, --document")
         recipe = self.recipe_of(self.recipe, None if self.step is None else self.step + 1)
-        self._refuse_ignored(cast(SequenceRule, recipe.sequence))
+        self._refuse_ignored(recipe.sequence)
         with entered(recipe):
             if self.step is not None:
                 lines = self._of_step(recipe, self.step)
@@ -74,7 +72,7 @@ class Trace(Command, JobOptions, RecipeOptions):
         Console().print(table_of(lines) if lines else "nothing")
         return OK
 
-    def _refuse_ignored(self, rule: SequenceRule) -> None:
+    def _refuse_ignored(self, rule: Rule) -> None:
         self.refuse_ignored(rule)
         if self.document is None:
             refuse_given(self, ("epochs",), "is of --document; a step names its epochs itself")
@@ -110,7 +108,7 @@ class Trace(Command, JobOptions, RecipeOptions):
                     lines.append(_where(recipe, source, epoch, index) | {"document": document})
         parts: Line = {"parts": []} if isinstance(recipe.sequence, Multimodal) else {}
         nowhere: Line = {"tokens": None, **parts, "microbatch": None, "ranks": []}
-        if self.capacity is None and cast(Any, recipe.sequence).packed:
+        if self.capacity is None and recipe.sequence.packed:
             return [line | nowhere | {"ranks": None} for line in lines]
         holders = self._holders(recipe)
         if self.rank is not None:

@@ -354,16 +354,17 @@ def check_counts(options: Any) -> None:
     """Raises RecipeError for an option of a dataclass that has not its type; numbers are from 1."""
     settle(options)
     for each in fields(options):
-        value, wanted = vars(options)[each.name], str(each.type)
-        is_left_out = value is None and "None" in wanted
-        if "TokenId" in wanted and not (is_left_out or _are_ids(value, "tuple" in wanted)):
-            several = "ids of tokens, in a tuple" if "tuple" in wanted else "the id of a token"
-            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): {several}")
-        if wanted == "bool" and type(value) is not bool:
-            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): True or False")
-        is_count = each.type == "int" or (each.type == "int | None" and value is not None)
-        if is_count and not is_whole(value):
-            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): a whole number from 1")
+        value, kind, wanted = vars(options)[each.name], str(each.type), ""
+        if value is None and "None" in kind:
+            continue
+        if "TokenId" in kind and not _are_ids(value, "tuple" in kind):
+            wanted = "ids of tokens, in a tuple" if "tuple" in kind else "the id of a token"
+        elif kind == "bool" and type(value) is not bool:
+            wanted = "True or False"
+        elif kind in ("int", "int | None") and not is_whole(value):
+            wanted = "a whole number from 1"
+        if wanted:
+            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): {wanted}")
 
 
 def _are_ids(given: Any, in_tuple: bool) -> bool:
