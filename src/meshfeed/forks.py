@@ -26,7 +26,6 @@ class Forks(Protocol):
 
     def forget_parent(self) -> None:
         """In a forked child: the parent's threads hold no lock here, and its connections are its own."""
-        ...
 
 
 def at_fork(one: Forks) -> None:

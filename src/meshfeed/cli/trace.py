@@ -68,8 +68,8 @@ class Trace(Command, JobOptions, RecipeOptions):
         if self.json:
             for line in lines:
                 print_json(line, indent=None)
-            return OK
-        Console().print(table_of(lines) if lines else "nothing")
+        else:
+            Console().print(table_of(lines) if lines else "nothing")
         return OK
 
     def _refuse_ignored(self, rule: Rule) -> None:

@@ -56,9 +56,9 @@ class Start:
     edges: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeHistory:
-    """What one rank decoded for each of its steps; NaN while it decoded nothing.
+    """What one rank decoded for each of its steps, as DECODE_COUNTERS have it; NaN while it decoded nothing.
 
     Attributes:
         parts, num_bytes, busy_s, cpu_s, bad: `parts_decoded` and so on of `StepStats`; float64 [n].
@@ -231,7 +231,7 @@ def _rank_history(
     time = column("time")
     seconds = np.full(time.size, np.nan)
     seconds[:-1] = np.where(np.diff(start) == 0, np.diff(time), np.nan)
-    header = starts[-1].header
+    header, decoded = starts[-1].header, DecodeHistory(*map(column, DECODE_COUNTERS))
     return RankHistory(
         rank=header["rank"],
         coord=header["coord"],
@@ -245,15 +245,8 @@ def _rank_history(
         **{name: np.nan_to_num(column(name)).astype(np.int64) for name in ("step", *COUNTED, "tokens")},
         padding=column("padding"),
         imbalance=column("imbalance"),
-        decoded=_decoded(*(column(name) for name in DECODE_COUNTERS)),
+        decoded=decoded if np.nansum(decoded.parts) else None,
     )
-
-
-def _decoded(parts: Floats, *others: Floats) -> DecodeHistory | None:
-    if not np.nansum(parts):
-        return None
-    num_bytes, busy_s, cpu_s, bad = others
-    return DecodeHistory(parts=parts, num_bytes=num_bytes, busy_s=busy_s, cpu_s=cpu_s, bad=bad)
 
 
 def _column(start: RankStart, name: str) -> Floats:

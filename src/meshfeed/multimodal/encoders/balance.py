@@ -149,17 +149,11 @@ def even_out(
             asked = replace(packing, microbatches=count)
             fewer = tried(choose(mine, asked, room, quantum=quantum, bubble_share=bubble_share))
             best = min(best, fewer, key=lambda each: each[0])
-    placed = best[1]
-    changed = plan.microbatch.copy(), plan.first_rank.copy(), plan.cp_size.copy()
-    for new, some in zip(changed, (placed.microbatch, placed.first_rank, placed.cp_size)):
-        new[kept] = some
-    return replace(
-        plan,
-        microbatch=changed[0],
-        first_rank=changed[1],
-        cp_size=changed[2],
-        num_microbatches=placed.num_microbatches,
-    )
+    placed, changed = best[1], dict[str, IntArray]()
+    for name in ("microbatch", "first_rank", "cp_size"):
+        changed[name] = getattr(plan, name).copy()
+        changed[name][kept] = getattr(placed, name)
+    return replace(plan, **changed, num_microbatches=placed.num_microbatches)
 
 
 def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:

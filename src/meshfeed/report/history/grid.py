@@ -125,8 +125,7 @@ class Grid:
         """
         shape = len(self.rows), len(self.columns)
         if not shape[0] * shape[1]:
-            names = ("step", "rank", "begin", "seconds", "wait", "work")
-            return {name: np.zeros(0) for name in names}
+            return dict.fromkeys(("step", "rank", "begin", "seconds", "wait", "work"), np.zeros(0))
         here = np.arange(shape[1])
         step = heat["step"][np.nan_to_num(heat["total"], nan=-1.0).argmax(axis=0), here]
         at = self.columns + step - self.first
@@ -159,9 +158,8 @@ class Grid:
         if not self._index.size:
             return {}
         seconds = np.fmax.reduce(self.table(seconds_of))
-        series: dict[str, Any] = {
-            "time": _listed(self._over(np.fmin, np.fmin.reduce(self.table(lambda rank: rank.time))), 13)
-        }
+        begins = np.fmin.reduce(self.table(lambda rank: rank.time))
+        series: dict[str, Any] = {"time": _listed(self._over(np.fmin, begins), 13)}
         for name, value in _OF_A_RANK.items():
             table, extreme = self.table(value), np.fmin if name == "queue_depth" else np.fmax
             count = self._over(np.add, np.isfinite(table).sum(axis=0))
