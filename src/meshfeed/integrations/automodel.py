@@ -182,7 +182,6 @@ class _Config(_train.RecipeConfig):
 
     @cached_property
     def validation_dataloaders(self) -> dict[str, Any]:
-        """By name; see Automodel's."""
         return {
             name: replace(made, trains=False) if isinstance(made, _FeedConfig) else made
             for name, made in super().validation_dataloaders.items()
@@ -339,12 +338,10 @@ class _Training(TrainLoader):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `TrainLoader`."""
         super().load_state_dict(state_dict)
         self._left_by = ""
 
     def close(self, during: BaseException | None = None) -> None:
-        """See `TrainLoader`."""
         super().close(during)
         self._left_by = type(during).__name__ if during is not None else ""
 

@@ -117,7 +117,6 @@ class _VlmConfig(_finetune.RecipeConfig):
 
     @cached_property
     def vlm_dataloader(self) -> Any:
-        """Of training; see Automodel's."""
         return self._fed(super().vlm_dataloader, "dataset", "dataloader", "packed_sequence")
 
     @cached_property
