@@ -28,6 +28,7 @@ from meshfeed.errors import PlanError
 from meshfeed.plan import CostModel, Packing, StepPlan, plan_step
 from meshfeed.plan.packing import step_time
 from meshfeed.plan.types import LongArray
+from meshfeed.whole import whole
 
 _COST = CostModel(alpha=25_100)
 _MOST_TOKENS = np.iinfo(np.int32).max
@@ -156,8 +157,9 @@ def get_seqlen_balanced_partitions(
         raise PlanError(
             f"{num_rows} rows in {k_partitions} parts of equal size; give a multiple of the parts"
         )
-    unit = sum(seqlen_list) // _MOST_TOKENS + 1  # sums of work exceed what a pack can count
-    amounts = _lengths_of([int(amount // unit) for amount in seqlen_list])
+    numbers = [*map(whole, seqlen_list)]  # those of NumPy and torch would overflow in the sum
+    unit = sum(numbers) // _MOST_TOKENS + 1  # sums of work exceed what a pack can count
+    amounts = _lengths_of([int(number // unit) for number in numbers])
     packing = Packing(
         capacity=_MOST_TOKENS,
         cost=CostModel(alpha=1e15),  # linear in the amount

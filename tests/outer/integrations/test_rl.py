@@ -224,6 +224,9 @@ def test_parts_of_equal_sums(amounts: list[int], parts: int) -> None:
     assert [len(part) for part in found] == [len(amounts)] * parts
     assert sorted(row for part in found for row in part) == list(range(len(equal)))
     assert all(part == sorted(part) for part in found)
+    narrow = np.array(equal) % 2**31  # their sum is too wide for their type
+    found = rl.get_seqlen_balanced_partitions(narrow.astype(np.int32), parts, equal_size=True)
+    assert found == rl.get_seqlen_balanced_partitions(narrow.tolist(), parts, equal_size=True)
     with pytest.raises(PlanError, match="equal size"):
         rl.get_seqlen_balanced_partitions([1] * (parts + 1), parts + 2, equal_size=True)
     with pytest.raises(PlanError, match="k_partitions=0"):
