@@ -78,7 +78,7 @@ def _kind_of(folder: Path) -> str:
     mounts = Path("/proc/self/mounts")
     if not mounts.is_file():
         return ""
-    best, kind = "", ""
+    folder, best, kind = folder.resolve(), "", ""
     for line in mounts.read_text().splitlines():
         _, at, of_kind, *_ = line.split(" ")
         if folder.is_relative_to(at) and len(at) >= len(best):

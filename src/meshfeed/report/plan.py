@@ -127,7 +127,7 @@ def _sequences(plan: StepPlan, account: Account) -> Iterator[Bar]:
 
 def _parts(kind: str, plan: StepPlan, encoder: EncoderPlan, style: str) -> Iterator[Bar]:
     """A bar per part on the ranks that encode it; its width is its work."""
-    mean = encoder.loads.sum() / max(encoder.loads.size, 1)
+    mean = float(encoder.loads.sum()) / max(encoder.loads.size, 1) or 1.0  # of no work, a part is no share
     sequences, first, size = plan.sequence[encoder.row], encoder.rank, np.ones_like(encoder.rank)
     if encoder.encoder == "with sample":
         first, size = encoder.first_rank, encoder.cp_size

@@ -90,6 +90,11 @@ def test_caches_that_will_not_do(
     assert found["cache"]["verdict"] == "note" and "it may grow to" in found["cache"]["says"]
 
 
+def test_the_file_system_of_a_link_is_that_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/proc")
+    assert storage._kind_of(tmp_path / "link") == "proc"
+
+
 def test_packages_and_limits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [
         "numpy>=1.26",

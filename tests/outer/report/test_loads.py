@@ -14,6 +14,7 @@ from meshfeed.multimodal.encoders import plan_encoder
 from meshfeed.plan import Packing, StepPlan, account_of
 from meshfeed.plan.types import Encoder, FloatArray
 from meshfeed.report.loads import loads_of
+from meshfeed.report.plan import page
 from soak import cases
 
 CALM = settings(max_examples=cases(30), deadline=None, derandomize=True)
@@ -112,3 +113,11 @@ def test_a_step_without_sequences_is_even() -> None:
     plan = plan_step([], packing, dp=4)
     loads = loads_of(plan, packing, account_of(plan, packing), {"audio": plan_encoder(plan, [], [])})
     assert [(load.max_over_mean, load.bound) for load in loads.values()] == [(1, 1), (1, 1)]
+
+
+def test_parts_without_work_are_no_share_of_any() -> None:
+    packing = Packing(capacity=1000)
+    plan = plan_step([400, 300, 200], packing, dp=2)
+    account, encoders = account_of(plan, packing), {"image": plan_encoder(plan, [0, 1], [0.0, 0.0])}
+    made = page("dp2", 0, plan, account, encoders, loads_of(plan, packing, account, encoders))
+    assert "image of sequence 0: 0.0% of a rank's share" in made
