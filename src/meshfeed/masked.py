@@ -306,10 +306,8 @@ class Masked(DocumentRule):
         """The own tokens of documents, and first_token and last_token of the rows, in what `_seen` makes."""
         own_slices, real, runs = portion.own, portion.ranges(portion.own), [own]
         last = portion.pack.lengths[own_slices.sequence] - 1
-        for token, place, start in (
-            (self.first_token, 0 * last, num_read),
-            (self.last_token, last, num_read + 1),
-        ):
+        ends = (self.first_token, 0 * last), (self.last_token, last)
+        for start, (token, place) in enumerate(ends, num_read):
             if token is not None:
                 there = (at + place - real.start)[(real.start <= place) & (place < real.stop)]
                 runs.append(Runs(there, np.full_like(there, start), np.ones_like(there)))

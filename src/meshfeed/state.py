@@ -73,9 +73,8 @@ class State:
         """
         ours = recipe.summary(until=self.step)
         differ = [part for part in {**ours, **self.recipe} if not self._agrees(part, ours)]
-        if "amendments" in differ and recipe.amendments.has_made(
-            self.recipe.get("amendments", ""), self.step
-        ):
+        made = self.recipe.get("amendments", "")
+        if "amendments" in differ and recipe.amendments.has_made(made, self.step):
             differ.remove("amendments")
         if differ in ([], ["epochs"]):
             check_end(recipe, self.step, "this state is at")

@@ -350,11 +350,10 @@ def fields_of(
     """The fields of each portion's one pack; see `Keys`."""
     rows = [received.rows(portion.microbatches.start) for portion in portions]
     made = fields_of_packs(portions, [f.name for f in keys.computed if f.name in names], allocate)
-    wanted = [key for key in keys.declared if key.name in names]
-    for arrays, split in zip(made, _split(received, portions, rows, wanted, allocate)):
-        arrays |= split
-    for arrays, own in zip(made, rows):
-        arrays |= _rest(received, own, keys, names)
+    wanted = [key for key in keys.declared if key.split and key.name in names]
+    split = _split(received, portions, rows, wanted, allocate)
+    for arrays, of_split, own in zip(made, split, rows):
+        arrays |= of_split | _rest(received, own, keys, names)
     return made
 
 
@@ -365,9 +364,8 @@ def _split(
     wanted: Sequence[Field],
     allocate: Allocate,
 ) -> list[Arrays]:
-    """The split keys among the wanted ones."""
+    """The wanted keys, all of them split."""
     made: list[Arrays] = [{} for _ in portions]
-    wanted = [key for key in wanted if key.split]
     if not wanted:  # a stage that needs lengths alone
         return made
     places, num_tokens = places_of(portions)
