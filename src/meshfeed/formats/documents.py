@@ -36,10 +36,7 @@ VERSION = 1
 _KEPT_VERSION = 3
 """Part of the key of what is kept: after a change here, nothing older is used."""
 
-LINES = (
-    *(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"),
-    *(".ndjson", ".ndjson.gz", ".ndjson.zst"),
-)
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
 """Suffixes of JSON lines of text."""
 _KINDS = (*LINES, ".parquet", ".arrow")
 """Suffixes of documents. A folder has one kind of them, since others would be passed over in silence."""

@@ -75,9 +75,8 @@ class ForeignStore(StreamStore):
         A state saved without them trained on other tokens. An attention mask is 1 everywhere, or refused.
         """
         there = {} if self._columns == {} else self._columns_of_loss()
-        names = [
-            name for name in LOSS_COLUMNS if name in there and name not in {*self._ignored, ATTENTION_MASK}
-        ]
+        unused = {*self._ignored, ATTENTION_MASK}
+        names = [name for name in LOSS_COLUMNS if name in there and name not in unused]
         used = [f"{name} {self.labels_are}" if name == LABELS else name for name in names]
         return as_used(self.digest, f"uses {', '.join(used)}" if used else "")
 

@@ -17,17 +17,8 @@ from meshfeed.formats.video_header import CONVERT, VideoHeader
 from meshfeed.sequence.runs import Longs as LongArray
 
 _SEGMENT, _CLUSTER, _TRACK = 0x18538067, 0x1F43B675, 0xAE
-_ENTERED = {
-    _SEGMENT,
-    _CLUSTER,
-    _TRACK,
-    0x1549A966,
-    0x1654AE6B,
-    0xE0,
-    0xE1,
-    0x7670,
-    0xA0,
-}  # what these hold is read
+_ENTERED = {_SEGMENT, _CLUSTER, _TRACK, 0x1549A966, 0x1654AE6B, 0xE0, 0xE1, 0x7670, 0xA0}
+"""Elements that hold others which are read."""
 _SCALE, _CLUSTER_TIME, _BLOCKS = 0x2AD7B1, 0xE7, (0xA3, 0xA1)
 _NUMBER, _TYPE, _CODEC, _DURATION, _WIDTH, _HEIGHT = 0xD7, 0x83, 0x86, 0x23E383, 0xB0, 0xBA
 _HERTZ, _DELAY, _COMPRESSED = 0xB5, 0x56AA, 0x6D80

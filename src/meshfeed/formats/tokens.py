@@ -44,10 +44,8 @@ class TokenColumn:
 
     def holds(self, arrow: Any, kind: Any) -> bool:
         """Whether lists of an Arrow type can be the column."""
-        types = arrow.types
-        fit = [types.is_integer] + [types.is_floating, types.is_boolean] * (
-            self.of_loss and self.name != LABELS
-        )
+        types, is_mask = arrow.types, self.of_loss and self.name != LABELS
+        fit = [types.is_integer, *[types.is_floating, types.is_boolean] * is_mask]
         return any(is_kind(kind) for is_kind in fit)
 
     @property

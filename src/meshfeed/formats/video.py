@@ -25,10 +25,7 @@ Read = Callable[[int, int], bytes]
 """The bytes begin..end of a file."""
 Frame = npt.NDArray[np.uint8]
 
-_BEGINS = (
-    *(b"ftyp", b"styp", b"moov", b"mdat", b"moof", b"sidx"),
-    *(b"wide", b"free", b"skip", b"uuid", b"pnot"),
-)
+_BEGINS = (b"ftyp", b"styp", b"moov", b"mdat", b"moof", b"sidx", b"wide", b"free", b"skip", b"uuid", b"pnot")
 _MOST_BOXES = 1 << 17  # of a file, also of one in fragments of a second over a day
 _CHUNK_BYTES = 1 << 16
 _UNITY = 1 << 16  # 1 in fixed point

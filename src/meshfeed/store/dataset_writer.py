@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -89,14 +88,12 @@ class DatasetWriter:
             )
         return document
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: Any) -> None:
         stack, self._stack = self._stack, None
         if stack is None:
             raise StoreError(f"{self.folder}: not writing; use it inside `with`")
         if kind is not None:
-            stack.__exit__(kind, error, trace)  # the writers remove their files
+            stack.__exit__(kind, *exc)  # the writers remove their files
             return
         with stack:
             self._refuse_apart(self._writers["tokens"].num_documents - 1)

@@ -291,9 +291,8 @@ class ChatEncoder:
     def __getstate__(self) -> dict[str, Any]:
         # With the files: the receiving process may run elsewhere, and must not read other ones.
         _ = self._files
-        return {
-            name: value for name, value in vars(self).items() if name not in ("_tokenizer", "_conversations")
-        }
+        loaded = ("_tokenizer", "_conversations")
+        return {name: value for name, value in vars(self).items() if name not in loaded}
 
 
 def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

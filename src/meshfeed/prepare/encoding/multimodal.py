@@ -257,17 +257,13 @@ class MultimodalEncoder:
             if np.isin(tokens, placeholders).any():
                 raise StoreError(f"{where(i)}: its text spells a placeholder; remove it")
         rest, found = iter(made), list[dict[str, Array]]()
-        end = getattr(self.inner, "end", None)
+        end, dtype = getattr(self.inner, "end", None), self.columns["tokens"]
+        last = [] if end is None else [np.array([end])]
         for sample in values:
             parts = filter(self._is_placed, sample.parts)
-            some = [
-                next(rest) if each is not None else self._around[next(parts).kind] for each in sample.text
-            ]
-            some += [] if end is None else [np.array([end])]
-            dtype = self.columns["tokens"]
-            found.append(
-                {"tokens": np.concatenate([np.zeros(0, dtype), *some], dtype=dtype, casting="unsafe")}
-            )
+            some = [self._around[next(parts).kind] if each is None else next(rest) for each in sample.text]
+            whole = np.concatenate([np.zeros(0, dtype), *some, *last], dtype=dtype, casting="unsafe")
+            found.append({"tokens": whole})
         return found
 
     @cached_property

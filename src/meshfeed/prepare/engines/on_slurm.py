@@ -56,9 +56,8 @@ class OnSlurm:
             *self.options,
             *("--wrap", shlex.join(["exec", *command(__name__, str(tasks))])),
         ]
-        env = (
-            os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        )  # to import the same packages
+        # the path, so that tasks import the same packages
+        env = os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}
         try:
             job = subprocess.Popen(
                 submit, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, text=True

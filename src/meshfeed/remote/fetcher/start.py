@@ -14,9 +14,8 @@ if __name__ == "__main__":
         os._exit(0)
     os.setsid()  # Ctrl-C goes to the reader alone, whose end ends the fetcher
     here = Path(__file__).resolve().parent
-    sys.path[:] = [
-        each for each in sys.path if Path(each).resolve() != here
-    ]  # so that no module here hides one of another package
+    # so that no module here hides one of another package
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() != here]
     package = ModuleType("meshfeed")
     package.__path__ = [str(here.parents[1])]
     sys.modules["meshfeed"] = package
