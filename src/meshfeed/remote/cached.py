@@ -17,18 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import ChangedError
-from meshfeed.files.byte_file import (
-    I64,
-    ByteFile,
-    Bytes,
-    Content,
-    Descriptor,
-    Fetching,
-    acquire,
-    fill,
-    release,
-)
-from meshfeed.files.cache.cache import Cache, cache_error
+from meshfeed.files import ByteFile, Cache, Content, Fetching
+from meshfeed.files.byte_file import I64, Bytes, Descriptor, acquire, fill, release
+from meshfeed.files.cache.cache import cache_error
 from meshfeed.files.url import is_hub, without_secrets
 from meshfeed.intervals import numbered
 from meshfeed.remote.blocks import CacheFolder

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from ctypes import c_int, c_long, c_size_t, c_void_p
 from typing import Any
 
 import numpy as np
@@ -34,18 +35,11 @@ def mapped(fd: int, *, write: bool = False) -> npt.NDArray[np.uint8]:
 
 def _of_libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mmap.restype = c_void_p
+    libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_long)
+    libc.munmap.argtypes = (c_void_p, c_size_t)
     return libc
 
 
 _libc = _of_libc()
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = c_void_p(-1).value
