@@ -349,8 +349,6 @@ class LocalFile(ByteFile):
         self._refuse_resized(status_of(self.url))
         return super().arrays(*parts)
 
-    # -- below --------------------------------------------------------------------------------------
-
     def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
         file = self._opened()
         self._waits = not fill(file.fd, out, begins, sizes, places, self.url)

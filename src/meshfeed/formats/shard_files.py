@@ -116,8 +116,6 @@ class ShardFiles:
                 with shard.lock:
                     shard.file.forget_needs()
 
-    # -- below ------------------------------------------------------------------------------------------
-
     def _shard(self, number: int) -> _Shard:
         if not self._is_open:
             raise StoreError(f"{self._name}: not entered; read from it inside `with store:`")

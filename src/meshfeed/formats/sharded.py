@@ -63,8 +63,6 @@ class ShardedStore(ForeignStore):
     def is_summed(self) -> bool:
         return all(self.dataset.hashes())
 
-    # -- attributes ---------------------------------------------------------------------------------------
-
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.dataset.items.dtype
@@ -119,8 +117,6 @@ class ShardedStore(ForeignStore):
                 )
         return {name: ShardedStore(type(own)(own.folder, column=path)) for name, path in found.items()}
 
-    # -- entering and leaving -----------------------------------------------------------------------------
-
     def acquire(self, stack: contextlib.ExitStack) -> None:
         """Allow reads; the first read of a shard opens it."""
         self._files.open()
@@ -130,8 +126,6 @@ class ShardedStore(ForeignStore):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
-
-    # -- documents and the stream -------------------------------------------------------------------------
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         shards, begins, sizes = self._bytes_of(self.documents.pieces(starts, stops))
@@ -157,8 +151,6 @@ class ShardedStore(ForeignStore):
         else:
             begins = even.first[shards] + (pieces.documents - self.dataset.firsts[shards]) * even.stride_bytes
         return shards, begins + pieces.begin * itemsize, pieces.lengths * itemsize
-
-    # -- positions and lengths of documents -----------------------------------------------------------------
 
     @property
     def documents(self) -> LengthsIndex:

@@ -204,8 +204,6 @@ class Index:
     documents: Vector
     modes: Vector
 
-    # -- entries ------------------------------------------------------------------------------------
-
     def lengths_of(self, sequences: I64) -> I64:
         """Tokens of each sequence; int64 [n]."""
         lengths = self.lengths[sequences].astype(np.int64)
@@ -281,8 +279,6 @@ class Index:
         sequences = self.documents[documents]
         pointers = self.pointers[sequences.clip(0, header.num_sequences - 1)]
         return np.where(sequences < header.num_sequences, pointers, header.bin_size_bytes)
-
-    # -- checks -------------------------------------------------------------------------------------
 
     def check(self, *, whole: bool) -> Iterator[float]:
         """Check the entries in bounded memory, yielding the fraction done, in (0, 1].

@@ -46,8 +46,6 @@ class IndexedStore(StreamStore):
         self.pair = pair or LocalPair(self.path, self.path)
         self._idx, self._data, self.kept_in = self.pair.idx, self.pair.data, self.pair.cache
 
-    # -- attributes ---------------------------------------------------------------------------------
-
     @cached_property
     def header(self) -> Header:
         """The header of the index and the sizes of both files, checked; see `Header`."""
@@ -147,15 +145,11 @@ class IndexedStore(StreamStore):
             "idx_size_bytes": self.header.idx_size_bytes,
         }
 
-    # -- entering and leaving -----------------------------------------------------------------------
-
     def acquire(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._idx)
         stack.enter_context(self._data)
         self._index = look_up(self.header, self._idx)
         stack.callback(vars(self).update, _index=None, _documents=None)
-
-    # -- documents ----------------------------------------------------------------------------------
 
     @property
     def documents(self) -> LengthsIndex:
@@ -201,8 +195,6 @@ class IndexedStore(StreamStore):
         sequences = checked_places(self.path, sequences, self.num_sequences, "sequence")
         return self._entered().modes[sequences]
 
-    # -- the stream ---------------------------------------------------------------------------------
-
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         self._data.read_into(out.view(np.uint8), starts * out.itemsize, (stops - starts) * out.itemsize)
 
@@ -218,8 +210,6 @@ class IndexedStore(StreamStore):
     def index(self) -> Index:
         """The entries, usable without entering."""
         return look_up(self.header, self._idx)
-
-    # -- below --------------------------------------------------------------------------------------
 
     def _entered(self) -> Index:
         self._refuse_not_entered()

@@ -98,8 +98,6 @@ class IndexedWriter:
             if kind is None:
                 self._publish(files)
 
-    # -- adding -------------------------------------------------------------------------------------
-
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Add a document of one sequence; tokens [n], n >= 0, that `dtype` can hold."""
         self._refuse_within()
@@ -131,8 +129,6 @@ class IndexedWriter:
     def end_document(self) -> None:
         """End the current document: the sequences since the last end, possibly none."""
         self._end_documents(np.array([self.num_sequences]))
-
-    # -- below --------------------------------------------------------------------------------------
 
     def _write(self, array: npt.NDArray[Any], lengths: npt.NDArray[np.int64], mode: int) -> None:
         files = self._writing()

@@ -113,9 +113,6 @@ def joined(arrays: Sequence[Mapping[str, Array]], name: str, dtype: Any = np.int
     return np.concatenate([part[name] for part in arrays] or [np.zeros(0, dtype)])
 
 
-# -- writing --------------------------------------------------------------------------------------------
-
-
 def _write(part: Path, arrays: Arrays) -> None:
     part.mkdir()
     manifest: dict[str, dict[str, Any]] = {}
@@ -139,9 +136,6 @@ def _write_joined(stream: BinaryIO, pieces: list[Array]) -> None:
     for piece in pieces:
         for first in range(0, piece.size, _WRITTEN_TOGETHER):
             stream.write(piece[first : first + _WRITTEN_TOGETHER].astype(dtype).data)
-
-
-# -- reading --------------------------------------------------------------------------------------------
 
 
 def _opened(entry: Path) -> dict[str, Array] | None:

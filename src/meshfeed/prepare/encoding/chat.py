@@ -129,8 +129,6 @@ class ChatEncoder:
     beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
     """Further columns of a document; none."""
 
-    # -- attributes -------------------------------------------------------------------------------------
-
     @property
     def columns(self) -> Mapping[str, np.dtype[Any]]:
         """See the class. Raises StoreError for a dtype that cannot hold the vocabulary."""
@@ -152,8 +150,6 @@ class ChatEncoder:
             if self._tokenizer.token_to_id(end) not in self._special:
                 raise StoreError(f"{self._path}: {end!r} is no special token; end= (--chat-end) names one")
         self._conversations.check()
-
-    # -- encoding ---------------------------------------------------------------------------------------
 
     def encode(
         self, values: Sequence[Any], where: Callable[[int], str] = "conversation {}".format
@@ -227,8 +223,6 @@ class ChatEncoder:
                 "stop; name what ends it: end= (--chat-end), such as '<|user|>,<|observation|>' for GLM"
             )
         return {"tokens": tokens.astype(self._token_dtype), "loss_mask": mask}
-
-    # -- content of the files ---------------------------------------------------------------------------
 
     @cached_property
     def _files(self) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
