@@ -200,7 +200,6 @@ class RawStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer up to the end of the file."""
         out = np.frombuffer(buffer, np.uint8)
         size = max(min(out.size, self._file.size_bytes - self._at), 0)
         self._file.read_into(out[:size], np.array([self._at]), np.array([size]))

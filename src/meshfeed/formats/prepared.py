@@ -60,7 +60,6 @@ class OriginRuns:
         self._num_documents, self._last = self._num_documents + inputs.size, places[-1:]
 
     def array(self) -> I64:
-        """See `ORIGINS`."""
         return np.concatenate(self._runs, axis=1)
 
 

@@ -97,7 +97,6 @@ class ShardFiles:
         file.read_into(out, begins, sizes, places)
 
     def will_need(self, number: int, begins: I64, ends: I64) -> None:
-        """See ByteFile; returns at once."""
         shard = self._shard(number)
         shard.pending.append((begins, ends))
         if shard.is_announced or not self._is_remote:
@@ -109,7 +108,6 @@ class ShardFiles:
             threading.Thread(target=self._open_in_background, args=(self._to_open,), daemon=True).start()
 
     def forget_needs(self) -> None:
-        """Drop announcements that were not read."""
         for shard in list(self._shards.values()):
             shard.pending.clear()  # first: a file that is being opened then finds nothing pending
             if shard.file is not None:

@@ -69,7 +69,6 @@ class ShardedStore(ForeignStore):
 
     @property
     def encodings(self) -> Mapping[str, str]:
-        """Name -> encoding of every column."""
         return {field.name: field.encoding for field in self.dataset.fields}
 
     def facts(self) -> dict[str, Any]:

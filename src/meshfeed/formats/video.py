@@ -229,7 +229,6 @@ class _Movie:
     size_bytes: int
 
     def header(self) -> VideoHeader:
-        """See `read_header`."""
         traks = self._traks()
         if len(traks[b"vide"]) != 1:
             raise PartError(
@@ -265,7 +264,6 @@ class _Movie:
         )
 
     def sound(self) -> tuple[int, int] | None:
-        """See `sound_size`."""
         if not (traks := self._traks()[b"soun"]):
             return None
         trak, stbl = traks[0], self._box(traks[0], b"mdia", b"minf", b"stbl")
@@ -287,7 +285,6 @@ class _Movie:
         return (int((Fraction(waits, of_movie) + left) * rate), rate) if found.frames else None
 
     def _traks(self) -> dict[bytes, list[_Box]]:
-        """Tracks of video and of sound."""
         traks = {b"vide": list[_Box](), b"soun": list[_Box]()}
         for box in self.boxes.within(self.moov):
             if box.name == b"trak" and (handler := self.boxes.inside(box, b"mdia", b"hdlr")) is not None:
@@ -362,7 +359,6 @@ class _Movie:
         return found
 
     def _add_fragments(self, found: _Durations, number: int) -> None:
-        """Add the frames of all fragments of a track."""
         trex = self._trex(number)
         for moof in self.moofs:
             base: int | None = moof.at
@@ -562,7 +558,6 @@ def decoded_frames(data: bytes, numbers: Sequence[int], header: VideoHeader | No
 def _frames(
     av: Any, data: bytes, header: VideoHeader, stored: tuple[int, int], numbers: Sequence[int]
 ) -> Iterator[Any]:
-    """The frames as PyAV has them."""
     # the format is named, so that no other reader, of playlists or the like, is ever tried
     how: dict[str, Any] = {"format": "mov", "options": {"ignore_editlist": "1"}}
     if is_matroska(data):

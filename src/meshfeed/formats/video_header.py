@@ -30,5 +30,4 @@ class VideoHeader:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
         return self.frames / self.rate

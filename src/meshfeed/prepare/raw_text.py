@@ -162,7 +162,6 @@ def _prepare(place: Place, inputs: Sequence[str], encoding: Text, entry: Path) -
 
 
 def _say(shown: str) -> Callable[[Progress], None]:
-    """A function that logs progress, now and then."""
     said = time.monotonic()
 
     def say(progress: Progress) -> None:

@@ -241,7 +241,6 @@ class CachedFile(ByteFile):
 
     @cached_property
     def _edges(self) -> I64:
-        """Where each block begins, then the end of the last."""
         return self._opened.cut.edges
 
     def _file(self, block: int) -> Descriptor | None:

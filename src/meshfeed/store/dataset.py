@@ -63,7 +63,6 @@ class DatasetStore(StreamStore):
 
     @property
     def columns(self) -> Mapping[str, IndexedStore]:
-        """Name -> store of each column but the tokens."""
         return self._columns
 
     def check(self) -> Self:

@@ -124,7 +124,6 @@ class DatasetWriter:
         return IndexedWriter(self.folder / name, dtype, overwrite=self._overwrite)
 
     def _content(self) -> dict[str, Any]:
-        """What dataset.json says."""
         return {"format": FORMAT, "version": self.version, "columns": {name: name for name in self._writers}}
 
     def _publish(self) -> None:

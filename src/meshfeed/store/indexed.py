@@ -48,7 +48,6 @@ class IndexedStore(StreamStore):
 
     @cached_property
     def header(self) -> Header:
-        """The header of the index and the sizes of both files, checked; see `Header`."""
         return self.pair.header
 
     @property
@@ -58,7 +57,6 @@ class IndexedStore(StreamStore):
 
     @property
     def files(self) -> tuple[ByteFile, ByteFile]:
-        """The .bin and the .idx."""
         return self.pair.files
 
     @property
@@ -95,12 +93,10 @@ class IndexedStore(StreamStore):
 
     @property
     def has_modes(self) -> bool:
-        """Whether every sequence has a mode (multimodal stores)."""
         return self.header.has_modes
 
     @cached_property
     def is_stream(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Whether the sequences fill the .bin in order, so that it can be read as one stream."""
         return self.header.is_stream
 
     @property

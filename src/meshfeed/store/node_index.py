@@ -174,7 +174,6 @@ class NodeIndex(LocalFile):
 
 
 def _versions_of(prefix: str) -> Versions:
-    """Versions of the files of a store. Raises StoreError."""
     idx, data = version_of(f"{prefix}.idx"), version_of(f"{prefix}.bin")
     return Versions(idx, data, version_if_there(f"{prefix}{SUFFIX}"))
 

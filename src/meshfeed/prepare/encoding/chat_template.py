@@ -67,7 +67,6 @@ class ChatTemplate:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the template has {% generation %} blocks."""
         return self._compiled[1]
 
     @property
@@ -242,7 +241,6 @@ class Conversations:
             )
 
     def render(self, talk: Conversation) -> Rendered:
-        """The text of a conversation. Raises StoreError."""
         messages, beside = [Noted(each) for each in talk.messages], {"documents": None, **talk.given}
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:

@@ -68,7 +68,6 @@ class Multimodal:
 
     @property
     def train_bpe(self) -> int | None:
-        """Of the text."""
         return self.text.train_bpe
 
     @property
@@ -155,12 +154,10 @@ class MultimodalEncoder:
 
     @property
     def beside(self) -> Mapping[str, np.dtype[Any]]:
-        """Further columns of a document; see PART_DTYPES."""
         return PART_DTYPES
 
     @property
     def digest(self) -> str:
-        """Of everything that decides the output."""
         text = json.dumps([self.inner.digest, sorted(self.ids.items())])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

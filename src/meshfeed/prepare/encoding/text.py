@@ -43,7 +43,6 @@ class TextColumn:
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        """The tokenizer, loaded."""
         return self._file.load()
 
     @cached_property

@@ -93,7 +93,6 @@ class OnSlurm:
 
 
 def _cancel(name: str) -> None:
-    """End the job of this name, if any."""
     with suppress(FileNotFoundError):
         subprocess.run(["scancel", "--quiet", f"--name={name}"], check=False, capture_output=True)
 

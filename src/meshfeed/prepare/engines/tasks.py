@@ -95,7 +95,6 @@ def encoded(
 
 
 def _claim(tasks: Path, part: int, task: int) -> bool:
-    """Whether this task has claimed the part."""
     try:
         (tasks / f"{part}.claim").symlink_to(str(task))  # atomic, unlike writing a file
     except FileExistsError:

@@ -65,7 +65,6 @@ class Conversation:
     unread: Sequence[str] = ()
 
     def in_parts(self) -> Conversation:
-        """With each content as a list of parts."""
         found = list[dict[str, Any]]()
         for each in self.messages:
             text = each["content"]

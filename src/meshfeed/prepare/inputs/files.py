@@ -62,7 +62,6 @@ class Input:
     version: str
 
     def file(self) -> ByteFile:
-        """Its bytes, to be entered."""
         return _file_of(self.url)
 
     def refuse_changed(self, file: ByteFile) -> None:

@@ -91,7 +91,6 @@ class _Scanner:
 
     @property
     def depth(self) -> int:
-        """How many brackets are open."""
         return len(self._open) - self._beyond
 
     def cuts(self, piece: bytes) -> Iterator[tuple[int, bytes]]:

@@ -146,7 +146,6 @@ class SampleColumns:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Keys of parts: key -> kind."""
         return {**PART_KEYS, **self.more}
 
     def with_declared(self, kinds: Mapping[str, str]) -> SampleColumns:

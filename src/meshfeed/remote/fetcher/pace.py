@@ -38,7 +38,6 @@ class Pace:
         return int(min(self._bytes_per_s * _RANGE_S, self._most_bytes))
 
     def learn(self, num_bytes: int, seconds: float) -> None:
-        """Record the bytes and seconds of a request."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self._latency_s = min(self._latency_s * _FORGET, seconds)

@@ -134,11 +134,9 @@ class FetcherServer:
         return self._scheduler.need(one, blocks), self._scheduler.take_fetched_bytes(one)
 
     def list(self, address: Address, cache: Path) -> list[tuple[str, int]]:
-        """(path, size) of all objects below it, sorted."""
         return self._client(address, cache).list(address.path)
 
     def commit(self, address: Address, cache: Path) -> str:
-        """The commit of a dataset's revision on the Hub."""
         return HubClient(address.root, address.options, cache / "hub").commit
 
     def peek(self, of: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:

@@ -292,7 +292,6 @@ class Scheduler:
                 one.blocks.cache.give_up(claims)
 
     def _fetch(self, one: StoredObject, first: int, count: int) -> list[Summed]:
-        """`count` adjacent blocks."""
         began = time.monotonic()
         if one.content is not None:
             whole, fetched = self._fetch_whole(one, one.content)
