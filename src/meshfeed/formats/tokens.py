@@ -67,10 +67,7 @@ class TokenColumn:
         return [read(value, where, i) for i, value in enumerate(values)]
 
     def of_dtype(self, numbers: Array, where: Where) -> Array:
-        """Numbers of a loss column in its dtype, [n]. where: names a number.
-
-        Raises StoreError unless they fit.
-        """
+        """Numbers of a loss column in its dtype, [n]. where: names one. Raises StoreError unless they fit."""
         dtype = self.dtype(0)
         given = numbers if numbers.dtype.kind in "iufb" else numbers.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):

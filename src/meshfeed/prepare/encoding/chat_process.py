@@ -68,10 +68,7 @@ class Confined:
 
 
 class _Process:
-    """One such process.
-
-    Requests are pickles. Responses are lines of JSON, because a template could forge them.
-    """
+    """Such a process. Requests are pickles; responses are lines of JSON, as a template could forge them."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._owner, self._where = os.getpid(), conversations.path

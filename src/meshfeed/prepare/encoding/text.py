@@ -130,10 +130,7 @@ class Text:
         return Columns(TokenColumn(self.column).names, refused, masks=(ATTENTION_MASK,))
 
     def request(self) -> dict[str, Any]:
-        """Everything that decides the tokens, as JSON values.
-
-        Raises StoreError, PrepareError if it is wrong.
-        """
+        """Everything that decides the tokens, as JSON values. Raises StoreError, PrepareError."""
         shared = {"kind": "text", "column": self.column, "eod": self.eod, "dtype": self.dtype}
         if self.train_bpe is None:
             return shared | {"tokenizer": absolute(self.tokenizer), "digest": self.encoder().digest}

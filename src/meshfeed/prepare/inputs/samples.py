@@ -375,10 +375,7 @@ def _split(text: str) -> tuple[list[str | None], list[str]]:
 
 
 def _matched(kinds: Sequence[str], given: Sequence[SamplePart]) -> tuple[SamplePart, ...]:
-    """The parts in the order of marks: those of a kind in their own order.
-
-    Raises StoreError if counts differ.
-    """
+    """The parts in the order of marks, those of a kind in their own. Raises StoreError if counts differ."""
     rest = {kind: [each for each in given if each.kind == kind] for kind in PART_KEYS.values()}
     for kind, some in rest.items():
         if len(some) != kinds.count(kind):
