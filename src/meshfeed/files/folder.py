@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshfeed.errors import MissingError
-from meshfeed.files.byte_file import ByteFile, Content, LocalFile, typed_errors
+from meshfeed.files.byte_file import ByteFile, Content, LocalFile, typed, typed_errors
 from meshfeed.files.cache.cache import Cache
 from meshfeed.files.url import is_hub, is_remote, join, local_path, without_secrets
 from meshfeed.plugins import remote_storage
@@ -87,8 +87,7 @@ def _below(root: Path) -> Iterator[tuple[str, int]]:
     """(relative name, bytes) of the files below a local folder; see `Folder.names`."""
 
     def refuse(error: OSError) -> None:
-        with typed_errors(error.filename):
-            raise error
+        raise typed(error.filename, error) from error
 
     for folder, _, names in os.walk(root, onerror=refuse):
         for name in names:

@@ -119,21 +119,17 @@ class Client(Retries):
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """(path, size) of all objects below a prefix, sorted and complete; see `Listing`."""
+        shown, give_up_s = self._name(prefix), self._patience.give_up_s
         if self._root.startswith("http"):
-            raise StoreError(f"{self._name(prefix)}: HTTP has no listing; name the file itself")
-        listing = Listing(
-            self._store,
-            prefix,
-            self._name(prefix),
-            self._patience.give_up_s,
-            begins_anywhere=not self._root.startswith(("az", "abfs")),
-        )
+            raise StoreError(f"{shown}: HTTP has no listing; name the file itself")
+        is_azure = self._root.startswith(("az", "abfs"))
+        listing = Listing(self._store, prefix, shown, give_up_s, begins_anywhere=not is_azure)
         is_proved = not self._root.endswith(_UNSORTED)
 
         def ask() -> list[tuple[str, int]]:  # this thread may have an event loop of its own
             return self._pool.submit(listing.complete, proved=is_proved).result()
 
-        return self._retry(ask, prefix, self._name(prefix))
+        return self._retry(ask, prefix, shown)
 
 
 class LocalReader:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -53,20 +54,15 @@ class Writer(Client):
         """Write an object of a few bytes. Raises StoreError."""
         import obstore
 
-        def put() -> None:
-            obstore.put(self._store, path, data, use_multipart=False)
-
+        put = partial(obstore.put, self._store, path, data, use_multipart=False)
         self._in_bucket(lambda: self._retry(put, path, self._name(path)), path)
 
     def delete(self, path: str) -> None:
         """Delete an object; a missing one counts as deleted. Raises StoreError."""
         import obstore
 
-        def delete() -> None:
-            obstore.delete(self._store, path)
-
         with suppress(MissingError):
-            self._retry(delete, path, self._name(path))
+            self._retry(lambda: obstore.delete(self._store, path), path, self._name(path))
 
     def upload(self, path: str, file: Path, on_bytes: Callable[[int], None]) -> Stat:
         """Upload a file as an object; returns its size and version in storage.
