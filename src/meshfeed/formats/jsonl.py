@@ -45,10 +45,9 @@ class JsonlStore(DocumentFiles):
         file = self._files[span.file]
         lines = ((begin, line) for begin, line in _bounded_lines(file, span) if line.strip())
         while some := list(islice(lines, _LINES_TOGETHER)):
-            begins = [begin for begin, _ in some]
 
-            def where(i: int, begins: list[int] = begins) -> str:
-                return place_of(file, begins[i])
+            def where(i: int, some: Sequence[tuple[int, bytes]] = some) -> str:
+                return place_of(file, some[i][0])
 
             values: list[Any] = []
             for i, (begin, line) in enumerate(some):

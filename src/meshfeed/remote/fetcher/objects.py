@@ -125,7 +125,7 @@ class StoredObject:
 
         Raises StoreError if the object's size differs from the declared one.
         """
-        size = stat.size_bytes
+        size, plain = stat.size_bytes, None
         if content is not None:
             if content.stored_bytes not in (None, size):
                 raise StoreError(
@@ -133,6 +133,8 @@ class StoredObject:
                 )
             size = size if content.raw_bytes is None else content.raw_bytes
             block_bytes = max(size, 1)
+            hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
+            plain = [content.codec, content.stored_bytes, content.raw_bytes, hashes]
         digest, check_bytes = None, 1
         if sums is not None:
             if sums.size_bytes != size:
@@ -143,10 +145,6 @@ class StoredObject:
             check_bytes = sums.block_bytes
             block_bytes = -(-block_bytes // check_bytes) * check_bytes  # whole checksums
             digest = hashlib.blake2b(sums.sums.tobytes(), digest_size=16).hexdigest()
-        plain = None
-        if content is not None:
-            hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
-            plain = [content.codec, content.stored_bytes, content.raw_bytes, hashes]
         cut = Cut(size, block_bytes)
         if joints is not None and content is None:
             cut = cut_at(joints, size, block_bytes, check_bytes)
