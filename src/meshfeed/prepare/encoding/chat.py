@@ -85,6 +85,7 @@ class Chats:
         }
 
     def encoder(self, trained: Path | None = None) -> ChatEncoder:
+        """The encoder of tokens and mask. Raises StoreError."""
         encoder = ChatEncoder(self)
         encoder.check()
         return encoder

@@ -241,6 +241,7 @@ class Conversations:
             )
 
     def render(self, talk: Conversation) -> Rendered:
+        """The text of a conversation. Raises StoreError."""
         messages, beside = [Noted(each) for each in talk.messages], {"documents": None, **talk.given}
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:

@@ -76,6 +76,7 @@ class Columns:
     masks: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any]) -> Any:
+        """The value of a record. Raises StoreError."""
         self.refuse_lost([name for name, value in record.items() if value is not None])
         for name in self.masks:
             if record.get(name) is not None:

@@ -118,6 +118,7 @@ class Job:
         write_json(self.folder / JOB, record, mode=0o600)
 
     def refuse_changed(self) -> None:
+        """Raises ChangedError if an input has changed."""
         for each in self.request.inputs:
             each.refuse_changed(each.file())
 
