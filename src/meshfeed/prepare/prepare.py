@@ -207,9 +207,8 @@ def _published(
         output.begin()
         manifest = _merged(job, _encoded(job, engine, on_progress, overwrite=overwrite), on_progress)
         stores = manifest["stores"].values()
-        if any(store["num_documents"] for store in stores) and not any(
-            store.get("num_parts", 1) for store in stores
-        ):
+        has_parts = any(store.get("num_parts", 1) for store in stores)
+        if any(store["num_documents"] for store in stores) and not has_parts:
             raise PrepareError(
                 "no document has a part: name their columns by --image-column, --audio-column or "
                 "--video-column; text alone is prepared without --multimodal, and may be mixed with what "

@@ -178,13 +178,11 @@ class MultimodalEncoder:
             is_placed = [self._is_placed(part) for part in sample.parts]
             placed = [each for each, is_one in zip(some, is_placed) if is_one]
             if there != [self.ids[each.kind] for each in placed]:
+                cure = "its text spells a placeholder: remove it"
+                if isinstance(self.inner, ChatEncoder):
+                    cure = "give a chat template that prints one for each image"
                 raise StoreError(
-                    f"{where(i)}: {len(there)} placeholders in its tokens, and {len(placed)} parts; "
-                    + (
-                        "give a chat template that prints one for each image"
-                        if isinstance(self.inner, ChatEncoder)
-                        else "its text spells a placeholder: remove it"
-                    )
+                    f"{where(i)}: {len(there)} placeholders in its tokens, and {len(placed)} parts; {cure}"
                 )
             at = at[np.cumsum(is_placed, dtype=np.int64) - 1]
             found.append(columns | _columns_of(sample.parts, some, at))

@@ -174,14 +174,10 @@ def _records_in(file: ByteFile, each: Input, begin: int, end: int, how: Reading)
             lines = split_lines(_unpacked(file, each.codec), how.most_bytes)
         for number, (byte, line) in enumerate(lines):
             if line is None:
-                raise _too_long(
-                    place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
-                )
-            yield (
-                _of_line(number, byte, line, how, each.url)
-                if line.removeprefix(codecs.BOM_UTF8).strip()
-                else None
-            )
+                where = place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}"
+                raise _too_long(where, how)
+            is_empty = not line.removeprefix(codecs.BOM_UTF8).strip()
+            yield None if is_empty else _of_line(number, byte, line, how, each.url)
     elif each.kind == "webdataset" and isinstance(how.columns, SampleColumns):
         yield from _of_tar(file, how, how.columns)
     elif each.kind == "mds" and isinstance(how.columns, SampleColumns):

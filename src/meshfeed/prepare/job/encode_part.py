@@ -131,14 +131,8 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
     summary.num_documents += lengths.size
     summary.num_tokens += int(lengths.sum())
     summary.num_blocks += 1
-    return Block(
-        lengths=lengths,
-        records=np.array([(span, record.number) for span, record in some], np.int64)
-        .reshape(-1, 2)
-        .repeat(counts, axis=0),
-        hashes=hashes,
-        columns=columns,
-    )
+    records = np.array([(span, record.number) for span, record in some], np.int64).reshape(-1, 2)
+    return Block(lengths, records.repeat(counts, axis=0), hashes, columns)
 
 
 def _place(job: Job, each: Malformed) -> str:
