@@ -188,11 +188,8 @@ class FetcherServer:
         with self._lock:
             self._caches.add(cache)
             if key not in self._clients:
-                self._clients[key] = (
-                    Client(address.root, address.options)
-                    if hub is None
-                    else HubClient(address.root, address.options, hub)
-                )
+                given = address.root, address.options
+                self._clients[key] = Client(*given) if hub is None else HubClient(*given, hub)
             return self._clients[key]
 
     def _reader(self, address: Address, cache: Path) -> Reader:
