@@ -28,6 +28,9 @@ _SHARES = ("proportion", "tokens", "size")
 class Store(ABC):
     """What a recipe needs of a store: two members, and what a store overrides where it has more."""
 
+    wants_ahead: bool = False
+    """Whether to announce reads many steps ahead, as a remote store needs it."""
+
     @property
     @abstractmethod
     def fingerprint(self) -> str:
@@ -54,11 +57,6 @@ class Store(ABC):
     def when_late(self) -> str:
         """For messages: that it has not returned what is read, and what to check."""
         return "its own storage has not returned it; check the storage"
-
-    @property
-    def wants_ahead(self) -> bool:
-        """Whether to announce reads many steps ahead, as a remote store needs it."""
-        return False
 
     def once_per_node(self, make: Callable[[], Longs], **of: int | str) -> Longs:
         """What `make` gives: whole numbers that follow from the content of the store and `of` alone; int64.

@@ -44,7 +44,8 @@ class RawStore(StreamStore):
 
     def __init__(self, file: ByteFile, dtype: np.dtype[Any], cache: Cache) -> None:
         super().__init__()
-        self.path, self._file, self._dtype, self._cache = file.url, file, dtype, cache
+        self.path, self._file, self._dtype = file.url, file, dtype
+        self.wants_ahead = file.is_remote
 
     def check(self) -> RawStore:
         """Check that the file holds whole tokens, from its first byte on. Raises StoreError."""
@@ -88,10 +89,6 @@ class RawStore(StreamStore):
     @property
     def stats(self) -> FileStats:
         return self._file.stats
-
-    @property
-    def wants_ahead(self) -> bool:
-        return self._file.is_remote
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._file)

@@ -43,7 +43,7 @@ class ShardedStore(ForeignStore):
     def __init__(self, dataset: ShardedDataset) -> None:
         super().__init__()
         self.dataset, self.path, self._folder = dataset, dataset.path, dataset.folder
-        self.kept_in = self._folder.cache
+        self.kept_in, self.wants_ahead = self._folder.cache, self._folder.is_remote
         self._forget()
 
     def _forget(self) -> None:
@@ -82,10 +82,6 @@ class ShardedStore(ForeignStore):
     @property
     def num_documents(self) -> int:
         return int(self.shard_ends[-1]) if self.shard_ends.size else 0
-
-    @property
-    def wants_ahead(self) -> bool:
-        return self._folder.is_remote
 
     @property
     def stats(self) -> FileStats:

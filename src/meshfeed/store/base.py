@@ -318,7 +318,8 @@ class DocumentRange(StreamStore):
     def __init__(self, of: StreamStore, first: int, stop: int) -> None:
         super().__init__()
         self.of, self.first, self._stop = of, first, stop
-        self.path, self.labels_are, self.kept_in = f"{of.path}[{first}:{stop}]", of.labels_are, of.kept_in
+        self.path, self.labels_are = f"{of.path}[{first}:{stop}]", of.labels_are
+        self.kept_in, self.wants_ahead = of.kept_in, of.wants_ahead
 
     @cached_property
     def _span(self) -> tuple[int, int]:
@@ -363,10 +364,6 @@ class DocumentRange(StreamStore):
     def columns(self) -> Mapping[str, StreamStore]:  # pyright: ignore[reportIncompatibleMethodOverride]
         of = cast(Mapping[str, StreamStore], self.of.columns)
         return {name: store[self.first : self._stop] for name, store in of.items()}
-
-    @property
-    def wants_ahead(self) -> bool:
-        return self.of.wants_ahead
 
     @property
     def files_version(self) -> str:

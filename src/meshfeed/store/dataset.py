@@ -55,7 +55,7 @@ class DatasetStore(StreamStore):
         super().__init__()
         self.folder, self.path, self.tokens, self.kept_in = folder, path, tokens, cache
         self._columns, self._further, self._used = dict(columns), tuple(further), ""
-        self._is_whole = False
+        self._is_whole, self.wants_ahead = False, tokens.wants_ahead
 
     @property
     def _stores(self) -> tuple[IndexedStore, ...]:
@@ -175,10 +175,6 @@ class DatasetStore(StreamStore):
     @property
     def num_tokens(self) -> int:
         return self.tokens.num_tokens
-
-    @property
-    def wants_ahead(self) -> bool:
-        return self.tokens.wants_ahead
 
     @property
     def fetching(self) -> Fetching | None:

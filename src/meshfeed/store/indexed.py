@@ -45,6 +45,7 @@ class IndexedStore(StreamStore):
         self.path = os.fspath(path)
         self.pair = pair or LocalPair(self.path, self.path)
         self._idx, self._data, self.kept_in = self.pair.idx, self.pair.data, self.pair.cache
+        self.wants_ahead = self._data.is_remote
 
     @cached_property
     def header(self) -> Header:
@@ -58,10 +59,6 @@ class IndexedStore(StreamStore):
     @property
     def files(self) -> tuple[ByteFile, ByteFile]:
         return self.pair.files
-
-    @property
-    def wants_ahead(self) -> bool:
-        return self._data.is_remote
 
     @property
     def files_version(self) -> str:
