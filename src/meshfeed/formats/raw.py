@@ -45,7 +45,7 @@ class RawStore(StreamStore):
     def __init__(self, file: ByteFile, dtype: np.dtype[Any], cache: Cache) -> None:
         super().__init__()
         self.path, self._file, self._dtype = file.url, file, dtype
-        self.wants_ahead = file.is_remote
+        self.kept_in, self.wants_ahead = cache, file.is_remote
 
     def check(self) -> RawStore:
         """Check that the file holds whole tokens, from its first byte on. Raises StoreError."""
@@ -85,6 +85,10 @@ class RawStore(StreamStore):
         Elsewhere it does not depend on the path.
         """
         return sampled_digest(f"raw {VERSION} {self._dtype.name}", [self._file])
+
+    @property
+    def files_version(self) -> str:
+        return self._file.version
 
     @property
     def stats(self) -> FileStats:

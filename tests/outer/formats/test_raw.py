@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import zstandard
 import meshfeed as mf
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.formats.raw import DTYPES
+from meshfeed.store.marks import marks_of
 from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
@@ -41,6 +43,22 @@ def test_the_dtype_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert mf.open(tmp_path / "b", dtype="int32").fingerprint != short.fingerprint
     with mf.open(tmp_path / "b", dtype="int32") as store:
         assert store.num_tokens == 32
+
+
+def test_what_a_node_derives_is_of_the_bytes_that_are_there_now(tmp_path: Path) -> None:
+    """The fingerprint samples the file, so it misses a token that is written in place; the marks must not."""
+    path, cache = tmp_path / "train.bin", mf.Cache(tmp_path / "cache")
+    tokens = np.zeros(1 << 20, np.uint16)
+    fingerprints, counts = set[str](), list[int]()
+    for at in (50_000, 50_000, 60_000):
+        tokens[at] = 7
+        tokens.tofile(path)
+        os.utime(path, ns=(at, at))
+        store = mf.open(path, dtype="uint16", cache=cache)
+        assert store.kept_in == cache
+        fingerprints.add(store.fingerprint)
+        counts += marks_of(store, cache, (7,)).count(np.array([0]), np.array([tokens.size])).tolist()
+    assert len(fingerprints) == 1 and counts == [1, 1, 2]
 
 
 def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
