@@ -262,6 +262,8 @@ class Inspect(Command, StoreOptions, AmendmentOptions):
         try:
             store = self.open(self.path, cache=cache, tokenizer=None, eod=None)
         except (MissingError, OptionError):  # raw text is a store with a tokenizer only
+            store = None
+        if store is None:
             return self.open(self.path, cache=cache)
         if isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS:
             try:

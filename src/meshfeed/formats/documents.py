@@ -42,10 +42,8 @@ _KINDS = (*LINES, ".parquet", ".arrow")
 """Suffixes of documents. A folder has one kind of them, since others would be passed over in silence."""
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 # words of a name by which `datasets` tells splits
-_OF_TRAIN, _OF_TEST = (
-    re.compile(rf"(?:^|.*[-._ /\d])(?:{words})[-._ /\d]")
-    for words in ("train|training", "test|testing|valid|validation|val|dev|eval|evaluation")
-)
+_OF_TRAIN = re.compile(r"(?:^|.*[-._ /\d])(?:train|training)[-._ /\d]")
+_OF_TEST = re.compile(r"(?:^|.*[-._ /\d])(?:test|testing|valid|validation|val|dev|eval|evaluation)[-._ /\d]")
 _UNREAD = re.compile(r".*\.(jsonl|ndjson|parquet|arrow)\.(bz2|xz|lz4|br|zip|Z|7z)")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
@@ -304,7 +302,11 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
     if is_hub(place.given) and "*" not in place.name and len(splits) > 1:
         paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{Path(names[0]).suffix}" for split in splits)
         raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
-    tests = [name for name in names if _OF_TEST.match(name) and not _OF_TRAIN.match(name)]
-    if "*" not in place.name and (both := [*filter(_OF_TRAIN.match, names)][:1] + tests[:1])[1:]:
-        raise OptionError(f"{place.shown}: {' and '.join(both)}: give the folder of one split, or a pattern")
+    trains = [name for name in names if _OF_TRAIN.match(name)]
+    tests = [name for name in names if _OF_TEST.match(name) and name not in trains]
+    if "*" not in place.name and trains and tests:
+        raise OptionError(
+            f"{place.shown}: {trains[0]} and {tests[0]}: give the folder of one split, or a pattern of files "
+            f"of one folder; to train on several, give each as a source of a mf.Mixture"
+        )
     return folder, names

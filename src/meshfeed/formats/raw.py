@@ -18,13 +18,19 @@ from meshfeed.store.format import Place, StoreFormat
 
 VERSION = 1
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_LOAD, _UNPACK = "write its tokens by np.load(path).tofile('train.bin')", "unpack it"
+_ALONE = "write its tokens alone to a file, in one dtype"
 _OTHERS = {
-    b"\x93NUMPY": "a .npy file",
-    b"PK\x03\x04": "a zip archive, as of np.savez or torch.save",
-    **{b"LITPKDS": "of lit-gpt, with a header", b"\x89HDF": "an HDF5 file", b"PAR1": "a Parquet file"},
-    **{b"\x1f\x8b\x08": "packed by gzip", b"\x28\xb5\x2f\xfd": "packed by zstd", b"\xfd7zXZ": "packed by xz"},
+    b"\x93NUMPY": ("a .npy file", _LOAD),
+    b"PK\x03\x04": ("a zip archive, as of np.savez or torch.save", _ALONE),
+    b"LITPKDS": ("of lit-gpt, with a header", _ALONE),
+    b"\x89HDF": ("an HDF5 file", _ALONE),
+    b"PAR1": ("a Parquet file", "name it .parquet, and give column= in place of dtype="),
+    b"\x1f\x8b\x08": ("packed by gzip", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", _UNPACK),
+    b"\xfd7zXZ": ("packed by xz", _UNPACK),
 }
-"""The first bytes of files that are no tokens."""
+"""The first bytes of files that are no tokens -> what they are, and what to do."""
 _HEADED = [np.array(each, "<i4").tobytes() for each in ((20240520, 1), (20240801, 7))]
 """The first bytes of shards of llm.c, of GPT-2's and of Llama 3's tokens: magic number and version."""
 _HEADED_BYTES = 256 * 4
@@ -63,11 +69,9 @@ class RawStore(StreamStore):
                 f"that would be read as tokens; write those alone: np.fromfile(path, {self._dtype.name!r}, "
                 f"offset={_HEADED_BYTES}).tofile('train.bin')"
             )
-        if other := next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None):
-            raise StoreError(
-                f"{self.path}: {other}, whose bytes would be read as tokens; write the tokens alone, such as "
-                f"np.load(path).tofile('train.bin')"
-            )
+        for magic, (what, cure) in _OTHERS.items():
+            if head.startswith(magic):
+                raise StoreError(f"{self.path}: {what}, whose bytes would be read as tokens; {cure}")
         return self
 
     @property

@@ -55,7 +55,7 @@ def layout_of_ranks(dp_rank_of_rank: list[int]) -> Layout:
     held = [dp_rank_of_rank.count(replica) for replica in range(dp)]
     if len(set(held)) > 1:
         raise LayoutError(f"dp ranks {dp_rank_of_rank}: replicas have {held} ranks; make all equal")
-    table = sorted(range(world_size), key=dp_rank_of_rank.__getitem__)
+    table = sorted(range(world_size), key=lambda rank: (dp_rank_of_rank[rank], rank))
     return Layout(tp=world_size // dp, dp=dp, order="tp-dp", table=tuple(table))
 
 

@@ -81,7 +81,7 @@ class Slowest:
         _, *rest, last = self._records
         seconds = max(last.time_s - rest[0].time_s, 1e-9)
         each = (wait for record in rest for wait in record.stats.exposed_wait_s.items())
-        waits = summed((stage, seconds) for stage, seconds in each if stage not in FOLLOWS)
+        waits = summed((stage, wait) for stage, wait in each if stage not in FOLLOWS)
         total = sum(waits.values())
         return SlowRank(
             rank=self._start.rank,

@@ -31,7 +31,8 @@ class PartSize(NamedTuple):
     @classmethod
     def of(cls, parts: Parts, place: int) -> Self:
         """The size of one of some parts."""
-        return cls(*(getattr(parts, name)[place].item() for name in cls._fields))
+        height, width, length = int(parts.height[place]), int(parts.width[place]), int(parts.length[place])
+        return cls(height, width, length, float(parts.rate[place]), int(parts.of_sample[place]))
 
     def as_image(self) -> Parts:
         """The part alone, for what a rule says of an image of its height and width."""

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from meshfeed.errors import MetricsError
 from meshfeed.intervals import Longs
-from meshfeed.metrics.recorder import DECODE_COUNTERS
 from meshfeed.metrics.run_log import COUNTED, file_name
 
 Floats = npt.NDArray[np.float64]
@@ -58,7 +57,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeHistory:
-    """What one rank decoded for each of its steps, as DECODE_COUNTERS have it; NaN while it decoded nothing.
+    """What one rank decoded for each of its steps; NaN while it decoded nothing.
 
     Attributes:
         parts, num_bytes, busy_s, cpu_s, bad: `parts_decoded` and so on of `StepStats`; float64 [n].
@@ -231,7 +230,14 @@ def _rank_history(
     time = column("time")
     seconds = np.full(time.size, np.nan)
     seconds[:-1] = np.where(np.diff(start) == 0, np.diff(time), np.nan)
-    header, decoded = starts[-1].header, DecodeHistory(*map(column, DECODE_COUNTERS))
+    header = starts[-1].header
+    decoded = DecodeHistory(
+        parts=column("parts_decoded"),
+        num_bytes=column("bytes_decoded"),
+        busy_s=column("decode_busy_s"),
+        cpu_s=column("decode_cpu_s"),
+        bad=column("parts_bad"),
+    )
     return RankHistory(
         rank=header["rank"],
         coord=header["coord"],

@@ -104,8 +104,8 @@ ITEMS = zip(
         (lambda i, one: {"a": {"text": "x" * (i % 5), "ids": one - 1}, "b": (i, one)}, "b.1"),
         (lambda i, one: (i, one, None), None),
         (lambda i, one: {"url": b"z" * (i % 3), "tokens": one.reshape(1, -1)}, None),
-        (lambda i, one: one.reshape(1, -1), None),
         (lambda i, one: {"tokens": torch.from_numpy(one.reshape(1, 1, -1)), "n": 1}, None),
+        (lambda i, one: one.reshape(1, -1), None),
     ],
     [
         "tensor",
@@ -116,8 +116,8 @@ ITEMS = zip(
         "in a tuple",
         "tuple",
         "numpy 2d",
-        "alone 2d",
         "tensor 3d",
+        "alone 2d",
     ],
 )
 OPTIONS = {"plain": {}, "zstd": WHOLE, "frames": FRAMES}

@@ -88,6 +88,10 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
         StoreError, match=r"headed\.bin: of lit-gpt, with a header, whose bytes would be read"
     ):
         mf.open(tmp_path / "headed.bin", dtype="uint16")
+    for magic, what in ((b"PAR1", "a Parquet file, .*; name it .parquet"), (b"\x89HDF\r\n", "an HDF5 file")):
+        (tmp_path / "other.bin").write_bytes(magic + tokens)
+        with pytest.raises(StoreError, match=rf"other\.bin: {what}"):
+            mf.open(tmp_path / "other.bin", dtype="uint8")
     np.savez(tmp_path / "arrays.npz", np.arange(9, dtype=np.uint16))
     with pytest.raises(StoreError, match=r"arrays\.npz: a zip archive"):
         mf.open(tmp_path / "arrays.npz", dtype="uint8")

@@ -333,7 +333,7 @@ def _whole(template: ChatTemplate, messages: list[Noted], beside: Beside) -> str
         sound = range(len(messages) - 1, 0, -1)
         k = next((k for k in sound if _tried(template, messages[:k], beside) is not None), 0)
         has_parts = isinstance(messages[k].get("content"), list)
-        cure = "; its content is a list of parts, join them to one text" * has_parts
+        cure = "; its content is a list of parts, join them to one text" if has_parts else ""
         raise StoreError(f"message {k} ({messages[k]['role']}): {error}{cure}") from error
 
 

@@ -238,7 +238,7 @@ def _of_tar(file: ByteFile, how: Reading, columns: SampleColumns) -> Iterator[Re
 
 def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> Iterator[Record]:
     with mds_of(url) as store:
-        dataset = store.dataset
+        dataset, shown = store.dataset, without_secrets(url)
         fields = dataset.fields
         for shard, first in zip(dataset.shards, dataset.firsts.tolist()):
             if first < samples.stop and samples.start < first + shard.num_documents:
@@ -248,7 +248,7 @@ def _of_mds(url: str, samples: range, how: Reading, columns: SampleColumns) -> I
         names = columns.wanted((there := [each.name for each in fields]), there)
         for number, i in enumerate(samples):
             record = store.sample(i, names, images=False)
-            yield _of_row(number, record, 0, how, f"{url}: sample {i}", url)
+            yield _of_row(number, record, 0, how, f"{shown}: sample {i}", url)
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:

@@ -39,7 +39,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[b
     kinds = [_TEXT if word in _TEXTS else "" for word in head]
     columns = "".join(f'<th scope="col"{of}>{escape(word)}</th>' for of, word in zip(kinds, head))
     body = "".join(
-        f'<tr class="{"marked" * is_marked}">'
+        f'<tr class="{"marked" if is_marked else ""}">'
         f"{''.join(f'<td{of}>{cell}</td>' for of, cell in zip(kinds, cells))}</tr>"
         for cells, is_marked in zip(rows, marked or [False] * len(rows))
     )
