@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
+from meshfeed.recipe import entered
 from meshfeed.store import IndexedStore, IndexedWriter
 from soak import cases
 
@@ -89,6 +90,7 @@ def test_every_field_of_every_rank(
             places = places_of(padded, m.cp_size, m.cp_rank, split)
             assert m["tokens"].shape == (1, len(places))
             assert len(places) <= capacity
+            assert int(m["max_seqlen"]) == np.diff(padded).max()
             rows = rows_of(plan, got.coord.dp * cp + got.coord.cp, m)
             assert m["cu_seqlens"].tolist() == [
                 0,
@@ -122,6 +124,22 @@ def rows_of(plan: Any, dp_cp_rank: int, m: mf.Microbatch) -> list[int]:
     last = plan.first_rank + plan.cp_size
     inside = (plan.first_rank <= dp_cp_rank) & (dp_cp_rank < last) & (plan.microbatch == m.index)
     return np.flatnonzero(inside).tolist()
+
+
+def test_each_document_of_a_source_is_a_sequence(
+    corpus: tuple[Path, list[np.ndarray]], tmp_path: Path
+) -> None:
+    path, documents = corpus
+    with IndexedWriter(tmp_path / "other", np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document[:1])
+    data = mf.Mixture({"other": (mf.open(tmp_path / "other"), 1), "c": (mf.open(path), 1)})
+    recipe, some = mf.Recipe(data, mf.Documents(), 4), np.array([5, 0, 3])
+    for source, sizes in enumerate(([min(len(each), 1) for each in documents], list(map(len, documents)))):
+        with entered(recipe):
+            found = mf.Documents().sequences_with(recipe, source, 1, some)
+        assert found.document.tolist() == [0, 1, 2] and found.sequence.tolist() == some.tolist()
+        assert found.begin.tolist() == [0, 0, 0] and found.end.tolist() == [sizes[at] for at in some]
 
 
 class Asked(IndexedStore):
