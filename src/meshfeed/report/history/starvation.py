@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.intervals import Longs
 from meshfeed.metrics import FOLLOWS
 from meshfeed.report.history.loop import seconds_of
-from meshfeed.report.reader import RankHistory, RunHistory
+from meshfeed.report.reader import Floats, RankHistory, RunHistory
 from meshfeed.report.words import counted, duration
 
 _FEWEST_EDGES, _SHORTEST = 5, 3  # edges, and steps between two of them
@@ -76,17 +77,18 @@ def _of_rank(
     step_s = float(np.median(seconds))
     least = max(_APART_S, _APART_STEP * step_s, _APART_MEDIAN * float(np.median(waited)))
     high = np.flatnonzero(waited > least)
-    high = high[waited[high] > _APART_EDGES * np.median(waited[high])] if high.size else high
-    begins = high[np.diff(high, prepend=-2) > 1]  # one edge may keep several steps waiting
-    if begins.size < _FEWEST_EDGES:
+    if high.size < _FEWEST_EDGES:
         return None
-    distances = np.diff(step[begins])
-    every = float(np.median(distances))
-    times = np.maximum(np.rint(distances / every), 1)
-    regular = np.abs(distances - times * every) <= np.maximum(_NEAR * every, 1)
-    share = float(waited[high].sum() / waited.sum())
-    if every < _SHORTEST or regular.mean() < _REGULAR or share < _MOST_WAITING:
+    longest = np.sort(waited[high])[::-1]
+    half = longest[longest.cumsum().searchsorted(longest.sum() / 2)]
+    # the usual edge is that of the half of the waits, or, where hiccups are more, of half of the waiting
+    for usual in (np.median(longest), half):
+        found = _regular_in(step, waited, high[waited[high] > _APART_EDGES * usual])
+        if found is not None:
+            break
+    else:
         return None
+    high, begins, every = found
     at = wait[high].sum(axis=0)
     return Starvation(
         rank=rank.rank,
@@ -96,12 +98,27 @@ def _of_rank(
         first=int(step[begins[0]]),
         last=int(step[begins[-1]]),
         wait_s=float(waited[high].sum() / begins.size),
-        share=share,
+        share=float(waited[high].sum() / waited.sum()),
         step_s=step_s,
         busy=min(float(work.sum() / seconds.sum()), 1.0),
         is_over=bool(step[-1] - step[begins[-1]] > 3 * every),
         edge_of=_named(every, edges),
     )
+
+
+def _regular_in(step: Longs, waited: Floats, high: Longs) -> tuple[Longs, Longs, float] | None:
+    """Steps that wait long, those of them at which an edge begins, and how far apart edges are.
+
+    None unless they are regular, and most of the waiting.
+    """
+    begins = high[np.diff(high, prepend=-2) > 1]  # one edge may keep several steps waiting
+    if begins.size < _FEWEST_EDGES or waited[high].sum() < _MOST_WAITING * waited.sum():
+        return None
+    distances = np.diff(step[begins])
+    every = float(np.median(distances))
+    times = np.maximum(np.rint(distances / every), 1)
+    regular = np.abs(distances - times * every) <= np.maximum(_NEAR * every, 1)
+    return (high, begins, every) if every >= _SHORTEST and regular.mean() >= _REGULAR else None
 
 
 def _named(every: float, edges: Mapping[str, float]) -> str:
