@@ -454,6 +454,7 @@ def changed(path: Path) -> list[list[int]]:
     lines = path.read_text().splitlines()
     lines[450] = json.dumps({"tokens": [7] * 66}).ljust(len(lines[450]))[: len(lines[450])]
     path.write_text("\n".join(lines))
+    os.utime(path, (1, 1))  # nginx makes its tag of seconds
     return [json.loads(line)["tokens"] for line in lines]
 
 
