@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.plan import Packing
 from meshfeed.plan.problem import Room
-from meshfeed.plan.types import LongArray
 
 
-def microbatch_bound(lengths: LongArray, packing: Packing, room: Room, *, quantum: int = 1) -> int:
+def microbatch_bound(lengths: Longs, packing: Packing, room: Room, *, quantum: int = 1) -> int:
     """The fewest microbatches that any plan needs: by tokens, and by sequences too long to share a group.
 
     lengths: real tokens of the kept sequences, each at most room.longest; int64 [n].
@@ -27,7 +27,7 @@ def microbatch_bound(lengths: LongArray, packing: Packing, room: Room, *, quantu
     return -(-least // quantum) * quantum
 
 
-def _two_sided(sizes: LongArray, limit: int) -> int:
+def _two_sided(sizes: Longs, limit: int) -> int:
     """L2 for sizes in ascending order; int64 [n]."""
     ends = np.concatenate(([0], np.cumsum(sizes)))
     half = int(np.searchsorted(sizes, limit / 2, side="right"))

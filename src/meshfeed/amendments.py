@@ -27,10 +27,11 @@ from typing import IO, Any, Self, cast
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import MeshfeedError, RecipeError, StateError, StoreError
 from meshfeed.files.local.durable import durable_file
 from meshfeed.files.local.lock import LIMIT_S, locked
-from meshfeed.intervals import Longs, distinct
+from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture, Unit
 from meshfeed.order import LeavesOut, cut_off
 from meshfeed.recipe import Amendment, Change, Recipe

@@ -7,8 +7,8 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Longs
 from meshfeed.summary import brief
 from meshfeed.whole import is_whole, settle, whole
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Longs = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from meshfeed.arrays import Bools, Longs
+
 N = TypeVar("N", bound=np.integer)
 
 

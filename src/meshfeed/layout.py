@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Ints, Longs
 from meshfeed.errors import LayoutError
-from meshfeed.intervals import Longs, distinct
+from meshfeed.intervals import distinct
 from meshfeed.whole import is_whole, of_kind, settle
 
 DIMS = ("tp", "cp", "dp", "pp")
@@ -214,7 +215,7 @@ class Layout:
         slots = np.arange(self.world_size) if self.table is None else np.array(self.table, np.int64)
         return slots.reshape([getattr(self, dim) for dim in reversed(self.dims)])
 
-    def coords(self, ranks: npt.ArrayLike | None = None) -> npt.NDArray[np.int32]:
+    def coords(self, ranks: npt.ArrayLike | None = None) -> Ints:
         """Coordinates of some ranks (of `ranks()` when None); int32 [n, 4], columns tp, cp, dp, pp.
 
         Raises LayoutError for a rank that is not in the layout.

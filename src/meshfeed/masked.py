@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Columns
+from meshfeed.arrays import Allocate, Array, Columns, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.files import Cache
 from meshfeed.order import Draws, key_of, philox
@@ -22,7 +22,7 @@ from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths
-from meshfeed.sequence.runs import Located, Longs, Portion, Runs, holding, runs_of
+from meshfeed.sequence.runs import Located, Portion, Runs, holding, runs_of
 from meshfeed.sequence.table import FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store

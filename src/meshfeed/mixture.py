@@ -10,9 +10,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, cast, get_args
 
+from meshfeed.arrays import Longs
 from meshfeed.batch import check_next, is_past
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Longs
 from meshfeed.machine import Machine
 from meshfeed.summary import brief
 from meshfeed.whole import of_kind, real

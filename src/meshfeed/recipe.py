@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.batch import Batch
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Longs
 from meshfeed.machine import Machine
 from meshfeed.mixture import Mixture, Store
 from meshfeed.summary import brief, code_of, digest_of

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Ints, Longs
 from meshfeed.errors import LayoutError, RoleError
-from meshfeed.intervals import Bools, Longs, distinct
+from meshfeed.intervals import distinct
 from meshfeed.layout import Layout
 from meshfeed.whole import is_whole, settle
 
@@ -294,7 +294,7 @@ def assign_roles(
 def _group_keys(
     layout: Layout,
     ranks: Longs,
-    coords: npt.NDArray[np.int32],
+    coords: Ints,
     delivery: DeliveryName,
     has_policy: bool,
     shares_packs: bool,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
-from meshfeed.columns import Columns
+from meshfeed.arrays import Columns
 from meshfeed.deliver import EndOfStream, Traffic
 from meshfeed.deliver.broadcast import Broadcast
 from meshfeed.deliver.choose import Relay

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import meshfeed as mf
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal import MultimodalWriter, PartField, Processor
 from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts, Repeat, Template
-from meshfeed.sequence.runs import Longs
 from meshfeed.testing import assert_rule
 from soak import SEED, cases
 

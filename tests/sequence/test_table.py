@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.columns import Array, Arrays
+from meshfeed.arrays import Array, Arrays
 from meshfeed.feed.device import OnHost
 from meshfeed.feed.stepping import Stepping
 from meshfeed.sequence import FieldTable, Portion, RunField, Runs, widened

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Longs, numbers_in
+from meshfeed.intervals import numbers_in
 from meshfeed.multimodal import Multimodal, MultimodalStore
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS

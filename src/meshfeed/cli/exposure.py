@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import meshfeed as mf
+from meshfeed.arrays import Ints, Longs
 from meshfeed.cli import recipes
 from meshfeed.cli.command import OK, Console, Table, print_json
 from meshfeed.cli.holders import Holders, Line, table_of, with_origins
@@ -21,7 +21,6 @@ from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions, until_of
 from meshfeed.errors import MeshfeedError
-from meshfeed.intervals import Longs
 from meshfeed.recipe import entered
 from meshfeed.report.drawn import drawn_of_sources
 from meshfeed.report.exposure import Exposures, exposures
@@ -159,7 +158,7 @@ def _print_drawn(drawn: dict[str, Any]) -> None:
     Console().print(table, f"\nbefore step {drawn['until']}; digest {drawn['digest']}")
 
 
-def documents_in(path: Path, recipe: mf.Recipe) -> tuple[npt.NDArray[np.int32], Longs]:
+def documents_in(path: Path, recipe: mf.Recipe) -> tuple[Ints, Longs]:
     """(source, document) of each line of a file, each document once; [n] each.
 
     The stores must be entered. Raises MeshfeedError, which names the line.

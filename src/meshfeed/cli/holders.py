@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.cli.command import Table
 from meshfeed.cli.document_trace import DocumentParts, parts_in, pieces_of
 from meshfeed.deliver.error_codec import runs_of
@@ -16,7 +17,6 @@ from meshfeed.formats.prepared import Origins
 from meshfeed.layout import Coord
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import TokenRule
-from meshfeed.sequence.runs import Longs
 from meshfeed.store.base import whole_of
 from meshfeed.store.dataset import DatasetStore
 

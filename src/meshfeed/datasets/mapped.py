@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.forks import at_fork
-from meshfeed.intervals import Longs
 from meshfeed.machine import Machine
 from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.arrays import Allocate, Array, Arrays, Columns, Longs
 from meshfeed.datasets.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.errors import PlanError, RecipeError, StoreError
 from meshfeed.mixture import Store
@@ -22,7 +22,7 @@ from meshfeed.order import Draws, EpochIndex, LeavesOut
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import FindsDocuments
-from meshfeed.sequence.runs import Located, Longs, Portion, Runs, places_among
+from meshfeed.sequence.runs import Located, Portion, Runs, places_among
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, RunField, table_of_pack
 
 Value = Array | bytes

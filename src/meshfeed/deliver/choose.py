@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshfeed.columns import Columns
+from meshfeed.arrays import Columns
 from meshfeed.deliver.broadcast import Broadcast
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream
 from meshfeed.deliver.error_codec import ErrorRecord

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from meshfeed.columns import Columns
+from meshfeed.arrays import Columns
 
 
 class EndOfStream(Exception):

@@ -9,17 +9,15 @@ from datetime import timedelta
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed.distributed_c10d import Store
 
+from meshfeed.arrays import Array, Bytes
 from meshfeed.deliver.delivery import Traffic
 from meshfeed.deliver.links import Links
 from meshfeed.errors import PeerError
-
-Bytes = npt.NDArray[np.uint8]
 
 # Data may be late: the source's trainer may be busy. A dead peer is detected at once by its closed
 # connection, and the Feed's timeout limits how long a trainer waits for data.
@@ -124,7 +122,7 @@ class Group:
         with self._naming_lost():
             self._wait(self._group.broadcast([torch.from_numpy(buffer)], options))
 
-    def all_gather(self, message: bytes | npt.NDArray[Any]) -> list[Bytes]:
+    def all_gather(self, message: bytes | Array) -> list[Bytes]:
         """Every member's message, in order; one collective unless one is over twice as long as any before.
 
         The results own their memory. Raises PeerError if a member is lost.

@@ -15,8 +15,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.forks import Private
 
 _HERE = Path("/proc/self/fd")
@@ -31,7 +31,7 @@ class Links:
         self._links: dict[int, tuple[int, int, int]] = {}  # descriptor -> file, this end, the other
         self._member_at: dict[int, int] = {}
 
-    def found(self, num_members: int) -> npt.NDArray[np.int64]:
+    def found(self, num_members: int) -> Longs:
         """Digests of this end of each connection, for the other members; int64 [num_members], padded with
         0."""
         ends = np.zeros(num_members, np.int64)
@@ -43,7 +43,7 @@ class Links:
         ends[: len(here)] = here
         return ends
 
-    def identify(self, ends: npt.NDArray[np.int64]) -> None:
+    def identify(self, ends: Longs) -> None:
         """Map each connection to the member at its other end. ends: what each member `found`; int64 [n,
         n]."""
         theirs = [there for _, _, there in self._links.values()]

@@ -22,7 +22,7 @@ from typing import cast
 
 import numpy as np
 
-from meshfeed.columns import Columns
+from meshfeed.arrays import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import Delivery, EndOfStream
 from meshfeed.deliver.local import Listener, connect

@@ -11,18 +11,17 @@ import hashlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Arrays
+from meshfeed.arrays import Array, Arrays, Longs
 from meshfeed.deliver.meeting import Meeting, required
 from meshfeed.errors import DeliveryError, MeshfeedError, VerifyError
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 
-Digests = npt.NDArray[np.int64]
+Digests = Longs
 
 _JOIN_S = 5.0
 
@@ -51,7 +50,7 @@ class Digester:
         )
 
 
-def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+def _bytes_of(array: Array) -> memoryview:
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # pyright: ignore
 
 

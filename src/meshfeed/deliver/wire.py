@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Columns
+from meshfeed.arrays import Array, Bytes, Columns
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.errors import DeliveryError, MeshfeedError
 
@@ -29,8 +28,6 @@ TABLE_ROOM = 4096
 _MAGIC = 0x4446534D
 _HEADER = struct.Struct("<IIQQ")
 _ALIGN = 64
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Message:
 
     num_bytes: int
     head: bytes
-    parts: Sequence[tuple[int, npt.NDArray[Any]]]
+    parts: Sequence[tuple[int, Array]]
 
     def write(self, buffer: Bytes) -> None:
         """Write the message to the start of a uint8 buffer of at least `num_bytes`."""
@@ -62,7 +59,7 @@ class Message:
 def encode(columns: Columns) -> Message:
     """A message of columns. Raises DeliveryError for object arrays."""
     table: list[list[Any]] = []
-    pieces: list[list[npt.NDArray[Any]]] = []
+    pieces: list[list[Array]] = []
     for name, column in columns.items():
         if isinstance(column, np.ndarray):
             table.append([name, _dtype_name(name, column), list(column.shape), "array"])
@@ -71,7 +68,7 @@ def encode(columns: Columns) -> Message:
             table.append([name, "|u1", [[len(piece)] for piece in column], "bytes"])
             pieces.append([np.frombuffer(piece, np.uint8) for piece in column])
         else:
-            arrays = cast(Sequence[npt.NDArray[Any]], column)
+            arrays = cast(Sequence[Array], column)
             dtypes = {_dtype_name(name, array) for array in arrays} or {"|u1"}
             if len(dtypes) > 1:
                 raise DeliveryError(f"column {name!r} mixes dtypes {sorted(dtypes)}; use one")
@@ -105,10 +102,10 @@ def decode(buffer: Bytes) -> Columns:
     table, offset = _table(buffer)
     columns: dict[str, Any] = {}
     for name, dtype, shape, form in json.loads(table):
-        pieces: list[npt.NDArray[Any]] = []
+        pieces: list[Array] = []
         offset = _aligned(offset)
         for one in [shape] if form == "array" else shape:
-            view: npt.NDArray[Any] = np.ndarray(one, dtype, buffer, offset)
+            view: Array = np.ndarray(one, dtype, buffer, offset)
             view.flags.writeable = False
             pieces.append(view)
             offset += view.nbytes
@@ -129,9 +126,9 @@ def _table(buffer: Bytes) -> tuple[bytes, int]:
     return buffer[_HEADER.size : end].tobytes(), end
 
 
-def _message(kind: int, table: bytes, pieces: list[list[npt.NDArray[Any]]]) -> Message:
+def _message(kind: int, table: bytes, pieces: list[list[Array]]) -> Message:
     offset = _HEADER.size + len(table)
-    parts: list[tuple[int, npt.NDArray[Any]]] = []
+    parts: list[tuple[int, Array]] = []
     for column in pieces:
         offset = _aligned(offset)
         for piece in column:
@@ -144,7 +141,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def _dtype_name(name: str, array: npt.NDArray[Any]) -> str:
+def _dtype_name(name: str, array: Array) -> str:
     if array.dtype.hasobject:
         raise DeliveryError(f"column {name!r} holds Python objects; give arrays of numbers, or bytes")
     if array.dtype.kind == "V":  # records, bfloat16: their name does not identify them

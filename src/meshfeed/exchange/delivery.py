@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import NoReturn
 
-from meshfeed.columns import Columns
+from meshfeed.arrays import Columns
 from meshfeed.deliver import Delivery, EndOfStream, Group, Meeting
 from meshfeed.deliver.meeting import required
 from meshfeed.errors import DeliveryError

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bytes, Longs
 from meshfeed.deliver import Digester, ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED
@@ -25,8 +25,6 @@ from meshfeed.exchange.lengths import (
     REST,
     SCHEMA,
     VALID,
-    Bytes,
-    Longs,
     MemberReport,
     Schema,
     columns_of,

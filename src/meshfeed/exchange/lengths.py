@@ -15,15 +15,13 @@ from itertools import chain
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Longs
 from meshfeed.errors import PeerError, StoreError
 from meshfeed.exchange.dtypes import entry_bytes
 from meshfeed.exchange.membership import Membership
-from meshfeed.intervals import Bools, Longs, numbered
+from meshfeed.intervals import numbered
 from meshfeed.order import Draws
-
-Bytes = npt.NDArray[np.uint8]
 
 LENGTH, VALID, REST, SCHEMA = 0, 1, 2, 3
 NO_ROWS = np.zeros((0, 4), np.int64)

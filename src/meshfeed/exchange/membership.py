@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RoleError
-from meshfeed.intervals import Longs
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 

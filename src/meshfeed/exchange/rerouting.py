@@ -11,14 +11,14 @@ from typing import Literal, cast
 
 import numpy as np
 
-from meshfeed.columns import Columns
+from meshfeed.arrays import Bytes, Columns
 from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, make_delivery
 from meshfeed.errors import DeliveryError, RecipeError
 from meshfeed.exchange.delivery import ExchangeDelivery
 from meshfeed.exchange.item_source import ItemSource
 from meshfeed.exchange.items import Given, nothing
 from meshfeed.exchange.keys import Keys
-from meshfeed.exchange.lengths import NO_BYTES, Bytes, GatheredLengths, columns_of, reports_of
+from meshfeed.exchange.lengths import NO_BYTES, GatheredLengths, columns_of, reports_of
 from meshfeed.exchange.place import ExchangePlace
 from meshfeed.exchange.routing import NO_PIECES, Shipment
 from meshfeed.exchange.steps import (

@@ -13,9 +13,10 @@ from typing import Self
 
 import numpy as np
 
-from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, Bytes, GatheredLengths, Longs, MemberReport
+from meshfeed.arrays import Bools, Bytes, Longs
+from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, MemberReport
 from meshfeed.exchange.membership import Membership
-from meshfeed.intervals import Bools, numbered
+from meshfeed.intervals import numbered
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.types import chunk_runs, cuts_packs
 from meshfeed.sequence.runs import Runs

@@ -14,13 +14,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Allocate, Array, Arrays
+from meshfeed.arrays import Allocate, Array, Arrays, Bytes, Longs
 from meshfeed.deliver import Digester, EndOfStream, Group, wire
 from meshfeed.errors import PlanError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, NESTED, carrier, entry_bytes
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import ANY, Keys
-from meshfeed.exchange.lengths import NO_BYTES, Bytes, GatheredLengths, Longs, MemberReport, reports_of
+from meshfeed.exchange.lengths import NO_BYTES, GatheredLengths, MemberReport, reports_of
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import NO_PIECES, Shipment, write_pieces
 from meshfeed.exchange.values import bits_of, nested_bytes, nested_value, tensor_of, viewed_as

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.datasets.mapped import NUMBERS, Refused, are_numbers, plain
 from meshfeed.deliver import wire
 from meshfeed.errors import StoreError

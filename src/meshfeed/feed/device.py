@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from meshfeed.columns import Array, Arrays, Columns
+from meshfeed.arrays import Array, Arrays, Columns
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Sources, Value
 from meshfeed.feed.nested import changed, leaves_of

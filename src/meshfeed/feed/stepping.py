@@ -21,6 +21,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import MeshfeedError, OptionError, PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
 from meshfeed.metrics import StageClock, StepStats
@@ -83,13 +84,13 @@ class GlobalBatch:
 
     step: int
     draws: Draws
-    lengths: npt.NDArray[np.int64]
+    lengths: Longs
     plan: StepPlan
     tokens: int
     valid_tokens: int
     sum_sq: int
     sources: tuple[str, ...] = ()
-    cut_loss: npt.NDArray[np.int64] = field(default_factory=partial(np.zeros, 0, np.int64))
+    cut_loss: Longs = field(default_factory=partial(np.zeros, 0, np.int64))
     stats: Callable[[], StepStats] = StepStats
 
     def check_loss(self, packing: Packing | None) -> None:
@@ -127,7 +128,7 @@ def stats_of_packs(
     *,
     pp: int,
     vpp: int,
-    cut_loss: Sequence[int] | npt.NDArray[np.int64] = (),
+    cut_loss: Sequence[int] | Longs = (),
     known: StepStats | None = None,
 ) -> StepStats:
     """The known stats, with those of a plan: balance, padding, every sequence that was cut or left out.
@@ -252,10 +253,10 @@ class Stepping:
     def _cut_loss(
         self,
         draws: Draws,
-        lengths: npt.NDArray[np.int64],
+        lengths: Longs,
         plan: StepPlan,
-        valid: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+        valid: Longs,
+    ) -> Longs:
         """See `GlobalBatch`. valid: loss-bearing tokens of each kept row of the plan; int64 [m]."""
         none = np.zeros(0, np.int64)
         if self.packing is None or self.packing.oversize != "truncate" or not plan.oversize.size:
@@ -270,7 +271,7 @@ class Stepping:
             self.contents.valid_tokens(self.recipe, of, np.zeros_like(suspect), lengths[suspect]) > 0
         ]
 
-    def _stats(self, step: int, draws: Draws, plan: StepPlan, cut_loss: npt.NDArray[np.int64]) -> StepStats:
+    def _stats(self, step: int, draws: Draws, plan: StepPlan, cut_loss: Longs) -> StepStats:
         stats, names = StepStats(), self.recipe.source_names_at(step)
         if (known := len(names)) > 1:  # a rank may know further ones, which amendments add later
             drawn, epochs = drawn_until(self.recipe, step + 1) or (None, None)
@@ -326,7 +327,7 @@ class Stepping:
             return 0
         return -(-len(draws_of_step(self.recipe, step)) // (self.micro_batch_size * self.layout.dp))
 
-    def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
+    def _plan(self, step: int, draws: Draws, lengths: Longs) -> StepPlan:
         if self.packing is None:
             dp, cp = self.layout.dp, self.layout.cp
             shuffle = self.recipe.shuffle
@@ -359,7 +360,7 @@ class Stepping:
         rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
         equally many replicas.
         """
-        lanes = cast(npt.NDArray[np.int64], lanes_of_step(self.recipe, step))
+        lanes = cast(Longs, lanes_of_step(self.recipe, step))
         return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes))).tobytes()
 
     def portions(
@@ -573,7 +574,7 @@ def _cut_rows(
 
 
 @lru_cache(maxsize=16)  # called every step, for one layout
-def ranks_beside(layout: Layout, coord: Coord) -> npt.NDArray[np.int64]:
+def ranks_beside(layout: Layout, coord: Coord) -> Longs:
     """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp], read-only."""
     beside = layout.group_of(layout.rank_of(coord), "dp-cp")
     coords = layout.coords(beside)

@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Bytes, Longs
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.forks import at_fork
 from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
-I64 = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 _PAGE_BYTES = 1 << 12
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
@@ -166,7 +164,7 @@ class ByteFile(ABC):
         """A few short ranges [begin, end), read at once and exactly; shorter at the end of the file."""
 
     @abstractmethod
-    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+    def look_up(self, out: Bytes, begins: Longs, sizes: Longs) -> None:
         """Read ranges back to back, as `read_into` does, but before entering and without counting them."""
 
     def __enter__(self) -> Self:
@@ -180,7 +178,7 @@ class ByteFile(ABC):
         if not self._depth:
             self._leave()
 
-    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
+    def read_into(self, out: Bytes, begins: Longs, sizes: Longs, places: Longs | None = None) -> None:
         """Read `sizes` bytes from each of `begins` to each of `places` in `out`; int64 [m] each, uint8.
 
         places: None writes the ranges back to back, filling `out`.
@@ -194,7 +192,7 @@ class ByteFile(ABC):
             self.stats.bytes_read += int(sizes.sum())
 
     @abstractmethod
-    def will_need(self, begins: I64, ends: I64) -> None:
+    def will_need(self, begins: Longs, ends: Longs) -> None:
         """Announce byte ranges that will be read, each once; int64 [m] each. Returns at once."""
 
     def look_again(self) -> None:  # noqa: B027 - a local file has nothing to drop
@@ -208,7 +206,7 @@ class ByteFile(ABC):
         """How it is fetched; None for a file on this machine. Raises StoreError."""
         return None
 
-    def cut(self, begins: I64, ends: I64) -> None:  # noqa: B027 - a local file has no blocks
+    def cut(self, begins: Longs, ends: Longs) -> None:  # noqa: B027 - a local file has no blocks
         """Let blocks that are fetched end where the shards of a shuffle meet; not while it is entered."""
 
     @abstractmethod
@@ -223,7 +221,7 @@ class ByteFile(ABC):
         return [_Entries(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
 
     @abstractmethod
-    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+    def _read(self, out: Bytes, begins: Longs, sizes: Longs, places: Longs) -> None:
         """Read ranges that are not all empty, for `read_into`."""
 
     @abstractmethod
@@ -256,13 +254,13 @@ class _Entries:
         found = self._gathered(wrapped.ravel()).reshape(wrapped.shape)
         return found[()] if array.ndim == 0 else found
 
-    def _between(self, start: int, stop: int) -> npt.NDArray[Any]:
+    def _between(self, start: int, stop: int) -> Array:
         found = np.empty(max(stop - start, 0), self._dtype)
         begin = self._begin + start * self._dtype.itemsize
         self._file.look_up(found.view(np.uint8), np.array([begin]), np.array([found.nbytes]))
         return found
 
-    def _gathered(self, places: I64) -> npt.NDArray[Any]:
+    def _gathered(self, places: Longs) -> Array:
         """Entries anywhere in the file. Each page that holds some of them is read once."""
         size = self._dtype.itemsize
         at = self._begin + places * size
@@ -326,7 +324,7 @@ class LocalFile(ByteFile):
         self.__init__(state["url"])
         self._size_bytes = state["_size_bytes"]
 
-    def will_need(self, begins: I64, ends: I64) -> None:
+    def will_need(self, begins: Longs, ends: Longs) -> None:
         """Ask the system to fetch the ranges, unless it had all of the last read in memory."""
         advise = getattr(os, "posix_fadvise", None) if self._waits else None
         # A length of 0 would mean the rest of the file.
@@ -349,7 +347,7 @@ class LocalFile(ByteFile):
         self._refuse_resized(status_of(self.url))
         return super().arrays(*parts)
 
-    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+    def _read(self, out: Bytes, begins: Longs, sizes: Longs, places: Longs) -> None:
         file = self._opened()
         self._waits = not fill(file.fd, out, begins, sizes, places, self.url)
         self._check_version(file)
@@ -357,7 +355,7 @@ class LocalFile(ByteFile):
     def _leave(self) -> None:
         release(self)
 
-    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+    def look_up(self, out: Bytes, begins: Longs, sizes: Longs) -> None:
         if out.size:
             with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
                 fill(stream.fileno(), out, begins, sizes, None, self.url)
@@ -455,7 +453,7 @@ def typed(path: str | os.PathLike[str], error: OSError | ValueError) -> StoreErr
             return StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path))
 
 
-def fill(fds: int | I64, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> bool:
+def fill(fds: int | Longs, out: Bytes, begins: Longs, sizes: Longs, places: Longs | None, url: str) -> bool:
     """`ByteFile.read_into` from open files: one, or one for each range. Raises StoreError naming `url`.
 
     Returns whether the system had all of it in memory; False where it does not tell.

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.whole import is_whole
 
-I64, U32 = npt.NDArray[np.int64], npt.NDArray[np.uint32]
+U32 = npt.NDArray[np.uint32]
 
 SUFFIX = ".sums"
 BIN, IDX = 0, 1
@@ -67,7 +68,7 @@ class FileSums:
             if sum_ != right
         ]
 
-    def between(self, edges: I64) -> U32:
+    def between(self, edges: Longs) -> U32:
         """crc32 of the bytes from each edge to the next; uint32 [n].
 
         edges: where blocks begin, ascending, or the end of the file; int64 [n + 1].

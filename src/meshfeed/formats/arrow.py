@@ -9,13 +9,12 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import ChecksumError, OptionError, StoreError
 from meshfeed.files import ByteFile, Folder
 from meshfeed.files.url import is_http
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan
 from meshfeed.formats.parquet import RawStream, Rows, arrow_for, lists_in, name_in, spans_of, typed_arrow
-from meshfeed.store.base import I64
 from meshfeed.store.format import Place
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 
@@ -53,7 +52,7 @@ class ArrowStore(DocumentFiles):
                 spans += spans_of(f, [column.get_total_buffer_size() for column in columns])
         return spans
 
-    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+    def _scan(self, span: FileSpan, beside: Bools) -> Iterator[tuple[Longs, Array]]:
         file, first = self._files[span.file], 0
         for number, batch in enumerate(islice(batches_in(file), span.end)):
             if number >= span.begin:

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats, Folder
 from meshfeed.files.url import is_hub
 from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
-from meshfeed.store.base import I64, LengthsIndex
+from meshfeed.store.base import LengthsIndex
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import Arrays, built_in_parts, joined, key_of_parts
@@ -47,8 +46,6 @@ _OF_TEST = re.compile(r"(?:^|.*[-._ /\d])(?:test|testing|valid|validation|val|de
 _UNREAD = re.compile(r".*\.(jsonl|ndjson|parquet|arrow)\.(bz2|xz|lz4|br|zip|Z|7z)")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
-
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ class DocumentFiles(ForeignStore):
         """The parts to read, each in some seconds; a function of the files alone."""
 
     @abstractmethod
-    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+    def _scan(self, span: FileSpan, beside: Bools) -> Iterator[tuple[Longs, Array]]:
         """Lengths and tokens of the documents of a part, some at a time: int64 [n], and [sum] back to back.
 
         beside: bool [len(LOSS_COLUMNS)], set for each of LOSS_COLUMNS that exists. The file is entered.
@@ -209,7 +206,7 @@ class DocumentFiles(ForeignStore):
             "size_bytes": sum(file.size_bytes for file in self._files),
         }
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         tokens = self._kept["tokens"]
         pieces = (tokens[start:stop] for start, stop in zip(starts.tolist(), stops.tolist()))
         np.concatenate([tokens[:0], *pieces], out=out)

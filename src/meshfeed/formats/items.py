@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Vector
-from meshfeed.store.base import I64
 
 _SLICE_BYTES = 1 << 25
 _GAP_BYTES = 2048
@@ -54,10 +53,10 @@ class Head(ABC):
     """The header of an array, before its elements."""
 
     @abstractmethod
-    def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
+    def sizes(self, file: ItemsFile, begins: Longs, sizes: Longs) -> Longs:
         """Bytes of the heads of values, from their first bytes and sizes; int64 [n]. Raises StoreError."""
 
-    def sizes_of_rows(self, sizes: I64, itemsize: int) -> I64 | None:
+    def sizes_of_rows(self, sizes: Longs, itemsize: int) -> Longs | None:
         """The same from their sizes alone, if all are arrays of one dimension; None if they cannot be."""
         return None
 
@@ -126,7 +125,7 @@ class ItemsFile:
         """How many bytes of a file to take at once: its table, most often with the first item's head."""
         return 4 * (count + 2) + _GAP_BYTES
 
-    def places(self) -> tuple[I64, I64]:
+    def places(self) -> tuple[Longs, Longs]:
         """(byte where its tokens begin, tokens) of every item; int64 [count] each.
 
         From the table alone if that is enough, else from the headers of all items, for which the whole file
@@ -150,7 +149,7 @@ class ItemsFile:
                 f"dimensions, others have one; write it again with one"
             )
 
-    def spans(self, which: I64, column: int) -> tuple[I64, I64]:
+    def spans(self, which: Longs, column: int) -> tuple[Longs, Longs]:
         """(first byte, bytes) of one column's value in some items; int64 [n] each."""
         items, begins, wholes = self.items, self._offsets[which], np.diff(self._offsets)[which]
         fixed = np.array([size or 0 for size in items.sizes], np.int64)
@@ -183,20 +182,20 @@ class ItemsFile:
             (self._mapped,) = self.file.arrays(("u1", 0, self.file.size_bytes))
         return self._mapped
 
-    def words(self, begins: I64, count: int, order: str = "<") -> I64:
+    def words(self, begins: Longs, count: int, order: str = "<") -> Longs:
         """u32 words from each place on; int64 [n, count]."""
         places = begins[:, None] + np.arange(4 * count)
-        words: npt.NDArray[Any] = np.ascontiguousarray(self.raw[places]).view(f"{order}u4")
+        words: Array = np.ascontiguousarray(self.raw[places]).view(f"{order}u4")
         return words.reshape(begins.size, count).astype(np.int64)
 
-    def refuse(self, begins: I64, wrong: npt.NDArray[np.bool_], what: str) -> None:
+    def refuse(self, begins: Longs, wrong: Bools, what: str) -> None:
         """Raise for the first value that is wrong, if any."""
         if wrong.any():
             raise StoreError(f"{self.file.url}: byte {begins[int(wrong.argmax())]}: {what}; copy it again")
 
     # -- below --------------------------------------------------------------------------------------------
 
-    def _read_table(self) -> I64:
+    def _read_table(self) -> Longs:
         url, size, noun, least = self.file.url, self.file.size_bytes, self.items.noun, self.items.least_bytes
         head = 4 * (self._count + 2)
         (table,) = self.file.peek([(0, head)])
@@ -217,7 +216,7 @@ class ItemsFile:
             )
         return offsets
 
-    def _by_table(self) -> tuple[I64, I64] | None:
+    def _by_table(self) -> tuple[Longs, Longs] | None:
         items = self.items
         size, before, after = items.sizes[items.at], items.sizes[: items.at], items.sizes[items.at + 1 :]
         begins = self._offsets[:-1] + 4 * len(items.stored_sizes) + sum(each or 0 for each in before)
@@ -239,14 +238,14 @@ class ItemsFile:
         rows = [items.head.of_row(count) for count in found[1][ends_of_all].tolist()]
         return found if not rows or self.file.peek(first_and_last) == rows else None
 
-    def _slices(self) -> Iterator[I64]:
+    def _slices(self) -> Iterator[Longs]:
         """All items, about 32 MiB at a time; the whole file is announced."""
         size = self.file.size_bytes
         self.file.will_need(np.zeros(1, np.int64), np.array([size]))
         cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
         yield from np.split(np.arange(self._count), cuts)
 
-    def _tokens_of(self, which: I64) -> tuple[I64, I64]:
+    def _tokens_of(self, which: Longs) -> tuple[Longs, Longs]:
         """(first byte, number) of the tokens of some items, from their heads; int64 [n] each."""
         begins, sizes = self.spans(which, self.items.at)
         if self.items.head is None or not which.size:
@@ -254,7 +253,7 @@ class ItemsFile:
         heads = self.items.head.sizes(self, begins, sizes)
         return self._counted(begins + heads, sizes - heads)
 
-    def _counted(self, begins: I64, sizes: I64) -> tuple[I64, I64]:
+    def _counted(self, begins: Longs, sizes: Longs) -> tuple[Longs, Longs]:
         """(first byte, number) of the tokens in some bytes."""
         dtype, expected = self.items.dtype, self.items.num_tokens
         counts, rest = np.divmod(sizes, dtype.itemsize)

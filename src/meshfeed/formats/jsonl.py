@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags, read_bytes
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, read_bytes
 from meshfeed.formats.tokens import hint_for
-from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 _SPAN_BYTES = 1 << 26
@@ -41,7 +40,7 @@ class JsonlStore(DocumentFiles):
             for begin in range(0, file.size_bytes, _SPAN_BYTES)
         ]
 
-    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+    def _scan(self, span: FileSpan, beside: Bools) -> Iterator[tuple[Longs, Array]]:
         file = self._files[span.file]
         lines = ((begin, line) for begin, line in _bounded_lines(file, span) if line.strip())
         while some := list(islice(lines, _LINES_TOGETHER)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Content, Folder
@@ -18,7 +19,6 @@ from meshfeed.formats.items import Column, Head, Items, ItemsFile
 from meshfeed.formats.litdata_index import INDEX, Chunk, LitdataIndex, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
 from meshfeed.formats.shards import ShardedDataset
-from meshfeed.store.base import I64
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.loss_columns import MASKS
 
@@ -107,7 +107,7 @@ class LitdataDataset(ShardedDataset):
         if codec is None and file.size_bytes not in (given, given + chunk.head_bytes):
             raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {given}; copy it again")
 
-    def places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+    def places(self, number: int, file: ByteFile) -> tuple[Longs, Longs]:
         begins, counts = super().places(number, file)
         total = self._index.chunks[number].num_tokens
         if total is not None and int(counts.sum()) != total:
@@ -172,7 +172,7 @@ class TensorHead(Head):
             raise ValueError("has an array without a whole header")
         return _dtype_of(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))
 
-    def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
+    def sizes(self, file: ItemsFile, begins: Longs, sizes: Longs) -> Longs:
         dtype, short = file.items.dtype, "an array without a whole header"
         file.refuse(begins, sizes < 8, short)
         codes, ndims = file.words(begins, 2, self.order).T

@@ -12,9 +12,9 @@ from fractions import Fraction
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import PartError
 from meshfeed.formats.video_header import CONVERT, VideoHeader
-from meshfeed.sequence.runs import Longs as LongArray
 
 _SEGMENT, _CLUSTER, _TRACK = 0x18538067, 0x1F43B675, 0xAE
 _ENTERED = {_SEGMENT, _CLUSTER, _TRACK, 0x1549A966, 0x1654AE6B, 0xE0, 0xE1, 0x7670, 0xA0}
@@ -98,7 +98,7 @@ def matroska_sound(data: bytes) -> tuple[int, int] | None:
     return ends * int(hertz) // _SECOND, int(hertz)
 
 
-def _read(data: bytes) -> tuple[list[dict[int, int]], LongArray, int]:
+def _read(data: bytes) -> tuple[list[dict[int, int]], Longs, int]:
     """(values of each track, blocks, ns of a tick). Blocks: track, time, flags, first byte of the frame."""
     tracks, scale, time = list[dict[int, int]](), 1_000_000, 0
     blocks = array("q")  # of each: track, time, flags, first byte of the frame or -1
@@ -120,7 +120,7 @@ def _read(data: bytes) -> tuple[list[dict[int, int]], LongArray, int]:
     return tracks, np.frombuffer(blocks, np.int64).reshape(-1, 4), scale
 
 
-def _header(video: dict[int, int], times: LongArray, scale: int, has_sound: bool) -> VideoHeader:
+def _header(video: dict[int, int], times: Longs, scale: int, has_sound: bool) -> VideoHeader:
     """times: of the frames in ticks, ascending; int64. scale: ns of a tick."""
     height, width = video.get(_HEIGHT, 0), video.get(_WIDTH, 0)
     if not (0 < height < 1 << 16 and 0 < width < 1 << 16):

@@ -12,6 +12,7 @@ from typing import Any, Self, overload
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.formats.documents import read_bytes
@@ -21,7 +22,7 @@ from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, MDSSample, decode, 
 from meshfeed.formats.sharded import ShardedStore
 from meshfeed.formats.shards import EvenDocuments, ShardedDataset
 from meshfeed.order import EpochIndex
-from meshfeed.store.base import I64, StreamStore, checked_places
+from meshfeed.store.base import StreamStore, checked_places
 from meshfeed.store.format import Place, StoreFormat
 
 
@@ -208,7 +209,7 @@ class ArrayHead(Head):
 
     has_dtype: bool
 
-    def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
+    def sizes(self, file: ItemsFile, begins: Longs, sizes: Longs) -> Longs:
         lead = int(self.has_dtype)
         file.refuse(begins, sizes < lead + 1, "an array without a header")
         if self.has_dtype:
@@ -218,7 +219,7 @@ class ArrayHead(Head):
         shapes = file.raw[begins + lead].astype(np.int64)
         return lead + 1 + (shapes >> 2) * (1 << (shapes & 3))
 
-    def sizes_of_rows(self, sizes: I64, itemsize: int) -> I64 | None:
+    def sizes_of_rows(self, sizes: Longs, itemsize: int) -> Longs | None:
         if self.has_dtype:
             return None
         found = np.zeros_like(sizes)

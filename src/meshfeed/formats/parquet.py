@@ -12,13 +12,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, Flags, read_bytes
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, FileSpan, read_bytes
 from meshfeed.formats.tokens import TokenColumn, hint_for, refuse_null_row, refuse_null_token, refuse_unfit
-from meshfeed.store.base import I64
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 _SPAN_BYTES = 1 << 26
@@ -49,7 +48,7 @@ class ParquetStore(DocumentFiles):
             spans += spans_of(f, [end - begin for begin, end in extents])
         return spans
 
-    def _scan(self, span: FileSpan, beside: Flags) -> Iterator[tuple[I64, Array]]:
+    def _scan(self, span: FileSpan, beside: Bools) -> Iterator[tuple[Longs, Array]]:
         file = self._files[span.file]
         parquet = parquet_of(file)
         name = name_in(parquet.schema_arrow, self._column.names, file.url)
@@ -95,7 +94,7 @@ class Rows:
         return f"{self.url}: row {self.first + row} ({self.within}column {self.column!r})"
 
 
-def lists_in(array: Any, rows: Rows, how: TokenColumn) -> tuple[I64, Array]:
+def lists_in(array: Any, rows: Rows, how: TokenColumn) -> tuple[Longs, Array]:
     """Lengths of the lists of an Arrow array, and their numbers back to back; int64 [n], and [sum].
 
     Raises OptionError for any type but lists of fitting numbers; StoreError naming the row of a null, or of a

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import AccessError
 from meshfeed.files import Folder, typed_errors
 from meshfeed.files.url import is_remote, local_path, without_secrets
-from meshfeed.store.base import I64
 
 FORMAT = "meshfeed prepare"
 """The "format" in a manifest."""
@@ -50,16 +50,16 @@ class OriginRuns:
 
     def __init__(self) -> None:
         self._num_documents, self._last = 0, np.array([[-1, -1]])
-        self._runs: list[I64] = [np.zeros((3, 0), np.int64)]
+        self._runs: list[Longs] = [np.zeros((3, 0), np.int64)]
 
-    def add(self, inputs: I64, numbers: I64) -> None:
+    def add(self, inputs: Longs, numbers: Longs) -> None:
         """The next documents: input and number of each; int64 [n]."""
         places = np.concatenate((self._last, np.stack((inputs, numbers), axis=1)))
         starts = np.flatnonzero((np.diff(places, axis=0) != [0, 1]).any(axis=1))
         self._runs.append(np.stack((self._num_documents + starts, *places[starts + 1].T)))
         self._num_documents, self._last = self._num_documents + inputs.size, places[-1:]
 
-    def array(self) -> I64:
+    def array(self) -> Longs:
         return np.concatenate(self._runs, axis=1)
 
 
@@ -73,7 +73,7 @@ class Origins:
     """
 
     inputs: Sequence[tuple[str, str]]
-    runs: I64
+    runs: Longs
 
     @classmethod
     def of_store(cls, path: str) -> Self | None:
@@ -89,7 +89,7 @@ class Origins:
             runs = np.load(folder / ORIGINS, mmap_mode="r", allow_pickle=False)
         return cls([(each["url"], each["kind"]) for each in inputs], runs)
 
-    def of(self, documents: I64) -> list[dict[str, Any]]:
+    def of(self, documents: Longs) -> list[dict[str, Any]]:
         """The record that each document was; see `place_of`. documents: int64 [n]."""
         first, inputs, numbers = self.runs[:, self.runs[0].searchsorted(documents, side="right") - 1]
         files = (self.inputs[each] for each in inputs.tolist())

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.extras import untested
 
 _ANEW_CHARACTERS = 1 << 28  # it keeps every word that it has met, so it is made anew

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.formats.documents import sampled_digest
-from meshfeed.store.base import I64, LengthsIndex, StreamStore
+from meshfeed.store.base import LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 
 VERSION = 1
@@ -101,7 +101,7 @@ class RawStore(StreamStore):
     def acquire(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._file)
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         width = self._dtype.itemsize
         self._file.read_into(out.view(np.uint8), starts * width, (stops - starts) * width)
         if self._dtype.kind == "i" and out.min(initial=0) < 0:
@@ -112,7 +112,7 @@ class RawStore(StreamStore):
                 f"whole numbers from 0; give the dtype that it was written with, or copy it again"
             )
 
-    def will_need(self, starts: I64, stops: I64) -> None:
+    def will_need(self, starts: Longs, stops: Longs) -> None:
         starts, stops = self._ranges(starts, stops)
         self._file.will_need(starts * self._dtype.itemsize, stops * self._dtype.itemsize)
 

@@ -10,11 +10,10 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from meshfeed.arrays import Bytes, Longs
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import ByteFile, FileStats
-from meshfeed.files.byte_file import Bytes
 from meshfeed.forks import at_fork
-from meshfeed.store.base import I64
 
 _ANNOUNCERS = 8
 
@@ -38,7 +37,7 @@ class _Shard:
         """In a forked child: the parent's threads do not exist here, and its announcements were its own."""
         self.lock = threading.Lock()
         self.is_announced = False
-        self.pending: deque[tuple[I64, I64]] = deque()
+        self.pending: deque[tuple[Longs, Longs]] = deque()
 
 
 class ShardFiles:
@@ -90,13 +89,13 @@ class ShardFiles:
         """A shard's file, entered."""
         return self._opened(self._shard(number))
 
-    def read_into(self, number: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+    def read_into(self, number: int, out: Bytes, begins: Longs, sizes: Longs, places: Longs) -> None:
         file = self.file(number)
         if not file.is_remote:  # each remote range is announced and read by itself
             begins, sizes, places = _joined(begins, sizes, places)
         file.read_into(out, begins, sizes, places)
 
-    def will_need(self, number: int, begins: I64, ends: I64) -> None:
+    def will_need(self, number: int, begins: Longs, ends: Longs) -> None:
         shard = self._shard(number)
         shard.pending.append((begins, ends))
         if shard.is_announced or not self._is_remote:
@@ -140,7 +139,7 @@ class ShardFiles:
                 self._opened(shard)
 
 
-def _joined(begins: I64, sizes: I64, places: I64) -> tuple[I64, I64, I64]:
+def _joined(begins: Longs, sizes: Longs, places: Longs) -> tuple[Longs, Longs, Longs]:
     """The same reads, with adjacent ones (in the file and in the output) joined; int64 [k] each."""
     apart = (begins[1:] != (begins + sizes)[:-1]) | (places[1:] != (places + sizes)[:-1])
     first = np.flatnonzero(np.append(True, apart))

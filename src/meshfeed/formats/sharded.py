@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, FileStats
 from meshfeed.files.url import without_secrets
@@ -22,7 +21,7 @@ from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.shards import ShardedDataset, at_once
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.remote.cached import CachedFile
-from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
+from meshfeed.store.base import LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.loss_columns import LOSS_COLUMNS
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
@@ -76,7 +75,7 @@ class ShardedStore(ForeignStore):
         return {"format": self.dataset.format, "num_shards": self.shard_ends.size, "columns": columns}
 
     @property
-    def shard_ends(self) -> I64:
+    def shard_ends(self) -> Longs:
         return self.dataset.shard_ends
 
     @property
@@ -122,13 +121,13 @@ class ShardedStore(ForeignStore):
         super().__setstate__(state)
         self._forget()
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         shards, begins, sizes = self._bytes_of(self.documents.pieces(starts, stops))
         places, raw = sizes.cumsum() - sizes, out.view(np.uint8)
         for number, mine in grouped(shards):
             self._files.read_into(number, raw, begins[mine], sizes[mine], places[mine])
 
-    def will_need(self, starts: I64, stops: I64) -> None:
+    def will_need(self, starts: Longs, stops: Longs) -> None:
         """Announce ranges of the stream that will be read, each once; waits for lengths at most."""
         shards, begins, sizes = self._bytes_of(self.documents.pieces(*self._ranges(starts, stops)))
         for number, mine in grouped(shards):
@@ -137,7 +136,7 @@ class ShardedStore(ForeignStore):
     def forget_needs(self) -> None:
         self._files.forget_needs()
 
-    def _bytes_of(self, pieces: Pieces) -> tuple[I64, I64, I64]:
+    def _bytes_of(self, pieces: Pieces) -> tuple[Longs, Longs, Longs]:
         """(shard, first byte in it, bytes) of each piece; int64 [k] each."""
         shards = self.shard_ends.searchsorted(pieces.documents, side="right")
         even, itemsize = self.dataset.even, self.dtype.itemsize
@@ -216,7 +215,7 @@ class ShardedStore(ForeignStore):
         versions = np.array([*map(self._tag, numbers, files)])
         return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths), "versions": versions}
 
-    def _looked_into(self, shard: tuple[int, ByteFile]) -> tuple[I64, I64]:
+    def _looked_into(self, shard: tuple[int, ByteFile]) -> tuple[Longs, Longs]:
         number, file = shard
         self.dataset.refuse_size(number, file)
         return self.dataset.places(number, file)

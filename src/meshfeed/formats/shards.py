@@ -12,12 +12,12 @@ from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.items import Column, Items, ItemsFile, Shard
 from meshfeed.formats.tokens import TOKEN_COLUMNS
-from meshfeed.store.base import I64
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class EvenDocuments:
         stride_bytes: from one document to the next.
     """
 
-    first: I64
+    first: Longs
     stride_bytes: int
 
 
@@ -102,12 +102,12 @@ class ShardedDataset(ABC):
         return self.laid_out()
 
     @cached_property
-    def shard_ends(self) -> I64:
+    def shard_ends(self) -> Longs:
         """Documents up to the end of each shard; int64 [num_shards]."""
         return np.cumsum([shard.num_documents for shard in self.shards], dtype=np.int64)
 
     @cached_property
-    def firsts(self) -> I64:
+    def firsts(self) -> Longs:
         """The first document of each shard; int64 [num_shards]."""
         return np.concatenate(([0], self.shard_ends[:-1]))
 
@@ -126,7 +126,7 @@ class ShardedDataset(ABC):
         contents = [self.content(number) for number in range(len(self.shards))]
         return [{} if each is None else {**each.stored_hashes, **each.raw_hashes} for each in contents]
 
-    def places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+    def places(self, number: int, file: ByteFile) -> tuple[Longs, Longs]:
         """(byte where its tokens begin, tokens) of each document of a shard; int64 [num_documents] each."""
         with ItemsFile(file, self.shards[number].num_documents, self.items) as items:
             return items.places()

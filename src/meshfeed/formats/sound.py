@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Floats
 from meshfeed.errors import PartError
 from meshfeed.extras import install
 from meshfeed.formats.sound_track import decoded_track, is_video
 
-Sound = npt.NDArray[np.float64]
+Sound = Floats
 
 _FORMATS = {"WAV": "WAV", "WAVEX": "WAV", "RF64": "WAV", "FLAC": "FLAC", "MP3": "MP3", "OGG": "Ogg"}
 _BLOCK_SAMPLES = 1 << 18

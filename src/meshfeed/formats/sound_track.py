@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Floats
 from meshfeed.errors import PartError
 from meshfeed.extras import install
 from meshfeed.formats.matroska import is_matroska
@@ -29,7 +29,7 @@ def is_video(data: bytes) -> bool:
     return is_mp4(data) or is_matroska(data)
 
 
-def decoded_track(data: bytes, length: int, rate: float, most: int) -> npt.NDArray[np.float64]:
+def decoded_track(data: bytes, length: int, rate: float, most: int) -> Floats:
     """The first `most` samples of a video's sound, the mean of the channels, from -1 to 1; float64 [samples].
 
     Of several tracks, the first. length, rate: as `sound_size` has them. Raises PartError for other ones, for
@@ -64,7 +64,7 @@ def decoded_track(data: bytes, length: int, rate: float, most: int) -> npt.NDArr
     return sound
 
 
-def _pieces(av: Any, data: bytes, rate: int) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
+def _pieces(av: Any, data: bytes, rate: int) -> Iterator[tuple[int, Floats]]:
     """The place of some samples, and their mean over the channels; float64 [samples]."""
     # the format is named, so that no other reader, of playlists or the like, is ever tried
     form = "matroska" if is_matroska(data) else "mov"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.formats.quick_bpe import quick_bpe

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.store.loss_columns import LABELS
 

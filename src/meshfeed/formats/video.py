@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bytes, Longs
 from meshfeed.errors import PartError
 from meshfeed.extras import install
 from meshfeed.formats.matroska import is_matroska, matroska_header, matroska_sound
@@ -23,7 +23,7 @@ from meshfeed.formats.video_header import CONVERT, VideoHeader
 
 Read = Callable[[int, int], bytes]
 """The bytes begin..end of a file."""
-Frame = npt.NDArray[np.uint8]
+Frame = Bytes
 
 _BEGINS = (b"ftyp", b"styp", b"moov", b"mdat", b"moof", b"sidx", b"wide", b"free", b"skip", b"uuid", b"pnot")
 _MOST_BOXES = 1 << 17  # of a file, also of one in fragments of a second over a day
@@ -164,7 +164,7 @@ class _Boxes:
             )
         return self.read(box.begin, box.begin + size)
 
-    def table(self, box: _Box, at: int, rows: int, columns: int) -> Iterator[npt.NDArray[np.int64]]:
+    def table(self, box: _Box, at: int, rows: int, columns: int) -> Iterator[Longs]:
         """A table of u32 in the body of a box, some rows at a time; int64 [k, columns]."""
         row_bytes = 4 * columns
         if box.begin + at + rows * row_bytes > box.end:
@@ -199,7 +199,7 @@ class _Durations:
     least: int = 1 << 32
     most: int = 0
 
-    def add(self, counts: npt.NDArray[np.int64], ticks: npt.NDArray[np.int64]) -> None:
+    def add(self, counts: Longs, ticks: Longs) -> None:
         """Add runs of frames that last equally long; int64 [k] twice, below 2**32."""
         counts, ticks = counts[counts > 0], ticks[counts > 0]
         if not counts.size:
@@ -366,7 +366,7 @@ class _Movie:
                 self._add_fragment(found, moof, traf, base, number, trex)
                 base = None  # behind the bytes of the track before
 
-    def _sizes(self, stbl: _Box) -> npt.NDArray[np.int64]:
+    def _sizes(self, stbl: _Box) -> Longs:
         """Bytes of each frame without fragments; int64 [frames]. Raises PartError for a frame of none."""
         box = self.boxes.inside(stbl, b"stsz")
         if box is None:
@@ -390,7 +390,7 @@ class _Movie:
             raise PartError(f"video with a frame of 0 bytes; {CONVERT}")
         return sizes
 
-    def _check_places(self, stbl: _Box, sizes: npt.NDArray[np.int64]) -> None:
+    def _check_places(self, stbl: _Box, sizes: Longs) -> None:
         """Raises PartError for frames that lie beyond the end of the file. sizes: of each, in bytes."""
         box, columns = self.boxes.inside(stbl, b"stco"), 1
         if box is None:
@@ -415,7 +415,7 @@ class _Movie:
                 f"{self.size_bytes}; get the whole file"
             )
 
-    def _table(self, box: _Box, at: int, rows: int, columns: int) -> npt.NDArray[np.int64]:
+    def _table(self, box: _Box, at: int, rows: int, columns: int) -> Longs:
         """All of a table; int64 [rows, columns]."""
         return np.concatenate([np.zeros((0, columns), np.int64), *self.boxes.table(box, at, rows, columns)])
 
@@ -616,7 +616,7 @@ class _Decoding:
 
     codec: Any
     packets: Sequence[Any]
-    times: npt.NDArray[np.int64]
+    times: Longs
     wanted: frozenset[int]
     error: type[Exception]
     passes_over: bool = True

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import PlanError
 from meshfeed.plan import CostModel, Packing, StepPlan, plan_step
 from meshfeed.plan.packing import step_time
-from meshfeed.plan.types import LongArray
 from meshfeed.whole import whole
 
 _COST = CostModel(alpha=25_100)
@@ -292,7 +292,7 @@ class Packer:
 
 
 def packs_of_ranks(
-    lengths: LongArray,
+    lengths: Longs,
     packing: Packing,
     *,
     dp: int = 1,
@@ -337,7 +337,7 @@ def _rows_of(plan: StepPlan, dp: int, cp: int) -> list[list[int]]:
     return [rows.tolist() for rows in np.split(order, np.cumsum(counts)[:-1])]
 
 
-def without_empty(packs: list[list[int]], lengths: LongArray) -> list[list[int]]:
+def without_empty(packs: list[list[int]], lengths: Longs) -> list[list[int]]:
     """The same packs, where each empty one gets the shortest row of those that are not alone.
 
     lengths: tokens of each row; int64 [n]. Raises PlanError for fewer rows than packs.
@@ -361,7 +361,7 @@ def _count(name: str, given: Any, least: int = 1) -> int:
     return int(given)
 
 
-def _check_fit(lengths: LongArray, name: str, most: int, size: int = 1) -> None:
+def _check_fit(lengths: Longs, name: str, most: int, size: int = 1) -> None:
     """Raises PlanError for a row, or a group of size rows, that is longer than a microbatch.
 
     name: the framework's, of `most`.
@@ -375,7 +375,7 @@ def _check_fit(lengths: LongArray, name: str, most: int, size: int = 1) -> None:
         )
 
 
-def _lengths_of(lengths: Sequence[int]) -> LongArray:
+def _lengths_of(lengths: Sequence[int]) -> Longs:
     """Tokens of each row, at least 1; int64 [n]. Raises PlanError without rows, or for another value."""
     whole = np.array(lengths)
     if not whole.size:

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from meshfeed.arrays import Floats, Longs
 from meshfeed.metrics.stages import in_stages_of_ray
 
 SequenceName = tuple[int, int, int]
@@ -92,9 +90,9 @@ class StepStats(Mapping[str, Any]):
     oversize: Sequence[SequenceName] | None = None
     empty: Sequence[SequenceName] | None = None
     cut_loss: Sequence[SequenceName] | None = None
-    source_drawn: npt.NDArray[np.int64] | None = None
-    source_epochs: npt.NDArray[np.float64] | None = None
-    source_asked: npt.NDArray[np.float64] | None = None
+    source_drawn: Longs | None = None
+    source_epochs: Floats | None = None
+    source_asked: Floats | None = None
     source_names: tuple[str, ...] | None = None
     metrics_lost: int | None = None
     slowest: SlowRank | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.files.local.mapping import mapped
 
 _LEAST = 4096

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.datasets.workers import Failure, Workers
 from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.forks import at_fork
@@ -30,7 +30,6 @@ from meshfeed.multimodal.processor import PartField, PartSize, Processor
 from meshfeed.order import rng
 from meshfeed.parts import Kind
 from meshfeed.sequence.rule import DecodeCosts
-from meshfeed.sequence.runs import Longs
 
 Made = dict[str, Array]
 

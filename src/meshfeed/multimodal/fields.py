@@ -11,9 +11,8 @@ from itertools import compress
 from typing import Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.arrays import Allocate, Array, Arrays, Columns, Ints, Longs
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.intervals import numbers_in
 from meshfeed.multimodal.decoding import Bad, Decoder, PartPlace, blank_of
@@ -22,7 +21,7 @@ from meshfeed.multimodal.processor import PartSize, Processor, last_patches_of, 
 from meshfeed.parts import KINDS, Expansion, Kind
 from meshfeed.plan import Slices
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
+from meshfeed.sequence.runs import Portion, Runs, runs_of
 from meshfeed.sequence.table import RunField
 
 OnBad = Literal["error", "blank", "drop"]
@@ -153,7 +152,7 @@ def with_ids(pack: PartsOfPack, tokens: Array) -> Array:
     return tokens
 
 
-def _received(index: npt.NDArray[np.int32], whole: Expansion, portion: Portion) -> npt.NDArray[np.int32]:
+def _received(index: Ints, whole: Expansion, portion: Portion) -> Ints:
     """The same where ranks receive the outputs of their own tokens alone: 0, 1, ... in the order of these."""
     own, _ = portion.own_tokens
     first = np.cumsum(whole.lengths) - whole.lengths

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Floats, Longs
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Bools, distinct, numbers_in
+from meshfeed.intervals import distinct, numbers_in
 from meshfeed.multimodal.decoding import PartPlace, Promise
 from meshfeed.multimodal.encoders import EncoderPlan, EncoderRoute, encoder_routes, plan_encoder
 from meshfeed.multimodal.processor import (
@@ -35,7 +35,7 @@ from meshfeed.parts.store import parts_in
 from meshfeed.plan import CostModel, StepPlan
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.runs import Located, Longs, Portion, WholeStep
+from meshfeed.sequence.runs import Located, Portion, WholeStep
 
 R = TypeVar("R")
 
@@ -123,7 +123,7 @@ class PartsOfDraws:
             tokens[heard - 1] = tokens[heard]
         return Expansion(self.parts, tokens, self.draws.stored)
 
-    def work(self, cost: CostModel) -> list[tuple[Longs, npt.NDArray[np.float64]]]:
+    def work(self, cost: CostModel) -> list[tuple[Longs, Floats]]:
         """The document of each part of each kind, and its encoder's work on it in units of load."""
         work = {kind: (np.zeros(0, np.int64), np.zeros(0)) for kind in self.processors}
         for kind, mine in self.by_kind():

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array
+from meshfeed.arrays import Allocate, Array, Floats, Longs
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.parts import KINDS, PLACEHOLDER, PartRule, Parts, Rope, Template
 from meshfeed.roles import StageKind
-from meshfeed.sequence.runs import Longs
 
 
 class PartSize(NamedTuple):
@@ -259,7 +258,7 @@ def patches_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
     return sequences, patches
 
 
-def work_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float64]:
+def work_of(rule: PartRule, parts: Parts) -> Floats:
     """`rule.work`; float64 [p]. Raises RecipeError unless it gives a number from 0 for each part."""
     work = np.asarray(rule.work(parts), np.float64)
     if work.shape != (len(parts),) or not (np.isfinite(work) & (work >= 0)).all():
@@ -339,7 +338,7 @@ def _counts(name: str, given: Any, size: int, *, least: int) -> Longs:
     return counts.astype(np.int64)  # a copy: who gives it may write into it
 
 
-def _wrong(name: str, given: npt.NDArray[Any], size: int, wanted: str) -> str:
+def _wrong(name: str, given: Array, size: int, wanted: str) -> str:
     values = ", ".join(map(str, given.ravel()[:4].tolist()))
     return (
         f"{name}: {given.dtype} {list(given.shape)} ({values}{', ...' * (given.size > 4)}) for {size} parts; "

@@ -16,7 +16,7 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Columns
+from meshfeed.arrays import Allocate, Array, Columns, Longs
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
@@ -47,7 +47,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths, located
 from meshfeed.sequence.rule import DecodeCosts, SequenceRule, TakesParts, TokenField, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, WholeStep, once
+from meshfeed.sequence.runs import Portion, WholeStep, once
 from meshfeed.sequence.table import PLAN_FIELDS, FieldTable, table_of_pack
 from meshfeed.summary import code_of
 

@@ -20,13 +20,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs, Words
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
 from meshfeed.order.permutation import permute, subkeys, unpermute
 from meshfeed.recipe import Blocks
-
-Longs = npt.NDArray[np.int64]
-_Keys = npt.NDArray[np.uint64]
 
 
 class BlockShuffle:
@@ -48,18 +46,18 @@ class BlockShuffle:
         # A step may lie in two epochs of each source.
         self._epoch = lru_cache(maxsize=2 * max(len(self._ends), 1))(self._make_epoch)
 
-    def indices(self, places: Longs, source: npt.NDArray[np.integer], keys: _Keys) -> Longs:
+    def indices(self, places: Longs, source: npt.NDArray[np.integer], keys: Words) -> Longs:
         """The index at each position; int64 [n].
 
         source: of each; int [n]. keys: of its epoch; uint64 [n], or [] for one epoch of one source.
         """
         return self._by_shards(places, source, keys, _indices)
 
-    def places(self, indices: Longs, source: npt.NDArray[np.integer], keys: _Keys) -> Longs:
+    def places(self, indices: Longs, source: npt.NDArray[np.integer], keys: Words) -> Longs:
         """The inverse of `indices`."""
         return self._by_shards(indices, source, keys, _places)
 
-    def _by_shards(self, values: Longs, source: npt.NDArray[np.integer], keys: _Keys, turn: _Turn) -> Longs:
+    def _by_shards(self, values: Longs, source: npt.NDArray[np.integer], keys: Words, turn: _Turn) -> Longs:
         if not keys.ndim:
             return turn(values, keys, self._epoch(int(source[0]), int(keys)), self._blocks)
         turned = np.empty_like(values)
@@ -97,7 +95,7 @@ class Even:
     short: Longs
 
     @classmethod
-    def of(cls, size: Longs, sequences: int, key: _Keys) -> Self:
+    def of(cls, size: Longs, sequences: int, key: Words) -> Self:
         """size, key: [], or of each of several epochs [n]."""
         run = np.minimum(size, sequences)
         num_shards = -(-size // run)
@@ -131,7 +129,7 @@ class Uneven:
     edges: Longs
 
     @classmethod
-    def of(cls, ends: Longs, key: _Keys) -> Self:
+    def of(cls, ends: Longs, key: Words) -> Self:
         """ends: of each shard; int64 [num_shards]. key: of the epoch; uint64 []."""
         starts = np.append(0, ends)
         order = permute(np.arange(ends.size), size=ends.size, key=key)
@@ -160,10 +158,10 @@ class Uneven:
 
 
 Shards = Even | Uneven
-_Turn = Callable[[Longs, _Keys, Shards, Blocks], Longs]
+_Turn = Callable[[Longs, Words, Shards, Blocks], Longs]
 
 
-def _indices(places: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs:
+def _indices(places: Longs, key: Words, shards: Shards, blocks: Blocks) -> Longs:
     lane = places % blocks.lanes
     start, _ = lane_of = _lane(lane, shards.size, blocks.lanes)
     at = start + places // blocks.lanes
@@ -174,7 +172,7 @@ def _indices(places: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs
     return shards.first(shard) + at - shards.before(slot)
 
 
-def _places(indices: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs:
+def _places(indices: Longs, key: Words, shards: Shards, blocks: Blocks) -> Longs:
     shard = shards.shard(indices)
     slot = unpermute(shard, size=shards.num_shards, key=key)
     at = shards.before(slot) + indices - shards.first(shard)

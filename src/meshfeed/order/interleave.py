@@ -27,12 +27,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Ints, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
-
-Longs = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
 
 BLOCK = 4096
 """Draws of a block."""
@@ -66,7 +64,7 @@ class _Block(NamedTuple):
         first: where those of a source begin in `place`; int64 [num_sources].
     """
 
-    source: npt.NDArray[np.int32]
+    source: Ints
     number: Longs
     place: Longs
     first: Longs
@@ -98,7 +96,7 @@ class Interleaving:
         self._edge = lru_cache(maxsize=256)(self._make_edge)
         self._block = lru_cache(maxsize=4)(self._make_block)
 
-    def draws(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
+    def draws(self, start: int, stop: int) -> tuple[Ints, Longs]:
         """Draws start..stop: (source, how many draws of that source came before); int32, int64 [n]."""
         if self.num_sources == 1:
             return np.zeros(stop - start, np.int32), np.arange(start, stop, dtype=np.int64)
@@ -271,7 +269,7 @@ class WholeBatches:
         self._runs, self._size = runs, size
         self.weights = runs.weights
 
-    def draws(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
+    def draws(self, start: int, stop: int) -> tuple[Ints, Longs]:
         first = start // self._size
         source, before = self._runs.draws(first, max(-(-stop // self._size), first))
         run, at = np.divmod(np.arange(start, stop), self._size)

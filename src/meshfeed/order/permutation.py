@@ -15,15 +15,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs, Words
 from meshfeed.errors import RecipeError
 from meshfeed.native import ARRAY, WHOLE, compiled
 from meshfeed.whole import whole_numbers
 
 MAX_SIZE = 2**62
 _ROUNDS = 8
-
-Longs = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
 
 
 def key_of(*parts: int) -> int:
@@ -32,7 +30,7 @@ def key_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-def subkeys(key: npt.NDArray[np.uint64], parts: Longs) -> npt.NDArray[np.uint64]:
+def subkeys(key: Words, parts: Longs) -> Words:
     """Derived keys for parts numbered from 0; uint64 [n].
 
     key: uint64 [n], or [] for one key for all. parts: int64 [n].
@@ -58,7 +56,7 @@ def unpermute(indices: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike
 _permute = compiled(
     "mf_permute", *(WHOLE, ARRAY), *(WHOLE, ARRAY, ARRAY, ARRAY), *(WHOLE, ARRAY), *(WHOLE, WHOLE)
 )
-_Stir = Callable[[_Words, _Words, _Words, _Words], _Words]
+_Stir = Callable[[Words, Words, Words, Words], Words]
 
 
 def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: _Stir) -> Longs:
@@ -70,7 +68,7 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
         value, bound = start.ravel()[wrong], np.broadcast_to(sizes, start.shape).ravel()[wrong]
         raise RecipeError(f"permutation of {bound}: {value} is not inside [0, {bound})")
     x = start.astype(np.uint64).ravel()
-    words = list[_Words]()  # one for all, [], or one for each, [n]
+    words = list[Words]()  # one for all, [], or one for each, [n]
     for given in (sizes, *_board(sizes), key):
         each = np.asarray(given, np.uint64)
         if each.ndim and each.shape != start.shape:
@@ -98,7 +96,7 @@ def _board(sizes: Longs) -> tuple[Longs, Longs]:
     return rows, -(-sizes // rows)
 
 
-def _stir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:
+def _stir(x: Words, rows: Words, cols: Words, key: Words) -> Words:
     left, right = x // cols, x % cols
     for turn in range(0, _ROUNDS, 2):
         left = (left + _hash(right, key, turn) % rows) % rows
@@ -106,7 +104,7 @@ def _stir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:
     return left * cols + right
 
 
-def _unstir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:
+def _unstir(x: Words, rows: Words, cols: Words, key: Words) -> Words:
     left, right = x // cols, x % cols
     for turn in range(_ROUNDS - 2, -1, -2):
         right = (right + cols - _hash(left, key, turn + 1) % cols) % cols
@@ -114,7 +112,7 @@ def _unstir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:
     return left * cols + right
 
 
-def _hash(x: _Words, key: _Words, turn: int) -> _Words:
+def _hash(x: Words, key: Words, turn: int) -> Words:
     # splitmix64's finaliser (Steele, Lea & Flood 2014) over x offset by the round's key
     z = x + key + np.uint64((turn + 1) * 0x9E3779B97F4A7C15 % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

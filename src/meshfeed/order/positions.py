@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError
 from meshfeed.order.stream import Draws, OwnOrder, Stream, stream_of
 from meshfeed.recipe import Recipe
-
-Longs = npt.NDArray[np.int64]
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:

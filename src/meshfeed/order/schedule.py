@@ -13,14 +13,12 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Ints, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Amount, Mixture, Part, split_at
 from meshfeed.order.interleave import Interleaving, WholeBatches
 from meshfeed.recipe import Recipe
-
-Longs = npt.NDArray[np.int64]
 
 _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 
@@ -33,7 +31,7 @@ class Turns:
     """
 
     step: int
-    sources: npt.NDArray[np.int32]
+    sources: Ints
     turns: Interleaving | WholeBatches
     total: int | None
 

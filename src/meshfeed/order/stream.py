@@ -20,6 +20,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Floats, Ints, Longs, Words
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Mixture, Store
@@ -30,8 +31,6 @@ from meshfeed.order.tokens import KnownPosition, Tokens, cut_at
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.whole import whole
 
-Longs = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.integer] | slice
 """Indices of some entries of arrays, or a range of them."""
 
@@ -67,9 +66,9 @@ class Draws:
         index: of the sequence in that epoch; int64 [n].
     """
 
-    source: npt.NDArray[np.int32]
-    epoch: npt.NDArray[np.int64]
-    index: npt.NDArray[np.int64]
+    source: Ints
+    epoch: Longs
+    index: Longs
 
     def __post_init__(self) -> None:
         for array in (self.source, self.epoch, self.index):
@@ -82,7 +81,7 @@ class Draws:
         """The draws start..stop of this run."""
         return self.take(slice(start, stop))
 
-    def by_source(self) -> list[tuple[int, npt.NDArray[np.int64], Draws]]:
+    def by_source(self) -> list[tuple[int, Longs, Draws]]:
         """(source, places of its draws in this run, these draws), for each that has any, ascending."""
         if self.source.size and (self.source == self.source[0]).all():
             return [(int(self.source[0]), np.arange(self.source.size), self)]
@@ -345,9 +344,7 @@ class Stream:
             shared[i] = segment.among(self.sizes.size)
         return shared
 
-    def drawn(
-        self, start: int, stop: int, segments: Sequence[Segment] | None = None
-    ) -> tuple[npt.NDArray[np.int32], Longs]:
+    def drawn(self, start: int, stop: int, segments: Sequence[Segment] | None = None) -> tuple[Ints, Longs]:
         """(source, number of its draws before) at positions start..stop; int32, int64 [n].
 
         segments: those that begin before `stop`; None finds them.
@@ -355,7 +352,7 @@ class Stream:
         segments = self.segments if segments is None else segments
         if len(segments) == 1 and self.sizes.size == 1:
             return np.zeros(stop - start, np.int32), np.arange(start, stop)
-        found: list[tuple[npt.NDArray[np.int32], Longs]] = []
+        found: list[tuple[Ints, Longs]] = []
         for segment, first, last in _spans(segments, start, stop):
             if first < last or not found:
                 local, count = segment.turns.draws(first - segment.start, max(last, first) - segment.start)
@@ -365,7 +362,7 @@ class Stream:
 
     def places(
         self, start: int, stop: int, segments: Sequence[Segment] | None = None
-    ) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
+    ) -> tuple[Ints, Longs, Longs]:
         """(source, epoch, position in the epoch) at positions start..stop; int32, int64, int64 [n]."""
         source, count = self.drawn(start, stop, segments)
         size = self._sizes_of(source)
@@ -383,7 +380,7 @@ class Stream:
         """The draws at `_TOGETHER` successive positions of a single source."""
         return self.numbered(np.zeros(_TOGETHER, np.int32), np.arange(_TOGETHER) + number * _TOGETHER)
 
-    def numbered(self, source: npt.NDArray[np.int32], count: Longs) -> Draws:
+    def numbered(self, source: Ints, count: Longs) -> Draws:
         """Draws of sources by their number; int32, int64 [n]."""
         size = self._sizes_of(source)
         epoch, place = count // size, count % size
@@ -472,7 +469,7 @@ class Stream:
         """Sequences in an epoch of each source; int64 [n], or [] for a single source."""
         return self.sizes[0] if self.sizes.size == 1 else self.sizes[source]
 
-    def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
+    def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> Words:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
         of_one = source.size and (self.sizes.size == 1 or (source == source[0]).all())
         if of_one and (epoch == epoch[0]).all():

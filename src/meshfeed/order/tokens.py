@@ -16,11 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Longs
 from meshfeed.recipe import Blocks, Recipe, entered, identity_of
-
-Longs = npt.NDArray[np.int64]
 
 BLOCK = 4096
 """Sequences of a sum."""

@@ -8,8 +8,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Ints, Longs
 from meshfeed.intervals import numbers_in
-from meshfeed.parts.types import Longs, Parts, Rope, Template
+from meshfeed.parts.types import Parts, Rope, Template
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class Expansion:
         at = numbers_in(self._all_runs(template, places)[names], sizes)
         tokens[at] = template.ids[names].repeat(sizes)
 
-    def outputs(self, template: Template, places: Longs, kind: int = -1) -> npt.NDArray[np.int32]:
+    def outputs(self, template: Template, places: Longs, kind: int = -1) -> Ints:
         """Which output of an encoder of some parts each token is; -1 for none; int32 [sum(lengths)].
 
         template: of the parts at places, which ascend; int64 [k]. kind: of its runs that are counted.

@@ -22,11 +22,12 @@ from typing import Any, NoReturn, Self, cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Bytes, Floats, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, Folder
-from meshfeed.intervals import Bools, numbers_in
+from meshfeed.intervals import numbers_in
 from meshfeed.parts.types import KINDS, Parts
-from meshfeed.store.base import I64, StreamStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.dataset import NAME, DatasetFormat, DatasetStore, digest_of, pairs_in
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.index import Index
@@ -45,19 +46,19 @@ FILES = {"bytes": "parts", "sizes": "part_sizes"}
 _BOUND = ("tokens", *FILES)
 
 
-def are_sizes(rows: npt.NDArray[np.float64]) -> Bools:
+def are_sizes(rows: Floats) -> Bools:
     """Which rows of stored sizes, float64 [p, 6], can be those of a part; bool [p]."""
     whole = np.delete(rows, SIZES.index("rate"), axis=1)
     right = ((whole >= 0) & (whole == np.floor(whole)) & (whole < 2.0**53)).all(axis=1)
     return right & (rows[:, 0] < len(KINDS)) & (rows[:, SIZES.index("rate")] >= 0)
 
 
-def rows_of(parts: Parts) -> npt.NDArray[np.float64]:
+def rows_of(parts: Parts) -> Floats:
     """The stored sizes of parts; float64 [p, 6]."""
     return np.stack([np.asarray(getattr(parts, name), np.float64) for name in SIZES], axis=1)
 
 
-def parts_of(rows: npt.NDArray[np.float64], num_bytes: I64, counts: I64) -> Parts:
+def parts_of(rows: Floats, num_bytes: Longs, counts: Longs) -> Parts:
     """Parts of stored sizes, float64 [p, 6]; the reverse of `rows_of`.
 
     num_bytes: of each part; int64 [p]. counts: parts of each sample; int64 [samples].
@@ -102,7 +103,7 @@ class MultimodalStore(DatasetStore):
         """The file with the bytes of all parts, as messages name it."""
         return f"{self._bytes.path}.bin"
 
-    def parts(self, documents: I64) -> Parts:
+    def parts(self, documents: Longs) -> Parts:
         """Kind, sizes, bytes and placeholder of each part of some documents, from the index alone; int64 [n].
 
         In the order of `documents`, and within a document in the order of its text. Raises StoreError.
@@ -127,7 +128,7 @@ class MultimodalStore(DatasetStore):
         self._refuse_places(documents, parts, parts.at >= self.lengths(documents)[parts.sample])
         return parts
 
-    def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
+    def part_ranges(self, documents: Longs, places: Longs) -> tuple[Longs, Longs]:
         """Positions of those parts: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
         documents, places = self._existing(documents), np.asarray(places, np.int64)
         first, counts = self._sequences_of(documents)
@@ -145,7 +146,7 @@ class MultimodalStore(DatasetStore):
         begins = self._index.pointers_of(sequences, lengths)
         return begins, begins + lengths
 
-    def read_parts(self, documents: I64, places: I64) -> list[bytes]:
+    def read_parts(self, documents: Longs, places: Longs) -> list[bytes]:
         """The stored bytes of one part of each document.
 
         documents: may repeat; int64 [k]. places: which part of its document, from 0; int64 [k]. Raises
@@ -156,13 +157,11 @@ class MultimodalStore(DatasetStore):
         stops = (ends - begins).cumsum()
         return [out[stop - size : stop] for stop, size in zip(stops.tolist(), (ends - begins).tolist())]
 
-    def read_part_ranges(
-        self, begins: I64, ends: I64, out: npt.NDArray[np.uint8] | None = None
-    ) -> npt.NDArray[np.uint8]:
+    def read_part_ranges(self, begins: Longs, ends: Longs, out: Bytes | None = None) -> Bytes:
         """The bytes of such ranges, one after the other. out: of exactly their size, contiguous."""
         return self._bytes.read_stream(begins, ends, out=out)
 
-    def will_need_part_ranges(self, begins: I64, ends: I64) -> None:
+    def will_need_part_ranges(self, begins: Longs, ends: Longs) -> None:
         """Announce such ranges, which will be read; returns at once. One that two parts share, once."""
         begins, first = np.unique(begins, return_index=True)
         self._bytes.will_need(begins, ends[first])
@@ -172,7 +171,7 @@ class MultimodalStore(DatasetStore):
         """The entries of the parts, once entered."""
         return cast(Index, self._bytes.documents.starts)
 
-    def _sequences_of(self, documents: I64) -> tuple[I64, I64]:
+    def _sequences_of(self, documents: Longs) -> tuple[Longs, Longs]:
         """The first part of each document and how many it has; int64 [n] twice."""
         first = self._index.first_sequences_of(documents)
         return first, self._index.first_sequences_of(documents + 1) - first
@@ -207,14 +206,14 @@ class MultimodalStore(DatasetStore):
                 yield (5 + documents[-1] / self.num_documents) / 6
         yield 1.0
 
-    def _check_places(self, documents: I64) -> None:
+    def _check_places(self, documents: Longs) -> None:
         parts = self.parts(documents)
         descends = np.zeros(len(parts), np.bool_)
         same = parts.sample[1:] == parts.sample[:-1]
         descends[1:] = same & (parts.at[1:] <= parts.at[:-1]) & ~parts.is_within[1:]
         self._refuse_places(documents, parts, descends)
 
-    def _refuse_places(self, documents: I64, parts: Parts, wrong: Bools) -> None:
+    def _refuse_places(self, documents: Longs, parts: Parts, wrong: Bools) -> None:
         for i in np.flatnonzero(wrong)[:1]:
             sample = parts.sample[i]
             length = self.lengths(documents)[sample]
@@ -242,7 +241,7 @@ class MultimodalStore(DatasetStore):
         return digest_of(f"{self._fingerprint_of_columns()} {of_parts}")
 
 
-def parts_in(store: StreamStore, documents: I64) -> Parts:
+def parts_in(store: StreamStore, documents: Longs) -> Parts:
     """The parts of some documents, from the index alone; none of a store of text. int64 [n]."""
     if isinstance(store, MultimodalStore):
         return store.parts(documents)

@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Floats, Longs
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Bools, Longs, numbered, numbers_in
+from meshfeed.intervals import numbered, numbers_in
 from meshfeed.whole import is_whole, settle
 
 V = TypeVar("V", bound=np.generic)
@@ -49,7 +50,7 @@ class Parts:
     height: Longs
     width: Longs
     length: Longs
-    rate: npt.NDArray[np.float64]
+    rate: Floats
     num_bytes: Longs
     at: Longs
     starts: Longs
@@ -325,7 +326,7 @@ class PartRule(ABC):
         """
         return None
 
-    def work(self, parts: Parts) -> npt.NDArray[np.float64]:
+    def work(self, parts: Parts) -> Floats:
         """Work of the encoder on each part, patches * (patches + alpha) of each sequence; float64 [p]."""
         sequences, patches = self.patches(parts)
         each, last = (

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.arrays import Floats, Longs
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbers_in
 from meshfeed.plan.packing import ModelShape, Packing, attended_pairs, step_time
-from meshfeed.plan.types import FloatArray, LongArray, StepPlan, exact_sum
+from meshfeed.plan.types import StepPlan, exact_sum
 from meshfeed.whole import of_kind, whole_numbers
 
 
@@ -33,8 +34,8 @@ class Account:
     padded_tokens: int
     sum_sq: int
     pairs: int
-    loads: FloatArray
-    rank_tokens: LongArray
+    loads: Floats
+    rank_tokens: Longs
     objective: float
     bound: float
     efficiency: float
@@ -141,7 +142,7 @@ def _bound(plan: StepPlan, packing: Packing, bubble_share: float) -> float:
     return total_load + bubble_share * top + count * cost.microbatch_overhead
 
 
-def least_pile(loads: FloatArray, piles: int) -> float:
+def least_pile(loads: Floats, piles: int) -> float:
     """A lower bound on the largest of `piles` piles, however the loads are distributed.
 
     loads: descending; float64 [n], n >= 1. Of the j * piles + 1 largest loads, some pile holds j + 1: at

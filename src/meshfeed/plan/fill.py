@@ -36,13 +36,12 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Floats, Ints, Longs
 from meshfeed.intervals import distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.plan.packing import TOLERANCE
 from meshfeed.plan.problem import EXACT, WORTH, Microbatch, Sequences, narrowest_holding, narrowest_sizes
-from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 MAX_WIDENING = 3
 """How many times the groups that stay incomplete are widened."""
@@ -76,7 +75,7 @@ class Filled:
     """A step: its microbatches, and the sequences that found no room; ascending indices, int64 [k]."""
 
     microbatches: list[Microbatch]
-    left: LongArray
+    left: Longs
 
 
 def fill_step(sequences: Sequences, num_microbatches: int) -> Filled:
@@ -172,7 +171,7 @@ def deal(sequences: Sequences, num_microbatches: int) -> Filled:
     return Filled([one for one, _ in dealt], np.concatenate([left for _, left in dealt]))
 
 
-def place_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> tuple[Microbatch, LongArray]:
+def place_evenly(sequences: Sequences, members: Longs, tolerance: float) -> tuple[Microbatch, Longs]:
     """Place sequences on wider and wider groups until loads are equal within `tolerance`.
 
     If no try reaches that, returns the best: the fewest tokens without room, then the least load. Without
@@ -182,7 +181,7 @@ def place_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> 
     enough = float(sequences.work[members].sum()) / room.num_ranks * (1 + tolerance)
     tries = [place_all(sequences, members, 0)]
 
-    def score(tried: tuple[Microbatch, LongArray]) -> tuple[int, float]:
+    def score(tried: tuple[Microbatch, Longs]) -> tuple[int, float]:
         return sequences.tokens(tried[1]), tried[0].top
 
     for tightness in range(1, room.sizes[-1].bit_length() + 1):
@@ -193,8 +192,8 @@ def place_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> 
 
 
 def place_all(
-    sequences: Sequences, members: LongArray, tightness: int, *, narrow: bool = False
-) -> tuple[Microbatch, LongArray]:
+    sequences: Sequences, members: Longs, tightness: int, *, narrow: bool = False
+) -> tuple[Microbatch, Longs]:
     """One microbatch of these sequences, and those that find no room in it.
 
     members: ascending indices in `sequences`, int64 [k], k >= 1. tightness: see `narrowest_sizes`. narrow:
@@ -213,7 +212,7 @@ def place_all(
     return Microbatch(members[held], group[held], room.size_of[index_of_group], loads), members[~held]
 
 
-def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:
+def group_counts(sequences: Sequences, members: Longs, size_at: Longs, mean_load: float) -> Longs:
     """How many groups of each size a microbatch is cut into; int64 [num_sizes].
 
     Widest first, as many as the work, the tokens and the number of sequences of that size and above fill.
@@ -236,16 +235,16 @@ def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, m
 
 
 def place(
-    lengths: LongArray,
-    padded: LongArray,
-    load: FloatArray,
-    members: LongArray,
-    size_at: LongArray,
-    index_of_group: LongArray,
-    free: LongArray,
-    slots: LongArray,
-    loads: FloatArray,
-) -> IntArray:
+    lengths: Longs,
+    padded: Longs,
+    load: Floats,
+    members: Longs,
+    size_at: Longs,
+    index_of_group: Longs,
+    free: Longs,
+    slots: Longs,
+    loads: Floats,
+) -> Ints:
     """Give each member to the least loaded group that has room for it; its group, or -1; int32 [k].
 
     lengths, padded, load: as in `Sequences`, by descending length.
@@ -321,23 +320,23 @@ class Groups:
             [k].
     """
 
-    size_at: LongArray
-    sizes: LongArray
-    goal: FloatArray
-    missing: FloatArray
-    tokens: FloatArray
-    free: LongArray
-    slots: LongArray
-    members: LongArray
-    group: LongArray
+    size_at: Longs
+    sizes: Longs
+    goal: Floats
+    missing: Floats
+    tokens: Floats
+    free: Longs
+    slots: Longs
+    members: Longs
+    group: Longs
 
     @classmethod
-    def of(cls, sequences: Sequences, seeds: LongArray, size_at: LongArray, target: Target) -> Groups:
+    def of(cls, sequences: Sequences, seeds: Longs, size_at: Longs, target: Target) -> Groups:
         """Groups of these sizes with one sequence each, which should reach the target."""
         room = sequences.room
         sizes, limits = room.size_of[size_at], room.limit_of[size_at]
-        goal: FloatArray = np.multiply(target.load, sizes)
-        tokens: FloatArray = np.minimum(limits, goal / target.work_per_token)
+        goal: Floats = np.multiply(target.load, sizes)
+        tokens: Floats = np.minimum(limits, goal / target.work_per_token)
         return cls(
             size_at,
             sizes,
@@ -350,7 +349,7 @@ class Groups:
             group=np.arange(seeds.size),
         )
 
-    def take(self, sequences: Sequences, members: LongArray, group: LongArray) -> None:
+    def take(self, sequences: Sequences, members: Longs, group: Longs) -> None:
         """Give each of these sequences to a group."""
         at = self.size_at[group]
         np.subtract.at(self.missing, group, sequences.load[at, members] * self.sizes[group])
@@ -360,11 +359,11 @@ class Groups:
         self.members = np.concatenate((self.members, members))
         self.group = np.concatenate((self.group, group))
 
-    def open(self) -> npt.NDArray[np.bool_]:
+    def open(self) -> Bools:
         """Which of them miss their goal and can take another sequence; bool [num_groups]."""
         return (self.missing > (1 - FULL) * self.goal) & (self.slots > 0)
 
-    def only(self, mask: npt.NDArray[np.bool_]) -> Groups:
+    def only(self, mask: Bools) -> Groups:
         """Some of the groups."""
         held = mask[self.group]
         return Groups(
@@ -379,7 +378,7 @@ class Groups:
             (np.cumsum(mask) - 1)[self.group[held]],
         )
 
-    def wanted(self, sequences: Sequences, groups: LongArray) -> tuple[FloatArray, LongArray]:
+    def wanted(self, sequences: Sequences, groups: Longs) -> tuple[Floats, Longs]:
         """The best length for each of these groups to take next, and how many of it; float64, int64."""
         missing, free, slots = self.missing[groups], self.free[groups], self.slots[groups]
         most = np.minimum(free, sequences.cost.reach(missing, self.sizes[groups]))
@@ -398,9 +397,7 @@ class Groups:
         return length, np.minimum(many, slots).clip(min=1)
 
 
-def reach(
-    sequences: Sequences, left: LongArray, target: Target, widenings: int
-) -> tuple[Microbatch, LongArray]:
+def reach(sequences: Sequences, left: Longs, target: Target, widenings: int) -> tuple[Microbatch, Longs]:
     """Fill the next microbatch; returns it, and the sequences left after it.
 
     left: indices in `sequences`, ascending; int64 [k], k >= 1. widenings: how many times groups that stay
@@ -415,7 +412,7 @@ def reach(
     return _microbatch(sequences, [first, *others]), left
 
 
-def target_of(sequences: Sequences, longest: LongArray, share: float) -> Target:
+def target_of(sequences: Sequences, longest: Longs, share: float) -> Target:
     """What a rank should hold if a microbatch takes its share of the tokens left.
 
     longest: the longest sequences left, that many that they hold a share; indices in `sequences`, ascending.
@@ -426,7 +423,7 @@ def target_of(sequences: Sequences, longest: LongArray, share: float) -> Target:
     return Target(share / sequences.room.num_ranks * work_per_token, work_per_token)
 
 
-def first_within(sequences: Sequences, left: LongArray, length: float, begin: int = 0) -> int:
+def first_within(sequences: Sequences, left: Longs, length: float, begin: int = 0) -> int:
     """The place of the longest of some sequences, from a place on, that is at most so long; log k steps.
 
     left: indices in `sequences`, ascending; int64 [k].
@@ -434,7 +431,7 @@ def first_within(sequences: Sequences, left: LongArray, length: float, begin: in
     return bisect_left(left, -length, begin, key=lambda member: -sequences.lengths[member])
 
 
-def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[Groups, LongArray]:
+def reach_first(sequences: Sequences, left: Longs, target: Target) -> tuple[Groups, Longs]:
     """The longest sequence and others on the narrowest group that reaches the target, and the sequences left.
 
     The widest group if no size reaches it.
@@ -458,8 +455,8 @@ def reach_first(sequences: Sequences, left: LongArray, target: Target) -> tuple[
 
 
 def reach_all(
-    sequences: Sequences, left: LongArray, ranks: int, target: Target, widenings: int
-) -> tuple[list[Groups], LongArray]:
+    sequences: Sequences, left: Longs, ranks: int, target: Target, widenings: int
+) -> tuple[list[Groups], Longs]:
     """Groups for these ranks, each as near to the target as possible, and the sequences left after them.
 
     widenings: see `reach`.
@@ -481,7 +478,7 @@ def reach_all(
     return done, left
 
 
-def _without(left: LongArray, at: LongArray | slice) -> LongArray:
+def _without(left: Longs, at: Longs | slice) -> Longs:
     """What is left without some places; np.delete takes several times as long."""
     stays = np.ones(left.size, np.bool_)
     stays[at] = False
@@ -503,8 +500,8 @@ def _microbatch(sequences: Sequences, parts: list[Groups]) -> Microbatch:
 
 
 def seed_groups(
-    sequences: Sequences, left: LongArray, ranks: int, load: float, tightness: int
-) -> tuple[LongArray, LongArray]:
+    sequences: Sequences, left: Longs, ranks: int, load: float, tightness: int
+) -> tuple[Longs, Longs]:
     """Which sequences the groups of these ranks start with, and on which size.
 
     Returns (indices in `left`, indices in room.sizes), int64 [num_groups] each: the longest that are left,
@@ -531,7 +528,7 @@ def seed_groups(
     return np.concatenate(seeds), np.concatenate(size_at)
 
 
-def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
+def complete(sequences: Sequences, left: Longs, groups: Groups) -> Longs:
     """Let groups take sequences until each is complete or finds none that fits; returns those left."""
     if _complete is not None:
         cost, num_groups = sequences.cost, groups.sizes.size

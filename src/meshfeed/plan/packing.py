@@ -16,8 +16,9 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Floats, Longs
 from meshfeed.errors import PlanError
-from meshfeed.plan.types import Align, FloatArray, LongArray, PackShape
+from meshfeed.plan.types import Align, PackShape
 from meshfeed.whole import is_number, is_whole, settle, whole
 
 OVERHEAD_TOKENS = 200
@@ -28,7 +29,7 @@ Least squares of 31 layer times of 8,192 tokens and more on one H200 (forward an
 """
 
 
-def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> LongArray:
+def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> Longs:
     """(query, key) pairs of causal attention, including a token with itself; int64, the shape of `lengths`.
 
     window: a token sees itself and the window - 1 tokens before it; None for all before it.
@@ -201,13 +202,13 @@ class CostModel:
             ) from bad
         return cls.fit(*columns)
 
-    def work(self, lengths: npt.ArrayLike) -> FloatArray:
+    def work(self, lengths: npt.ArrayLike) -> Floats:
         """Load of each sequence on one rank that has it whole; float64, the shape of `lengths`."""
         tokens = np.asarray(lengths, np.float64)
         full = tokens if self.window is None else np.minimum(tokens, self.window)
         return self.alpha * tokens + full * (2 * tokens - full)
 
-    def load(self, lengths: npt.ArrayLike, cp_size: npt.ArrayLike) -> FloatArray:
+    def load(self, lengths: npt.ArrayLike, cp_size: npt.ArrayLike) -> Floats:
         """Load of each sequence on each rank of its cp group; float64, lengths and cp_size broadcast."""
         tokens, size = np.asarray(lengths, np.float64), np.asarray(cp_size, np.float64)
         whole = self.work(tokens)
@@ -216,7 +217,7 @@ class CostModel:
             whole = whole + np.where(size > 1, np.maximum(self.ring_tokens * size * tokens - quadratic, 0), 0)
         return whole / size
 
-    def reach(self, work: npt.ArrayLike, cp_size: npt.ArrayLike) -> FloatArray:
+    def reach(self, work: npt.ArrayLike, cp_size: npt.ArrayLike) -> Floats:
         """The longest sequence, in tokens, whose load on a cp group times the group's size is at most `work`.
 
         The inverse of `load * cp_size`; work and cp_size broadcast; float64, 0 where work <= 0.
@@ -278,7 +279,7 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     return ordered
 
 
-def cp_groups(num_ranks: int, sizes: Sequence[int] | None = None) -> dict[int, npt.NDArray[np.int64]]:
+def cp_groups(num_ranks: int, sizes: Sequence[int] | None = None) -> dict[int, Longs]:
     """Every cp group of these sizes, so that all are made once, at the start.
 
     Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending. If a
@@ -407,7 +408,7 @@ def shape_of(packing: Packing) -> PackShape | None:
     return PackShape(capacity=packing.capacity, max_sequences=int(packing.max_sequences))
 
 
-def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:
+def step_time(loads: Floats, packing: Packing, bubble_share: float) -> float:
     """How long a step takes, in units of load: ranks meet in every microbatch, so the largest loads count.
 
     loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks]. bubble_share: the

@@ -8,10 +8,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from meshfeed.arrays import Floats, Ints, Longs
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbered
 from meshfeed.plan.packing import CostModel, Oversize, Packing, sizes_of
-from meshfeed.plan.types import Align, CpSplit, FloatArray, IntArray, LongArray, check_split
+from meshfeed.plan.types import Align, CpSplit, check_split
 
 EXACT = 1 + 1e-9
 """Tolerance for rounding when loads that should be equal are compared."""
@@ -32,11 +33,11 @@ class Rows:
         oversize: sequences that were too long; int32 [k].
     """
 
-    lengths: LongArray
+    lengths: Longs
     kept: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    sequence: IntArray
-    start: LongArray
-    oversize: IntArray
+    sequence: Ints
+    start: Longs
+    oversize: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,17 @@ class Uncut:
         begin, end: tokens of that sequence; those of one sequence ascend and do not overlap; int64 [k] each.
     """
 
-    sequence: LongArray
-    begin: LongArray
-    end: LongArray
+    sequence: Longs
+    begin: Longs
+    end: Longs
 
-    def of(self, sequence: int) -> tuple[LongArray, LongArray]:
+    def of(self, sequence: int) -> tuple[Longs, Longs]:
         """Begins and ends in one sequence."""
         first, stop = np.searchsorted(self.sequence, (sequence, sequence + 1))
         return self.begin[first:stop], self.end[first:stop]
 
 
-def rows_of(lengths: LongArray, *, longest: int, policy: Oversize, uncut: Uncut | None = None) -> Rows:
+def rows_of(lengths: Longs, *, longest: int, policy: Oversize, uncut: Uncut | None = None) -> Rows:
     """Deal with sequences of more than `longest` tokens.
 
     truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as fit:
@@ -96,7 +97,7 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize, uncut: Uncut 
     return Rows(rows.astype(np.int64), kept, sequence.astype(np.int32), start.astype(np.int64), too_long)
 
 
-def _rows_around(lengths: LongArray, longest: int, splits: bool, uncut: Uncut, too_long: IntArray) -> Rows:
+def _rows_around(lengths: Longs, longest: int, splits: bool, uncut: Uncut, too_long: Ints) -> Rows:
     """The rows of sequences of which some must be cut, and not within an uncut range."""
     num_pieces = np.ones(lengths.size, np.int64)
     stops = {int(i): _cuts(i, int(lengths[i]), longest, splits, *uncut.of(i)) for i in too_long.tolist()}
@@ -111,9 +112,7 @@ def _rows_around(lengths: LongArray, longest: int, splits: bool, uncut: Uncut, t
     return Rows(rows, rows > 0, sequence.astype(np.int32), start, too_long)
 
 
-def _cuts(
-    sequence: int, length: int, longest: int, splits: bool, begin: LongArray, end: LongArray
-) -> list[int]:
+def _cuts(sequence: int, length: int, longest: int, splits: bool, begin: Longs, end: Longs) -> list[int]:
     """Where the rows of a sequence end."""
 
     def before(cut: int) -> int:
@@ -159,12 +158,12 @@ class Room:
     max_sequences: int
 
     @cached_property
-    def size_of(self) -> LongArray:
+    def size_of(self) -> Longs:
         """The sizes, by index; int64 [num_sizes]."""
         return np.array(self.sizes)
 
     @cached_property
-    def limit_of(self) -> LongArray:
+    def limit_of(self) -> Longs:
         """The limits, by index; int64 [num_sizes]."""
         return np.array(self.limits)
 
@@ -228,13 +227,13 @@ class Sequences:
 
     room: Room
     cost: CostModel
-    lengths: LongArray
-    padded: LongArray
-    load: FloatArray
-    work: FloatArray
+    lengths: Longs
+    padded: Longs
+    load: Floats
+    work: Floats
 
     @classmethod
-    def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Sequences:
+    def of(cls, lengths: Longs, cost: CostModel, room: Room) -> Sequences:
         """lengths: descending, each at most room.longest."""
         sizes = room.size_of[:, None]
         padded = room.align.padded(lengths, sizes)
@@ -243,12 +242,12 @@ class Sequences:
             work = (load * sizes)[narrowest_holding(room, padded), np.arange(lengths.size)]
         return cls(room, cost, lengths, padded, load, work)
 
-    def tokens(self, members: LongArray) -> int:
+    def tokens(self, members: Longs) -> int:
         """Real tokens of some of them together. members: indices, int64 [k]."""
         return int(self.lengths[members].sum())
 
 
-def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
+def narrowest_holding(room: Room, padded: Longs) -> Longs:
     """Index into room.sizes of the narrowest group that holds each sequence; int64 [n].
 
     padded: padded tokens on a group of each size; int64 [num_sizes, n].
@@ -256,7 +255,7 @@ def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
     return (padded <= room.limit_of[:, None]).argmax(axis=0)
 
 
-def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, tightness: int) -> LongArray:
+def narrowest_sizes(sequences: Sequences, members: Longs, mean_load: float, tightness: int) -> Longs:
     """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
 
     Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
@@ -286,10 +285,10 @@ class Microbatch:
         loads: load on each rank of each group; float64 [num_groups].
     """
 
-    members: LongArray
-    group: IntArray
-    group_sizes: LongArray
-    loads: FloatArray
+    members: Longs
+    group: Ints
+    group_sizes: Longs
+    loads: Floats
 
     @property
     def top(self) -> float:
@@ -306,7 +305,7 @@ class Placement:
         num_microbatches: some of the last ones may be empty.
     """
 
-    microbatch: IntArray
-    first_rank: IntArray
-    cp_size: IntArray
+    microbatch: Ints
+    first_rank: Ints
+    cp_size: Ints
     num_microbatches: int

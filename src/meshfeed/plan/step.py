@@ -20,6 +20,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Floats, Longs
 from meshfeed.errors import PlanError
 from meshfeed.plan.account import least_pile
 from meshfeed.plan.fill import Filled, deal, fill_step
@@ -34,7 +35,7 @@ from meshfeed.plan.problem import (
     room_of,
     rows_of,
 )
-from meshfeed.plan.types import Align, CpSplit, FloatArray, LongArray, StepPlan
+from meshfeed.plan.types import Align, CpSplit, StepPlan
 from meshfeed.whole import of_kind, whole_numbers
 
 MOST_MISSES = 1
@@ -98,7 +99,7 @@ def plan_step(
 
 
 def planned(
-    lengths: LongArray,
+    lengths: Longs,
     packing: Packing,
     room: Room,
     *,
@@ -137,13 +138,13 @@ def planned(
 
 
 def plan_fixed(
-    lengths: npt.NDArray[np.int64],
+    lengths: Longs,
     *,
     dp: int,
     cp: int,
     micro_batch_size: int,
     align: Align | None = None,
-    order: npt.NDArray[np.int64] | None = None,
+    order: Longs | None = None,
 ) -> StepPlan:
     """Deal sequences out in order: `micro_batch_size` to each dp rank, microbatch by microbatch.
 
@@ -173,9 +174,7 @@ def plan_fixed(
     )
 
 
-def choose(
-    lengths: LongArray, packing: Packing, room: Room, *, quantum: int, bubble_share: float
-) -> Placement:
+def choose(lengths: Longs, packing: Packing, room: Room, *, quantum: int, bubble_share: float) -> Placement:
     """Fill as many microbatches as the packing asks for, or as many as make the step shortest.
 
     lengths: each from 1 to room.longest; int64 [n], n >= 1.
@@ -244,7 +243,7 @@ def fewest_microbatches(sequences: Sequences, packing: Packing, quantum: int) ->
     return -(-needed // quantum) * quantum
 
 
-def ranks_taken(sequences: Sequences, members: LongArray) -> int:
+def ranks_taken(sequences: Sequences, members: Longs) -> int:
     """How many ranks, of all microbatches, the packs of these sequences take at least; 0 if one holds all."""
     room = sequences.room
     if room.max_sequences >= members.size:
@@ -357,7 +356,7 @@ class Forecast:
         return cast(Sequence[float], np.concatenate(([0.0], np.cumsum(self._sequences.lengths))).data)
 
     @cached_property
-    def _least_loads(self) -> FloatArray:
+    def _least_loads(self) -> Floats:
         """Load of each sequence on the widest group if it did not communicate, descending; float64 [n]."""
         widest = self._sequences.room.sizes[-1]
         return np.sort(self._packing.cost.work(self._sequences.lengths))[::-1] / widest
@@ -432,7 +431,7 @@ class Candidates:
 # -- the ranks of packs --------------------------------------------------------------------------------------
 
 
-def in_order(lengths: LongArray, packing: Packing, room: Room, *, quantum: int) -> Placement:
+def in_order(lengths: Longs, packing: Packing, room: Room, *, quantum: int) -> Placement:
     """`next_fit` on cp groups of the layout's size.
 
     lengths: each from 1 to room.longest; int64 [n], n >= 0. quantum: the number of microbatches is a multiple
@@ -454,7 +453,7 @@ def in_order(lengths: LongArray, packing: Packing, room: Room, *, quantum: int) 
     )
 
 
-def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int) -> tuple[LongArray, int]:
+def next_fit(padded: Longs, *, limit: int, max_sequences: int, multiple: int) -> tuple[Longs, int]:
     """Next-fit packs in stream order, then packs split from the tail until there are a multiple of
     `multiple`.
 
@@ -482,8 +481,8 @@ def next_fit(padded: LongArray, *, limit: int, max_sequences: int, multiple: int
 
 
 def placement_of(
-    filled: Filled, num_microbatches: int, num_ranks: int, order: LongArray
-) -> tuple[Placement, FloatArray]:
+    filled: Filled, num_microbatches: int, num_ranks: int, order: Longs
+) -> tuple[Placement, Floats]:
     """Ranks for the groups, and the work of each rank: float64 [num_microbatches, num_ranks].
 
     order: the sequence of each member of a microbatch; int64 [n]. Groups are side by side, the widest first.
@@ -499,7 +498,7 @@ def placement_of(
     return Placement(microbatch, first_rank, cp_size, num_microbatches), loads
 
 
-def loads_by_rank(one: Microbatch, first_rank: LongArray, num_ranks: int) -> FloatArray:
+def loads_by_rank(one: Microbatch, first_rank: Longs, num_ranks: int) -> Floats:
     """Work of each rank in a microbatch; float64 [num_ranks]."""
     loads = np.zeros(num_ranks)
     for first, size, load in zip(first_rank.tolist(), one.group_sizes.tolist(), one.loads.tolist()):

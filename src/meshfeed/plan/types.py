@@ -15,13 +15,10 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Ints, Longs
 from meshfeed.errors import PlanError
 from meshfeed.intervals import distinct
 from meshfeed.whole import is_whole, of_kind, settle, whole, whole_numbers
-
-IntArray = npt.NDArray[np.int32]
-LongArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 _MOST_TOKENS = np.iinfo(np.int32).max
 
@@ -49,7 +46,7 @@ class Align:
                     f"Align({name}={getattr(self, name)!r}): a multiple is a whole number from 1 on"
                 )
 
-    def padded(self, lengths: LongArray, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
+    def padded(self, lengths: Longs, cp_size: int | npt.NDArray[np.integer]) -> Longs:
         """Lengths rounded up to whole multiples of lcm(sequence, 2 * cp_size); int64, same shape.
 
         A cp group of one needs no chunks, hence no factor of 2; nor do runs of a pack, which need no cp_size.
@@ -57,17 +54,17 @@ class Align:
         multiple = self.sequence_multiple(cp_size)
         return -(-lengths // multiple) * multiple
 
-    def sequence_multiple(self, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
+    def sequence_multiple(self, cp_size: int | npt.NDArray[np.integer]) -> Longs:
         """The multiple that a sequence's padded tokens reach on a cp group of this size; int64."""
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.sequence, np.where((cp > 1) & (not self.in_runs), 2 * cp, 1))
 
-    def pack_multiple(self, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
+    def pack_multiple(self, cp_size: int | npt.NDArray[np.integer]) -> Longs:
         """The multiple that a whole pack's padded tokens reach on a cp group of this size; int64."""
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
-    def limit(self, capacity: int, cp_size: int | npt.NDArray[np.integer]) -> LongArray:
+    def limit(self, capacity: int, cp_size: int | npt.NDArray[np.integer]) -> Longs:
         """The most tokens of a pack on a cp group, capacity tokens on each rank; int64, 0 if none fit."""
         multiple = self.pack_multiple(cp_size)
         tokens = min(capacity, _MOST_TOKENS) * np.asarray(cp_size, np.int64)
@@ -111,18 +108,18 @@ class StepPlan:
             dropped; int32 [k].
     """
 
-    lengths: LongArray
-    microbatch: IntArray
-    first_rank: IntArray
-    cp_size: IntArray
+    lengths: Longs
+    microbatch: Ints
+    first_rank: Ints
+    cp_size: Ints
     num_microbatches: int
     num_ranks: int
     idle_cp_size: int
     align: Align
     shape: PackShape | None = None
-    sequence: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    start: LongArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    oversize: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    sequence: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    start: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
+    oversize: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
         if not self.sequence.size:
@@ -133,12 +130,12 @@ class StepPlan:
             array.flags.writeable = False
 
     @property
-    def empty(self) -> IntArray:
+    def empty(self) -> Ints:
         """Rows without a token, which no pack holds; int32 [k]."""
         return np.flatnonzero(self.lengths == 0).astype(np.int32)
 
     @cached_property
-    def kept(self) -> LongArray:
+    def kept(self) -> Longs:
         """Rows that some pack holds; int64 [k]."""
         return np.flatnonzero(self.microbatch >= 0)
 
@@ -172,9 +169,9 @@ class Pack:
         max_sequences: of packs of one shape; None for others.
     """
 
-    sequences: IntArray
-    cu_seqlens: IntArray
-    cu_seqlens_padded: IntArray
+    sequences: Ints
+    cu_seqlens: Ints
+    cu_seqlens_padded: Ints
     cp_size: int
     cp_rank: int
     tail: int = 0
@@ -185,12 +182,12 @@ class Pack:
             array.flags.writeable = False
 
     @property
-    def lengths(self) -> LongArray:
+    def lengths(self) -> Longs:
         """Real tokens of each sequence; int64 [k]."""
         return np.subtract(self.cu_seqlens[1:], self.cu_seqlens[:-1], dtype=np.int64)
 
     @property
-    def padded_lengths(self) -> LongArray:
+    def padded_lengths(self) -> Longs:
         """Padded tokens of each sequence; int64 [k]."""
         return np.subtract(self.cu_seqlens_padded[1:], self.cu_seqlens_padded[:-1], dtype=np.int64)
 
@@ -243,7 +240,7 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     return packs
 
 
-def rows_in_packs(plan: StepPlan) -> tuple[LongArray, LongArray, LongArray]:
+def rows_in_packs(plan: StepPlan) -> tuple[Longs, Longs, Longs]:
     """Padded tokens of each row, its first token in its pack, and the tokens of that pack; int64 [n] each.
 
     As in `packs_of` of the ranks that hold it. 0 for rows that no pack holds.
@@ -261,7 +258,7 @@ def rows_in_packs(plan: StepPlan) -> tuple[LongArray, LongArray, LongArray]:
     return found[0], found[1], found[2]
 
 
-def _padded(plan: StepPlan, rows: LongArray | IntArray, pack: LongArray | IntArray) -> LongArray:
+def _padded(plan: StepPlan, rows: Longs | Ints, pack: Longs | Ints) -> Longs:
     """Padded tokens of some rows; the last one of a pack carries the pack's own padding, if it needs some.
 
     pack: a number for the pack of each row; those of a pack are together.
@@ -275,14 +272,14 @@ def _padded(plan: StepPlan, rows: LongArray | IntArray, pack: LongArray | IntArr
     return padded
 
 
-def _ends(lengths: LongArray) -> LongArray:
+def _ends(lengths: Longs) -> Longs:
     # [3 2] -> [0 3 5]
     ends = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     return ends
 
 
-def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
+def exact_sum(values: Longs, times: Longs | None = None) -> int:
     """The sum of integers, or of their products, as a Python int that cannot overflow.
 
     values, times: each from 0 to below 2**62 (without times) or 2**31; int64 [n].
@@ -313,21 +310,21 @@ class Slices:
         start, stop: tokens of that sequence, padding included; int64 [m].
     """
 
-    sequence: IntArray
-    start: LongArray
-    stop: LongArray
+    sequence: Ints
+    start: Longs
+    stop: Longs
 
     @cached_property
-    def sizes(self) -> LongArray:
+    def sizes(self) -> Longs:
         """Tokens of each slice; int64 [m]."""
         return self.stop - self.start
 
     @cached_property
-    def offsets(self) -> LongArray:
+    def offsets(self) -> Longs:
         """Where each begins if all are stored one after the other; int64 [m]."""
         return np.cumsum(self.sizes) - self.sizes
 
-    def only(self, mask: npt.NDArray[np.bool_]) -> Slices:
+    def only(self, mask: Bools) -> Slices:
         """Some of the slices."""
         return Slices(self.sequence[mask], self.start[mask], self.stop[mask])
 
@@ -370,7 +367,7 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     return Slices(np.repeat(np.arange(lengths.size, dtype=np.int32), first.size), start, stop)
 
 
-def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[int, LongArray, LongArray]:
+def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[int, Longs, Longs]:
     """Into how many chunks a sequence is cut, and the runs of chunks [first, last) that some ranks hold.
 
     Ranks 0 and 1 of cp 4, zigzag: chunks 0 1 6 7 of 8 -> first [0 6], last [2 8].
@@ -390,7 +387,7 @@ def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[i
     return num_chunks, chunks[np.append(0, breaks + 1)], chunks[np.append(breaks, chunks.size - 1)] + 1
 
 
-def cut_at(bounds: LongArray, start: LongArray, stop: LongArray) -> Slices:
+def cut_at(bounds: Longs, start: Longs, stop: Longs) -> Slices:
     """Ranges of a pack -> slices of its sequences.
 
     bounds: sequence starts and the pack's end, int64 [k + 1]. start, stop: ranges, ascending, int64 [m].

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoding.encodings import Encoding, encoder_of, expanded

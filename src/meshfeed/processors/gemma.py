@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
@@ -20,7 +20,6 @@ from meshfeed.processors.resizing import Resample
 from meshfeed.processors.tiles import Fit, FixedImages, FixedPixels, Framed
 from meshfeed.processors.video import PIXELS as PIXELS_OF_VIDEO
 from meshfeed.processors.video import evenly, refuse_short, sampled_frames, video_pixels
-from meshfeed.sequence.runs import Longs
 from meshfeed.whole import real
 
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import StoreError
 from meshfeed.multimodal.processor import PartSize
 from meshfeed.parts import Parts
 from meshfeed.parts.types import TokenId
 from meshfeed.processors.video import SpelledVideo
-from meshfeed.sequence.runs import Longs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
@@ -15,7 +15,6 @@ from meshfeed.parts.types import TokenId, check_options
 from meshfeed.processors.pixels import PIXELS, Color, rgb_image
 from meshfeed.processors.resizing import Resample, squares_of
 from meshfeed.processors.tiles import TiledPixels
-from meshfeed.sequence.runs import Longs
 
 _MOST = 4096  # pixels along a side, in the published processor
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.intervals import numbered
 from meshfeed.parts import KINDS, PLACEHOLDER, Parts, Repeat, Rope, Template
 from meshfeed.parts.types import TokenId
 from meshfeed.processors.video import NativeVideo
-from meshfeed.sequence.runs import Longs
 
 _AUDIO = KINDS.index("audio")
 

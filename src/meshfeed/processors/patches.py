@@ -13,13 +13,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import StoreError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import Kind, PartRule, Parts
 from meshfeed.parts.types import check_options, in_pixels
 from meshfeed.processors.pixels import PIXELS, ImageProcessor, rgb_image
-from meshfeed.sequence.runs import Longs
 
 _MOST_ELONGATED = 200
 """The largest ratio of an image's sides that Qwen's processors take."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.formats.images import opened_image
 from meshfeed.multimodal.native import compiled

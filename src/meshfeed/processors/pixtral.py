@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import StoreError
 from meshfeed.multimodal.processor import PartField
 from meshfeed.parts import PLACEHOLDER, Kind, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, in_pixels
 from meshfeed.processors.patches import ResizedImages, SizedPatches
-from meshfeed.sequence.runs import Longs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,12 @@ from functools import cache, lru_cache, reduce
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Floats, Ints
 from meshfeed.multimodal.native import compiled
 from meshfeed.native import ARRAY, WHOLE
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
-Floats = npt.NDArray[np.float64]
 LinesFirst = Callable[[int, int, int, int], bool]
 """Whether Pillow resizes along lines first: (height, width, new height, new width) -> bool."""
 
@@ -98,7 +96,7 @@ def _by_loop(
 
 
 @lru_cache(_MOST_TABLES)
-def _table(size: int, new_size: int, resample: Resample) -> npt.NDArray[np.int32]:
+def _table(size: int, new_size: int, resample: Resample) -> Ints:
     """Of each new pixel of a line, the first old one that it is made of, and the weight of each.
 
     int32 [new_size, 1 + weights], in units of 2^-22; by Pillow's operations on floats, in their order.

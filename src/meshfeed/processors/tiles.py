@@ -9,16 +9,14 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.multimodal.processor import PartField, PartSize
 from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, check_options
 from meshfeed.processors.pixels import PIXELS, Color, ImageProcessor, check_choice, framed, rgb_image
 from meshfeed.processors.resizing import squares_of
-from meshfeed.sequence.runs import Longs
 
 Fit = Literal["crop", "stretch", "pad"]
 
@@ -304,7 +302,7 @@ class AnyResImages(PartRule):
         tiles = np.where(self.is_whole(parts), 0, self.tile_grid(parts).prod(axis=0)) + 1
         return tiles, np.full_like(tiles, self._side**2)
 
-    def is_whole(self, parts: Parts) -> npt.NDArray[np.bool_]:
+    def is_whole(self, parts: Parts) -> Bools:
         """Which images have no tiles beside their document's others; bool [p]."""
         return (parts.of_sample > 1) & (not self.tiles_several)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Floats, Longs
 from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.video import Frame, decoded_frames, video_header
 from meshfeed.multimodal.processor import PartField, PartSize
@@ -23,7 +23,6 @@ from meshfeed.parts import PLACEHOLDER, Kind, PartRule, Parts, Repeat, Template
 from meshfeed.parts.types import TokenId, check_options, in_pixels
 from meshfeed.processors.patches import ResizedImages, native_size, refuse_elongated
 from meshfeed.processors.pixels import PixelField, PixelProcessor
-from meshfeed.sequence.runs import Longs
 
 PIXELS, GRID = "pixel_values_videos", "video_grid_thw"
 
@@ -108,14 +107,14 @@ class NativeVideo(ResizedImages):
         seconds = self.merge_frames / (self.frames(parts) / parts.length * parts.rate)
         return np.float32(self.tokens_per_second) * seconds.astype(np.float32)
 
-    def _asked(self, parts: Parts) -> npt.NDArray[np.float64]:
+    def _asked(self, parts: Parts) -> Floats:
         """Frames to sample; float64 [p], whole numbers."""
         refuse_short(parts, self.merge_frames)
         most = self._merged(np.minimum(self.max_frames, parts.length).astype(np.float64))
         asked = np.maximum(parts.length / parts.rate * self.fps, self.min_frames)
         return self._merged(np.minimum(np.minimum(asked, most), parts.length))
 
-    def _merged(self, frames: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _merged(self, frames: Floats) -> Floats:
         return np.floor(frames / self.merge_frames) * self.merge_frames
 
 

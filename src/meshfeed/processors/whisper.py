@@ -11,13 +11,12 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Floats, Longs
 from meshfeed.errors import PartError, RecipeError, StoreError
 from meshfeed.formats.sound import Sound, decoded_audio
 from meshfeed.multimodal.processor import PartField, PartSize, Processor, check_rule
 from meshfeed.parts import Kind, PartRule, Parts, Rope, Template
 from meshfeed.parts.types import check_counts, check_options
-from meshfeed.sequence.runs import Longs
 
 Longer = Literal["cut", "error"]
 
@@ -80,7 +79,7 @@ class WhisperAudio(PartRule):
             )
         return tokens
 
-    def frames_of(self, length: Longs, rate: npt.NDArray[np.float64]) -> Longs:
+    def frames_of(self, length: Longs, rate: Floats) -> Longs:
         """Spectrum frames of each part that are not padding; int64 [p].
 
         length, rate: PCM samples of each, and per second; [p].

@@ -14,11 +14,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bytes, Floats, Longs
 from meshfeed.errors import ChangedError
 from meshfeed.files import ByteFile, Cache, Content, Fetching
-from meshfeed.files.byte_file import I64, Bytes, Descriptor, acquire, fill, release
+from meshfeed.files.byte_file import Descriptor, acquire, fill, release
 from meshfeed.files.cache.cache import cache_error
 from meshfeed.files.url import is_hub, without_secrets
 from meshfeed.intervals import numbered
@@ -54,7 +54,7 @@ class CachedFile(ByteFile):
         super().__init__(without_secrets(url))
         self._given, self.cache, self._options, self._content = url, cache, dict(options or {}), content
         self._sums = sums
-        self._joints: tuple[I64, I64] | None = None
+        self._joints: tuple[Longs, Longs] | None = None
         self._known: Opened | None = None
         self._glanced: tuple[Stat, bytes] | None = None
         self._kept_open: set[int] = set()
@@ -63,7 +63,7 @@ class CachedFile(ByteFile):
         """In a forked child: the parent's fetcher and threads are not its own."""
         super().forget_parent()
         self._at: tuple[FetcherClient, int, Opened] | None = None
-        self._wished: I64 | None = None  # of each block, how many announced pieces are still to be read
+        self._wished: Longs | None = None  # of each block, how many announced pieces are still to be read
 
     @property
     def size_bytes(self) -> int:
@@ -153,7 +153,7 @@ class CachedFile(ByteFile):
     def __repr__(self) -> str:
         return f"CachedFile({self.url!r})"
 
-    def cut(self, begins: I64, ends: I64) -> None:
+    def cut(self, begins: Longs, ends: Longs) -> None:
         """Let blocks end where the shards of a shuffle meet, see `cut_at`; not while the file is entered."""
         with self._lock:
             if self._depth:
@@ -164,7 +164,7 @@ class CachedFile(ByteFile):
         if known is not None and known.tag != self._opened.tag:
             raise self._changed(known.tag, known.cut.size_bytes, self._opened)
 
-    def will_need(self, begins: I64, ends: I64) -> None:
+    def will_need(self, begins: Longs, ends: Longs) -> None:
         """Ranges are fetched in the order of announcement."""
         blocks = self._pieces(begins, (ends - begins).clip(0), begins)[0]
         touched, counts = np.unique(blocks, return_counts=True)
@@ -182,13 +182,13 @@ class CachedFile(ByteFile):
         if wished is not None and wished.any():
             self._tell("release", None)
 
-    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+    def look_up(self, out: Bytes, begins: Longs, sizes: Longs) -> None:
         if out.size:
             self._fill(out, begins, sizes, sizes.cumsum() - sizes)
 
     # -- the blocks ---------------------------------------------------------------------------------------
 
-    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+    def _read(self, out: Bytes, begins: Longs, sizes: Longs, places: Longs) -> None:
         blocks = self._fill(out, begins, sizes, places)
         self.stats.opens = 1
         self._note_read(blocks)
@@ -197,7 +197,7 @@ class CachedFile(ByteFile):
         self.forget_needs()
         self._close(*self._kept_open)
 
-    def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> I64:
+    def _fill(self, out: Bytes, begins: Longs, sizes: Longs, places: Longs) -> Longs:
         """Read ranges from the blocks that have arrived, until all are read; returns each piece's block."""
         blocks, begins, sizes, places = self._pieces(begins, sizes, places)
         left = np.arange(blocks.size)
@@ -217,7 +217,7 @@ class CachedFile(ByteFile):
             self._close(*self._kept_open)
         return blocks
 
-    def _arrived(self, blocks: I64) -> list[Descriptor | None]:
+    def _arrived(self, blocks: Longs) -> list[Descriptor | None]:
         """The open files of blocks, once they are in the cache: of all, or of some if the cache is small."""
         if not self._used[blocks].all():
             self._close(*self._kept_open)  # the disk may have to make room, and an open file keeps its inode
@@ -235,12 +235,12 @@ class CachedFile(ByteFile):
         return files
 
     @cached_property
-    def _used(self) -> npt.NDArray[np.float64]:
+    def _used(self) -> Floats:
         """When each block was last marked as used; 0 until this process has verified it."""
         return np.zeros(self._edges.size - 1)
 
     @cached_property
-    def _edges(self) -> I64:
+    def _edges(self) -> Longs:
         return self._opened.cut.edges
 
     def _file(self, block: int) -> Descriptor | None:
@@ -268,7 +268,7 @@ class CachedFile(ByteFile):
         for block in blocks:
             release((self, block))
 
-    def _pieces(self, begins: I64, sizes: I64, places: I64) -> tuple[I64, ...]:
+    def _pieces(self, begins: Longs, sizes: Longs, places: Longs) -> tuple[Longs, ...]:
         """Ranges cut at the ends of blocks: (block, byte in the block, bytes, place) of each piece."""
         edges = self._edges
         first = edges.searchsorted(begins, side="right") - 1
@@ -281,7 +281,7 @@ class CachedFile(ByteFile):
         high = np.minimum((begins + sizes)[source], edges[block + 1])
         return block, low - edges[block], high - low, places[source] + low - begins[source]
 
-    def _note_read(self, blocks: I64) -> None:
+    def _note_read(self, blocks: Longs) -> None:
         """Release announced blocks that have been read. blocks: of each range."""
         with self._lock:
             if self._wished is None:

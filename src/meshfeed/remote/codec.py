@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bytes
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.extras import install
 
@@ -88,7 +88,7 @@ def digest_of(algorithm: str, data: memoryview | bytes, url: str) -> str:
     return getattr(xxhash, name)(data) if name else getattr(xxhash, algorithm)(data).hexdigest()
 
 
-def _litdata(zstd: Any, data: memoryview | bytes, out: npt.NDArray[np.uint8]) -> int:
+def _litdata(zstd: Any, data: memoryview | bytes, out: Bytes) -> int:
     """Expand a chunk of litdata whose frames of items are compressed; returns its uncompressed size.
 
     "LDFZ01" 0 0 | u16 version, flags | u32 items, items of a frame, frames |

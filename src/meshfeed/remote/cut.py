@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshfeed.files.byte_file import I64, LEAST
+from meshfeed.arrays import Longs
+from meshfeed.files.byte_file import LEAST
 from meshfeed.intervals import distinct, numbered
 
 SHARED = "+"
@@ -34,7 +35,7 @@ class Cut(NamedTuple):
     shared: frozenset[int] = frozenset()
 
     @property
-    def edges(self) -> I64:
+    def edges(self) -> Longs:
         """Where each block begins, then the end of the last; int64 [num_blocks + 1]."""
         if self.ends:
             return np.array([0, *self.ends], np.int64)
@@ -44,7 +45,7 @@ class Cut(NamedTuple):
         return f"{block}{SHARED if block in self.shared else ''}"
 
 
-def cut_at(joints: tuple[I64, I64], size_bytes: int, block_bytes: int, unit_bytes: int) -> Cut:
+def cut_at(joints: tuple[Longs, Longs], size_bytes: int, block_bytes: int, unit_bytes: int) -> Cut:
     """Blocks for shards of which two share the bytes begin..end of each joint; int64 [m] each, ascending.
 
     block_bytes: the most. unit_bytes: a block is whole ones of these, except the last.

@@ -6,12 +6,12 @@ from typing import cast
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError
 from meshfeed.order import LeavesOut, drawn_until, draws_between, draws_of_source, start_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.report.exposure import exposures
 from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import Longs
 
 _TOGETHER = 1 << 20  # draws that are looked up together
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Longs
 from meshfeed.errors import RecipeError
-from meshfeed.intervals import Bools, among
+from meshfeed.intervals import among
 from meshfeed.order import Draws, LeavesOut, drawn_until, positions_of, start_of_step, steps_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rule import finder
-from meshfeed.sequence.runs import Longs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.intervals import Longs
+from meshfeed.arrays import Longs
 from meshfeed.report.words import counted
 
 _PERCENTILES = {"p1": 1, "p10": 10, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "p99.9": 99.9}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.arrays import Floats
 from meshfeed.multimodal.encoders import EncoderPlan
 from meshfeed.plan.account import Account, least_pile, widest_group
 from meshfeed.plan.packing import Packing
-from meshfeed.plan.types import FloatArray, StepPlan
+from meshfeed.plan.types import StepPlan
 
 LANGUAGE_MODEL = "language model"
 
@@ -26,7 +27,7 @@ class Load:
         bound: no plan of these sequences brings `max_over_mean` below this.
     """
 
-    by_rank: FloatArray
+    by_rank: Floats
     max_over_mean: float
     bound: float
 
@@ -50,7 +51,7 @@ def loads_of(
 
 
 def _load(
-    by_rank: FloatArray, of_rows: FloatArray, pieces: FloatArray, most: int, plan: StepPlan, packing: Packing
+    by_rank: Floats, of_rows: Floats, pieces: Floats, most: int, plan: StepPlan, packing: Packing
 ) -> Load:
     """of_rows: work of each row of the plan; float64 [n]. pieces: works that up to `most` ranks can share."""
     mean = float(of_rows.sum()) / plan.num_ranks
@@ -65,7 +66,7 @@ def _load(
     return Load(by_rank=by_rank, max_over_mean=float(busiest) / mean, bound=least / mean)
 
 
-def _most_in_a_microbatch(of_rows: FloatArray, plan: StepPlan, packing: Packing) -> float:
+def _most_in_a_microbatch(of_rows: Floats, plan: StepPlan, packing: Packing) -> float:
     """The most work of all ranks in one microbatch: from rows with most work per token on, cut at the end."""
     order = np.argsort(-of_rows / np.maximum(plan.lengths, 1))
     tokens, work = (np.append(0, np.cumsum(each[order])) for each in (plan.lengths, of_rows))

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshfeed.arrays import Floats
 from meshfeed.multimodal.encoders import EncoderPlan
 from meshfeed.plan import Account, StepPlan
-from meshfeed.plan.types import FloatArray
 from meshfeed.report.loads import LANGUAGE_MODEL, Load
 from meshfeed.report.words import escape
 
@@ -66,7 +66,7 @@ def _template(name: str) -> Template:
     return Template(Path(__file__).with_name(name).read_text())
 
 
-def _chart(loads: FloatArray, ranks: int, bars: Iterator[Bar]) -> str:
+def _chart(loads: Floats, ranks: int, bars: Iterator[Bar]) -> str:
     """Microbatches side by side, as wide as their slowest rank; empty space means the rank is idle.
 
     loads: of each rank in each microbatch; float64 [num_microbatches, num_ranks]. ranks: how many are drawn.
@@ -195,7 +195,7 @@ def _by_rank(loads: Mapping[str, Load], ranks: int) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _over_mean(load: Load) -> FloatArray:
+def _over_mean(load: Load) -> Floats:
     """Load of each rank in the step over the mean; float64 [num_ranks]."""
     of_rank = load.by_rank.sum(axis=0)
     return of_rank / max(float(of_rank.sum()) / max(of_rank.size, 1), 1e-300)

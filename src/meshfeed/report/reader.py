@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Floats, Longs
 from meshfeed.errors import MetricsError
-from meshfeed.intervals import Longs
 from meshfeed.metrics.run_log import COUNTED, file_name
-
-Floats = npt.NDArray[np.float64]
 
 _LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError)  # raised by invalid lines
 _OF_A_RANK = ("rank", "coord", "host", "pid")

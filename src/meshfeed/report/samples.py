@@ -9,9 +9,8 @@ from string import Template
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.intervals import Bools
+from meshfeed.arrays import Array, Bools
 from meshfeed.multimodal import MultimodalStore
 from meshfeed.multimodal.processor import tokens_of
 from meshfeed.parts import KINDS, Parts, Rules
@@ -172,7 +171,7 @@ def loss_of(store: StreamStore) -> dict[str, int] | None:
     return {"tokens": found, "of": store.num_tokens, "documents_without": without}
 
 
-def texts_of(tokens: npt.NDArray[Any], bears: Bools, decode: Callable[[Sequence[int]], str]) -> list[str]:
+def texts_of(tokens: Array, bears: Bools, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """The text of tokens, cut where loss begins or ends; `Bearing` where they bear it. bears: bool [n]."""
     if not tokens.size:
         return []

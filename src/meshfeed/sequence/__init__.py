@@ -1,6 +1,6 @@
 """Draws and slices -> tensors: sequence rules, and the bytes that each of them reads."""
 
-from meshfeed.columns import Arrays, Columns
+from meshfeed.arrays import Arrays, Columns
 from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import contents_of
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths

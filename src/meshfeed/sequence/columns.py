@@ -13,13 +13,13 @@ from typing import cast
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Arrays, Columns
+from meshfeed.arrays import Allocate, Arrays, Columns, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import RuleContents, SequenceRule, TakesParts, TokenField, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, WithExcluded
+from meshfeed.sequence.runs import Portion, WithExcluded
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 from meshfeed.store.loss_columns import count_bearing, has_weights

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Columns
+from meshfeed.arrays import Allocate, Columns, Ints, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import distinct
 from meshfeed.mixture import Store
@@ -21,13 +20,13 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import FindsDocuments, JoinsShards, TokenRule
-from meshfeed.sequence.runs import Located, Longs, Portion, Runs, dtype_of, places_among
+from meshfeed.sequence.runs import Located, Portion, Runs, dtype_of, places_among
 from meshfeed.sequence.table import PLAN_FIELDS, TOKEN_FIELDS, FieldTable, RunField, table_of_pack
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 from meshfeed.whole import is_whole, settle
 
-Ranges = tuple[npt.NDArray[np.int32], Longs, Longs, Longs]
+Ranges = tuple[Ints, Longs, Longs, Longs]
 _FIELDS = (*TOKEN_FIELDS, *PLAN_FIELDS)
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.arrays import Allocate, Array, Arrays, Columns, Longs
 from meshfeed.errors import RecipeError
 from meshfeed.intervals import common, numbers_in, together
 from meshfeed.mixture import Store
@@ -25,15 +25,7 @@ from meshfeed.plan import Align, Slices
 from meshfeed.recipe import EpochTokens, Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import (
-    Edges,
-    Longs,
-    Portion,
-    Runs,
-    WithExcluded,
-    dtype_of,
-    runs_of,
-)
+from meshfeed.sequence.runs import Edges, Portion, Runs, WithExcluded, dtype_of, runs_of
 from meshfeed.sequence.table import PLAN_FIELDS, TOKEN_FIELDS, FieldTable, RunField, table_of
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.arrays import Allocate, Array, Arrays, Columns, Longs
 from meshfeed.errors import OptionError, RecipeError
 from meshfeed.layout import Layout
 from meshfeed.machine import Machine
@@ -28,7 +28,7 @@ from meshfeed.plan.problem import Uncut
 from meshfeed.plan.types import Encoder
 from meshfeed.recipe import EpochTokens, Recipe, Rule, identity_of
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.runs import Portion
 from meshfeed.sequence.table import FieldTable
 from meshfeed.store.base import replaces_together
 from meshfeed.summary import code_of

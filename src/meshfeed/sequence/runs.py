@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.intervals import among, distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.order import Draws, Places
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe
 
-Longs = npt.NDArray[np.int64]
 Edges = tuple[int, ...]
 """The starts of the slices of a row, then their stops."""
 M = TypeVar("M")
@@ -356,7 +355,7 @@ def portions_of(
     rows: int,
     split: CpSplit,
     together: int,
-    rank_of_dp_cp: npt.NDArray[np.int64],
+    rank_of_dp_cp: Longs,
     needs: frozenset[str] | None = None,
     step: WholeStep | None = None,
 ) -> list[Portion]:

@@ -16,10 +16,10 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.arrays import Allocate, Array, Arrays, Columns, Longs
 from meshfeed.intervals import together
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.runs import Portion, Runs
 
 _NO_COLUMNS: Mapping[str, Array] = {}
 _FEW = 32  # runs, between which a loop pads in less time than arrays of gaps take

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.intervals import numbers_in
 from meshfeed.mixture import Store
@@ -20,7 +21,6 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import NO_STARTS, Rows, Starts
 from meshfeed.sequence.rule import FindsDocuments, JoinsShards, Occurrences, TokenRule
-from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 from meshfeed.store.base import extents_of
 

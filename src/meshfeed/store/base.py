@@ -11,13 +11,13 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import CacheError, OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats
 from meshfeed.intervals import distinct, numbers_in
 from meshfeed.mixture import Store
-from meshfeed.store.index import I64, Index
+from meshfeed.store.index import Index
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 from meshfeed.summary import digest_of
 
@@ -67,14 +67,14 @@ class StreamStore(Store):
         """Where documents begin in the stream."""
 
     @abstractmethod
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         """Fill `out`, [sum(stops - starts)] of `dtype`, with ranges that were checked to be in the stream."""
 
     def acquire(self, stack: contextlib.ExitStack) -> None:
         """Open what reads need; `stack` closes it when the last `with` ends."""
         return
 
-    def will_need(self, starts: I64, stops: I64) -> None:
+    def will_need(self, starts: Longs, stops: Longs) -> None:
         """Announce ranges that will be read, each once; returns at once.
 
         starts, stops: int64 [m], stream offsets in tokens.
@@ -96,7 +96,7 @@ class StreamStore(Store):
         """How its tokens are fetched by blocks; None if they are not. Raises StoreError."""
         return None
 
-    def cut(self, begins: I64, ends: I64) -> None:
+    def cut(self, begins: Longs, ends: Longs) -> None:
         """Let blocks that are fetched end where the shards of a shuffle meet. Before the store is entered.
 
         begins, ends: the tokens that two shards share, see `SequenceRule.joints`; int64 [m] each.
@@ -139,7 +139,7 @@ class StreamStore(Store):
 
     # -- common to all formats ---------------------------------------------------------------------------
 
-    def once_per_node(self, make: Callable[[], I64], **of: int | str) -> I64:
+    def once_per_node(self, make: Callable[[], Longs], **of: int | str) -> Longs:
         """See `Store`; each process makes them if the cache cannot be written. Raises StoreError."""
         try:
             folder = None if self.kept_in is None else self.kept_in.kept()
@@ -160,20 +160,20 @@ class StreamStore(Store):
         """Tokens of all documents."""
         return self.documents.num_tokens
 
-    def lengths(self, documents: I64) -> I64:
+    def lengths(self, documents: Longs) -> Longs:
         """Tokens of each document; int64 [n] -> int64 [n]."""
         return self.extents(documents)[1]
 
-    def offsets(self, documents: I64) -> I64:
+    def offsets(self, documents: Longs) -> Longs:
         """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
         return self.documents.offsets(self._existing(documents))
 
-    def extents(self, documents: I64) -> tuple[I64, I64]:
+    def extents(self, documents: Longs) -> tuple[Longs, Longs]:
         """`offsets` and `lengths` of documents, in one look-up; int64 [n] -> int64 [n] each."""
         begins, lengths = self.documents.extents(self._existing(documents))
         return begins, self._ascending(documents, lengths)
 
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+    def document_starts(self, starts: Longs, stops: Longs) -> tuple[Longs, Longs]:
         """Stream offsets o of documents with start < o < stop, range after range, each once.
 
         starts, stops: int64 [m], stream offsets in tokens. Returns offsets int64 [total], ascending within a
@@ -206,7 +206,7 @@ class StreamStore(Store):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
 
-    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    def read_stream(self, starts: Longs, stops: Longs, out: Array | None = None) -> Array:
         """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
 
         starts, stops: int64 [m], stream offsets in tokens, in any order, overlapping or not.
@@ -218,7 +218,7 @@ class StreamStore(Store):
         self.read_into(out, starts, stops)
         return out
 
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, document: int, start: int, stop: int) -> Array:
         """Tokens start..stop of one document; [stop - start] of `dtype`."""
         at = np.array([document])
         first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
@@ -266,7 +266,7 @@ class StreamStore(Store):
                 f"by document, or write it again"
             )
 
-    def _ascending(self, documents: I64, lengths: I64) -> I64:
+    def _ascending(self, documents: Longs, lengths: Longs) -> Longs:
         if (lengths < 0).any():
             at = documents[lengths.argmin()]
             raise StoreError(
@@ -280,10 +280,10 @@ class StreamStore(Store):
                 f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
             )
 
-    def _existing(self, documents: I64) -> I64:
+    def _existing(self, documents: Longs) -> Longs:
         return checked_places(self.path, documents, self.num_documents, "document")
 
-    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+    def _ranges(self, starts: Longs, stops: Longs) -> tuple[Longs, Longs]:
         """The ranges as int64. Raises StoreError for one outside the stream, or if there is none."""
         self._refuse_no_stream()
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
@@ -299,7 +299,7 @@ class StreamStore(Store):
             )
         return starts, stops
 
-    def _checked_out(self, out: npt.NDArray[Any] | None, total: int) -> npt.NDArray[Any]:
+    def _checked_out(self, out: Array | None, total: int) -> Array:
         """`out`, or a new array for `total` tokens. Raises StoreError for one that does not fit."""
         dtype = self.dtype
         if out is None:
@@ -355,7 +355,7 @@ class DocumentRange(StreamStore):
         return self._span[1] - self._span[0]
 
     @property
-    def shard_ends(self) -> I64 | None:
+    def shard_ends(self) -> Longs | None:
         if (ends := self.of.shard_ends) is None:
             return None
         return distinct(ends[ends > self.first].clip(None, self._stop)) - self.first
@@ -377,10 +377,10 @@ class DocumentRange(StreamStore):
         for store in (self.of, *self.columns.values()):
             stack.enter_context(store)
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         self.of.read_into(out, starts + self.begin, stops + self.begin)
 
-    def will_need(self, starts: I64, stops: I64) -> None:
+    def will_need(self, starts: Longs, stops: Longs) -> None:
         self.of.will_need(starts + self.begin, stops + self.begin)
 
     def forget_needs(self) -> None:
@@ -402,7 +402,7 @@ def whole_of(store: Any) -> tuple[Any, int]:
     return store, first
 
 
-def checked_places(name: str, places: I64, count: int, what: str) -> I64:
+def checked_places(name: str, places: Longs, count: int, what: str) -> Longs:
     """Places as int64. Raises StoreError for one that is not in [0, count)."""
     places = np.asarray(places, np.int64)
     outside = (places < 0) | (places >= count)
@@ -424,7 +424,7 @@ class Multiples:
         """Entries at some indices in range; an int or int64 [n]."""
         return places * self.step
 
-    def searchsorted(self, values: I64, side: Literal["left", "right"] = "left") -> I64:
+    def searchsorted(self, values: Longs, side: Literal["left", "right"] = "left") -> Longs:
         found = -(-values // self.step) if side == "left" else values // self.step + 1
         return found.clip(0, self.size)
 
@@ -433,7 +433,7 @@ class Multiples:
 class RangeStarts:
     """The entries first..first + size of ascending numbers, less `begin`, which is the first of them."""
 
-    of: I64 | Multiples | Index | RangeStarts
+    of: Longs | Multiples | Index | RangeStarts
     first: int
     size: int
     begin: int
@@ -441,11 +441,11 @@ class RangeStarts:
     def __getitem__(self, places: Any) -> Any:
         return self.of[places + self.first] - self.begin
 
-    def searchsorted(self, values: I64, side: Literal["left", "right"] = "left") -> I64:
+    def searchsorted(self, values: Longs, side: Literal["left", "right"] = "left") -> Longs:
         return (self.of.searchsorted(values + self.begin, side=side) - self.first).clip(0, self.size)
 
 
-def extents_of(store: StreamStore, documents: I64) -> tuple[I64, I64]:
+def extents_of(store: StreamStore, documents: Longs) -> tuple[Longs, Longs]:
     """Offsets and lengths of a store's documents: in one look-up, unless a subclass overrides one of them."""
     if replaces_together(type(store), "extents", "offsets", "lengths"):
         return store.extents(documents)
@@ -471,7 +471,7 @@ class LengthsIndex:
             object that looks them up.
     """
 
-    starts: I64 | Multiples | Index | RangeStarts
+    starts: Longs | Multiples | Index | RangeStarts
 
     @property
     def num_documents(self) -> int:
@@ -483,16 +483,16 @@ class LengthsIndex:
         """Tokens of all documents."""
         return int(self.starts[np.array([self.starts.size - 1])][0])
 
-    def offsets(self, documents: I64) -> I64:
+    def offsets(self, documents: Longs) -> Longs:
         """Stream offset of each document's first token; int64 [n]."""
         return self.starts[documents]
 
-    def extents(self, documents: I64) -> tuple[I64, I64]:
+    def extents(self, documents: Longs) -> tuple[Longs, Longs]:
         """`offsets` and `lengths` of documents, in one look-up; int64 [n] each."""
         begins, ends = np.split(self.starts[np.concatenate((documents, documents + 1))], 2)
         return begins, ends - begins
 
-    def document_starts(self, begins: I64, ends: I64) -> tuple[I64, I64]:
+    def document_starts(self, begins: Longs, ends: Longs) -> tuple[Longs, Longs]:
         """Offsets of documents strictly inside each range, int64 [total], and their counts, int64 [m].
 
         A document without tokens shares its offset with the next and adds none.
@@ -505,7 +505,7 @@ class LengthsIndex:
         new[1:] = (of_range[1:] != of_range[:-1]) | (found[1:] != found[:-1])
         return found[new], np.bincount(of_range[new], minlength=counts.size)
 
-    def pieces(self, begins: I64, ends: I64) -> Pieces:
+    def pieces(self, begins: Longs, ends: Longs) -> Pieces:
         """The pieces of documents in stream ranges, range after range."""
         first = self.starts.searchsorted(begins, side="right") - 1
         stop = self.starts.searchsorted(ends, side="left")
@@ -522,17 +522,17 @@ class LengthsIndex:
 class Pieces:
     """Pieces of documents: document, begin and end of each, int64 [k]; none is empty."""
 
-    documents: I64
-    begin: I64
-    end: I64
+    documents: Longs
+    begin: Longs
+    end: Longs
 
     @property
-    def lengths(self) -> I64:
+    def lengths(self) -> Longs:
         """Tokens of each; int64 [k]."""
         return self.end - self.begin
 
 
-def grouped(values: I64) -> Iterator[tuple[int, I64]]:
+def grouped(values: Longs) -> Iterator[tuple[int, Longs]]:
     """Each value with its indices, ascending: 5 7 5 -> (5, [0, 2]), (7, [1])."""
     if not values.size:
         return

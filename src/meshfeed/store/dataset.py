@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import Any, Self, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache, Fetching, FileStats, Folder
-from meshfeed.store.base import I64, LabelsAre, LengthsIndex, StreamStore
+from meshfeed.store.base import LabelsAre, LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.loss_columns import as_used
@@ -100,7 +100,7 @@ class DatasetStore(StreamStore):
         elif self._columns:
             self.once_per_node(self._compared, kind="lengths of columns", version=1)
 
-    def _compared(self) -> I64:
+    def _compared(self) -> Longs:
         for name, store in self._columns.items():
             self._compare(name, store)
         return np.zeros(1, np.int64)
@@ -180,15 +180,15 @@ class DatasetStore(StreamStore):
     def fetching(self) -> Fetching | None:
         return self.tokens.fetching
 
-    def cut(self, begins: I64, ends: I64) -> None:
+    def cut(self, begins: Longs, ends: Longs) -> None:
         for store in (self.tokens, *self._columns.values()):
             store.cut(begins, ends)
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         """Tokens of stream ranges. For a column, use `columns[name].read_stream`."""
         self.tokens.read_into(out, starts, stops)
 
-    def will_need(self, starts: I64, stops: I64) -> None:
+    def will_need(self, starts: Longs, stops: Longs) -> None:
         """Announce ranges of the tokens. For a column, use `columns[name].will_need`."""
         self.tokens.will_need(starts, stops)
 

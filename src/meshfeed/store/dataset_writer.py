@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import durable_file
@@ -71,7 +71,7 @@ class DatasetWriter:
             writer.add_document(columns[name])
         self._refuse_apart(document)
 
-    def add_documents(self, lengths: npt.NDArray[np.int64], **columns: npt.NDArray[Any]) -> None:
+    def add_documents(self, lengths: Longs, **columns: Array) -> None:
         """Add documents: their lengths, int64 [n], and each column's values back to back, [sum]."""
         document = self._refuse_others(columns)
         for name, writer in self._writers.items():

@@ -19,13 +19,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Vector
-
-I64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -204,19 +201,19 @@ class Index:
     documents: Vector
     modes: Vector
 
-    def lengths_of(self, sequences: I64) -> I64:
+    def lengths_of(self, sequences: Longs) -> Longs:
         """Tokens of each sequence; int64 [n]."""
         lengths = self.lengths[sequences].astype(np.int64)
         self._refuse_lengths(lengths, sequences)
         return lengths
 
-    def pointers_of(self, sequences: I64, lengths: I64) -> I64:
+    def pointers_of(self, sequences: Longs, lengths: Longs) -> Longs:
         """Byte of the .bin where each sequence starts, checked to hold `lengths` tokens; int64 [n]."""
         pointers = self.pointers[sequences]
         self._refuse_pointers(pointers, lengths, sequences)
         return pointers
 
-    def first_sequences_of(self, documents: I64) -> I64:
+    def first_sequences_of(self, documents: Longs) -> Longs:
         """First sequence of each document, S for document D - 1; int64 [n]."""
         sequences = self.documents[documents]
         self._refuse_documents(sequences, documents)
@@ -227,7 +224,7 @@ class Index:
         """Number of stream offsets; see `LengthsIndex`."""
         return self.header.num_documents + 1
 
-    def __getitem__(self, documents: I64) -> I64:
+    def __getitem__(self, documents: Longs) -> Longs:
         """Stream offset in tokens of each document, the stream's end for document D - 1; int64 [n]."""
         header = self.header
         sequences = self.first_sequences_of(documents)
@@ -237,7 +234,7 @@ class Index:
         offsets[inside] = self.pointers_of(sequences, np.zeros_like(sequences))
         return offsets // header.dtype.itemsize
 
-    def searchsorted(self, offsets: I64, side: Literal["left", "right"] = "left") -> I64:
+    def searchsorted(self, offsets: Longs, side: Literal["left", "right"] = "left") -> Longs:
         """First document that starts at or after each stream offset, or after it; int64 [n], at most D - 1.
 
         All binary searches advance together: O(log D) gathers, memory for n.
@@ -258,7 +255,7 @@ class Index:
         return np.minimum(low, last)
 
     @cached_property
-    def _guide(self) -> tuple[I64, I64]:
+    def _guide(self) -> tuple[Longs, Longs]:
         """Evenly spaced documents and their stream offsets, which replace the first rounds of a search."""
         step = -(-(self.header.num_documents + 1) // _GUIDE_SIZE)
         places = np.arange(0, self.header.num_documents + 1, step)
@@ -271,7 +268,7 @@ class Index:
             )
         return places, offsets
 
-    def _bytes_of(self, documents: I64) -> I64:
+    def _bytes_of(self, documents: Longs) -> Longs:
         """Byte where each document starts, unchecked: wrong entries can only mislead a search."""
         header = self.header
         if not header.num_sequences:
@@ -335,14 +332,14 @@ class Index:
                 f"belongs to no document; write the store again, ending its last document",
             )
 
-    def _refuse_lengths(self, lengths: I64, sequences: I64) -> None:
+    def _refuse_lengths(self, lengths: Longs, sequences: Longs) -> None:
         for i in _first(lengths < 0):
             raise self._broken(
                 self.header.lengths_at + 4 * int(sequences[i]),
                 f"sequence {sequences[i]} has {lengths[i]} tokens; {_REBUILD}",
             )
 
-    def _refuse_pointers(self, pointers: I64, lengths: I64, sequences: I64) -> None:
+    def _refuse_pointers(self, pointers: Longs, lengths: Longs, sequences: Longs) -> None:
         header = self.header
         itemsize = header.dtype.itemsize
         # Subtract on the right: a damaged pointer plus a length could overflow.
@@ -357,7 +354,7 @@ class Index:
                 f"{_RECOPY}",
             )
 
-    def _refuse_documents(self, sequences: I64, documents: I64) -> None:
+    def _refuse_documents(self, sequences: Longs, documents: Longs) -> None:
         for i in _first((sequences < 0) | (sequences > self.header.num_sequences)):
             raise self._broken(
                 self.header.documents_at + 8 * int(documents[i]),
@@ -375,6 +372,6 @@ def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
     return [(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK)]
 
 
-def _first(bad: Bool) -> list[int]:
+def _first(bad: Bools) -> list[int]:
     """The first true index, if any: for i in _first(bad): raise ..."""
     return [int(bad.argmax())] if bad.any() else []

@@ -11,12 +11,13 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import AccessError, MissingError, StoreError
 from meshfeed.files import ByteFile, Fetching, FileStats, Folder
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
 from meshfeed.intervals import numbers_in
-from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places
+from meshfeed.store.base import LengthsIndex, StreamStore, checked_places
 from meshfeed.store.checksums import compare, refuse_others
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index import Header, Index, look_up
@@ -68,7 +69,7 @@ class IndexedStore(StreamStore):
     def fetching(self) -> Fetching | None:
         return self._data.fetching
 
-    def cut(self, begins: I64, ends: I64) -> None:
+    def cut(self, begins: Longs, ends: Longs) -> None:
         self._data.cut(begins * self.dtype.itemsize, ends * self.dtype.itemsize)
 
     @cached_property
@@ -151,17 +152,17 @@ class IndexedStore(StreamStore):
             self._documents = LengthsIndex(self._entered())
         return self._documents
 
-    def lengths(self, documents: I64) -> I64:
+    def lengths(self, documents: Longs) -> Longs:
         if self.is_stream:
             return self.extents(documents)[1]
         documents, index = self._existing(documents), self._entered()
         firsts, ends = (index.first_sequences_of(each) for each in (documents, documents + 1))
         return self._ascending(documents, _sums_between(index, firsts, ends))
 
-    def extents(self, documents: I64) -> tuple[I64, I64]:
+    def extents(self, documents: Longs) -> tuple[Longs, Longs]:
         return super().extents(documents)  # beside `lengths`, so that `extents_of` takes it: one look-up
 
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, document: int, start: int, stop: int) -> Array:
         """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
         self._existing(np.array([document]))
         index = self._entered()
@@ -181,17 +182,17 @@ class IndexedStore(StreamStore):
         self.read_into(out, begins + pieces.begin, begins + pieces.end)
         return out
 
-    def modes(self, sequences: I64) -> npt.NDArray[np.int8]:
+    def modes(self, sequences: Longs) -> npt.NDArray[np.int8]:
         """Mode of each sequence; int64 [n] -> int8 [n]. Raises StoreError if the store has none."""
         if not self.has_modes:
             raise StoreError(f"{self.path}.idx: has no modes; it was not written as multimodal")
         sequences = checked_places(self.path, sequences, self.num_sequences, "sequence")
         return self._entered().modes[sequences]
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         self._data.read_into(out.view(np.uint8), starts * out.itemsize, (stops - starts) * out.itemsize)
 
-    def will_need(self, starts: I64, stops: I64) -> None:
+    def will_need(self, starts: Longs, stops: Longs) -> None:
         starts, stops = self._ranges(starts, stops)
         self._refuse_not_entered()
         itemsize = self.dtype.itemsize
@@ -232,7 +233,7 @@ def _holds(folder: Folder, sums: str) -> bool:
         return False
 
 
-def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
+def _sums_between(index: Index, firsts: Longs, ends: Longs) -> Longs:
     """Tokens of the sequences firsts..ends of each document, int64 [n]; -1 if they descend."""
     counts = (ends - firsts).clip(0)
     stops = counts.cumsum()

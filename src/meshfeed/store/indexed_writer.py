@@ -15,6 +15,7 @@ from typing import IO, Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import LocalFile, typed_errors
 from meshfeed.files.local.durable import sync
@@ -104,7 +105,7 @@ class IndexedWriter:
         self.add_sequence(tokens)
         self.end_document()
 
-    def add_documents(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+    def add_documents(self, tokens: Array, lengths: Longs) -> None:
         """Add documents of one sequence each: tokens back to back [sum], lengths int64 [n]."""
         self._refuse_within()
         if lengths.min(initial=0) < 0 or tokens.shape != (int(lengths.sum()),):
@@ -130,7 +131,7 @@ class IndexedWriter:
         """End the current document: the sequences since the last end, possibly none."""
         self._end_documents(np.array([self.num_sequences]))
 
-    def _write(self, array: npt.NDArray[Any], lengths: npt.NDArray[np.int64], mode: int) -> None:
+    def _write(self, array: Array, lengths: Longs, mode: int) -> None:
         files = self._writing()
         with typed_errors(files.data_path):
             tokens_bytes = array.view(np.uint8).data
@@ -146,7 +147,7 @@ class IndexedWriter:
         self.num_sequences += lengths.size
         self.num_tokens += array.size
 
-    def _end_documents(self, ends: npt.NDArray[np.int64]) -> None:
+    def _end_documents(self, ends: Longs) -> None:
         files = self._writing()
         with typed_errors(files.index_path):
             files.documents.write(ends.astype("<i8").tobytes())
@@ -178,7 +179,7 @@ class IndexedWriter:
                         f"{target}: exists already; take another path or pass overwrite=True (--overwrite)"
                     )
 
-    def _exact(self, tokens: npt.ArrayLike, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[Any]:
+    def _exact(self, tokens: npt.ArrayLike, lengths: Longs | None = None) -> Array:
         """The tokens in `dtype`, contiguous, or a StoreError that names the first that does not fit.
 
         lengths: of several documents, int64 [n]; None for one sequence.
@@ -270,7 +271,7 @@ class IndexedWriter:
         index.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
 
 
-def _differ(given: npt.NDArray[Any], held: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def _differ(given: Array, held: Array) -> Bools:
     """Which values another dtype cannot hold: whole numbers exactly, fractions up to rounding."""
     if given.dtype.kind == "f":
         return np.isfinite(given) & ~np.isfinite(held)  # infinities are values of every float dtype

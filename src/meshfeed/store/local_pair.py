@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from meshfeed.arrays import Bytes, Longs
 from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import Cache, LocalFile
-from meshfeed.files.byte_file import Bytes, Descriptor, fill
+from meshfeed.files.byte_file import Descriptor, fill
 from meshfeed.files.local.version import wait_for_tick
 from meshfeed.files.sums import FileSums, wrong_block
 from meshfeed.intervals import distinct, numbers_in, together
-from meshfeed.store.index import I64, Header
+from meshfeed.store.index import Header
 from meshfeed.store.node_index import NodeIndex
 from meshfeed.store.pair import Pair
 
@@ -71,7 +72,7 @@ class GuardedFile(LocalFile):
         if not self._depth:
             self._guard, self._is_asked, self._version = None, False, None
 
-    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
+    def read_into(self, out: Bytes, begins: Longs, sizes: Longs, places: Longs | None = None) -> None:
         if not out.size:
             return
         for _ in range(_LOOKS):
@@ -85,7 +86,7 @@ class GuardedFile(LocalFile):
             f"{self.url}: somebody is writing to it; wait until it is whole, and resume the run"
         )
 
-    def will_need(self, begins: I64, ends: I64) -> None:
+    def will_need(self, begins: Longs, ends: Longs) -> None:
         """See LocalFile. Blocks that are still to be compared are announced whole."""
         unseen = self._unseen(begins, ends)
         if unseen.size and self._guard is not None:
@@ -111,7 +112,7 @@ class GuardedFile(LocalFile):
             sums, _ = self._guard
             self._guard = sums, np.zeros(sums.sums.size, np.uint8)
 
-    def _unseen(self, begins: I64, ends: I64) -> I64:
+    def _unseen(self, begins: Longs, ends: Longs) -> Longs:
         """Blocks in and around some ranges that no process of this node has compared, ascending."""
         if not self._is_asked:
             self._refuse_not_entered()
@@ -135,7 +136,7 @@ class GuardedFile(LocalFile):
         around = around[around < seen.size]
         return around[seen[around] == 0]
 
-    def _compare(self, guard: tuple[FileSums, Bytes], blocks: I64, begins: I64, ends: I64) -> None:
+    def _compare(self, guard: tuple[FileSums, Bytes], blocks: Longs, begins: Longs, ends: Longs) -> None:
         """Mark the blocks that are right. Raises StoreError for another one in the ranges."""
         fd = self._opened().fd
         if self._guard is not guard:  # the file was written: its marks are others now
@@ -175,7 +176,7 @@ class GuardedFile(LocalFile):
             yield first, end, wrong_block(self.url, first, end)
 
 
-def _bytes_of(sums: FileSums, blocks: I64) -> tuple[I64, I64]:
+def _bytes_of(sums: FileSums, blocks: Longs) -> tuple[Longs, Longs]:
     """Begin and end of each stretch of adjacent blocks; int64 [n] -> [m]."""
     firsts = blocks * sums.block_bytes
     return together(firsts, np.minimum(firsts + sums.block_bytes, sums.size_bytes))

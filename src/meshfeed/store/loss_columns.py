@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from meshfeed.arrays import Longs
 from meshfeed.files import Cache
-from meshfeed.store.base import I64, DocumentRange, StreamStore, whole_of
+from meshfeed.store.base import DocumentRange, StreamStore, whole_of
 from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, bearing
 
@@ -35,7 +36,7 @@ def as_used(digest: str, use: str) -> str:
     return hashlib.blake2b(f"{digest} {use}".encode(), digest_size=16).hexdigest() if use else digest
 
 
-def count_bearing(store: StreamStore, starts: I64, stops: I64) -> I64:
+def count_bearing(store: StreamStore, starts: Longs, stops: Longs) -> Longs:
     """Values of `labels` and `loss_mask` that bear loss, in stream ranges; int64 [m] twice -> int64 [m].
 
     A loss mask of 0 bears none, nor does a label below 0. Uses an index of one bit per token, which the

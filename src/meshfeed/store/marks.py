@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bools, Bytes, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache
-from meshfeed.store.base import I64, StreamStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.node_arrays import built_in_parts, joined, key_of_parts
 
 VERSION = 3
@@ -29,21 +29,21 @@ _ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 class Marks:
     """Marked places of a stream; see the module for its arrays."""
 
-    bits: npt.NDArray[np.uint8]
-    counts: I64
-    others: I64
+    bits: Bytes
+    counts: Longs
+    others: Longs
 
-    def count(self, starts: I64, stops: I64) -> I64:
+    def count(self, starts: Longs, stops: Longs) -> Longs:
         """Marked values in each range; int64 [m] twice -> int64 [m]."""
         before = self._before(np.concatenate((starts, stops)))
         return before[len(starts) :] - before[: len(starts)]
 
-    def places(self, start: int, stop: int) -> I64:
+    def places(self, start: int, stop: int) -> Longs:
         """Marked places in a range, counted from its start, ascending; int64 [m]."""
         held = np.unpackbits(self.bits[start // 8 : -(-stop // 8)], bitorder="little")
         return np.flatnonzero(held[start % 8 : start % 8 + stop - start])
 
-    def _before(self, places: I64) -> I64:
+    def _before(self, places: Longs) -> Longs:
         """Marked values before each place; int64 [n]."""
         block, inside = np.divmod(places, _BLOCK)
         first = np.arange(0, _BLOCK, 8)
@@ -58,7 +58,7 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...]) -> Marks
     of = {"content": store.fingerprint, "files": store.files_version, "tokens": str(tokens)}
     key = key_of_parts(kind="marks", version=VERSION, **of)
 
-    def marked(begin: int, end: int) -> tuple[npt.NDArray[np.bool_], int]:
+    def marked(begin: int, end: int) -> tuple[Bools, int]:
         return np.isin(_values(store, begin, end), tokens), 0
 
     return _made(key, store.num_tokens, marked, cache)
@@ -76,7 +76,7 @@ def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Ca
     of = {name: f"{store.fingerprint} {store.files_version}" for name, store in given.items()}
     key = key_of_parts(kind="bearing", version=VERSION, **of)
 
-    def marked(begin: int, end: int) -> tuple[npt.NDArray[np.bool_], int]:
+    def marked(begin: int, end: int) -> tuple[Bools, int]:
         bears = np.ones(end - begin, np.bool_) if labels is None else _labels(labels, begin, end) >= 0
         if loss_mask is None:
             return bears, 0
@@ -117,9 +117,7 @@ def _values(store: StreamStore, begin: int, end: int) -> Array:
         return store.read_stream(np.array([begin]), np.array([end]))
 
 
-def _made(
-    key: str, total: int, marked_in: Callable[[int, int], tuple[npt.NDArray[np.bool_], int]], cache: Cache
-) -> Marks:
+def _made(key: str, total: int, marked_in: Callable[[int, int], tuple[Bools, int]], cache: Cache) -> Marks:
     """The marks of a stream, made once per node.
 
     marked_in: which of the places begin..end are marked, and how many of them have another weight than 1.

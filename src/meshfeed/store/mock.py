@@ -11,10 +11,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.intervals import numbers_in
-from meshfeed.store.base import I64, LengthsIndex, StreamStore
+from meshfeed.store.base import LengthsIndex, StreamStore
 
 _VOCAB = 32_768
 
@@ -107,7 +108,7 @@ class Lengths(StreamStore):
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
-    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+    def read_into(self, out: Array, starts: Longs, stops: Longs) -> None:
         sizes = stops - starts
         place = numbers_in(starts, sizes).astype(np.uint64)
         out[:] = (place * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(_VOCAB)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import CacheError, MeshfeedError
 from meshfeed.files.cache.once import mark, once_per_node
 

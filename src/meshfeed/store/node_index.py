@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshfeed.arrays import Bytes
 from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files import ByteFile, Cache, LocalFile, Vector
-from meshfeed.files.byte_file import Bytes
 from meshfeed.files.cache.once import DAY_S, mark, once_per_node, sweep
 from meshfeed.files.local.mapping import mapped
 from meshfeed.files.local.version import Version, version_if_there, version_of, wait_for_tick

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import typed_errors
 from meshfeed.plugins import TOKENIZERS, named, registered

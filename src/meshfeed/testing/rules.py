@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from meshfeed.arrays import Arrays, Columns
 from meshfeed.batch import Batch
-from meshfeed.columns import Arrays, Columns
 from meshfeed.feed.device import OnHost, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Layout

@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evened import plan_step
+from meshfeed.arrays import Floats
 from meshfeed.multimodal.encoders import plan_encoder
 from meshfeed.plan import Packing, StepPlan, account_of
-from meshfeed.plan.types import Encoder, FloatArray
+from meshfeed.plan.types import Encoder
 from meshfeed.report.loads import loads_of
 from meshfeed.report.plan import page
 from soak import cases
@@ -22,7 +23,7 @@ CALM = settings(max_examples=cases(30), deadline=None, derandomize=True)
 PLACES = np.array(list(product(range(4), repeat=6))) == np.arange(4)[:, None, None]
 
 
-def every_time(cost: FloatArray) -> FloatArray:
+def every_time(cost: Floats) -> Floats:
     """What each plan of some costs on two ranks and two microbatches takes, over the mean; [plans]."""
     loads = (PLACES @ cost).T.reshape(-1, 2, 2)
     busiest = loads.max(axis=2).sum(axis=1)
@@ -55,7 +56,7 @@ def test_no_plan_is_below_the_bound_and_ours_is_one_of_them(seed: int) -> None:
     assert ours.max_over_mean == pytest.approx(time_of(plan, packing.cost.work(lengths)))
 
 
-def time_of(plan: StepPlan, cost: FloatArray) -> float:
+def time_of(plan: StepPlan, cost: Floats) -> float:
     loads = np.zeros((plan.num_microbatches, plan.num_ranks))
     np.add.at(loads, (plan.microbatch, plan.first_rank), cost)
     busiest = loads.max(axis=1).sum()

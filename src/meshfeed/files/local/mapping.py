@@ -10,10 +10,11 @@ from ctypes import c_int, c_long, c_size_t, c_void_p
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from meshfeed.arrays import Bytes
 
 
-def mapped(fd: int, *, write: bool = False) -> npt.NDArray[np.uint8]:
+def mapped(fd: int, *, write: bool = False) -> Bytes:
     """Map all bytes of an open file, uint8; `fd` may be closed afterwards.
 
     Dropping the array and all its slices unmaps the file. Only for files that are never truncated: access to

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Columns
+from meshfeed.arrays import Allocate, Array, Columns, Longs
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_index import Dataset, Indexes
 from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range
@@ -24,7 +24,7 @@ from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts
-from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.runs import Portion
 from meshfeed.store import Lengths
 from meshfeed.whole import is_whole
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_order import (
     blend_of_sizes,
@@ -21,7 +21,7 @@ from meshfeed.integrations.megatron.gpt_order import (
     sizes_of_blend,
 )
 from meshfeed.integrations.megatron.stored_sequences import sequences_of
-from meshfeed.intervals import Longs, numbers_in
+from meshfeed.intervals import numbers_in
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.store.node_arrays import cached_arrays, key_of_parts
@@ -29,7 +29,7 @@ from meshfeed.store.node_arrays import cached_arrays, key_of_parts
 if TYPE_CHECKING:
     from meshfeed.integrations.megatron.gpt import MegatronGPT
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays = Mapping[str, Array]
 
 VERSION = 1
 """Version of the arrays; part of every cache key, so that a new version never reads an old cache."""

@@ -23,12 +23,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Array, Floats
 from meshfeed.errors import RecipeError
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
-Ints = npt.NDArray[np.integer[Any]]
+Integers = npt.NDArray[np.integer[Any]]
 
-Shuffle = Callable[[npt.NDArray[Any]], None]
+Shuffle = Callable[[Array], None]
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
 
@@ -119,9 +120,7 @@ def passes_of(
     )
 
 
-def build_index(
-    passes: Passes, lengths: npt.NDArray[np.int32], first_document: int, seed: int
-) -> dict[str, Ints]:
+def build_index(passes: Passes, lengths: Integers, first_document: int, seed: int) -> dict[str, Integers]:
     """The three arrays of a dataset.
 
     lengths: tokens of its documents, int32 [d], which are numbered from `first_document`.
@@ -150,7 +149,7 @@ def _shuffle_of(seed: int) -> Shuffle:
     in_place, interface = _shuffle, bits.ctypes
     next_uint32 = ctypes.cast(interface.next_uint32, ctypes.c_void_p).value
 
-    def shuffle(items: npt.NDArray[Any]) -> None:
+    def shuffle(items: Array) -> None:
         if items.size > 2**32:  # more takes draws of 64 bits
             random.shuffle(items)
         else:
@@ -159,9 +158,7 @@ def _shuffle_of(seed: int) -> Shuffle:
     return shuffle
 
 
-def _shuffled_documents(
-    passes: Passes, lengths: npt.NDArray[np.int32], first_document: int, shuffle: Shuffle
-) -> npt.NDArray[Any]:
+def _shuffled_documents(passes: Passes, lengths: Integers, first_document: int, shuffle: Shuffle) -> Array:
     """Documents with their lengths, in order; the draws of a shuffle depend on its size alone.
 
     The length is shuffled with its document, because a later look-up would be 10**7 cache misses, and because
@@ -179,7 +176,7 @@ def _shuffled_documents(
     return shuffled
 
 
-def _sample_starts(passes: Passes, lengths: npt.NDArray[np.int32]) -> Ints:
+def _sample_starts(passes: Passes, lengths: Integers) -> Integers:
     """Where each sample starts in the concatenation of documents of these lengths.
 
     Sample i starts at token t = i * length, in the first document that ends at or after t + extra. So without
@@ -205,7 +202,7 @@ def _sample_starts(passes: Passes, lengths: npt.NDArray[np.int32]) -> Ints:
     return starts
 
 
-def _shuffled_samples(passes: Passes, shuffle: Shuffle) -> Ints:
+def _shuffled_samples(passes: Passes, shuffle: Shuffle) -> Integers:
     dtype = np.int64 if passes.num_samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     shuffled = np.arange(passes.num_samples, dtype=dtype)
     shuffle(shuffled[: passes.num_first])
@@ -226,7 +223,7 @@ def sizes_of_blend(weights: Sequence[float], num_samples: int, surplus: float) -
     return given, [math.ceil(count * (1 + surplus)) for count in given]
 
 
-def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, Ints]:
+def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, Integers]:
     """At each step, the dataset that lags most behind its weight, the first of equals.
 
     Returns "dataset", int16 [num_samples], and "sample", int64 [num_samples], which of that dataset's.
@@ -236,7 +233,7 @@ def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, In
     return _blend(shares, num_samples, None)
 
 
-def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, Ints]:
+def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, Integers]:
     """Datasets in proportion to their sizes; None draws every sample of each, see `blend_of_weights`."""
     if num_samples is not None:
         return _blend(np.array(normalized(sizes)), min(num_samples, sum(sizes)), None)
@@ -244,9 +241,7 @@ def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, I
     return _blend(limits / np.float64(sum(sizes)), sum(sizes), limits)
 
 
-def _blend(
-    shares: npt.NDArray[np.float64], num_steps: int, limits: npt.NDArray[np.float64] | None
-) -> dict[str, Ints]:
+def _blend(shares: Floats, num_steps: int, limits: Floats | None) -> dict[str, Integers]:
     """Always the dataset whose count lags most behind its share of the steps so far, the first of equals.
 
     shares: of each dataset; float64 [d], together 1. limits: samples after which a dataset is left out; None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from meshfeed.arrays import Longs
 from meshfeed.deliver import ErrorRecord, Meeting, default_store
 from meshfeed.errors import LayoutError, PlanError, RecipeError
 from meshfeed.exchange import GatheredLengths, Group, Keys, Membership, encode, gather_lengths, reroute
@@ -29,7 +30,6 @@ from meshfeed.integrations.megatron.samples import (
     with_axes_last,
 )
 from meshfeed.integrations.megatron.stages import core, device_of, layout_of
-from meshfeed.intervals import Longs
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, StepPlan, packs_of, plan_step
 from meshfeed.roles import Field

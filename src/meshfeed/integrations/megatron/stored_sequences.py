@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Ints, Longs
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.intervals import Longs
 from meshfeed.mixture import Store
 from meshfeed.store.base import StreamStore
 from meshfeed.store.index import Index
@@ -48,7 +47,7 @@ class StoredSequences:
         with self.store:
             return self.store.offsets(sequences)
 
-    def lengths_between(self, begin: int, end: int) -> npt.NDArray[np.int32]:
+    def lengths_between(self, begin: int, end: int) -> Ints:
         """Tokens of the sequences begin..end; int32 [end - begin]."""
         lengths = np.empty(end - begin, np.int32)
         for first in range(begin, end, _BLOCK):

@@ -9,12 +9,13 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Floats, Ints, Longs
 from meshfeed.errors import PlanError
-from meshfeed.intervals import Bools, numbers_in
+from meshfeed.intervals import numbers_in
 from meshfeed.multimodal.native import compiled
 from meshfeed.native import ARRAY, LONGS, WHOLE
 from meshfeed.plan.account import least_pile
-from meshfeed.plan.types import Encoder, FloatArray, IntArray, LongArray, StepPlan
+from meshfeed.plan.types import Encoder, StepPlan
 
 _share = compiled("mf_share", *(WHOLE, LONGS, LONGS, LONGS), *(ARRAY, LONGS, ARRAY))
 
@@ -40,14 +41,14 @@ class EncoderPlan:
     """
 
     encoder: Encoder
-    part: LongArray
-    work: FloatArray
-    row: IntArray
-    microbatch: IntArray
-    rank: IntArray
-    first_rank: IntArray
-    cp_size: IntArray
-    loads: FloatArray
+    part: Longs
+    work: Floats
+    row: Ints
+    microbatch: Ints
+    rank: Ints
+    first_rank: Ints
+    cp_size: Ints
+    loads: Floats
 
     def __post_init__(self) -> None:
         entries = (self.part, self.work, self.row, self.microbatch, self.rank, self.first_rank, self.cp_size)
@@ -74,12 +75,12 @@ class EncoderPlan:
                 least[m] = max(mean, least_pile(np.sort(work)[::-1], num_ranks))
         return self._over_mean(least)
 
-    def _over_mean(self, busiest: FloatArray) -> float:
+    def _over_mean(self, busiest: Floats) -> float:
         mean = self.loads.sum() / self.loads.shape[1]
         return float(busiest.sum() / mean) if mean else 1.0
 
     @property
-    def handed(self) -> FloatArray:
+    def handed(self) -> Floats:
         """Work of all parts that each rank gets in each microbatch; float64, as `loads`.
 
         With "with sample", every rank of a cp group gets and encodes all parts of its pack, so the sum over
@@ -149,7 +150,7 @@ def plan_encoder(
     )
 
 
-def share(work: FloatArray, first: LongArray, size: LongArray, num_places: int) -> LongArray:
+def share(work: Floats, first: Longs, size: Longs, num_places: int) -> Longs:
     """Give each piece of work to the least loaded place of its pool, the largest first; int64 [n].
 
     work: float64 [n]. first, size: the first place of its pool, and how many there are; int64 [n]. Pools are
@@ -172,12 +173,12 @@ def share(work: FloatArray, first: LongArray, size: LongArray, num_places: int) 
     return given
 
 
-def is_work(works: FloatArray) -> bool:
+def is_work(works: Floats) -> bool:
     """Whether all of it is finite, and 0 or more."""
     return bool(works.min(initial=0) >= 0 and works.max(initial=0) < np.inf)
 
 
-def descending(work: FloatArray) -> LongArray:
+def descending(work: Floats) -> Longs:
     """Indices, the largest work first, and the first of nearly equal ones.
 
     Several times as fast as a stable argsort. work: from 0; float64 [n].
@@ -190,8 +191,8 @@ def descending(work: FloatArray) -> LongArray:
 
 
 def _rows(
-    plan: StepPlan, of: LongArray, start: npt.ArrayLike | None, tokens: npt.ArrayLike | None
-) -> tuple[LongArray, LongArray]:
+    plan: StepPlan, of: Longs, start: npt.ArrayLike | None, tokens: npt.ArrayLike | None
+) -> tuple[Longs, Longs]:
     """Pairs of a part and a row that holds some of it; int64 [k] each."""
     # the rows of a sequence follow each other
     if not plan.oversize.size and plan.kept.size == plan.lengths.size:

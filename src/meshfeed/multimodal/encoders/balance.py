@@ -31,6 +31,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Floats, Ints, Longs
 from meshfeed.errors import PlanError
 from meshfeed.intervals import numbered
 from meshfeed.multimodal.encoders.assign import descending, is_work, share
@@ -40,7 +41,7 @@ from meshfeed.plan.fill import place
 from meshfeed.plan.packing import TOLERANCE, CostModel, Packing
 from meshfeed.plan.problem import Placement, Room, Sequences, narrowest_holding, room_of
 from meshfeed.plan.step import choose, fewest_microbatches
-from meshfeed.plan.types import CpSplit, Encoder, FloatArray, IntArray, LongArray, StepPlan
+from meshfeed.plan.types import CpSplit, Encoder, StepPlan
 
 N = TypeVar("N", np.float64, np.int64)
 Parts = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
@@ -149,14 +150,14 @@ def even_out(
             asked = replace(packing, microbatches=count)
             fewer = tried(choose(mine, asked, room, quantum=quantum, bubble_share=bubble_share))
             best = min(best, fewer, key=lambda each: each[0])
-    placed, changed = best[1], dict[str, IntArray]()
+    placed, changed = best[1], dict[str, Ints]()
     for name in ("microbatch", "first_rank", "cp_size"):
         changed[name] = getattr(plan, name).copy()
         changed[name][kept] = getattr(placed, name)
     return replace(plan, **changed, num_microbatches=placed.num_microbatches)
 
 
-def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
+def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> Floats:
     given = np.asarray(encoder_work)
     works = np.atleast_2d(given)
     if given.dtype.kind not in "iuf" or works.ndim > 2 or works.shape[-1] != num_sequences:
@@ -171,7 +172,7 @@ def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
     return works.astype(np.float64)
 
 
-def _kept(sequence: npt.ArrayLike, work: npt.ArrayLike, kept: IntArray) -> tuple[LongArray, FloatArray]:
+def _kept(sequence: npt.ArrayLike, work: npt.ArrayLike, kept: Ints) -> tuple[Longs, Floats]:
     """The parts of sequences that are kept, each with the place of its sequence among these."""
     of, each = np.asarray(sequence, np.int64), np.asarray(work, np.float64)
     if kept[-1] == kept.size - 1 and of.max(initial=0) < kept.size:  # mostly, all are kept
@@ -181,7 +182,7 @@ def _kept(sequence: npt.ArrayLike, work: npt.ArrayLike, kept: IntArray) -> tuple
     return place[mine], each[mine]
 
 
-def even_time(sequences: Sequences, encoder_work: FloatArray, bubble_share: float) -> Callable[[int], float]:
+def even_time(sequences: Sequences, encoder_work: Floats, bubble_share: float) -> Callable[[int], float]:
     """The time of a step with each number of microbatches if the language model is even.
 
     In units of load. Without the language model's own work, which is the same with each.
@@ -223,12 +224,12 @@ def _targets(means: Sequence[float], largest: Sequence[float]) -> list[float]:
 
 def evened(
     placed: Placement,
-    lengths: LongArray,
-    encoder_work: FloatArray,
+    lengths: Longs,
+    encoder_work: Floats,
     packing: Packing,
     room: Room,
     bubble_share: float,
-    parts: Sequence[tuple[LongArray, FloatArray]] | None,
+    parts: Sequence[tuple[Longs, Floats]] | None,
 ) -> tuple[float, Placement]:
     """Packs that make the step shorter, on the same groups of ranks or on parts of them; or `placed` itself.
 
@@ -269,14 +270,14 @@ class _Groups:
         num_microbatches, num_ranks: of the step.
     """
 
-    microbatch: LongArray
-    first_rank: LongArray
-    size: LongArray
+    microbatch: Longs
+    first_rank: Longs
+    size: Longs
     num_microbatches: int
     num_ranks: int
 
     @classmethod
-    def of(cls, placed: Placement, num_ranks: int) -> tuple[_Groups, LongArray]:
+    def of(cls, placed: Placement, num_ranks: int) -> tuple[_Groups, Longs]:
         """Those that have sequences, and the pack of each sequence; int64 [n]."""
         count = placed.num_microbatches
         place_of_pack = placed.microbatch.astype(np.int64) * num_ranks + placed.first_rank
@@ -286,7 +287,7 @@ class _Groups:
         pack = (np.cumsum(size_at_place > 0) - 1)[place_of_pack]
         return cls(places // num_ranks, places % num_ranks, size_at_place[places], count, num_ranks), pack
 
-    def narrowed(self, pack: LongArray, lengths: LongArray, room: Room) -> _Groups:
+    def narrowed(self, pack: Longs, lengths: Longs, room: Room) -> _Groups:
         """Each cut into groups that are as narrow as its longest sequence allows. pack: of each sequence."""
         wide = np.flatnonzero(self.size > room.sizes[0])
         if not wide.size:
@@ -300,7 +301,7 @@ class _Groups:
         first_rank = self.first_rank[of] + number * size[of]
         return replace(self, microbatch=self.microbatch[of], first_rank=first_rank, size=size[of])
 
-    def placement(self, pack: LongArray) -> Placement:
+    def placement(self, pack: Longs) -> Placement:
         """Where sequences go that are in these packs; int64 [n]."""
         microbatch, first_rank, size = (
             each[pack].astype(np.int32) for each in (self.microbatch, self.first_rank, self.size)
@@ -325,26 +326,26 @@ class _Packs:
     """
 
     groups: _Groups
-    first: LongArray
-    size_at: LongArray
-    limits: LongArray
-    cost: FloatArray
-    even: FloatArray
-    padded: LongArray
+    first: Longs
+    size_at: Longs
+    limits: Longs
+    cost: Floats
+    even: Floats
+    padded: Longs
     bubble_share: float
-    parts: Sequence[tuple[LongArray, FloatArray]] | None
+    parts: Sequence[tuple[Longs, Floats]] | None
 
     @classmethod
     def of(
         cls,
         choices: Sequence[_Groups],
-        lengths: LongArray,
-        work: FloatArray,
+        lengths: Longs,
+        work: Floats,
         model: float,
         cost: CostModel,
         room: Room,
         bubble_share: float,
-        parts: Sequence[tuple[LongArray, FloatArray]] | None,
+        parts: Sequence[tuple[Longs, Floats]] | None,
     ) -> list[_Packs]:
         """The packs of each choice of groups; costs are computed once for all.
 
@@ -367,7 +368,7 @@ class _Packs:
             )
         return made
 
-    def own(self, of_sizes: npt.NDArray[N], pack: LongArray) -> npt.NDArray[N]:
+    def own(self, of_sizes: npt.NDArray[N], pack: Longs) -> npt.NDArray[N]:
         """What each sequence has on groups of the size of its pack; [..., n].
 
         of_sizes: the same on groups of each size; [..., num_sizes, n].
@@ -377,15 +378,15 @@ class _Packs:
             return of_sizes[..., 0, :]
         return of_sizes.reshape(*others, -1).take(self.size_at[pack] * n + np.arange(n), axis=-1)
 
-    def sums(self, values: FloatArray | LongArray, pack: LongArray) -> FloatArray:
+    def sums(self, values: Floats | Longs, pack: Longs) -> Floats:
         """Of the sequences of each pack; float64 [num_packs]."""
         return np.bincount(pack, values, self.groups.size.size).astype(np.float64, copy=False)
 
-    def shares(self, pack: LongArray) -> FloatArray:
+    def shares(self, pack: Longs) -> Floats:
         """At least what `loads` are: all if ranks could share any work evenly."""
         return np.stack([self.sums(each, pack) for each in self.own(self.cost, pack)])
 
-    def loads(self, pack: LongArray) -> FloatArray:
+    def loads(self, pack: Longs) -> Floats:
         """Each cost of each pack; float64 [num_costs, num_packs]."""
         loads, sizes = self.shares(pack), self.groups.size
         if self.parts is not None and sizes.max() > 1:
@@ -395,7 +396,7 @@ class _Packs:
                 np.maximum.reduceat(np.bincount(rank, work, num_ranks), first, out=load)
         return loads
 
-    def filled(self, lengths: LongArray, max_sequences: int) -> _Filled | None:
+    def filled(self, lengths: Longs, max_sequences: int) -> _Filled | None:
         """All sequences placed anew, in the better way of two; None if there is no room."""
         found = list[_Filled]()
         model, has_parts = self.cost[0, 0], self.cost[1:, 0].any(axis=0)
@@ -407,13 +408,13 @@ class _Packs:
                 break
         return min(found, key=lambda each: each.time, default=None)
 
-    def means(self, load: FloatArray) -> FloatArray:
+    def means(self, load: Floats) -> Floats:
         """Mean of one cost over the ranks of each microbatch; float64 [num_microbatches]."""
         groups = self.groups
         on_all_ranks = np.bincount(groups.microbatch, load * groups.size, groups.num_microbatches)
         return on_all_ranks / groups.num_ranks
 
-    def targets(self, own: FloatArray, means: FloatArray) -> FloatArray:
+    def targets(self, own: Floats, means: Floats) -> Floats:
         """Target of one cost for each rank of each microbatch; float64 [num_microbatches].
 
         own: the cost of each sequence on each rank of its group; float64 [n]. means: see `means`.
@@ -427,9 +428,7 @@ class _Packs:
         taken = np.minimum(np.cumsum(num_packs) - num_packs, own.size - 1)
         return np.array(_targets(means.tolist(), (-np.partition(-own, taken)[taken]).tolist()))
 
-    def refilled(
-        self, lengths: LongArray, max_sequences: int, *, by_tokens: bool = False
-    ) -> LongArray | None:
+    def refilled(self, lengths: Longs, max_sequences: int, *, by_tokens: bool = False) -> Longs | None:
         """The pack of each sequence if all packs are filled again, int64 [n]; None if one finds no room.
 
         For each cost in turn, the language model's last, the sequences for which it is the largest cost go to
@@ -460,7 +459,7 @@ class _Packs:
             pack[members], done = into, np.append(done, members)
         return pack
 
-    def contents(self, pack: LongArray, tolerance: float, max_sequences: int) -> Contents:
+    def contents(self, pack: Longs, tolerance: float, max_sequences: int) -> Contents:
         """The contents of packs, and how far each is above its targets."""
         own = self.own(self.cost, pack)
         loads = np.stack([self.sums(each, pack) for each in own])
@@ -497,12 +496,12 @@ class _Filled:
     """
 
     packs: _Packs
-    pack: LongArray
-    loads: FloatArray
+    pack: Longs
+    loads: Floats
     time: float
 
     @classmethod
-    def of(cls, packs: _Packs, pack: LongArray, loads: FloatArray | None = None) -> _Filled:
+    def of(cls, packs: _Packs, pack: Longs, loads: Floats | None = None) -> _Filled:
         """loads: if they are known."""
         loads = packs.loads(pack) if loads is None else loads
         tops = np.maximum.reduceat(loads, packs.first, axis=1).sum(axis=0)
@@ -551,14 +550,14 @@ class Contents:
         counts: how many each pack has; int64 [num_packs].
     """
 
-    cost: FloatArray
-    padded: LongArray
-    size_at: LongArray
-    free: LongArray
-    slots: LongArray
-    excess: FloatArray
-    members: LongArray
-    counts: LongArray
+    cost: Floats
+    padded: Longs
+    size_at: Longs
+    free: Longs
+    slots: Longs
+    excess: Floats
+    members: Longs
+    counts: Longs
 
 
 def swap(contents: Contents, tolerance: float) -> int:
@@ -630,10 +629,10 @@ class Choices:
         cost: each cost of it; float64 [num_costs, 2, k].
     """
 
-    items: LongArray
-    num: LongArray
-    padded: LongArray
-    cost: FloatArray
+    items: Longs
+    num: Longs
+    padded: Longs
+    cost: Floats
 
     @classmethod
     def of(cls, contents: Contents, pack: int, other: int) -> Choices:
@@ -653,7 +652,7 @@ class Choices:
 
 
 @lru_cache(maxsize=MOST_CHOSEN + 1)
-def _up_to_two(count: int) -> tuple[LongArray, LongArray]:
+def _up_to_two(count: int) -> tuple[Longs, Longs]:
     """All choices of none, one and two of `count` indices, where `count` stands for none; int64 [k] each."""
     two = np.triu_indices(count, 1)
     one = np.arange(-1, count) % (count + 1)

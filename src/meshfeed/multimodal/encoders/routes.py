@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.arrays import Bools, Longs
 from meshfeed.errors import PlanError
-from meshfeed.intervals import Bools, numbered, numbers_in
+from meshfeed.intervals import numbered, numbers_in
 from meshfeed.multimodal.encoders.assign import EncoderPlan
 from meshfeed.plan import StepPlan
-from meshfeed.plan.types import CpSplit, LongArray, check_split, cuts_packs, rows_in_packs
+from meshfeed.plan.types import CpSplit, check_split, cuts_packs, rows_in_packs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,19 +32,19 @@ class EncoderRoute:
         receive_rows: which received row each output is, in the order of this rank's tokens; int64 [received].
     """
 
-    encodes: LongArray
-    encoded_rows: LongArray
-    send_rows: LongArray
-    send_counts: LongArray
-    receive_counts: LongArray
-    receive_rows: LongArray
+    encodes: Longs
+    encoded_rows: Longs
+    send_rows: Longs
+    send_counts: Longs
+    receive_counts: Longs
+    receive_rows: Longs
 
     def __post_init__(self) -> None:
         for array in (self.encodes, *self.arrays.values()):
             array.flags.writeable = False
 
     @property
-    def arrays(self) -> dict[str, LongArray]:
+    def arrays(self) -> dict[str, Longs]:
         """The arrays that the exchange needs, by name."""
         return {name: getattr(self, name) for name in ROUTE}
 
@@ -125,7 +126,7 @@ def encoder_routes(
     return routes
 
 
-def _sums(of: LongArray, counts: LongArray, size: int) -> LongArray:
+def _sums(of: Longs, counts: Longs, size: int) -> Longs:
     return np.bincount(of, counts, size).astype(np.int64)
 
 
@@ -141,13 +142,13 @@ class _Runs:
         at: the first one's place in its row, or in its pack if that is cut as a whole; int64 [k].
     """
 
-    entry: LongArray
-    receiver: LongArray
-    first: LongArray
-    count: LongArray
-    at: LongArray
+    entry: Longs
+    receiver: Longs
+    first: Longs
+    count: Longs
+    at: Longs
 
-    def take(self, which: Bools | LongArray) -> _Runs:
+    def take(self, which: Bools | Longs) -> _Runs:
         return _Runs(*(each[which] for each in (self.entry, self.receiver, self.first, self.count, self.at)))
 
     @classmethod
@@ -155,10 +156,10 @@ class _Runs:
         cls,
         made: EncoderPlan,
         plan: StepPlan,
-        entries: LongArray,
-        begins: LongArray,
-        tokens: LongArray,
-        parts: LongArray,
+        entries: Longs,
+        begins: Longs,
+        tokens: Longs,
+        parts: Longs,
         split: CpSplit,
     ) -> _Runs:
         """Those of some entries: each run is cut where its row ends, and where the cp split cuts."""

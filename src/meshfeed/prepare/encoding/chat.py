@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Longs
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.formats.tokenizers import fast_tokenizer
@@ -266,7 +265,7 @@ class ChatEncoder:
         return tokenizer
 
     @cached_property
-    def _special(self) -> npt.NDArray[np.int64]:
+    def _special(self) -> Longs:
         added, ends = self._tokenizer.get_added_tokens_decoder(), self.how.end
         special = (number for number, token in added.items() if token.special or token.content in ends)
         return np.array([*special], np.int64)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.tokens import Where

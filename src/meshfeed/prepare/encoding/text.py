@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.formats.tokens import TokenColumn, Where
 from meshfeed.prepare.inputs.records import Columns

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import ByteFile, Cache, Folder, LocalFile
 from meshfeed.files.folder import pinned
@@ -23,7 +24,6 @@ from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
 from meshfeed.prepare.inputs.json_list import elements, is_list_of_records
-from meshfeed.store.base import I64
 from meshfeed.store.format import Place, is_hidden, is_read
 
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
@@ -136,7 +136,7 @@ def _place(path: str) -> str:
     return str(Path(path).parent.resolve() / Path(path).name)
 
 
-def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole_rows: bool = False) -> I64:
+def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole_rows: bool = False) -> Longs:
     """Spans of the inputs, in order: part, input, begin and end; int64 [num_spans, 4].
 
     Begin and end count bytes of plain JSON lines (a line belongs to the span in which it begins), bytes of

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.local.durable import durable_file
@@ -27,7 +28,6 @@ from meshfeed.prepare.inputs.files import Input
 from meshfeed.prepare.inputs.records import UTF8, Reading
 from meshfeed.prepare.job.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.job.part_file import write_array
-from meshfeed.store.base import I64
 
 JOB = "job.json"
 """Describes the job; a folder without it has none."""
@@ -82,7 +82,7 @@ class Job:
 
     folder: Path
     request: Request
-    spans: I64
+    spans: Longs
     max_malformed: int
     max_record_bytes: int
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.arrays import Array, Bools, Longs, Words
 from meshfeed.files.local.durable import durable_file
 from meshfeed.formats.prepared import ERRORS, ORIGINS, OriginRuns, place_of
 from meshfeed.multimodal import MultimodalStore, MultimodalWriter
@@ -18,7 +18,6 @@ from meshfeed.parts.store import SIZES, parts_of
 from meshfeed.prepare.encoding.multimodal import PART_DTYPES
 from meshfeed.prepare.job.job import Job
 from meshfeed.prepare.job.part_file import (
-    U64,
     Block,
     Malformed,
     PartSummary,
@@ -27,9 +26,6 @@ from meshfeed.prepare.job.part_file import (
     write_array,
 )
 from meshfeed.store import DatasetWriter, open_store
-from meshfeed.store.base import I64
-
-Mask = npt.NDArray[np.bool_]
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -88,7 +84,7 @@ def merge(
     }
 
 
-def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:
+def bases_of(counts: Sequence[int] | Longs, inputs: Longs) -> Longs:
     """The number of the first line or row of each span in its input; int64 [num_spans].
 
     counts: lines or rows of each span. inputs: that each is in, in order. Example: counts [3 2 4] of inputs
@@ -99,7 +95,7 @@ def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:
     return before - before[first]
 
 
-def first_of_each(hashes: U64) -> Mask:
+def first_of_each(hashes: Words) -> Bools:
     """Whether each document is the first with its hash; uint64 [n, 2] -> bool [n]."""
     # Sorted by hash and then by position, a document is a repetition if the one before has its hash.
     order = np.lexsort((hashes[:, 1], hashes[:, 0]))
@@ -109,7 +105,7 @@ def first_of_each(hashes: U64) -> Mask:
     return keep
 
 
-def set_apart(hashes: U64, share: float) -> Mask:
+def set_apart(hashes: Words, share: float) -> Bools:
     """Whether each document is of the validation set; uint64 [n, 2] -> bool [n].
 
     Depends on the document and the share alone, and is monotone in the share: a larger set contains the
@@ -119,7 +115,7 @@ def set_apart(hashes: U64, share: float) -> Mask:
     return hashes[:, 0] < np.uint64(int(share * 2**64))
 
 
-def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
+def _add(store: DatasetWriter, block: Block, chosen: Bools) -> None:
     columns = {name: values for name, values in block.columns.items() if name not in PART_DTYPES}
     if isinstance(store, MultimodalWriter):
         _add_parts(store, block.columns, chosen)
@@ -129,7 +125,7 @@ def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
     store.add_documents(block.lengths[chosen], **columns)
 
 
-def _add_parts(store: MultimodalWriter, columns: Mapping[str, npt.NDArray[Any]], chosen: Mask) -> None:
+def _add_parts(store: MultimodalWriter, columns: Mapping[str, Array], chosen: Bools) -> None:
     counts, num_bytes = columns["num_parts"], columns["part_bytes"]
     kept = np.flatnonzero(np.repeat(chosen, counts))
     ends = num_bytes.cumsum()
@@ -141,7 +137,7 @@ def _add_parts(store: MultimodalWriter, columns: Mapping[str, npt.NDArray[Any]],
     )
 
 
-def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malformed]) -> None:
+def _write_malformed(job: Job, path: Path, bases: Longs, malformed: Sequence[Malformed]) -> None:
     with durable_file(path) as stream:
         for each in malformed:
             where = job.request.inputs[int(job.spans[each.span, 1])]

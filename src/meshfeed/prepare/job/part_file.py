@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Array
+from meshfeed.arrays import Array, Bytes, Longs, Words
 from meshfeed.files import typed_errors
-from meshfeed.store.base import I64
-
-U64 = npt.NDArray[np.uint64]
 
 VERSION = 4
 """Of part files; a job resumes only with its own version."""
@@ -84,9 +80,9 @@ class Block:
             audio and video as `encoding.multimodal.PART_DTYPES`.
     """
 
-    lengths: I64
-    records: I64
-    hashes: U64
+    lengths: Longs
+    records: Longs
+    hashes: Words
     columns: Mapping[str, Array]
 
 
@@ -107,7 +103,7 @@ def write_summary(stream: IO[bytes], summary: PartSummary) -> None:
     stream.write(text + _TAIL.pack(len(text), _MAGIC))
 
 
-def write_array(stream: IO[bytes], array: npt.NDArray[Any]) -> None:
+def write_array(stream: IO[bytes], array: Array) -> None:
     """Write an array as .npy. NumPy's own writer hides the system's error for a full disk."""
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
@@ -134,7 +130,7 @@ def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterato
             yield Block(lengths, records, hashes, dict(zip(names, arrays)))
 
 
-def _next(stream: IO[bytes], mapped: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+def _next(stream: IO[bytes], mapped: Bytes) -> Array:
     np.lib.format.read_magic(stream)
     shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
     begin = stream.tell()

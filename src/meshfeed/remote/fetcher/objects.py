@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.sums import ANEW, FileSums, parse
@@ -20,7 +21,7 @@ from meshfeed.files.url import credentials_of, is_hub, is_remote, local_path, sp
 from meshfeed.remote.blocks import CachedBlocks, CacheFolder, Summed
 from meshfeed.remote.client import Reader
 from meshfeed.remote.codec import check_hashes, decompress
-from meshfeed.remote.cut import I64, Cut, cut_at
+from meshfeed.remote.cut import Cut, cut_at
 from meshfeed.remote.errors import options_of_environment
 from meshfeed.remote.hub_url import hub_path
 from meshfeed.remote.retries import Stat
@@ -119,7 +120,7 @@ class StoredObject:
         block_bytes: int,
         content: Content | None,
         sums: FileSums | None,
-        joints: tuple[I64, I64] | None,
+        joints: tuple[Longs, Longs] | None,
     ) -> StoredObject:
         """joints: where blocks begin and end; see `cut_at`.
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from meshfeed.arrays import Longs
 from meshfeed.errors import ChangedError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.cache.cache import cache_error
@@ -25,7 +26,6 @@ from meshfeed.files.url import is_hub
 from meshfeed.remote.answers import forget, recent, shared
 from meshfeed.remote.blocks import CacheFolder
 from meshfeed.remote.client import Client, LocalReader, Reader
-from meshfeed.remote.cut import I64
 from meshfeed.remote.fetcher.objects import Address, Opened, StoredObject, sums_at
 from meshfeed.remote.fetcher.protocol import Channel
 from meshfeed.remote.fetcher.schedule import Scheduler
@@ -100,7 +100,7 @@ class FetcherServer:
         cache: tuple[Path, int | None, int],
         content: Content | None,
         sums: tuple[Address, int] | None,
-        joints: tuple[I64, I64] | None,
+        joints: tuple[Longs, Longs] | None,
         glanced: str | None,
     ) -> tuple[int, Opened]:
         """Open an object; returns the number by which the reader will name it, and what it is.

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.intervals import Longs
+from meshfeed.arrays import Floats, Longs
 from meshfeed.metrics import FOLLOWS
 from meshfeed.report.history.loop import seconds_of
-from meshfeed.report.reader import Floats, RankHistory, RunHistory
+from meshfeed.report.reader import RankHistory, RunHistory
 from meshfeed.report.words import counted, duration
 
 _FEWEST_EDGES, _SHORTEST = 5, 3  # edges, and steps between two of them
