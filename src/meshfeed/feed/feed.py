@@ -491,8 +491,9 @@ class Feed(StepSource[RankPlace]):
 
         The change holds from the first step on that the loop was not given yet, or from `at` on. Returns that
         step. The present run ends before that first step, and the loop goes on with the next one. A rank that
-        did not amend is named when it asks for that step; that all amended equally is compared there. The
-        ledger has the amendment when this returns: a job that resumes has it, under any layout.
+        did not amend is named when it asks for that step; that all amended equally is compared there. When
+        this returns on the first rank, the ledger has the amendment: a job that resumes has it, under any
+        layout.
 
         change: `Reweigh`, `BatchSize`, `SkipSteps`, `Exclude` or `Grow`. Raises OptionError without a ledger,
         for a step that the loop was given, or rows that do not fill microbatches; RecipeError for a change

@@ -353,14 +353,15 @@ class Stepping:
         packing = cast(Packing, self.packing)
         return room_of(packing, dp=self.layout.dp, cp=self.layout.cp, split=self.cp_split)
 
-    def _by_lanes(self, step: int, draws: Draws, shuffle: Blocks) -> bytes:
-        """An order of a step's rows that groups them by lane, int64 [n].
+    def _by_lanes(self, step: int, draws: Draws, shuffle: Blocks) -> bytes | None:
+        """An order of a step's rows that groups them by lane, int64 [n]; None for a rule with its own order.
 
         Lanes take turns. Let g be the greatest common divisor of dp and the number of lanes. Any g successive
         rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
         equally many replicas.
         """
-        lanes = cast(Longs, lanes_of_step(self.recipe, step))
+        if (lanes := lanes_of_step(self.recipe, step)) is None:
+            return None
         return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes))).tobytes()
 
     def portions(

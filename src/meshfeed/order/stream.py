@@ -704,8 +704,8 @@ def draws_of_source(recipe: Recipe, source: int, start: int, stop: int) -> Draws
 
 
 def lanes_of_step(recipe: Recipe, step: int) -> Longs | None:
-    """The lane of each draw of a step, int64 [n]; None unless the shuffle is by blocks."""
-    if not isinstance(recipe.shuffle, Blocks):
+    """The lane of each draw of a step, int64 [n]; None unless the recipe's order is by blocks."""
+    if not isinstance(recipe.shuffle, Blocks) or isinstance(recipe.sequence, OwnOrder):
         return None
     stream = stream_of(recipe)
     return stream.places(*stream.bounds(step), stream.segments_before(step + 1))[2] % recipe.shuffle.lanes

@@ -158,8 +158,8 @@ class SequenceRule(Rule, RuleContents):
     """How draws become sequences: which there are, by the index alone, and their contents.
 
     Implementations are frozen and keep no state. What only some rules can do is a class of its own, which
-    they inherit from: `FindsDocuments`, `JoinsShards`, `TakesParts`, and of `meshfeed.order` `LeavesOut`
-    and `OwnOrder`. `meshfeed.testing.assert_rule` checks the fields, and `LeavesOut`.
+    they inherit from: `FindsDocuments`, `JoinsShards`, `TakesParts`, `TokenRule`, and of `meshfeed.order`
+    `LeavesOut` and `OwnOrder`. `meshfeed.testing.assert_rule` checks the fields, and `LeavesOut`.
     """
 
     @property
