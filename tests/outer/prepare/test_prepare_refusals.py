@@ -13,7 +13,7 @@ import pytest
 from texts import Here, documents, jsonl, left_behind, parquet, texts, tree
 
 from meshfeed.cli.main import main
-from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
+from meshfeed.errors import ChangedError, ChecksumError, OptionError, PrepareError, StoreError
 from meshfeed.prepare import Local, Text, prepare
 from services.needs import needs, small_disk
 from services.nginx import Nginx
@@ -425,3 +425,16 @@ def test_a_job_which_may_hold_passwords_is_its_users_alone(tmp_path):
         prepare([path], tmp_path / "out", BYTES, part_bytes=1, engine=Here())
     (job,) = tmp_path.glob("*/job.json")
     assert job.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_of_train_and_test_is_refused_unless_a_pattern_is_given(tmp_path):
+    for name in ("train/0.jsonl", "test/0.jsonl", "train.txt", "notes-test-1.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(tmp_path / "in" / name, ["a"])
+    with pytest.raises(OptionError, match=r"in: train/0\.jsonl and test/0\.jsonl: give the folder of one split"):
+        prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
+    shutil.rmtree(tmp_path / "in/test")
+    prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
+    jsonl(tmp_path / "in/test.jsonl", ["a"])
+    prepare([tmp_path / "in"], tmp_path / "both", BYTES, engine=Here(), pattern="*.jsonl")
+    assert len(documents(tmp_path / "both")) == 2

@@ -18,7 +18,7 @@ from meshfeed.files import ByteFile, Cache, Folder, LocalFile
 from meshfeed.files.folder import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat, batches_in
-from meshfeed.formats.documents import read_bytes
+from meshfeed.formats.documents import read_bytes, refuse_splits
 from meshfeed.formats.mds import MDSDataset, MDSStore
 from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
@@ -87,7 +87,8 @@ def find_inputs(
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
     Raises PrepareError if nothing is found, a file is given twice, or a named .json may be lines or one
-    document; StoreError if something cannot be read, and for a DatasetDict, which is several datasets.
+    document; OptionError for a folder with files for training and for tests, if no pattern is given;
+    StoreError if something cannot be read, and for a DatasetDict, which is several datasets.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
     # With "*", as for a source tree, a package.json is one of the files.
@@ -269,21 +270,26 @@ def _urls_of(
             passed_over[Path(name).suffix] += 1
         return known
 
+    def inside(folder: str, names: Sequence[str]) -> list[str]:
+        is_arrow = "arrow" in kinds and patterns is None and kind in (None, "arrow")
+        if is_arrow and (chosen := _saved_in(folder, names)) is not None:
+            return chosen
+        read = [name for name in names if taken(name)]
+        if patterns is None:
+            refuse_splits(without_secrets(folder), read)
+        return [join(folder, name) if is_remote(folder) else str(Path(folder, name)) for name in read]
+
     given = pinned(given, Cache(), {})
-    is_arrow = "arrow" in kinds and patterns is None and kind in (None, "arrow")
     if is_remote(given):
         folder, name = parent(given)
         if is_http(given) or (name and Folder(folder).holds(name)):
             return [given]
-        names = _below(Folder(given))
-        chosen = _saved_in(given, names) if is_arrow else None
-        return [join(given, name) for name in names if taken(name)] if chosen is None else chosen
+        return inside(given, _below(Folder(given)))
     path = Path(local_path(given)).absolute()
     if path.is_dir():
         names = _below(Folder(str(path)))
         _refuse_robots(str(path), names)
-        chosen = _saved_in(str(path), names) if is_arrow else None
-        return [str(path / name) for name in names if taken(name)] if chosen is None else chosen
+        return inside(str(path), names)
     if path.exists() or not glob.has_magic(str(path)):
         return [str(path)]
     return sorted(each for each in glob.glob(str(path), recursive=True) if not Path(each).is_dir())  # noqa: PTH207
