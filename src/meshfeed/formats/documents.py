@@ -300,17 +300,17 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{Path(names[0]).suffix}" for split in splits)
         raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
     if "*" not in place.name:
-        refuse_splits(place.shown, names)
+        refuse_splits(place.shown, names, "a pattern of files of one folder")
     return folder, names
 
 
-def refuse_splits(shown: str, names: Sequence[str]) -> None:
+def refuse_splits(shown: str, names: Sequence[str], or_else: str) -> None:
     """Raises OptionError for a folder with files of documents for training and for tests, by their names."""
     names = [name for name in names if name.endswith(_KINDS)]
     trains = [name for name in names if _OF_TRAIN.match(name)]
     tests = [name for name in names if _OF_TEST.match(name) and name not in trains]
     if trains and tests:
         raise OptionError(
-            f"{shown}: {trains[0]} and {tests[0]}: give the folder of one split, or a pattern of files "
-            f"of one folder; to train on several, give each as a source of a mf.Mixture"
+            f"{shown}: {trains[0]} and {tests[0]}: give the folder of one split, or {or_else}; to train on "
+            f"several, give each as a source of a mf.Mixture"
         )

@@ -24,7 +24,7 @@ import torch
 
 import meshfeed as mf
 import quick
-from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
+from meshfeed.errors import AccessError, ChangedError, MissingError, OptionError, StoreError, UnavailableError
 from meshfeed.files.cache import once
 from meshfeed.files.folder import pinned
 from meshfeed.prepare.inputs.files import find_inputs
@@ -375,7 +375,11 @@ def test_answers_that_are_cut_or_of_other_bytes_are_asked_again(
 
 
 def test_what_is_prepared_is_at_one_commit(hub: Hub) -> None:
-    inputs, _ = find_inputs([hub.url("data")])
+    with pytest.raises(
+        OptionError, match=r"train-\S+ and test-\S+: give the folder of one split, or .* --glob"
+    ):
+        find_inputs([hub.url("data")])
+    inputs, _ = find_inputs([hub.url("data")], pattern="*.parquet")
     assert [each.url for each in inputs] == [
         hub.url(path, hub.head) for path in sorted(FILES) if "data/" in path
     ]

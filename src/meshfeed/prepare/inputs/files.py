@@ -276,7 +276,7 @@ def _urls_of(
             return chosen
         read = [name for name in names if taken(name)]
         if patterns is None:
-            refuse_splits(without_secrets(folder), read)
+            refuse_splits(without_secrets(folder), read, "say which of its files, such as by --glob 'train*'")
         return [join(folder, name) if is_remote(folder) else str(Path(folder, name)) for name in read]
 
     given = pinned(given, Cache(), {})
