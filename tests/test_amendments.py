@@ -411,7 +411,7 @@ def test_two_recipes_of_one_store_exclude_their_own(folder: Path, monkeypatch: p
         looked_up.append(gone)
         return extents_of(store, gone)
 
-    monkeypatch.setattr("meshfeed.sequence.rows.extents_of", look_up)
+    monkeypatch.setattr("meshfeed.sequence.windows.extents_of", look_up)
     recipe = mf.Recipe(data=mf.open(folder / "web"), sequence=mf.Windows(8), batch=mf.Batch(4))
     amended = [recipe.amended([(0, mf.amendments.Exclude([*range(first, 40, 2)]))]) for first in range(2)]
     draws, excluded = draws_of_step(recipe, 0), [each.amendments.excluded_at(0) for each in amended]

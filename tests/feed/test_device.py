@@ -19,7 +19,7 @@ from corpus import write_corpus
 from meshfeed.feed.device import OnCuda, OnHost
 from meshfeed.feed.nested import leaves_of
 from meshfeed.sequence import SequenceRule
-from meshfeed.sequence.rows import Rows
+from meshfeed.sequence.windows import Rows
 from meshfeed.testing import difference
 from soak import some
 from user_datasets import Rich, samples_recipe

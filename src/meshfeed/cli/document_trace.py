@@ -15,8 +15,8 @@ from meshfeed.order import Draws
 from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import FindsDocuments, SequenceRule, TokenRule, finder
+from meshfeed.sequence.windows import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,11 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
         raise PlanError(
             f"dp_cp_rank={dp_cp_rank!r}: the plan has ranks 0 to {plan.num_ranks - 1}, counted in dp and cp"
         )
+    return packs_of_rank(plan, dp_cp_rank, together)
+
+
+def packs_of_rank(plan: StepPlan, dp_cp_rank: int, together: int) -> list[Pack]:
+    """See `packs_of`, of arguments that are known to be right."""
     has_rank = (plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size)
     mine = np.flatnonzero(has_rank & (plan.microbatch >= 0))
     mine = mine[np.argsort(plan.microbatch[mine], kind="stable")].astype(np.int32)
@@ -349,6 +354,11 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     """
     of_kind(PlanError, Pack, pack=pack)
     check_split(split)
+    return held_slices(pack, cp_ranks, split)
+
+
+def held_slices(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
+    """See `slices_of`, of a known split."""
     num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)
     whole = cuts_packs(split)
     bounds = pack.cu_seqlens_padded.astype(np.int64)

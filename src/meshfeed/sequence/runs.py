@@ -19,7 +19,8 @@ from meshfeed.arrays import Array, Longs
 from meshfeed.intervals import among, distinct
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 from meshfeed.order import Draws, Places
-from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
+from meshfeed.plan import CpSplit, Pack, Slices, StepPlan
+from meshfeed.plan.types import held_slices, packs_of_rank
 from meshfeed.recipe import Recipe
 
 Edges = tuple[int, ...]
@@ -368,7 +369,7 @@ def portions_of(
     """
     portions: list[Portion] = []
     starts = range(0, plan.num_microbatches, together)
-    for start, pack in zip(starts, packs_of(plan, dp_cp_rank, together=together)):
+    for start, pack in zip(starts, packs_of_rank(plan, dp_cp_rank, together)):
         own, tail = _parted(pack, [pack.cp_rank], split)
         first = dp_cp_rank - pack.cp_rank
         held = own if len(group) == 1 else _parted(pack, [rank - first for rank in group], split)[0]
@@ -399,7 +400,7 @@ _NO_SLICES = Slices(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np
 
 def _parted(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> tuple[Slices, Slices]:
     """The slices of a pack's sequences, and those of the dummy at its end."""
-    slices = slices_of(pack, cp_ranks, split)
+    slices = held_slices(pack, cp_ranks, split)
     if not pack.tail:
         return slices, _NO_SLICES
     of_draws = slices.sequence < pack.sequences.size

@@ -23,8 +23,8 @@ from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.runs import Portion
+from meshfeed.sequence.windows import Rows, Starts
 from meshfeed.store import Lengths
 from meshfeed.whole import is_whole
 
