@@ -374,6 +374,8 @@ def _vision_batch(data_iterator: Iterator[Any], model: Any) -> dict[str, Any]:
             f"bridge.vision_step has no place for {', '.join(sorted(further))}; leave video and audio out of "
             f"mf.Multimodal: {family} of Bridge counts the positions of video without its seconds"
         )
+    if not batch.get("pixel_values", torch.zeros(0)).is_floating_point():
+        raise RecipeError(f"pixel_values are bytes, and {family} takes normalized ones; leave dtype out")
     told = _packed(batch)
     if batch["tokens"] is None or batch["tokens"].numel() < told["total_tokens"]:
         raise RecipeError(

@@ -15,6 +15,8 @@ from meshfeed.errors import RecipeError
 from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations.apart import causal_masks
 from meshfeed.integrations.loader import field_names, framework
+from meshfeed.multimodal import Multimodal
+from meshfeed.processors import NativeVideo, SecondsVideo
 from meshfeed.recipe import Recipe
 
 FRAMES = "pixel_values_videos"
@@ -22,6 +24,9 @@ IN_ONE = {"internvl"}
 """Kinds of models that take frames of videos among images, all as pixel_values."""
 ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
 """Kinds of models whose outputs of images and of video stand in place of one token."""
+OTHER_TIMES = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), NativeVideo)
+OTHER_TIMES |= {"glm46v": SecondsVideo}
+"""Kinds of models whose processors write other times of frames than the rule of their relatives."""
 BOTH_WAYS = {
     "paligemma": "an image and the prompt behind it",
     "molmo2": "all images of a document",
@@ -47,6 +52,28 @@ def with_parts(
         frames = further.pop(FRAMES)
         further["pixel_values"] = _in_order(further.get("pixel_values"), frames, microbatch)
     return further
+
+
+def check_parts(config: Any, rule: Multimodal) -> None:
+    """Raises RecipeError for pixels, or times of video, that a model of this config would take for others."""
+    kind, video = config.model_type, rule.video and rule.video.rule
+    if wrong := [each for each in rule.processors.values() if getattr(each, "dtype", "") == "uint8"]:
+        raise RecipeError(
+            f"{type(wrong[0]).__name__}(dtype='uint8') gives bytes, which {kind} would take for normalized "
+            f"pixels; leave dtype out"
+        )
+    vision = getattr(config, "vision_config", None)
+    wanted = getattr(config, "position_id_per_seconds", getattr(vision, "tokens_per_second", None))
+    if isinstance(video, NativeVideo) and rule.positions == "mrope" and video.tokens_per_second != wanted:
+        raise RecipeError(
+            f"{type(video).__name__}(tokens_per_second={video.tokens_per_second}), and {kind} has {wanted}, "
+            f"by which positions pass in a video; make them equal"
+        )
+    if type(video) is OTHER_TIMES.get(kind):
+        raise RecipeError(
+            f"{kind} chooses frames and writes their times otherwise than {type(video).__name__}; leave "
+            f"video out of Multimodal, or write a rule; for Qwen3-VL, give TimedVideo"
+        )
 
 
 def check_tiles(recipe: Recipe, encoder: object) -> None:

@@ -70,9 +70,11 @@ def rearrange_micro_batches(
     quantum = _count("num_batches_divided_by", num_batches_divided_by or 1)
     least = _count("min_num_micro_batch", min_num_micro_batch or 1)
     size = _count("force_group_size", force_group_size)
-    # a group is planned as one row
+    # a group is planned as one row, at the cost of equally long ones
     of_groups = [sum(tokens[at : at + size]) for at in range(0, len(tokens), size)]
-    packing = Packing(capacity=cap, cost=_cost_of_groups(cost, size))
+    window = None if cost.window is None else cost.window * size
+    grouped = replace(cost, alpha=cost.alpha * size, window=window, overhead=cost.microbatch_overhead * size)
+    packing = Packing(capacity=cap, cost=grouped)
 
     def plan(**asked: int) -> list[list[int]]:
         if len(tokens) % size:
@@ -93,16 +95,6 @@ def rearrange_micro_batches(
         order = np.argsort(work, kind="stable").tolist()
         packs = [packs[at] for at in order[::2] + order[1::2][::-1]]
     return [select_rows(batch, pack) for pack in packs], packs
-
-
-def _cost_of_groups(cost: CostModel, size: int) -> CostModel:
-    """Cost of a group by its tokens, if its rows are equally long: the cost of `size` rows."""
-    return replace(
-        cost,
-        alpha=cost.alpha * size,
-        window=None if cost.window is None else cost.window * size,
-        overhead=cost.microbatch_overhead * size,
-    )
 
 
 def _as_many_on_each(

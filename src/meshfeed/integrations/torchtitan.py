@@ -204,14 +204,9 @@ def batch_of(microbatch: Microbatch) -> Batch:
     return fields, masked_labels(microbatch)
 
 
-def _base() -> Any:
-    framework("torchtitan.components", "torchtitan")
-    is_main = find_spec("torchtitan.components.data") is not None
-    name = "data.loader" if is_main else "dataloader"
-    return framework(f"torchtitan.components.{name}", "torchtitan").BaseDataLoader
-
-
-_Base: Any = _base()
+framework("torchtitan.components", "torchtitan")
+_name = "data.loader" if find_spec("torchtitan.components.data") else "dataloader"  # of main, of 0.3
+_Base: Any = framework(f"torchtitan.components.{_name}", "torchtitan").BaseDataLoader
 _Hidden: Any = framework("tyro", "torchtitan").conf.Suppress
 
 

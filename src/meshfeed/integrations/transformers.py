@@ -43,13 +43,12 @@ from meshfeed.integrations.loader import (
     refuse_masked,
     refuse_options,
 )
-from meshfeed.integrations.model_parts import FRAMES, IN_ONE, ONE_TOKEN, check_tiles, with_parts
+from meshfeed.integrations.model_parts import FRAMES, IN_ONE, ONE_TOKEN, check_parts, check_tiles, with_parts
 from meshfeed.integrations.share_encoders import exchanges_in, share_encoders
 from meshfeed.layout import Layout
 from meshfeed.masked import Masked
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
 from meshfeed.plan import Packing, StepPlan
-from meshfeed.processors import SecondsVideo
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import encoder_of
 from meshfeed.sequence.table import RUN_FIELDS
@@ -463,6 +462,11 @@ class FeedTrainer(_Base):
             raise RecipeError(
                 f"{rule}() is packed; give feed_options={{'packing': mf.Packing(capacity=...)}}"
             )
+        if packed and (num := self.args.n_gpu) > 1:
+            raise LayoutError(
+                f"{num} GPUs in one process: DataParallel gives a pack to one of them, and the Trainer then "
+                f"multiplies its loss by {num}; start a process for each GPU, as torchrun does"
+            )
 
     def _check_options(self) -> None:
         """Raises RecipeError for options that would have no effect on any set that this trainer has.
@@ -527,7 +531,11 @@ class FeedTrainer(_Base):
             return
         self._set_signature_columns_if_needed()
         taken = {*self._signature_columns, *([FRAMES] if family in IN_ONE else [])}
-        drops = self.args.remove_unused_columns or type(self.model).__module__.startswith("transformers.")
+        inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # of PEFT
+        is_theirs = type(inner).__module__.startswith("transformers.")
+        if is_theirs:
+            check_parts(inner.config, rule)
+        drops = self.args.remove_unused_columns or is_theirs
         for kind, processor in rule.processors.items():
             made = [field.name for field in processor.fields]
             if drops and taken.isdisjoint(made):
@@ -542,11 +550,6 @@ class FeedTrainer(_Base):
                 f"{family} has one token for images and video, so that a pack may not have both; leave image "
                 f"or video out of Multimodal, or pack single documents, each of one kind, by "
                 f"Packing(max_sequences=1)"
-            )
-        if family == "glm46v" and rule.video and type(rule.video.rule) is SecondsVideo:
-            raise RecipeError(
-                "SecondsVideo chooses frames and writes their times as GLM-4.1V and GLM-4.5V do, and "
-                "glm46v otherwise; leave video out of Multimodal, or write a rule"
             )
 
     def _share_encoders(self, feed: Feed) -> None:

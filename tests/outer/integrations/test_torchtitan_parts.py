@@ -425,7 +425,7 @@ def test_a_config_names_its_recipe(corpus: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tyro.cli(fed.DataLoader.Config, args=["--recipe", "titan_recipes:train"])
     loader = config.build(**PLACE, snapshot_every_n_steps=4)
-    assert isinstance(loader, fed._base())
+    assert isinstance(loader, fed._Base)
     assert len(list(loader)) == 4
     for place, said in (
         ("titan_recipes:other", "has no attribute 'other'"),

@@ -292,6 +292,9 @@ def test_packs_and_rows_stand_beside_each_other(corpus: str, tmp_path: Path) -> 
     assert run.trained == rows(corpus, range(2), shuffle="none")
     with pytest.raises(mf.errors.RecipeError, match=r"Documents\(\) is packed; give feed_options={'packing'"):
         trainer(tmp_path, lines, packs)
+    with pytest.raises(mf.errors.LayoutError, match=r"2 GPUs in one process: .* multiplies its loss by 2"):
+        run.args._n_gpu = 2  # as on a machine of two, without a launcher
+        FeedTrainer(run.model, run.args, train_dataset=packs, feed_options=packing)
     with pytest.raises(mf.errors.RecipeError, match="a packing, but all sets have sequences of one length"):
         trainer(tmp_path, lines, lines, packing)
 

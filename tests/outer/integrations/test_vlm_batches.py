@@ -253,3 +253,8 @@ def test_bridges_batch_refuses_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bridge.get_batch(iter([batch]), None)[0] is batch["tokens"]
     with pytest.raises(mf.errors.RecipeError, match=r"no place for pixel_values; .*bridge\.vision_step"):
         bridge.get_batch(iter([batch | {"pixel_values": torch.zeros(2, 3)}]), None)
+    ends, qwen = torch.tensor([0, 4], dtype=torch.int32), type("Qwen25VLModel", (), {})()
+    batch |= {"cu_seqlens": ends, "cu_seqlens_padded": ends, "max_seqlen": 4, "total_tokens": 4}
+    batch |= {"pad_between_seqs": False, "pixel_values": torch.zeros(2, 3, dtype=torch.uint8)}
+    with pytest.raises(mf.errors.RecipeError, match="pixel_values are bytes, and Qwen25VLModel takes"):
+        bridge._vision_batch(iter([batch]), qwen)

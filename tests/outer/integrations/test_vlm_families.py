@@ -488,7 +488,7 @@ BOTH_OF_GLM = "glm4v has one token for images and video, so that a pack may not 
     [
         (smol, ("video",), "SmolVLM.* takes no pixel_values_videos or video_grid_thw, .* leave video out"),
         (smol, ("image", "video"), "takes no pixel_values_videos or .* placeholders of parts it never sees"),
-        (glm46, ("video",), "SecondsVideo chooses frames .* and glm46v otherwise"),
+        (glm46, ("video",), "glm46v chooses frames .* otherwise than SecondsVideo; leave video out"),
         (glm, ("image", "video"), BOTH_OF_GLM),
         (glm, ("image",), None),
     ],

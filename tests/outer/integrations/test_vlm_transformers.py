@@ -21,6 +21,7 @@ from qwen_vl import (
     PATCHES,
     QWEN2,
     QWEN3,
+    TIMED,
     VIDEO,
     Document,
     Family,
@@ -33,7 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StateError
-from meshfeed.integrations.model_parts import BOTH_WAYS
+from meshfeed.integrations.model_parts import BOTH_WAYS, check_parts
 from meshfeed.integrations.share_encoders import share_encoders
 from meshfeed.integrations.transformers import FeedTrainer
 from meshfeed.multimodal.encoders import ROUTE
@@ -435,6 +436,47 @@ def test_packs_without_the_positions_of_the_model_are_refused(tmp_path: Path) ->
     options = {"packing": mf.Packing(capacity=128)}
     with pytest.raises(RecipeError, match=r"Qwen2VLForConditionalGeneration .* positions='mrope'"):
         FeedTrainer(model(), arguments, train_dataset=plain, feed_options=options).train()
+
+
+class Adapted(torch.nn.Module):
+    """A model within another one, as PEFT has it."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own, self.config = own, own.config
+
+    def get_base_model(self) -> Any:
+        return self.own
+
+
+BYTES = replace(QWEN2.rule, image=replace(PATCHES, dtype="uint8"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (BYTES, r"NativePatches\(dtype='uint8'\) gives bytes, which qwen2_vl .* normalized"),
+        (replace(QWEN2.rule, video=TIMED), r"NativeVideo\(tokens_per_second=2\), and qwen2_vl has None"),
+    ],
+)
+def test_pixels_and_times_that_the_model_takes_for_others_are_refused(
+    rule: mf.Multimodal, told: str, tmp_path: Path
+) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    given, options = recipe(tmp_path / "store", rule), {"packing": mf.Packing(capacity=128)}
+    for own in (model(), Adapted(model())):
+        run = FeedTrainer(own, three_steps(tmp_path, RATE), train_dataset=given, feed_options=options)
+        with pytest.raises(RecipeError, match=told):
+            run.get_train_dataloader()
+    config = Qwen2_5_VLConfig(vision_config={"tokens_per_second": 2})
+    check_parts(config, replace(QWEN2.rule, video=TIMED))
+    with pytest.raises(RecipeError, match=r"tokens_per_second=None\), and qwen2_5_vl has 2, by which"):
+        check_parts(config, QWEN2.rule)
+    with pytest.raises(RecipeError, match=r"qwen3_vl .* otherwise than NativeVideo; .* give TimedVideo"):
+        check_parts(Qwen3VLConfig(), QWEN2.rule)
+    check_parts(Qwen3VLConfig(), QWEN3.rule)
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=["Qwen2-VL", "Qwen3-VL"])
