@@ -26,6 +26,7 @@ from meshfeed.testing import (
     assert_roles,
     difference,
 )
+from pictures import Listen, Look, write_pictures
 from soak import some
 
 
@@ -255,7 +256,15 @@ def test_sound_recipes_pass(corpus: Path) -> None:
     for policy in ("in_order", "balanced", "dynamic_cp"):
         packing = mf.Packing(capacity=512, policy=policy)
         assert_elastic(packed, LAYOUTS, packing=packing, steps=2)
+        assert_elastic(packed, LAYOUTS, packing=packing, steps=1, cp_split="pack_contiguous")
     assert_resumable(packed, steps=3, packing=packing)
+
+
+def test_of_pictures_the_text_is_compared(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "pictures", count=24, seed=0)
+    rule = mf.Multimodal(image=Look(), audio=Listen())
+    recipe = mf.Recipe(data=mf.open(tmp_path / "pictures"), sequence=rule, batch=mf.Batch(6))
+    assert_elastic(recipe, ["dp2", "cp2"], packing=mf.Packing(capacity=256))
 
 
 @dataclass(frozen=True)

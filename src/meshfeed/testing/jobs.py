@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,14 +17,15 @@ from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, StageMap, assign_roles
-from meshfeed.sequence import Windows, contents_of
+from meshfeed.sequence import SequenceRule, TakesParts, Windows, contents_of
+from meshfeed.sequence.table import PLAN_FIELDS, TOKEN_FIELDS
 from meshfeed.simulation import SimulatedStep, simulate
 from meshfeed.testing.difference import difference
 
 Draw = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
 
-_BY_PACK = {"sequence_ids"}  # fields that tell of a pack, not of a sequence
+_OF_TEXT = {field.name for field in (*TOKEN_FIELDS, *PLAN_FIELDS)}
 
 
 def assert_elastic(
@@ -38,7 +39,8 @@ def assert_elastic(
 ) -> None:
     """Every global batch is the same under every layout, put together from what all ranks get.
 
-    steps: how many from 0. The other arguments are those of `Feed`; packing may not split sequences.
+    steps: how many from 0. The other arguments are those of `Feed`; packing may not split sequences. Of a
+    `Multimodal`, the text is compared: its other fields are of a pack.
     Raises AssertionError naming step, layout, rank, sequence and the first value that differs from what one
     process would get.
     """
@@ -76,10 +78,13 @@ def _sequences(
     recipe: Recipe, made: Sequence[SimulatedStep], cp_split: CpSplit
 ) -> dict[Draw, dict[str, Any]]:
     """Every sequence's fields, whole, from the ranks of one tensor-parallel and pipeline place."""
+    of_packs = {"sequence_ids"}  # what tells of a pack, not of a sequence
+    if isinstance(recipe.sequence, TakesParts):
+        of_packs |= {field.name for field in cast(SequenceRule, recipe.sequence).fields} - _OF_TEXT
     fields = {
         field.name: field
         for field in contents_of(recipe).fields
-        if field.name not in _BY_PACK and (field.split or field.stored)
+        if field.name not in of_packs and (field.split or field.stored)
     }
     pieces: dict[Draw, dict[str, dict[int, Any]]] = {}
     lengths: dict[Draw, int] = {}
@@ -90,7 +95,7 @@ def _sequences(
             for name, value in microbatch.items():
                 if name not in fields:
                     continue
-                for draw, part in zip(names, _by_sequence(microbatch, value, fields[name])):
+                for draw, part in zip(names, _by_sequence(microbatch, value, fields[name], cp_split)):
                     pieces.setdefault(draw, {}).setdefault(name, {})[microbatch.cp_rank] = part
     return {
         draw: {name: _joined(fields[name], held, lengths[draw], cp_split) for name, held in of_draw.items()}
@@ -102,12 +107,16 @@ def _names(draws: Draws) -> list[Draw]:
     return list(zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()))
 
 
-def _by_sequence(microbatch: Microbatch, value: Any, field: Field) -> Iterator[Any]:
+def _by_sequence(microbatch: Microbatch, value: Any, field: Field, cp_split: CpSplit) -> Iterator[Any]:
     """A field's part of each sequence of a microbatch, on one rank."""
     if not field.split or "cu_seqlens_padded" not in microbatch:
         return iter(value[: len(microbatch.draws)])
-    edges = (microbatch["cu_seqlens_padded"] // microbatch.cp_size).tolist()
-    return (value[0, start:stop] for start, stop in pairwise(edges))
+    edges = microbatch["cu_seqlens_padded"]
+    if cp_split == "pack_contiguous":  # one run of the pack
+        edges = (edges - microbatch.cp_rank * value.shape[1]).clip(0)
+    else:
+        edges = edges // microbatch.cp_size
+    return (value[0, start:stop] for start, stop in pairwise(edges.tolist()))
 
 
 def _joined(field: Field, held: Mapping[int, Any], length: int, cp_split: CpSplit) -> Any:
@@ -115,7 +124,7 @@ def _joined(field: Field, held: Mapping[int, Any], length: int, cp_split: CpSpli
     if not field.split:
         return held[min(held)]
     parts = [held[rank] for rank in sorted(held)]
-    if len(parts) > 1 and cp_split != "contiguous":
+    if len(parts) > 1 and cp_split == "zigzag":
         halves = [part.chunk(2) for part in parts]
         parts = [half[0] for half in halves] + [half[1] for half in reversed(halves)]
     return torch.cat(parts)[:length]

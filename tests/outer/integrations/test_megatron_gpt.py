@@ -21,7 +21,7 @@ import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_order import passes_of
-from meshfeed.order import draws_between, num_positions
+from meshfeed.order import draws_between, draws_of_step, num_positions
 from meshfeed.store import IndexedWriter
 from meshfeed.testing import assert_rule
 from soak import some
@@ -418,6 +418,10 @@ def test_what_cannot_be_a_stream_is_refused(corpora, tmp_path):
     with pytest.raises(RecipeError, match="seed"):
         samples_of(replace(recipe, seed=-1))
     blend = ours(corpora[:2], (1.0, 2.0), length=24, samples=20)
+    for each in (recipe, blend):
+        assert len(draws_of_step(replace(each, batch=mf.Batch(10, last="pad")), 1)) == 10
+        with pytest.raises(RecipeError, match="20 samples, which do not fill the last step"):
+            draws_of_step(replace(each, batch=mf.Batch(16, last="pad")), 1)
     with pytest.raises(RecipeError, match="constant proportions above 0"):
         num_positions(replace(blend, data=blend.data.then(1, {"c0": 3.0})))
     stores = dict(zip(blend.data.names, blend.data.stores))

@@ -111,7 +111,13 @@ class MegatronGPT(Rows, OwnOrder):
 
     def draws_between(self, recipe: Recipe, start: int, stop: int) -> Draws:
         """Positions [start, stop): which source, and which index of Megatron's dataset over it."""
-        return self._indexes(recipe).draws_between(start, stop)
+        indexes = self._indexes(recipe)
+        if stop > (end := indexes.num_positions):
+            raise RecipeError(
+                f"last='pad': MegatronGPT has {end} samples, which do not fill the last step, and none after "
+                f"them; give Batch(last='drop') or 'keep', or samples= of whole steps"
+            )
+        return indexes.draws_between(start, stop)
 
     def prepare(self, recipe: Recipe) -> None:
         """Build or open all arrays now, instead of each on first use."""
