@@ -16,7 +16,7 @@ from kills import dies_at
 from media import SPECIAL, bomb, flac, picture, tar, tokenizer, turned, wav
 from PIL import Image
 from texts import Here, left_behind, tree
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
 import mosaic
@@ -108,6 +108,31 @@ def test_tars_of_webdataset_are_samples_in_order(tmp_path, captions, words):
     assert read(tmp_path / "out", words) == WANTED
     assert made.manifest["stores"]["."]["num_parts"] == 9
     assert left_behind(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("around", ["<img>", "<img>\n", "\n<img>"])
+def test_text_behind_a_picture_does_not_begin_a_text(tmp_path, around):
+    """Tokenizers put a space before a whole text, as the models' processors encode it, and not before its pieces."""
+    words = ["<unk>", "▁", "▁a", "what", "▁what", "\n"]
+    made = Tokenizer(models.Unigram([(word, len(word) - 9.0) for word in words], 0, byte_fallback=False))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["<img>"])
+    made.save(str(tmp_path / "t.json"))
+    tar(tmp_path / "in.tar", [("0.0.png", PNG), ("0.1.png", PNG), ("0.txt", b"a<image>what<image>a")])
+    text = Text(tokenizer=str(tmp_path / "t.json"))
+    how = Multimodal(text=text, tokens={"image": "<img>"}, around={"image": around})
+    prepare([tmp_path / "in.tar"], tmp_path / "out", how, engine=Here())
+    with mf.open(tmp_path / "out") as store:
+        tokens = store.read(0, 0, store.num_tokens).tolist()
+    assert tokens == made.encode(f"a{around}what{around}a", add_special_tokens=False).ids
+
+
+def test_a_placeholder_that_a_tokenizer_does_not_see_in_a_text_is_refused(tmp_path):
+    ranks = (base64.b64encode(bytes([i])).decode() + f" {i}\n" for i in range(256))
+    (tmp_path / "t.gpt2.tiktoken").write_text("".join(ranks))
+    text = Text(tokenizer=str(tmp_path / "t.gpt2.tiktoken"))
+    with pytest.raises(PrepareError, match=r"has no token '<\|endoftext\|>' that it sees in a text"):
+        Multimodal(text=text, tokens={"image": "<|endoftext|>"}).encoder()
 
 
 def test_numbered_files_of_a_tar_are_in_the_order_of_their_numbers(tmp_path, captions):
@@ -230,7 +255,8 @@ def test_samples_that_make_no_sense_are_refused_by_name(tmp_path, captions):
     assert "0: 2 of <image> in the text, but 1 of image in the record" in of(
         {"text": "<image><image>"}, ("0.png", PNG)
     )
-    assert "0: its text spells a placeholder" in of({"text": f"an {PAD} here"}, ("0.png", PNG))
+    spelled = of({"text": f"an {PAD} here"}, ("0.png", PNG))
+    assert "0: 2 placeholders in its tokens, and 1 parts; its text spells a placeholder" in spelled
     assert "1 images, and 2 of 2 texts are null" in of({"texts": [None, None]}, ("0.png", PNG))
     assert "'9.png' is not among" in of({"text": "x", "images": ["0.png", "9.png"]}, ("0.png", PNG))
     assert ".png is there twice" in said(("0.png", PNG), ("0.PNG", PNG))

@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,9 +120,10 @@ class Multimodal:
         ids: dict[Kind, int] = {}
         for kind, token in self.tokens.items():
             found = column.encoder.id_of(token)
-            if found is None:
+            if found is None or found not in column.encoder.encode([token])[0]:
                 raise PrepareError(
-                    f"{self.text.tokenizer}: has no token {token!r} (--{kind}-token); add it to the tokenizer"
+                    f"{self.text.tokenizer}: has no token {token!r} that it sees in a text (--{kind}-token); "
+                    f"add it to the tokenizer, a JSON file of `tokenizers`"
                 )
             ids[kind] = found
         if len({*ids.values()}) < len(ids):
@@ -244,38 +244,15 @@ class MultimodalEncoder:
         return found
 
     def _texts(self, values: Sequence[Sample], where: Where) -> list[dict[str, Array]]:
-        """Pieces of text are encoded separately, as a tokenizer does between special tokens."""
-        pieces = [(i, each) for i, sample in enumerate(values) for each in sample.text if each is not None]
-        made = self.column.encoded([each for _, each in pieces], lambda k: where(pieces[k][0]))
-        placeholders = list(self.ids.values())
-        for (i, _), tokens in zip(pieces, made):
-            if np.isin(tokens, placeholders).any():
-                raise StoreError(f"{where(i)}: its text spells a placeholder; remove it")
-        rest, found = iter(made), list[dict[str, Array]]()
+        """Each text with its placeholders in it as a whole, as the models' processors encode it."""
         end, dtype = getattr(self.inner, "end", None), self.columns["tokens"]
-        last = [] if end is None else [np.array([end])]
-        for sample in values:
-            parts = filter(self._is_placed, sample.parts)
-            some = [self._around[next(parts).kind] if each is None else next(rest) for each in sample.text]
-            whole = np.concatenate([np.zeros(0, dtype), *some, *last], dtype=dtype, casting="unsafe")
-            found.append({"tokens": whole})
-        return found
+        found = self.column.encoded([*map(self._spelled, values)], where)
+        last = [] if end is None else [end]
+        return [{"tokens": np.concatenate((each, last), dtype=dtype, casting="unsafe")} for each in found]
 
-    @cached_property
-    def _around(self) -> Mapping[str, Array]:
-        """Kind -> the tokens that stand for a part."""
-        found: dict[str, Array] = {}
-        for kind, token in self.how.tokens.items():
-            before, _, after = (self.how.around or {}).get(kind, token).partition(token)
-            found[kind] = np.concatenate([self._special(before), [self.ids[kind]], self._special(after)])
-        return found
-
-    def _special(self, text: str) -> Array:
-        """Tokens of a text that may be the name of one."""
-        one = self.column.encoder.id_of(text) if text else None
-        if one is not None:
-            return np.array([one])
-        return self.column.encoder.encode([text])[0] if text else np.zeros(0, np.int64)
+    def _spelled(self, sample: Sample) -> str:
+        parts, around = filter(self._is_placed, sample.parts), {**self.how.tokens, **(self.how.around or {})}
+        return "".join(around[next(parts).kind] if each is None else each for each in sample.text)
 
 
 def _columns_of(parts: Sequence[SamplePart], sizes: Sequence[Size], at: Array) -> dict[str, Array]:
