@@ -227,7 +227,7 @@ def test_secrets_are_not_told(faults: Faults, status: int) -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["expired-domains/x.bin", "NoSuchKeys/Region.bin", "a b/ü.bin"])
+@pytest.mark.parametrize("name", ["expired-domains/x.bin", "NoSuchKeys/Region.bin", "a b/ü.bin", "c#/C#.bin"])
 def test_names_are_not_taken_for_the_services_words(server: Nginx, tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_bytes(DATA)
@@ -259,6 +259,14 @@ def test_weak_tags_are_compared_by_us(faults: Faults) -> None:
 def test_web_addresses_are_unescaped_and_queries_refused() -> None:
     assert url.split("http://h/a%20b/%C3%BC") == ("http://h", "a b/ü")
     assert url.split("s3://bucket/a%20b") == ("s3://bucket", "a%20b")
+    assert url.split("s3://bucket/corpus#2") == ("s3://bucket", "corpus#2")  # another one than corpus
+    for root in ("s3://bucket/c#", "hf://datasets/o/n@main"):
+        assert url.parent(url.join(root, "C#.parquet")) == (root, "C#.parquet")
+    assert (
+        url.split(url.join("http://h", "C#.png"))
+        == url.split("http://h/C%23.png#top")
+        == ("http://h", "C#.png")
+    )
     with pytest.raises(StoreError, match="with a query") as caught:
         url.split("https://h/a?X-Amz-Signature=hush")
     assert "hush" not in str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from meshfeed.errors import StoreError
 
@@ -15,6 +15,11 @@ HUB = "hf://datasets/"
 """How the URL of a dataset on the Hugging Face Hub begins."""
 _SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf")
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)://")
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL. A # belongs to the name of an object; in a web address, a fragment follows it."""
+    return urlsplit(url, allow_fragments=is_http(url))
 
 
 def is_remote(url: str) -> bool:
@@ -44,7 +49,7 @@ def is_hub(url: str) -> bool:
 
 def local_path(url: str) -> str:
     """The path of a local URL: file:///data/x -> /data/x; a path is returned unchanged."""
-    return unquote(urlsplit(url).path) if url.startswith("file://") else url
+    return unquote(split_url(url).path) if url.startswith("file://") else url
 
 
 def split(url: str) -> tuple[str, str]:
@@ -53,7 +58,7 @@ def split(url: str) -> tuple[str, str]:
     In a web address %20 means a space; in the name of an object it is literal. User and password of a web
     address are removed; see `credentials_of`. Raises StoreError for a query.
     """
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.query:
         raise StoreError(
             f"{without_secrets(url)}: URLs with a query, such as presigned ones, are not supported; give the "
@@ -68,7 +73,7 @@ def split(url: str) -> tuple[str, str]:
 
 def credentials_of(url: str) -> dict[str, str]:
     """User and password of a web address as an option of the storage client; {} without them."""
-    named, at, _ = urlsplit(url).netloc.rpartition("@")
+    named, at, _ = split_url(url).netloc.rpartition("@")
     if not at or not is_http(url):
         return {}
     basic = base64.b64encode(unquote(named).encode()).decode()
@@ -89,7 +94,7 @@ def join(base: str, name: str) -> str:
         )
     if not is_remote(base):
         return os.path.join(local_path(base), name)  # noqa: PTH118
-    parts = urlsplit(base)
+    parts, name = split_url(base), name.replace("#", "%23") if is_http(base) else name
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
@@ -98,7 +103,7 @@ def parent(url: str) -> tuple[str, str]:
     if not is_remote(url):
         folder, name = os.path.split(local_path(url))
         return folder or ".", name
-    parts = urlsplit(url)
+    parts = split_url(url)
     folder, _, name = parts.path.rpartition("/")
     return urlunsplit(parts._replace(path=folder)), name
 
@@ -107,7 +112,7 @@ def without_secrets(url: str) -> str:
     """A URL for messages: without user, password and query. Azure's container@account stays."""
     if _SCHEME.match(url) is None:
         return url
-    parts = urlsplit(url)
+    parts = split_url(url)
     named, at, host = parts.netloc.rpartition("@")
     container = f"{named}{at}" if parts.scheme in ("abfs", "abfss") and ":" not in named else ""
     return urlunsplit(parts._replace(netloc=f"{container}{host}", query=""))

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from meshfeed.errors import MissingError, PrepareError, StoreError
 from meshfeed.files import Folder
-from meshfeed.files.url import is_http, is_remote, join, without_secrets
+from meshfeed.files.url import is_http, is_remote, join, split_url, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.images import brands_of
 from meshfeed.formats.sound import audio_format
@@ -311,7 +310,7 @@ def _refuse_unreadable(name: str) -> None:
     """Raises StoreError for text that is neither a path nor a URL."""
     try:
         name.encode()
-        urlsplit(name)
+        split_url(name)
     except ValueError as error:
         raise StoreError(f"{name!r}: neither a path nor a URL: {error}") from error
 
@@ -327,7 +326,7 @@ def below(url: str, folder: str) -> str | None:
 
 def _root_and_path(url: str) -> tuple[str, str]:
     """Without user and password of a web address."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     host = parts.netloc.rpartition("@")[2] if is_http(url) else parts.netloc
     return f"{parts.scheme}://{host}".lower(), parts.path + (f"?{parts.query}" if parts.query else "")
 
