@@ -74,6 +74,8 @@ class MDSDataset(ShardedDataset):
                     raise StoreError(f"{where} has no array in sample 0; copy the shard again")
                 given = DTYPE_CODES[value[0]] if value else np.uint16
             return self._made_of(at, np.dtype(given), ArrayHead(has_dtype=True))
+        if given is not None and np.dtype(given) != kind.dtype:
+            raise OptionError(f"{where} is {encoding}, not dtype={given!r}; leave that out")
         if kind.shape is None:
             return self._made_of(at, kind.dtype, ArrayHead(has_dtype=False))
         num_tokens = prod(kind.shape)

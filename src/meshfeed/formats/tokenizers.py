@@ -44,6 +44,12 @@ def fast_tokenizer(file: TokenizerFile) -> Any:
         return found
 
 
+def _end_named(file: TokenizerFile) -> Any:
+    """The token that tokenizer_config.json says ends a document; None if it says none."""
+    end = file.settings.get("eos_token")
+    return cast(dict[str, Any], end).get("content") if isinstance(end, dict) else end
+
+
 class Fast(Tokenizer):
     """A tokenizer of the package `tokenizers`."""
 
@@ -52,8 +58,7 @@ class Fast(Tokenizer):
         self._own = fast_tokenizer(file)
         self._quick = quick_bpe(file.content, self._own)
         self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
-        end = file.settings.get("eos_token")
-        end = cast(dict[str, Any], end).get("content") if isinstance(end, dict) else end
+        end = _end_named(file)
         if end is None and [each.content for each in self._own.get_added_tokens_decoder().values()] == [END]:
             end = END
         self.end = None if end is None else self.id_of(end)
@@ -82,6 +87,8 @@ class SentencePiece(Tokenizer):
             self._own.LoadFromSerializedProto(file.content)
         self.vocab_size = int(self._own.get_piece_size())
         self.end = int(self._own.eos_id()) if self._own.eos_id() >= 0 else None
+        if (end := _end_named(file)) is not None:
+            self.end = self.id_of(end)
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
         return [np.array(ids, np.int64) for ids in self._own.encode(list(texts), out_type=int)]

@@ -140,6 +140,8 @@ def test_which_column_holds_tokens_must_be_plain(tmp_path: Path) -> None:
     for dtype in (">u4", "nonsense", "object"):
         with pytest.raises(OptionError, match=f"dtype='{dtype}': choose one of uint8, .*, little-endian"):
             mf.open(tmp_path, column="raw", dtype=dtype)
+    with pytest.raises(OptionError, match="column 'a' is ndarray:uint16, not dtype='int32'"):
+        _ = mf.open(tmp_path, column="a", dtype="int32").dtype
     with mf.open(tmp_path, column="raw", dtype=np.uint32) as store:
         assert store.read(0, 0, 3).tolist() == [1, 1, 1]
 

@@ -105,6 +105,17 @@ def test_sentencepiece(trained, tmp_path, name):
     assert found == [[*own.encode(text), own.eos_id()] for text in TEXTS]
 
 
+def test_the_config_beside_a_sentencepiece_model_says_what_ends_a_document(trained, tmp_path):
+    shutil.copytree(trained[0] / "llama", tmp_path / "llama")
+    (tmp_path / "llama/tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    found, _ = prepared(trained, tmp_path, str(tmp_path / "llama"), eod=True)
+    own = sentencepiece.SentencePieceProcessor(model_file=str(trained[0] / "sp.model"))
+    assert {tokens[-1] for tokens in found} == {own.bos_id()}
+    (tmp_path / "llama/tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(PrepareError, match="does not say which token ends a document"):
+        Text(tokenizer=str(tmp_path / "llama"), eod=True).request()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
 def test_tiktoken_ranks(trained, tmp_path, monkeypatch, name):
     """What tiktoken's own encoding of that name would be, were these its ranks."""
