@@ -18,11 +18,11 @@ def test_a_local_folder_lists_its_files_by_name(tmp_path: Path) -> None:
     assert Folder(f"file://{tmp_path}/corpus").names() == listed
 
 
-def test_links_to_files_are_listed_and_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+def test_links_are_listed_and_those_to_folders_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "c").write_bytes(b"123")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name, target in (("folder", "far"), ("file", "far/c"), ("broken", "gone")):
         (corpus / name).symlink_to(tmp_path / target)
-    assert Folder(str(corpus)).names() == [("broken", 0), ("file", 3)]
+    assert Folder(str(corpus)).names() == [("broken", 0), ("file", 3), ("folder/", 0)]

@@ -64,10 +64,11 @@ class Folder:
             return False
 
     def names(self) -> list[tuple[str, int]]:
-        """(relative name, bytes) of all files below it, sorted; links to folders are not followed.
+        """(relative name, bytes) of all files below it, sorted.
 
-        A broken link is listed with 0 bytes; opening it fails. Raises StoreError if the folder cannot be
-        listed: over HTTP, or without permission for a folder below it.
+        A link to a folder is not followed: it is listed as NAME/ with 0 bytes. So is a broken link, as NAME;
+        opening it fails. Raises StoreError if the folder cannot be listed: over HTTP, or without permission
+        for a folder below it.
         """
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
@@ -84,12 +85,15 @@ def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
 
 
 def _below(root: Path) -> Iterator[tuple[str, int]]:
-    """(relative name, bytes) of the files below a local folder; see `Folder.names`."""
+    """See `Folder.names`; of a local folder."""
 
     def refuse(error: OSError) -> None:
         raise typed(error.filename, error) from error
 
-    for folder, _, names in os.walk(root, onerror=refuse):
+    for folder, inside, names in os.walk(root, onerror=refuse):
+        for path in (Path(folder, name) for name in inside):
+            if path.is_symlink():
+                yield f"{path.relative_to(root)}/", 0
         for name in names:
             path = Path(folder, name)
             with typed_errors(path):

@@ -7,6 +7,7 @@ cache; all processes map them. Nothing is decoded after that: a read costs what 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from meshfeed.arrays import Array, Bools, Longs
 from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats, Folder
-from meshfeed.files.url import is_hub
+from meshfeed.files.url import is_hub, local_path
 from meshfeed.formats.foreign_columns import ForeignStore
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import TokenColumn
@@ -43,7 +44,7 @@ _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 # words of a name by which `datasets` tells splits
 _OF_TRAIN = re.compile(r"(?:^|.*[-._ /\d])(?:train|training)[-._ /\d]")
 _OF_TEST = re.compile(r"(?:^|.*[-._ /\d])(?:test|testing|valid|validation|val|dev|eval|evaluation)[-._ /\d]")
-_UNREAD = re.compile(r".*\.(jsonl|ndjson|parquet|arrow)\.(bz2|xz|lz4|br|zip|Z|7z)")
+_PACKED = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow)\.(gz|zst|bz2|xz|lz4|br|zip|Z|7z)")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
@@ -281,7 +282,7 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         folder, names = place.beside, [name for name in place.matches if not is_report(place.beside, name)]
     else:
         folder, names = place.within, documents_in(place.within, place.names)
-    unread = [name for name in names if _UNREAD.fullmatch(name)]
+    unread = [name for name in names if _PACKED.fullmatch(name) and not name.endswith(_KINDS)]
     names = [name for name in names if name.endswith(_KINDS)]
     others = [kind for kind in _KINDS if kind not in suffixes and any(name.endswith(kind) for name in names)]
     if not any(name.endswith(suffixes) for name in names):
@@ -295,6 +296,16 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         raise OptionError(
             f"{place.shown}: {unread[0]} is compressed as none is read here; decompress it, or move it away"
         )
+    if "*" not in place.name and place.linked:
+        raise OptionError(
+            f"{place.shown}: links to folders, such as {place.linked[0]}, are not followed; give each folder "
+            f"as a source of a mf.Mixture, or link their files"
+        )
+    root = Path(os.path.realpath(local_path(folder.url)))
+    there = () if folder.is_remote else {str(root / name) for name in names}
+    for name in there and names:
+        if (root / name).is_symlink() and os.path.realpath(root / name) in there:
+            raise OptionError(f"{place.shown}: {name} is a link to another of its files; move it away")
     splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
     if is_hub(place.given) and "*" not in place.name and len(splits) > 1:
         paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{Path(names[0]).suffix}" for split in splits)

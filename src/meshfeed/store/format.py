@@ -136,18 +136,26 @@ class Place:
     @cached_property
     def names(self) -> list[str]:
         """Files below it that may be data, see `is_read`; empty unless it is a folder that can be listed."""
+        return [name for name in self._listed if is_read(name)]
+
+    @property
+    def linked(self) -> list[str]:
+        """Links to folders below it, which are not followed, as NAME/."""
+        return [name for name in self._listed if name.endswith("/") and is_read(name[:-1])]
+
+    @cached_property
+    def _listed(self) -> list[str]:
         folder = self.within
         is_folder = not is_http(self.given) if folder.is_remote else Path(local_path(self.given)).is_dir()
         if not is_folder:
             return []
         try:
-            listed = [name for name, _ in folder.names()]
+            return [name for name, _ in folder.names()]
         except AccessError:
             if not folder.is_remote:
                 raise
             self.tried[f"the list of {self.shown}"] = None
             return []
-        return [name for name in listed if is_read(name)]
 
     @cached_property
     def matches(self) -> list[str]:

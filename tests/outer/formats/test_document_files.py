@@ -390,6 +390,14 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path: Path, other: str) -> Non
         open_store(tmp_path / "*")
 
 
+@pytest.mark.parametrize("other", ["b.jsonl.xz", "b.parquet.gz", "b.json.bz2"])
+def test_a_folder_with_a_file_that_is_packed_otherwise_is_refused(tmp_path: Path, other: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1]}\n')
+    (tmp_path / other).write_bytes(b"")
+    with pytest.raises(OptionError, match=rf"{other} is compressed as none is read here"):
+        open_store(tmp_path)
+
+
 def test_a_folder_of_train_and_test_is_refused(tmp_path: Path) -> None:
     """As on the Hub; a pattern may ask for both. Names are told as `datasets` tells them."""
     train = ("train.jsonl", "train-00000-of-00002.jsonl", "data/train_1.jsonl", "train/1.jsonl")
@@ -414,6 +422,22 @@ def test_a_folder_of_train_and_test_is_refused(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=rf"x: {pair[0]} and {pair[1]}: give the folder of one split"):
             opened(*pair, *others)
     assert mf.open(f"{tmp_path}/x/*.jsonl", cache=tmp_path / "cache").num_documents == 4
+
+
+def test_a_folder_with_a_link_to_another_or_to_its_own_files_is_refused(tmp_path: Path) -> None:
+    """What is behind the one would be lost, the other be there twice; files elsewhere are linked one by one."""
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "0", "tokens", [[1]])
+    (tmp_path / "web/more").symlink_to(tmp_path / "code")
+    with pytest.raises(OptionError, match=r"web: links to folders, such as more/, are not followed"):
+        mf.open(tmp_path / "web")
+    (tmp_path / "web/more").rename(tmp_path / "web/_more")
+    (tmp_path / "web/1.jsonl").symlink_to(tmp_path / "code/0.jsonl")
+    assert mf.open(tmp_path / "web").num_documents == 2
+    (tmp_path / "web/2.jsonl").symlink_to("0.jsonl")
+    with pytest.raises(OptionError, match=r"web: 2\.jsonl is a link to another of its files; move it away"):
+        mf.open(tmp_path / "web")
 
 
 def test_no_parquet(tmp_path: Path) -> None:

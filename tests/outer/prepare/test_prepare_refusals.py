@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import subprocess
+import tarfile
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -183,6 +184,15 @@ def test_a_column_of_text_files_is_refused(tmp_path):
         prepare([tmp_path / "a.txt"], tmp_path / "out", Text(tokenizer="bytes", column="foo"), engine=Here())
 
 
+@pytest.mark.parametrize("name", ["in.tar", "in.tar.gz"])
+def test_a_tar_of_texts_is_no_text(tmp_path, name):
+    (tmp_path / "a.txt").write_text("a")
+    with tarfile.open(tmp_path / name, "w:gz" if name.endswith(".gz") else "w") as out:
+        out.add(tmp_path / "a.txt", "a.txt")
+    with pytest.raises(PrepareError, match=rf"{name}: a tar, which would be one text"):
+        prepare([tmp_path / name], tmp_path / "out", BYTES, engine=Here())
+
+
 def test_an_input_that_changes_meanwhile_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", texts(30))
 
@@ -259,6 +269,8 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
             ["sub", "--glob", "*.py", "--glob", "*.json"],
             "sub/lines.json: JSON lines, a list of records, or one document",
         ),
+        (["sub/rows.csv"], "sub/rows.csv: rows, which are to be JSON lines or Parquet, or one document"),
+        (["sub/rows.csv", "--format", "text"], ""),
         (["sub", "--glob", "*"], ""),
         (["sub/lines.json", "--format", "jsonl"], ""),
         (["a.jsonl", "--tokenizer", "org/model"], "org/model: missing; give its path on this node"),
@@ -292,6 +304,7 @@ def test_what_cannot_be_asked_is_said_at_once(tmp_path, monkeypatch, capsys, opt
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/x.py").write_text("x")
     (tmp_path / "sub/lines.json").write_text('{"text": "a"}\n')
+    (tmp_path / "sub/rows.csv").write_text("text\na\n")
     more = ["a.jsonl"] if options == ["."] else []
     status = main(["prepare", "--out", "out", "--workers", "1", "--tokenizer", "bytes", *options, *more])
     assert status == (2 if said else 0)

@@ -31,6 +31,7 @@ MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
 """Kinds of files that may have images, audio and video."""
 _HEAD_BYTES, _STEP_BYTES = 1 << 12, 1 << 20
 _CODECS = {".gz": "gz", ".zst": "zstd"}
+_TABLES = (".csv", ".tsv")
 _SUFFIX_OF = {
     "text": ".txt",
     "webdataset": ".tar",
@@ -86,8 +87,8 @@ def find_inputs(
 
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
-    Raises PrepareError if nothing is found, a file is given twice, or a named .json may be lines or one
-    document; OptionError for a folder with files for training and for tests, if no pattern is given;
+    Raises PrepareError if nothing is found, a file is given twice, or a named .json or .csv may be records or
+    one document; OptionError for a folder with files for training and for tests, if no pattern is given;
     StoreError if something cannot be read, and for a DatasetDict, which is several datasets.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
@@ -116,10 +117,13 @@ def find_inputs(
     places = [each.url if is_remote(each.url) else _place(each.url) for each in found]
     there, seen = set(places), set[str]()
     for each, place in zip(found, places):
-        if by_name and kind is None and each.kind == "text" and each.url.endswith(".json"):
+        if by_name and kind is None and each.kind == "text" and each.url.endswith((".json", *_TABLES)):
+            what = "JSON lines, a list of records,"
+            if each.url.endswith(_TABLES):
+                what = "rows, which are to be JSON lines or Parquet,"
             raise PrepareError(
-                f"{without_secrets(each.url)}: JSON lines, a list of records, or one document as it stands? "
-                f"Say kind= (--format) jsonl, json or text"
+                f"{without_secrets(each.url)}: {what} or one document as it stands? Say kind= (--format) "
+                f"jsonl, json or text"
             )
         # the Hub's cache has equal files as links to one elsewhere: those are as many documents
         is_link = not is_remote(each.url) and Path(place).is_symlink()
@@ -321,7 +325,7 @@ def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
 
 def _below(folder: Folder) -> list[str]:
     """All files of a folder, except those of an earlier run's output that are not documents."""
-    return documents_in(folder, [name for name, _ in folder.names()])
+    return documents_in(folder, [name for name, _ in folder.names() if not name.endswith("/")])
 
 
 def _kind_of(name: str) -> str | None:

@@ -262,6 +262,8 @@ def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
         if len(raw) > how.most_bytes:
             raise _too_long(file.url, how)
     try:
+        if raw.startswith(b"ustar", 257):
+            raise StoreError(f"{HERE}: a tar, which would be one text with the names of its files; unpack it")
         return Record(0, -1, _decoded(raw, how.encodings), len(raw))
     except StoreError as error:
         return Record(0, -1, None, len(raw), reason_of(error))
