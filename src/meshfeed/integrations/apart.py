@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,8 +22,9 @@ from meshfeed.errors import RecipeError
 from meshfeed.integrations.loader import framework
 
 _log = logging.getLogger("meshfeed")
-_LENGTH = 16
-"""Tokens of each document of the small pack, so that both have a multiple of what kernels of 8 bits take."""
+_LENGTH = 144
+"""Tokens of each document of the small pack, at most: more than the blocks of 128 by which sparse attention
+chooses keys, and a multiple of 16, as kernels of 8 bits take them."""
 _MASKS = {
     "full_attention": "create_causal_mask",
     "sliding_attention": "create_sliding_window_causal_mask",
@@ -82,6 +83,12 @@ def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, An
     inner: Any = _unwrapped(model)
     if not _is_known(inner) or "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
         return {}
+    config, tokens = inner.config.get_text_config(), batch["input_ids"].shape[-1]
+    if getattr(config, "attn_temperature_tuning", False) and tokens > config.floor_scale:  # of Llama 4
+        raise RecipeError(
+            f"{type(inner).__name__} scales attention by places in the pack from {config.floor_scale} on "
+            f"(floor_scale); lower capacity to that, or train packs of one document, Packing(max_sequences=1)"
+        )
     attention = str(inner.config._attn_implementation)
     tried, dtype = _proved.get(inner, ("", None))
     if tried != attention:
@@ -138,12 +145,15 @@ class _Proof:
         self._model, self._inner = model, inner
         self._embeddings = inner.get_input_embeddings()
         given, device = batch["input_ids"], batch["input_ids"].device
-        starts = torch.tensor([0, _LENGTH, 2 * _LENGTH], dtype=torch.int32, device=device)
-        made = bounds(starts, torch.Size((1, 2 * _LENGTH)), _LENGTH, counted="seq_idx" in batch)
+        config = inner.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", 2 * _LENGTH)
+        self._size = size = max(min(most // 2, _LENGTH) // 16, 1) * 16
+        starts = torch.tensor([0, size, 2 * size], dtype=torch.int32, device=device)
+        made = bounds(starts, torch.Size((1, 2 * size)), size, counted="seq_idx" in batch)
         if batch["position_ids"].ndim == 3:
             made["position_ids"] = made["position_ids"].expand(len(batch["position_ids"]), -1, -1)
         self._given = {name: value for name, value in made.items() if name in batch}
-        first, other = torch.from_numpy(self._tokens()).to(given).split(_LENGTH)
+        first, other = torch.from_numpy(self._tokens()).to(given).split(size)
         self._packs = torch.cat([first, first])[None], torch.cat([other, first])[None]
         self._dtypes = set[torch.dtype]()
         self._embedded = self._inner.dtype
@@ -184,11 +194,12 @@ class _Proof:
         0 within the tolerance, None if its own tokens do not move them, either.
         """
         one, two = (self._logits(pack, masks) for pack in self._packs)
-        own = _distance(one[:_LENGTH], two[:_LENGTH])
+        size = self._size
+        own = _distance(one[:size], two[:size])
         if own == 0:
             return None
-        by_tokens = _distance(one[_LENGTH:], two[_LENGTH:]) / own
-        by_place = _distance(one[:_LENGTH], one[_LENGTH:]) / own
+        by_tokens = _distance(one[size:], two[size:]) / own
+        by_place = _distance(one[:size], one[size:]) / own
         on_cpu = self._packs[0].device.type == "cpu"
         tolerance = 1e-4 if on_cpu and self._dtypes <= {torch.float32, torch.float64} else 0.05
         # sums of one shape are the same to the bit, but for those of experts, which get other tokens beside
@@ -198,7 +209,7 @@ class _Proof:
     def _moved_with_masks(self) -> float | None:
         """The same with explicit masks; None where it takes none."""
         try:
-            return self._moved(self._own_masks())
+            return self._moved(_masks(self._inner, self._given["position_ids"], self._embedded))
         except Exception:  # masks of this shape are not what it takes, which each model says in its own way
             return None
 
@@ -206,15 +217,10 @@ class _Proof:
         """Whether its config says the kinds of its layers, and it takes their masks."""
         if not getattr(self._inner.config.get_text_config(), "layer_types", None):
             return False
-        try:
-            self._logits(self._packs[0], self._own_masks())
-        except Exception:  # as above
-            return False
-        return True
-
-    def _own_masks(self) -> Any:
-        """Of the small pack. Raises KeyError for kinds of layers that have none."""
-        return _masks(self._inner, self._given["position_ids"], self._embedded)
+        with suppress(Exception):  # as above
+            masks = _masks(self._inner, self._given["position_ids"], self._embedded)
+            return torch.is_tensor(self._logits(self._packs[0], masks))
+        return False
 
     def _logits(self, tokens: torch.Tensor, masks: Any) -> torch.Tensor:
         given = self._given if masks is None else {**self._given, "attention_mask": masks}
@@ -231,13 +237,13 @@ class _Proof:
         return "expert" in str(named) or "quantization_config" in named or not kinds.isdisjoint(_QUANTIZED)
 
     def _tokens(self) -> np.ndarray:
-        """Of two documents, without those that stand for images and the like; int64 [2 * _LENGTH]."""
+        """Of two documents, without those that stand for images and the like; int64 [2 * size]."""
         config = self._inner.config
         named = (self._embeddings, "num_embeddings"), (config.get_text_config(), "vocab_size")
         sizes = [getattr(owner, name, None) for owner, name in named]
         size = min(size for size in sizes if isinstance(size, int))
         usual = np.setdiff1d(np.arange(size), [*_special(config.to_dict())])
-        return np.random.default_rng(0).choice(usual if usual.size else np.arange(size), 2 * _LENGTH)
+        return np.random.default_rng(0).choice(usual if usual.size else np.arange(size), 2 * self._size)
 
     @contextmanager
     def _quiet(self) -> Generator[None]:

@@ -24,8 +24,8 @@ IN_ONE = {"internvl"}
 """Kinds of models that take frames of videos among images, all as pixel_values."""
 ONE_TOKEN = {"glm4v", "glm4v_moe", "glm46v", "glm_ocr"}
 """Kinds of models whose outputs of images and of video stand in place of one token."""
-OTHER_TIMES = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), NativeVideo)
-OTHER_TIMES |= {"glm46v": SecondsVideo}
+_TIMED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+OTHER_TIMES = {**dict.fromkeys(_TIMED, NativeVideo), "glm46v": SecondsVideo}
 """Kinds of models whose processors write other times of frames than the rule of their relatives."""
 BOTH_WAYS = {
     "paligemma": "an image and the prompt behind it",

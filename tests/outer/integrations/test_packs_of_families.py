@@ -3,6 +3,7 @@ document alone, or FeedTrainer refuses it."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,29 @@ NEMOTRON: Any = {
     "n_groups": 1,
     "chunk_size": 8,
 }
+SPARSE: Any = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "dense_intermediate_size": 32,
+    "shared_intermediate_size": 16,
+    "mlp_layer_types": ["dense", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+COMPRESSED: Any = {
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
 WINDOW: Any = {"head_dim": 16, "sliding_window": 8}
 APART: dict[str, Any] = {
     "GptOss": {**USUAL, **WINDOW, **EXPERTS},
@@ -150,6 +174,8 @@ REFUSED: dict[str, Any] = {
     "Bamba": {**USUAL, "attn_layer_indices": [1], "mamba_n_heads": 4, **MAMBA},
     "GraniteMoeHybrid": {**USUAL, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, **MAMBA},
     "NemotronH": {**USUAL, **NEMOTRON},
+    "MiniMaxM3VLText": {**USUAL, **SPARSE, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "DeepseekV4": {**USUAL, **COMPRESSED, "layer_types": ["heavily_compressed_attention"] * 2},
 }
 """Those that do not, without the kernels of further packages."""
 
@@ -228,6 +254,21 @@ def test_what_reads_across_documents_is_refused(name: str, stored: str, tmp_path
     with pytest.raises(RecipeError, match=r"ForCausalLM .* the documents of a pack.*max_sequences=1"):
         run.train()
     assert run.state.global_step == 0
+
+
+@pytest.mark.parametrize("name", ["MiniMaxM3VLText", "DeepseekV4"])
+def test_so_is_what_reads_across_them_by_blocks_of_128_tokens(name: str, stored: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"ForCausalLM .* reads across the documents of a pack"):
+        trainer(made(name), recipe(stored), tmp_path).train()
+
+
+def test_attention_that_is_scaled_by_places_in_the_pack_is_refused(stored: str, tmp_path: Path) -> None:
+    model = made("Llama4Text")
+    for floor in (75, 74):
+        model.config.floor_scale = floor
+        run = trainer(model, recipe(stored), tmp_path)
+        with pytest.raises(RecipeError, match=r"Llama4.* from 74 on") if floor < 75 else nullcontext():
+            run.train()
 
 
 @pytest.mark.parametrize(("name", "attention"), [("GptOss", "eager"), ("OPT", "sdpa")])
