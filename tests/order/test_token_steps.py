@@ -110,6 +110,31 @@ def test_steps_of_a_mixture_are_those_that_a_plain_loop_cuts(
 
 
 @settings(max_examples=cases(25), deadline=None)
+@given(stores, stores, shuffles, st.integers(1, 6), st.booleans())
+def test_a_long_sequence_needs_large_steps_where_it_is_drawn(
+    short: list[int], long: list[int], shuffle: Any, at: int, grows: bool
+) -> None:
+    """And in the step behind them, into which it may reach."""
+    long = [4 * each for each in long]
+    first, then = ({str(i): float(i == grows) for i in range(2)} for grows in (not grows, grows))
+    mixture = mf.Mixture({name: (mf.Lengths((short, long)[int(name)]), first[name]) for name in first})
+
+    def made(step: int) -> mf.Recipe:
+        batch = mf.Batch(tokens=TOKENS if grows else 4 * TOKENS)
+        batch = batch.then(step, tokens=4 * TOKENS if grows else TOKENS)
+        return recipe_of(mixture.then(at, then), batch, shuffle=shuffle, seed=7)
+
+    recipe = made(at + (not grows))
+    sizes = [recipe.batch.size(step) for step in range(9)]
+    starts = naive_starts(mixture, [(at, then)], sizes, "proportion", shuffle)
+    assert [start_of_step(recipe, step) for step in range(10)] == starts
+    assert all(start < stop for start, stop in pairwise(starts)), "no step is empty"
+    if max(long) > TOKENS:
+        with pytest.raises(mf.errors.RecipeError, match=f"more than a step of {TOKENS}"):
+            num_steps(made(at + grows))
+
+
+@settings(max_examples=cases(25), deadline=None)
 @given(
     stores,
     st.integers(1, 4),

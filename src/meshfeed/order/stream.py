@@ -7,6 +7,7 @@ No list is built and no state is kept: position 10**12 costs the same as positio
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
@@ -497,11 +498,13 @@ class TokenStream(Stream):
     """The stream of a batch of tokens; see `tokens`. Sums and segments are made when a step needs them."""
 
     def _prepare(self) -> None:
-        recipe, least = self._of(), min(tokens for _, tokens in self._batch.stages)
+        recipe = self._of()
         if isinstance(recipe.sequence, OwnOrder):
             raise RecipeError(f"{recipe.sequence.summary()} has its own order; give Batch(sequences=)")
         self.check_tokens()
-        for turns in self._turns:
+        for turns, stop in zip(self._turns, [*(after.step for after in self._turns[1:]), math.inf]):
+            sizes = [size for first, size in self._batch.stages if turns.step < first <= stop]
+            least = min([self._batch.size(turns.step), *sizes])  # of the next amounts' first step, too
             drawn = [(source, *self._tokens.of_epochs[source]) for source in turns.sources.tolist()]
             for source, _, longest in drawn:
                 if longest > least:
