@@ -81,7 +81,7 @@ class ArrowFormat(DocumentFilesFormat):
 
         Raises StoreError for several splits, rows that are reordered by an index, or no data file.
         """
-        may_be = is_http(place.given) or any(name.endswith(self.suffix) for name in place.names)
+        may_be = is_http(place.given) or any(name.lower().endswith(self.suffix) for name in place.names)
         if place.is_file or not may_be:
             return super().files(place)
         if _holds(place, SPLITS):

@@ -44,7 +44,7 @@ _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 # words of a name by which `datasets` tells splits
 _OF_TRAIN = re.compile(r"(?:^|.*[-._ /\d])(?:train|training)[-._ /\d]")
 _OF_TEST = re.compile(r"(?:^|.*[-._ /\d])(?:test|testing|valid|validation|val|dev|eval|evaluation)[-._ /\d]")
-_PACKED = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow)\.(gz|zst|bz2|xz|lz4|br|zip|Z|7z)")
+_PACKED = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow)\.(gz|zst|bz2|xz|lz4|br|zip|z|7z)", re.I)
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
@@ -271,7 +271,7 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
     Raises OptionError for several kinds of documents, several splits of the Hub in one folder, and a list of
     what `meshfeed prepare` left out.
     """
-    if place.name.endswith(suffixes) and place.is_file:
+    if place.name.lower().endswith(suffixes) and place.is_file:
         if is_report(place.beside, place.name):
             raise OptionError(
                 f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
@@ -282,12 +282,12 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         folder, names = place.beside, [name for name in place.matches if not is_report(place.beside, name)]
     else:
         folder, names = place.within, documents_in(place.within, place.names)
-    unread = [name for name in names if _PACKED.fullmatch(name) and not name.endswith(_KINDS)]
-    names = [name for name in names if name.endswith(_KINDS)]
-    others = [kind for kind in _KINDS if kind not in suffixes and any(name.endswith(kind) for name in names)]
-    if not any(name.endswith(suffixes) for name in names):
+    unread = [name for name in names if _PACKED.fullmatch(name) and not name.lower().endswith(_KINDS)]
+    names = [name for name in names if name.lower().endswith(_KINDS)]
+    kinds = [kind for kind in _KINDS if any(name.lower().endswith(kind) for name in names)]
+    if not {*suffixes}.intersection(kinds):
         return None
-    if others:
+    if others := [kind for kind in kinds if kind not in suffixes]:
         raise OptionError(
             f"{place.shown}: both {suffixes[0]} and {' and '.join(others)} files; keep each kind in a folder "
             f"of its own"
@@ -317,7 +317,7 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
 
 def refuse_splits(shown: str, names: Sequence[str], or_else: str) -> None:
     """Raises OptionError for a folder with files of documents for training and for tests, by their names."""
-    names = [name for name in names if name.endswith(_KINDS)]
+    names = [name for name in names if name.lower().endswith(_KINDS)]
     trains = [name for name in names if _OF_TRAIN.match(name)]
     tests = [name for name in names if _OF_TEST.match(name) and name not in trains]
     if trains and tests:

@@ -81,7 +81,7 @@ class TextFormat(StoreFormat):
 
 def _inputs_at(place: Place) -> list[str]:
     """The inputs of `prepare` that a path means; empty if there are none."""
-    if place.name.endswith(_TEXT):  # only if it is named: a folder may hold text that is no document
+    if place.name.lower().endswith(_TEXT):  # only if it is named: a folder may hold text that is no document
         names = place.matches if "*" in place.name else [place.name] * place.is_file
         return [join(place.beside.url, name) for name in names]
     found = files_of(place, LINES) or files_of(place, (".parquet",)) or ArrowFormat().files(place)

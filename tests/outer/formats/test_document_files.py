@@ -398,6 +398,15 @@ def test_a_folder_with_a_file_that_is_packed_otherwise_is_refused(tmp_path: Path
         open_store(tmp_path)
 
 
+def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1]}\n')
+    (tmp_path / "B.JSONL").write_text('{"tokens": [2]}\n{"tokens": [3]}\n')
+    assert (mf.open(tmp_path).num_documents, mf.open(tmp_path / "B.JSONL").num_documents) == (3, 2)
+    pq.write_table(pa.table({"tokens": [[4]]}), tmp_path / "C.Parquet")
+    with pytest.raises(OptionError, match=r"both \.jsonl and \.parquet files"):
+        mf.open(tmp_path)
+
+
 def test_a_folder_of_train_and_test_is_refused(tmp_path: Path) -> None:
     """As on the Hub; a pattern may ask for both. Names are told as `datasets` tells them."""
     train = ("train.jsonl", "train-00000-of-00002.jsonl", "data/train_1.jsonl", "train/1.jsonl")

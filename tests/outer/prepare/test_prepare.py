@@ -72,6 +72,14 @@ def test_files_folders_and_globs_come_in_the_order_given(tmp_path):
     assert documents(tmp_path / "both") == [b"of a.txt", b"of d.py"]
 
 
+def test_suffixes_may_be_in_capitals(tmp_path):
+    """A file of lines would be one document of JSON."""
+    jsonl(tmp_path / "a.jsonl", ["a", "b"]).rename(tmp_path / "A.JSONL")
+    jsonl(tmp_path / "c.jsonl.gz", ["c", "d"]).rename(tmp_path / "C.Jsonl.GZ")
+    prepare([tmp_path / "A.JSONL", tmp_path / "C.Jsonl.GZ"], tmp_path / "out", BYTES, engine=Here())
+    assert documents(tmp_path / "out") == [b"a", b"b", b"c", b"d"]
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")

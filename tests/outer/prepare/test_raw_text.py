@@ -112,7 +112,17 @@ def test_a_folder_is_read_as_prepare_reads_it(corpus: Path, tmp_path: Path) -> N
         "e.ndjson",
         "f.json.gz",
     ]
-    names += ["cache-1.arrow", "g.jsonl.xz", "h.parquet.bz2", "é.jsonl", "i.jsonl~", "j.ndjson.gz", "k.txt"]
+    names += [
+        "cache-1.arrow",
+        "g.jsonl.xz",
+        "h.parquet.bz2",
+        "é.jsonl",
+        "i.jsonl~",
+        "j.ndjson.gz",
+        "k.txt",
+        "L.JSONL",
+        "m.Json.GZ",
+    ]
     rng, same = np.random.default_rng(3), 0
     for case in range(60):
         folder = tmp_path / str(case)

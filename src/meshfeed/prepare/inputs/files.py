@@ -117,9 +117,10 @@ def find_inputs(
     places = [each.url if is_remote(each.url) else _place(each.url) for each in found]
     there, seen = set(places), set[str]()
     for each, place in zip(found, places):
-        if by_name and kind is None and each.kind == "text" and each.url.endswith((".json", *_TABLES)):
+        name = each.url.lower()
+        if by_name and kind is None and each.kind == "text" and name.endswith((".json", *_TABLES)):
             what = "JSON lines, a list of records,"
-            if each.url.endswith(_TABLES):
+            if name.endswith(_TABLES):
                 what = "rows, which are to be JSON lines or Parquet,"
             raise PrepareError(
                 f"{without_secrets(each.url)}: {what} or one document as it stands? Say kind= (--format) "
@@ -331,10 +332,9 @@ def _below(folder: Folder) -> list[str]:
 def _kind_of(name: str) -> str | None:
     if Path(name).name == INDEX:
         return "mds"
-    *_, suffix = Path(name).suffixes or [""]
-    packed = suffix in _CODECS
-    if packed:
-        suffix = Path(Path(name).stem).suffix
+    path = Path(name.lower())
+    packed = path.suffix in _CODECS
+    suffix = Path(path.stem).suffix if packed else path.suffix
     if packed and suffix in (".parquet", ".arrow", ".tar"):
         return None
     return _KIND_OF.get(".jsonl" if packed and suffix == ".json" else suffix)
@@ -342,7 +342,7 @@ def _kind_of(name: str) -> str | None:
 
 def _kind_of_json(url: str) -> str | None:
     """ "json" for a .json file that is a list of objects; None if it is not known."""
-    if Path(url).suffix != ".json" or Path(url).name == INDEX:
+    if Path(url).suffix.lower() != ".json" or Path(url).name == INDEX:
         return None
     file = _file_of(url)
     size = min(file.size_bytes, _HEAD_BYTES)
@@ -352,7 +352,7 @@ def _kind_of_json(url: str) -> str | None:
 def _input(url: str, kind: str | None, kinds: Sequence[str]) -> Input:
     found = kind or _kind_of(url) or "text"
     kind = found if found in kinds else "text"
-    codec = None if kind in ("parquet", "arrow", "webdataset") else _CODECS.get(Path(url).suffix)
+    codec = None if kind in ("parquet", "arrow", "webdataset") else _CODECS.get(Path(url).suffix.lower())
     if not is_remote(url) and Path(url).exists() and not Path(url).is_file():
         raise PrepareError(f"{url}: not a file that several processes can read; write it to a disk first")
     file = _file_of(url)
