@@ -17,7 +17,7 @@ import random
 import shutil
 import signal
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 import loops
 import meshfeed as mf
+from meshfeed.integrations import automodel
 from meshfeed.integrations.automodel import FeedRecipe
 from meshfeed.store import IndexedWriter
 
@@ -418,6 +419,8 @@ def done_at(checkpoint: Path | None) -> int:
 def lived(place: Path, seeds: list[tuple[int, ...]], kills: bool) -> None:
     """Go on with each life for a run or two of this world; the last one is killed, perhaps."""
     os.environ |= {"MESHFEED_TEST_FOLDER": str(place), "LOCAL_RANK": os.environ["RANK"]}
+    if kills:  # a rank waits so long for one that died before it began the same evaluation
+        automodel.Transport = partial(mf.Transport, timeout_s=60)
     for seed in seeds:
         rng, life = random.Random(repr(seed)), place / f"life{seed[1]}"
         kind = random.Random(repr(seed[:2])).choice(KINDS)
