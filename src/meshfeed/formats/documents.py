@@ -296,11 +296,6 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         raise OptionError(
             f"{place.shown}: {unread[0]} is compressed as none is read here; decompress it, or move it away"
         )
-    if "*" not in place.name and place.linked:
-        raise OptionError(
-            f"{place.shown}: links to folders, such as {place.linked[0]}, are not followed; give each folder "
-            f"as a source of a mf.Mixture, or link their files"
-        )
     root = Path(os.path.realpath(local_path(folder.url)))
     there = () if folder.is_remote else {str(root / name) for name in names}
     for name in there and names:
@@ -311,12 +306,16 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
         paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{Path(names[0]).suffix}" for split in splits)
         raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
     if "*" not in place.name:
-        refuse_splits(place.shown, names, "a pattern of files of one folder")
+        refuse_others(place.shown, [*names, *place.linked], "a pattern of files of one folder")
     return folder, names
 
 
-def refuse_splits(shown: str, names: Sequence[str], or_else: str) -> None:
-    """Raises OptionError for a folder with files of documents for training and for tests, by their names."""
+def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
+    """Raises OptionError for a folder with links to folders, NAME/, or with files for training and tests."""
+    if linked := [name for name in names if name.endswith("/")]:
+        raise OptionError(
+            f"{shown}: links to folders, as {linked[0]}, are not followed; give each folder, or {or_else}"
+        )
     names = [name for name in names if name.lower().endswith(_KINDS)]
     trains = [name for name in names if _OF_TRAIN.match(name)]
     tests = [name for name in names if _OF_TEST.match(name) and name not in trains]

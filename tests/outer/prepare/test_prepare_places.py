@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 import meshfeed as mf
 from meshfeed.cli.main import main
-from meshfeed.errors import AccessError, MissingError, PrepareError, StoreError
+from meshfeed.errors import AccessError, MissingError, OptionError, PrepareError, StoreError
 from meshfeed.files import Folder
 from meshfeed.prepare import Chats, Text, prepare
 from services.needs import needs_root
@@ -159,6 +159,18 @@ def test_a_file_under_two_names_is_given_twice(tmp_path, again):
     (tmp_path / "in/z.jsonl").symlink_to("a.jsonl")
     with pytest.raises(PrepareError, match=r"jsonl: given twice, by this name or a link"):
         prepare([tmp_path / "in/a.jsonl", f"{tmp_path}/in/{again}"], tmp_path / "out", BYTES, engine=Here())
+
+
+def test_a_link_to_a_folder_is_not_passed_over(tmp_path):
+    """What is behind it would be lost; a pattern, as for a source tree, says that it may be."""
+    for name in ("in/a.jsonl", "elsewhere/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        jsonl(tmp_path / name, [name])
+    (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OptionError, match="in: links to folders, as more/, are not followed; give each"):
+        prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
+    prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here(), pattern="*")
+    assert documents(tmp_path / "out") == [b"in/a.jsonl"]
 
 
 def test_links_to_one_file_elsewhere_are_as_many_documents(tmp_path):

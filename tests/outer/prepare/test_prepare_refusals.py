@@ -269,7 +269,7 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
             ["sub", "--glob", "*.py", "--glob", "*.json"],
             "sub/lines.json: JSON lines, a list of records, or one document",
         ),
-        (["sub/rows.csv"], "sub/rows.csv: rows, which are to be JSON lines or Parquet, or one document"),
+        (["sub/rows.csv"], "sub/rows.csv: rows of a table, or one document"),
         (["sub/rows.csv", "--format", "text"], ""),
         (["sub", "--glob", "*"], ""),
         (["sub/lines.json", "--format", "jsonl"], ""),

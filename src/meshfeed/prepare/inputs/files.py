@@ -18,7 +18,7 @@ from meshfeed.files import ByteFile, Cache, Folder, LocalFile
 from meshfeed.files.folder import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat, batches_in
-from meshfeed.formats.documents import read_bytes, refuse_splits
+from meshfeed.formats.documents import read_bytes, refuse_others
 from meshfeed.formats.mds import MDSDataset, MDSStore
 from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
@@ -88,8 +88,8 @@ def find_inputs(
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
     Raises PrepareError if nothing is found, a file is given twice, or a named .json or .csv may be records or
-    one document; OptionError for a folder with files for training and for tests, if no pattern is given;
-    StoreError if something cannot be read, and for a DatasetDict, which is several datasets.
+    one document; OptionError for a folder with files for training and for tests or, of text, with links to
+    folders, if no pattern is given; StoreError if something cannot be read, and for a DatasetDict.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
     # With "*", as for a source tree, a package.json is one of the files.
@@ -119,11 +119,9 @@ def find_inputs(
     for each, place in zip(found, places):
         name = each.url.lower()
         if by_name and kind is None and each.kind == "text" and name.endswith((".json", *_TABLES)):
-            what = "JSON lines, a list of records,"
-            if name.endswith(_TABLES):
-                what = "rows, which are to be JSON lines or Parquet,"
+            what = "rows of a table" if name.endswith(_TABLES) else "JSON lines, a list of records"
             raise PrepareError(
-                f"{without_secrets(each.url)}: {what} or one document as it stands? Say kind= (--format) "
+                f"{without_secrets(each.url)}: {what}, or one document as it stands? Say kind= (--format) "
                 f"jsonl, json or text"
             )
         # the Hub's cache has equal files as links to one elsewhere: those are as many documents
@@ -262,7 +260,7 @@ def _urls_of(
     passed_over: Counter[str],
 ) -> list[str]:
     def taken(name: str) -> bool:
-        if is_hidden(name):
+        if is_hidden(name) or name.endswith("/"):
             return False
         if patterns is None and not is_read(name):
             passed_over[Path(name).suffix] += 1
@@ -281,7 +279,9 @@ def _urls_of(
             return chosen
         read = [name for name in names if taken(name)]
         if patterns is None:
-            refuse_splits(without_secrets(folder), read, "say which of its files, such as by --glob 'train*'")
+            links = [name for name in names if name.endswith("/") and is_read(name[:-1]) and "text" in kinds]
+            or_else = "say which of its files, such as by --glob 'train*'"
+            refuse_others(without_secrets(folder), read + links, or_else)
         return [join(folder, name) if is_remote(folder) else str(Path(folder, name)) for name in read]
 
     given = pinned(given, Cache(), {})
@@ -326,7 +326,7 @@ def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
 
 def _below(folder: Folder) -> list[str]:
     """All files of a folder, except those of an earlier run's output that are not documents."""
-    return documents_in(folder, [name for name, _ in folder.names() if not name.endswith("/")])
+    return documents_in(folder, [name for name, _ in folder.names()])
 
 
 def _kind_of(name: str) -> str | None:
