@@ -73,7 +73,7 @@ def takes_seq_idx(model: torch.nn.Module) -> bool:
 
 
 def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The `attention_mask` that a model needs to keep the documents of a batch apart; {} if it needs none.
+    """The `attention_mask` that keeps documents apart, and position_ids as a model counts them; {} for none.
 
     The first call with packs sends the small pack through it, twice; so all ranks of a model must make this
     call together. Later ones remember. Batches with their own attention_mask, and models that are not of
@@ -81,8 +81,14 @@ def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, An
     says. Raises RecipeError for a model that does not keep documents apart.
     """
     inner: Any = _unwrapped(model)
-    if not _is_known(inner) or "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
+    if not _is_known(inner):
         return {}
+    given, places = dict[str, Any](), batch.get("position_ids")
+    embeddings: Any = getattr(inner.base_model, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids") and places is not None and not places.all():
+        given["position_ids"] = places + embeddings.padding_idx + 1  # as RoBERTa counts
+    if "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
+        return given
     config, tokens = inner.config.get_text_config(), batch["input_ids"].shape[-1]
     if getattr(config, "attn_temperature_tuning", False) and tokens > config.floor_scale:  # of Llama 4
         raise RecipeError(
@@ -105,7 +111,7 @@ def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, An
             dtype, lasts = None, True
         if lasts:
             _proved[inner] = attention, dtype
-    return {} if dtype is None else {"attention_mask": _masks(inner, batch["position_ids"], dtype)}
+    return given if dtype is None else given | {"attention_mask": _masks(inner, batch["position_ids"], dtype)}
 
 
 def _unwrapped(model: Any) -> Any:
@@ -294,6 +300,5 @@ def _special(config: Mapping[str, Any]) -> Generator[int]:
         if isinstance(value, Mapping):
             yield from _special(value)
         elif str(name).endswith(("token_id", "token_ids", "token_index")):
-            yield from (
-                each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)
-            )
+            several: list[Any] = value if isinstance(value, list) else [value]
+            yield from (each for each in several if isinstance(each, int))

@@ -146,6 +146,7 @@ APART: dict[str, Any] = {
     "ModernBertDecoder": {**HEADS, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
     "BitNet": USUAL,
     "Nemotron": USUAL,
+    "XLMRoberta": {**HEADS, "is_decoder": True, "max_position_embeddings": 128},
 }
 """Names of configs that keep documents apart, by themselves or by masks that FeedTrainer gives."""
 REFUSED: dict[str, Any] = {
@@ -254,6 +255,15 @@ def test_what_reads_across_documents_is_refused(name: str, stored: str, tmp_path
     with pytest.raises(RecipeError, match=r"ForCausalLM .* the documents of a pack.*max_sequences=1"):
         run.train()
     assert run.state.global_step == 0
+
+
+def test_positions_are_those_that_the_model_counts(stored: str) -> None:
+    model = made("XLMRoberta").eval()  # from the number of its padding on
+    rows = mf.simulate(recipe(stored, mf.Windows(32), sequences=2), mf.Layout(), 1, micro_batch_size=2)
+    batch = causal_batch(next(iter(rows)).microbatches[0], model)
+    assert batch["position_ids"].tolist() == [[*range(1, 33)]] * 2 and kept_apart(model, batch) == {}
+    alone = model(input_ids=batch["input_ids"]).logits
+    assert torch.equal(model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits, alone)
 
 
 @pytest.mark.parametrize("name", ["MiniMaxM3VLText", "DeepseekV4"])
