@@ -52,7 +52,7 @@ def random(more: int, **given: int) -> float:
 CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, int]]]] = {
     "Align": [(mf.Align, {"sequence": 2, "pack": 4})],
     "Batch": [
-        (mf.Batch, {"sequences": 4}),
+        (mf.Batch, {"sequences": 4, "rows_of": 16}),
         (mf.Batch, {"tokens": 64}),
         (mf.Batch(4).then, {"step": 3, "sequences": 6}),
         (mf.Batch(tokens=64).then, {"step": 3, "tokens": 128}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -31,6 +31,7 @@ class Batch:
         last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
             the stream before it, "pad" fills it with what would come next if the stream continued.
         stages: (first step, sequences or tokens) of each stage of a ramp, which `then` adds to.
+        rows_of: tokens of each sequence, if a recipe has made it of a batch of tokens; None otherwise.
 
     Raises RecipeError for other values, and for both sequences and tokens, or neither.
     """
@@ -40,12 +41,14 @@ class Batch:
     tokens: int | None = None
     last: Last = "keep"
     stages: tuple[tuple[int, int], ...] = ()
+    rows_of: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         settle(self)
         unit, size = self._unit, self.sequences if self.tokens is None else self.tokens
-        if not is_whole(size):
-            raise RecipeError(f"Batch({unit}={size!r}): a whole number from 1")
+        for name, given in ((unit, size), ("rows_of", 1 if self.rows_of is None else self.rows_of)):
+            if not is_whole(given):
+                raise RecipeError(f"Batch({name}={given!r}): a whole number from 1")
         if self.sequences is not None and self.tokens is not None:
             raise RecipeError(f"{self!r}: give sequences or tokens, not both")
         if self.last not in get_args(Last):
@@ -135,7 +138,7 @@ class Batch:
                     f"{self!r}: {tokens} tokens are no whole number of rows of {length}; give {near}"
                 )
         stages = tuple((step, tokens // length) for step, tokens in self.stages)
-        return Batch(sequences=stages[0][1], last=self.last, stages=stages)
+        return Batch(sequences=stages[0][1], last=self.last, stages=stages, rows_of=length)
 
     def summary(self, until: int | None = None) -> str:
         """One line with everything that determines the steps before `until`."""

@@ -274,6 +274,8 @@ class Recipe:
             raise RecipeError(f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...) or 'none'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
+        if (length := self.batch.rows_of) not in (None, self.sequence.row_length):  # of the rule before
+            object.__setattr__(self, "batch", self.batch.in_tokens(length))
         if self.batch.tokens is not None:
             object.__setattr__(self, "batch", self._batch_of_tokens())
         names = self.data.names if isinstance(self.data, Mixture) else ("",)
@@ -283,9 +285,8 @@ class Recipe:
 
     def why_uncounted(self) -> str:
         """Why nobody can count the tokens of its steps from the index; "" if one can."""
-        if not self.sequence.packed:
-            return f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
-        return ""
+        told = f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
+        return "" if self.sequence.packed else told
 
     def _batch_of_tokens(self) -> Batch:
         if length := self.sequence.row_length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -244,6 +245,9 @@ def test_rows_of_one_length_make_a_batch_of_sequences() -> None:
     by_rows = mf.Recipe(data=store, sequence=mf.Windows(64), batch=mf.Batch(10, last="drop").then(5, 20))
     assert by_tokens.batch == by_rows.batch and by_tokens == by_rows
     assert by_tokens.fingerprint == by_rows.fingerprint
+    assert replace(by_tokens, sequence=mf.Windows(32)).batch == mf.Batch(20, last="drop").then(5, 40)
+    assert replace(by_tokens, sequence=mf.Documents()).batch == by_rows.batch.in_tokens(64)
+    assert replace(by_rows, sequence=mf.Windows(32)).batch == by_rows.batch
     with pytest.raises(
         mf.errors.RecipeError, match="1000 tokens are no whole number of rows of 64; give 960 or 1024"
     ):

@@ -297,7 +297,7 @@ class Step:
         )
 
     def flops(self, shape: ModelShape, *, backward: bool = True) -> int:
-        """FLOPs of a model on the step's real tokens, over all ranks; exact, from the plan alone."""
+        """FLOPs of a causal model on the real tokens of all ranks; exact if each row is one text."""
         return flops(self.plan, shape, backward=backward)
 
 

@@ -111,12 +111,9 @@ def _by_sequence(microbatch: Microbatch, value: Any, field: Field, cp_split: CpS
     """A field's part of each sequence of a microbatch, on one rank."""
     if not field.split or "cu_seqlens_padded" not in microbatch:
         return iter(value[: len(microbatch.draws)])
-    edges = microbatch["cu_seqlens_padded"]
-    if cp_split == "pack_contiguous":  # one run of the pack
-        edges = (edges - microbatch.cp_rank * value.shape[1]).clip(0)
-    else:
-        edges = edges // microbatch.cp_size
-    return (value[0, start:stop] for start, stop in pairwise(edges.tolist()))
+    edges, run = microbatch["cu_seqlens_padded"], microbatch.cp_rank * value.shape[1]
+    own = (edges - run).clip(0) if cp_split == "pack_contiguous" else edges // microbatch.cp_size
+    return (value[0, start:stop] for start, stop in pairwise(own.tolist()))
 
 
 def _joined(field: Field, held: Mapping[int, Any], length: int, cp_split: CpSplit) -> Any:

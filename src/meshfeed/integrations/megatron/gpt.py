@@ -114,8 +114,7 @@ class MegatronGPT(Rows, OwnOrder):
         indexes = self._indexes(recipe)
         if stop > (end := indexes.num_positions):
             raise RecipeError(
-                f"last='pad': MegatronGPT has {end} samples, which do not fill the last step, and none after "
-                f"them; give Batch(last='drop') or 'keep', or samples= of whole steps"
+                f"last='pad': MegatronGPT has no sample behind its {end}; give Batch(last='drop') or 'keep'"
             )
         return indexes.draws_between(start, stop)
 
