@@ -47,7 +47,7 @@ from meshfeed.plan import (
 from meshfeed.plan.packing import sizes_of
 from meshfeed.plan.problem import Room, room_of
 from meshfeed.plan.step import planned
-from meshfeed.plan.types import NoLoss, cuts_packs
+from meshfeed.plan.types import NoLoss, check_split, cuts_packs
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import (
     Portion,
@@ -180,6 +180,7 @@ class Stepping:
             raise RecipeError(f"{rule.summary()} needs packing=mf.Packing(capacity=...)")
         if packing is not None and not rule.packed:
             raise RecipeError(f"{rule.summary()} has sequences of one length; leave packing out")
+        check_split(self.cp_split)
         cannot_split = isinstance(rule, TakesParts) and not rule.may_split
         if packing is not None and packing.oversize == "split" and cannot_split:
             raise RecipeError(f"{rule.summary()} cannot be split; choose another oversize= of Packing")
