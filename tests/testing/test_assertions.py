@@ -61,6 +61,27 @@ class DependsOnTheLast(Sound):
         return {"x": np.array([at.index, before == 79 or before == 8])}
 
 
+class KeepsTheFirstEpoch(Sound):
+    """Keeps items by their index, whatever the epoch."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
+        return self.kept.setdefault(at.index, super().__getitem__(at))
+
+
+class ReusesItsArray(Sound):
+    """As `Mapped` allows."""
+
+    def __init__(self) -> None:
+        self.x = np.zeros(3)
+
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
+        self.x[:] = at.index
+        return {"x": self.x}
+
+
 class DrawsFromPython(Sound):
     def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, Any]:
         return {"x": random.random()}
@@ -144,6 +165,7 @@ class FailsElsewhere(Sound):
 def test_a_sound_dataset_passes() -> None:
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert_deterministic(Sound())
+    assert_deterministic(ReusesItsArray())
     assert_deterministic([{"x": 1}, {"x": 2}], indices=[0, 1])
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
@@ -154,6 +176,7 @@ def test_a_sound_dataset_passes() -> None:
     [
         (WithOneRng, r"EpochIndex.*differs when asked for twice: \['x'\]\[0\]: [-\d.]+ and [-\d.]+"),
         (DependsOnTheLast, r"asked for in another order: \['x'\]\[1\]: "),
+        (KeepsTheFirstEpoch, r"EpochIndex\(epoch=0, .*in another process: \['x'\]\[0\]: "),
         (DrawsFromPython, "changes the global random state of random"),
         (DrawsFromNumpy, "changes the global random state of numpy"),
         (DrawsFromTorch, "changes the global random state of torch"),

@@ -9,6 +9,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
+from meshfeed.errors import PlanError
 from meshfeed.testing import assert_rule
 from user_datasets import Rich
 
@@ -71,6 +72,20 @@ class Miscounting(mf.Windows):
         return super().valid_tokens(*args) + 1
 
 
+class MiscountsPieces(mf.Documents):
+    """Each sequence lacks a label, and so its last piece alone."""
+
+    def valid_tokens(self, recipe: Any, draws: Any, starts: Any, lengths: Any) -> Any:
+        return np.maximum(lengths - 1, 0)
+
+
+class RefusesPieces(mf.Documents):
+    def valid_tokens(self, recipe: Any, draws: Any, starts: Any, lengths: Any) -> Any:
+        if starts.any():
+            raise PlanError("whole documents only")
+        return super().valid_tokens(recipe, draws, starts, lengths)
+
+
 class OtherTypes(mf.Windows):
     def build(self, *args: Any) -> Any:
         made = super().build(*args)
@@ -117,12 +132,17 @@ class KeepsExcluded(mf.Documents):
         return self.look_up(recipe, draws)
 
 
+def test_a_rule_that_refuses_pieces(tokens: str) -> None:
+    assert_rule(RefusesPieces(), mf.open(tokens))
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
         (LongerElsewhere(), "pickled copy"),
         (KeepsExcluded(), "tokens that bear loss, all documents left out"),
         (Miscounting(32), "valid_tokens, and nonzero loss_mask"),
+        (MiscountsPieces(), "valid_tokens, and nonzero loss_mask"),
         (OtherTypes(32), "dtype of tokens: .*int64.*float64"),
         (KeepsMemory(), "columns were overwritten"),
         (OnlyItsOwn(), "one reader holds"),

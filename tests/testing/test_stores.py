@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Skewed(mf.Lengths):
     def __init__(self, lengths: list[int], broken: str) -> None:
         super().__init__(lengths)
         self._broken, self._asked, self._entries = broken, 0, 0
+        self._buffer = np.zeros(1 << 15, self.dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -98,6 +100,10 @@ class Skewed(mf.Lengths):
 
     def read_into(self, out: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
         super().read_into(out, starts, stops)
+        if self._broken == "threads":  # by a buffer that they share
+            self._buffer[: out.size] = out
+            time.sleep(1e-4)
+            out[:] = self._buffer[: out.size]
         if self._broken == "tokens" or (self._broken == "again" and self._entries > 2):
             out[-1:] += 1
 
@@ -116,6 +122,7 @@ FAULTS = {
     "refusal": "offsets of document -1 raises no StoreError",
     "boundaries": "document_starts",
     "tokens": "the whole stream",
+    "threads": "by a thread of four",
     "again": "a store entered again",
     "copies": "a pickled copy",
     "verify": "verify",

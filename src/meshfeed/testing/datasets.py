@@ -51,6 +51,10 @@ def assert_deterministic(
     asked = list(indices)
     if not asked:
         raise AssertionError("no index to ask for: the dataset is empty, or `indices` is")
+    of_another: list[Any] = []
+    if another_process:  # spawned: a fork would share what this process has cached and seeded
+        with _other_rank():  # backwards, and first: the dataset has kept nothing yet
+            of_another = elsewhere("spawn", timeout_s, _items, dataset, asked[::-1])[::-1]
     items = [_item(dataset, at) for at in asked]
     _compare(asked, items, [_item(dataset, at) for at in asked], "asked for twice")
     backwards = [_item(dataset, at) for at in reversed(asked)][::-1]
@@ -62,10 +66,7 @@ def assert_deterministic(
         again = [_item(dataset, at) for at in asked]
     how = "asked for on another rank, with other values of $RANK, $WORLD_SIZE and their like"
     _compare(asked, items, again, how)
-    if another_process:
-        with _other_rank():  # spawned: a fork would share what this process has cached and seeded
-            again = elsewhere("spawn", timeout_s, _items, dataset, asked)
-        _compare(asked, items, again, "asked for in another process")
+    _compare(asked, items, of_another, "asked for in another process")
 
 
 def assert_epochs_differ(
@@ -161,4 +162,4 @@ def _other_rank() -> Any:
 
 
 def _items(dataset: Any, asked: Sequence[Any]) -> list[Any]:
-    return [dataset[at] for at in asked]
+    return [copy.deepcopy(dataset[at]) for at in asked]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import numpy as np
 
 from meshfeed.arrays import Arrays, Columns
 from meshfeed.batch import Batch
+from meshfeed.errors import PlanError
 from meshfeed.feed.device import OnHost, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import LeavesOut
 from meshfeed.plan import Packing
+from meshfeed.plan.packing import Oversize
 from meshfeed.recipe import Recipe, entered
-from meshfeed.sequence import Portion, RuleContents, SequenceRule
+from meshfeed.sequence import Portion, RuleContents, SequenceRule, TakesParts
 from meshfeed.testing.difference import difference, require
 
 
@@ -29,7 +33,8 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     Raises AssertionError if a pickled copy of the rule differs; if a field has not its declared dtype, or cp
     splits fields differently; if what one reader holds for several ranks makes other fields than what each
     reads itself; if a device makes other fields from the table; if a field shares memory with the columns; if
-    a field that is not stored needs columns; if loss_mask and valid_tokens disagree; or if a rule that leaves
+    a field that is not stored needs columns; if loss_mask and valid_tokens disagree, also of sequences that a
+    packing splits; or if a rule that leaves
     documents out has loss where all of them are.
     """
     copied: SequenceRule = pickle.loads(pickle.dumps(rule))
@@ -37,28 +42,31 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     _equal(rule.fields, copied.fields, "fields of a pickled copy")
     names = [field.name for field in rule.fields]
     require(len(names) == len(set(names)), f"fields {names}: two have the same name")
-    for cp in range(1, max_cp + 1):
+    may_split = rule.packed and (not isinstance(rule, TakesParts) or rule.may_split)
+    for cp, split in itertools.product(range(1, max_cp + 1), (False, True)[: 1 + may_split]):
         recipe = Recipe(data=data, sequence=rule, batch=Batch(sequences=8))
-        layout = Layout(dp=2, cp=cp)
-        with entered(recipe):
-            stepping = _stepping(recipe, layout)
+        # a rule may refuse pieces
+        with entered(recipe), suppress(PlanError) if split else nullcontext():
+            stepping = _stepping(recipe, cp)
+            if split and (whole := stepping.global_batch(0)):
+                stepping = _stepping(recipe, cp, max(int(whole.lengths.max()) // 3, 8), "split")
             for step in range(steps):
                 if (batch := stepping.global_batch(step)) is None:
                     raise AssertionError(f"step {step}: the stream has ended; give more sequences")
                 again = copied.lengths(recipe, batch.draws)
                 _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
-                _check_step(stepping, layout, batch)
+                _check_step(stepping, batch)
                 _check_left_out(stepping, batch)
 
 
-def _stepping(recipe: Recipe, layout: Layout) -> Stepping:
-    packed = cast(SequenceRule, recipe.sequence).packed
-    packing = Packing(capacity=1 << 20, policy="in_order") if packed else None
+def _stepping(recipe: Recipe, cp: int, capacity: int = 1 << 20, oversize: Oversize = "error") -> Stepping:
+    packed, layout = cast(SequenceRule, recipe.sequence).packed, Layout(dp=2, cp=cp)
+    packing = Packing(capacity=capacity, policy="in_order", oversize=oversize) if packed else None
     return Stepping(recipe=recipe, layout=layout, micro_batch_size=2, cp_split="zigzag", packing=packing)
 
 
-def _check_step(stepping: Stepping, layout: Layout, batch: GlobalBatch) -> None:
-    num_valid: list[int] = []
+def _check_step(stepping: Stepping, batch: GlobalBatch) -> None:
+    num_valid, layout = list[int](), stepping.layout
     for rank in range(layout.world_size):
         coord = layout.coord(rank)
         alone = stepping.portions(batch, coord, [coord.cp])

@@ -49,7 +49,10 @@ def assert_store(
         wanted.check_all_read(store, "the first `with`, after a second one")
         copies["a copy pickled while it was entered"] = pickle.loads(pickle.dumps(store))
         with ThreadPoolExecutor(4) as threads:
-            readers = [threads.submit(wanted.check_all_read, store, "one of four threads") for _ in range(8)]
+            others = [np.random.default_rng(seed + n) for n in range(8)]  # each reads other ranges
+            readers = [
+                threads.submit(wanted.check_reads, store, rng, " by a thread of four") for rng in others
+            ]
         for reader in readers:
             reader.result()
     with store:
@@ -107,19 +110,19 @@ class _Wanted:
             with beside:
                 _equal(beside.lengths(every), self.lengths, f"lengths of column {column!r}")
 
-    def check_reads(self, store: StreamStore, rng: np.random.Generator) -> None:
+    def check_reads(self, store: StreamStore, rng: np.random.Generator, by: str = "") -> None:
         size = self.stream.size
-        self.check_all_read(store, "the whole stream")
+        self.check_all_read(store, f"the whole stream{by}")
         for _ in range(_NUM_READS):
             starts = rng.integers(0, size + 1, _NUM_RANGES)
             stops = np.minimum(starts + rng.integers(0, _LONGEST_RANGE, _NUM_RANGES), size)
             ranges = list(zip(starts.tolist(), stops.tolist()))
             store.will_need(starts, stops)
             expected = np.concatenate([self.stream[a:b] for a, b in ranges])
-            _equal(store.read_stream(starts, stops), expected, f"tokens of {ranges}")
+            _equal(store.read_stream(starts, stops), expected, f"tokens of {ranges}{by}")
             out = np.empty_like(expected)
             require(store.read_stream(starts, stops, out=out) is out, "read_stream(out=) gives another array")
-            _equal(out, expected, f"tokens of {ranges}, read into out=")
+            _equal(out, expected, f"tokens of {ranges}, read into out={by}")
             inside = [self.boundaries[(self.boundaries > a) & (self.boundaries < b)] for a, b in ranges]
             found, counts = store.document_starts(starts, stops)
             _equal(found, np.concatenate(inside), f"document_starts of {ranges}")
@@ -131,7 +134,7 @@ class _Wanted:
         for document in rng.permutation(len(self.documents))[:_NUM_RANGES].tolist():
             tokens = self.documents[document]
             for start, stop in ((0, tokens.size), (tokens.size // 2, tokens.size), (0, 0)):
-                where = f"tokens {start}..{stop} of document {document}"
+                where = f"tokens {start}..{stop} of document {document}{by}"
                 _equal(store.read(document, start, stop), tokens[start:stop], where)
 
     def check_refusals(self, store: StreamStore) -> None:
