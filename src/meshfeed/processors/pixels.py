@@ -58,9 +58,11 @@ class PixelProcessor(Processor):
         check_choice(self, "dtype", get_args(Dtype))
         check_counts(self)
         mean, std = np.array(self.mean, float), np.array(self.std, float)
-        if not (mean.shape == std.shape == (3,) and np.isfinite([mean, std]).all() and (std > 0).all()):
+        fits = mean.shape == std.shape == (3,) and np.isfinite(std).all()
+        if not (fits and ((mean >= 0) & (mean <= 1) & (std > 0)).all()):
             raise RecipeError(
-                f"{type(self).__name__}(mean={self.mean}, std={self.std}): three numbers each, std above 0"
+                f"{type(self).__name__}(mean={self.mean}, std={self.std}): three numbers each, mean from "
+                f"0 to 1, std above 0"
             )
 
     @abstractmethod

@@ -293,7 +293,8 @@ class SpelledVideo(NativeVideo):
 class TimedVideo(SpelledVideo):
     """SpelledVideo for Qwen3-VL: merged frames behind "<0.2 seconds>", the time in the middle of them.
 
-    Frames are sampled from the first to the last one.
+    Frames are sampled from the first to the last one. Its pixels have mean and std 0.5, and checkpoints other
+    limits than the defaults, those of the class in transformers: min_pixels=4096, max_pixels=25_165_824.
 
     Attributes:
         digits: ids of "0" to "9".

@@ -6,6 +6,7 @@ import ast
 import importlib
 import io
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -486,6 +487,12 @@ def test_the_pixels_of_glm_are_the_published_ones() -> None:
         assert np.array_equal(ours["image_grid_thw"], wanted["image_grid_thw"])
 
 
+TRAINED_ON_VIDEO = {
+    *("Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "Qwen2.5-Omni", "LLaVA-OneVision", "Gemma 4"),
+    *("GLM-4.1V", "GLM-4.5V", "InternVL 3", "InternVL 3.5"),
+}
+
+
 def test_the_page_names_the_families_that_are_tested() -> None:
     page = (DOCS / "multimodal.md").read_text()
     table = page.split("| family | images | video | sound |\n|---|---|---|---|\n")[1].split("\n\n")[0]
@@ -505,12 +512,17 @@ def test_the_page_names_the_families_that_are_tested() -> None:
     }
     assert trained == {
         "images": ours | tested_elsewhere,
-        "video": {
-            *("Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "Qwen2.5-Omni", "LLaVA-OneVision", "Gemma 4"),
-            *("GLM-4.1V", "GLM-4.5V", "InternVL 3", "InternVL 3.5"),
-        },
+        "video": TRAINED_ON_VIDEO,
         "sound": {"Qwen2-Audio", "Qwen2.5-Omni"},
     }
+
+
+def test_the_page_has_the_options_of_each_family_with_video() -> None:
+    page = (DOCS / "multimodal.md").read_text()
+    table = page.split("| family | processor | arrays of a pack |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    told = {name for family, made, _ in rows if "Video" in made for name in re.split("[,;] ", family)}
+    assert told - {"video"} == TRAINED_ON_VIDEO
 
 
 def test_the_pixels_of_gemma_4_are_the_published_ones() -> None:

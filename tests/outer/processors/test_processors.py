@@ -601,6 +601,7 @@ def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> N
         (FixedPixels, {"fit": "cut"}, r"fit='cut'\): choose crop, stretch, pad"),
         (AnyResPixels, {"std": (1, 0, 1)}, "std above 0"),
         (AnyResPixels, {"mean": (1, 1)}, "three numbers each"),
+        (NativePatches, {"mean": (127.5,) * 3, "std": (127.5,) * 3}, "mean from 0 to 1"),
         (NativePatches, {"frames": 0}, r"frames=0\): a whole number from 1"),
     ],
 )
