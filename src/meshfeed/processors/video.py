@@ -81,7 +81,7 @@ class NativeVideo(ResizedImages):
         before. Where rounding gives one more, behind the last frame, transformers raises; it is left out.
         """
         asked = int(self._asked(size.as_video())[0])
-        return torch.arange(0, size.length, size.length / asked).int()[:asked].tolist()
+        return _spaced(0, size.length, size.length / asked)[:asked]
 
     def tokens(self, parts: Parts) -> Longs:
         groups, patches = self.patches(parts)
@@ -195,6 +195,11 @@ def sampled_frames(data: bytes, size: PartSize, numbers: list[int], height: int,
 def evenly(length: int, num_frames: int) -> list[int]:
     """The numbers of frames that lie evenly in a video of that length, from the first one."""
     return (np.arange(num_frames) * length // num_frames).tolist()
+
+
+def _spaced(begin: float, end: float, step: float) -> list[int]:
+    """Numbers a step apart, rounded down by torch.arange; in float32, whatever torch's default is."""
+    return torch.arange(begin, end, step, dtype=torch.float32, device="cpu").int().tolist()
 
 
 def refuse_short(parts: Parts, least: int) -> None:
@@ -439,7 +444,7 @@ class NumberedVideo(FixedVideo):
 
     def numbers(self, size: PartSize) -> list[int]:
         step = size.length / self.num_frames
-        return torch.arange(step / 2, size.length, step).int().tolist()
+        return _spaced(step / 2, size.length, step)
 
     @property
     def outputs_of_one(self) -> int:

@@ -17,7 +17,7 @@ import meshfeed as mf
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.formats.video import video_header
 from meshfeed.multimodal import MultimodalWriter, PartSize
-from meshfeed.processors import FixedFrames, FixedVideo, NativeVideo, VideoPatches
+from meshfeed.processors import FixedFrames, FixedVideo, NativeVideo, NumberedVideo, VideoPatches
 from qwen_videos import Asked, Made, by_transformers
 from soak import SEED, cases
 from videos import CODECS, UNEVEN, all_frames, video
@@ -128,6 +128,22 @@ def test_numbers_of_any_video_are_of_its_frames() -> None:
                 numbers, (frames,) = rule.numbers(size), rule.frames(size.as_video())
                 assert numbers == sorted(set(numbers)) and len(numbers) == frames, size
                 assert numbers[0] >= 0 and numbers[-1] < length and frames <= rule.max_frames, size
+
+
+@pytest.mark.parametrize(
+    "rule", [NativeVideo(), NumberedVideo(num_frames=9, before=((1,),) * 9, after=(2,))], ids=type
+)
+def test_frames_do_not_depend_on_what_torch_makes_by_default(rule: Any) -> None:
+    """A loop of bfloat16 may have set it; decoding in workers, which have not, would choose others."""
+    sizes = [PartSize(48, 64, length, 24.0) for length in range(9, 2000, 13)]
+    wanted = [rule.numbers(size) for size in sizes]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert [rule.numbers(size) for size in sizes] == wanted
+        with torch.device("meta"):
+            assert rule.numbers(sizes[0]) == wanted[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def stored(folder: Path, parts: list[tuple[bytes, PartSize]]) -> Any:
