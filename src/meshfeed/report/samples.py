@@ -150,7 +150,7 @@ def shown_ranges(bears: Bools, most: int) -> list[tuple[int, int]]:
 
 
 def loss_of(store: StreamStore) -> dict[str, int] | None:
-    """How much of a whole store bears loss, as `bearing` says of a document; None where it all does.
+    """How much of a whole store bears loss, as a feed of `Documents` counts it; None where it all does.
 
     Returns tokens that bear loss, of all tokens, and the documents in which none does. Reads the columns
     once on a node. The store must be entered.
@@ -163,10 +163,8 @@ def loss_of(store: StreamStore) -> dict[str, int] | None:
         lengths = store.lengths(np.arange(begin, min(begin + _TOGETHER, store.num_documents)))
         stops = first + np.cumsum(lengths)
         starts, first = stops - lengths, int(stops[-1])
-        if is_shifted:  # a document's first token is never a label
-            counts = count_bearing(store, starts, np.maximum(stops - 1, starts))
-        else:
-            counts = count_bearing(store, np.minimum(starts + 1, stops), stops)
+        # a document's first token is no label; that of its last one may be no token of it
+        counts = count_bearing(store, starts if is_shifted else np.minimum(starts + 1, stops), stops)
         found, without = found + int(counts.sum()), without + int((counts == 0).sum())
     return {"tokens": found, "of": store.num_tokens, "documents_without": without}
 
