@@ -134,7 +134,7 @@ def test_numbers_of_any_video_are_of_its_frames() -> None:
     "rule", [NativeVideo(), NumberedVideo(num_frames=9, before=((1,),) * 9, after=(2,))], ids=type
 )
 def test_frames_do_not_depend_on_what_torch_makes_by_default(rule: Any) -> None:
-    """A loop of bfloat16 may have set it; decoding in workers, which have not, would choose others."""
+    """A loop of bfloat16 may set it, and a spawned worker has not."""
     sizes = [PartSize(48, 64, length, 24.0) for length in range(9, 2000, 13)]
     wanted = [rule.numbers(size) for size in sizes]
     torch.set_default_dtype(torch.bfloat16)
