@@ -9,6 +9,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
+from meshfeed.datasets.mapped import NUMBERS
 from meshfeed.errors import PlanError
 from meshfeed.testing import assert_rule
 from user_datasets import Rich
@@ -58,6 +59,30 @@ IDS = mf.Field(name="ids", dtype="int32", split=True)
 def test_our_rule_of_samples(packed: bool) -> None:
     rule = mf.Samples(IDS if packed else "ids", "image", "caption", "score", packed=packed)
     assert_rule(rule, mf.Mapped(Rich(), lengths=Rich().lengths()))
+
+
+class OfOneType:
+    """Items of numbers of a type, from all over it."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, at: mf.order.EpochIndex) -> dict[str, np.ndarray]:
+        rng, size = mf.order.rng(1, at.epoch, at.index), 3 + at.index
+        if self.dtype.kind in "iu":
+            most = np.iinfo(self.dtype)
+            return {"x": rng.integers(most.min, most.max, size, self.dtype, endpoint=True)}
+        values = rng.standard_normal(size) * (1j if self.dtype.kind == "c" else 1) + 0.25
+        return {"x": (values > 0 if self.dtype.kind == "b" else values).astype(self.dtype)}
+
+
+def test_samples_of_each_type_of_numbers() -> None:
+    for dtype in sorted(NUMBERS):
+        rule = mf.Samples(mf.Field(name="x", dtype=dtype, split=True, pad=1), packed=True)
+        assert_rule(rule, mf.Mapped(OfOneType(dtype), lengths=3 + np.arange(16)), steps=1)
 
 
 class LongerElsewhere(mf.Documents):

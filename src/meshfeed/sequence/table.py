@@ -341,7 +341,7 @@ class _Column:
 
     def __init__(self, array: Array, copy: Callable[[Array], torch.Tensor]) -> None:
         flat = np.ascontiguousarray(array).reshape(-1) if array.size else np.zeros(1, array.dtype)
-        self._is_float, self._mask = flat.dtype.kind == "f", None
+        self._is_float, self._mask = flat.dtype.kind in "fc", None
         if flat.dtype.name in ("uint16", "uint32"):
             self._mask = np.iinfo(flat.dtype).max
         if flat.dtype.kind == "u" and flat.itemsize > 1:
@@ -349,7 +349,7 @@ class _Column:
         self._values = copy(flat)
 
     def values_at(self, index: torch.Tensor) -> torch.Tensor:
-        """The values at some indices; int64, or the column's own floating-point type."""
+        """The values at some indices; int64, or the column's own type of fractions, complex too."""
         values = self._values[index]
         if self._is_float:
             return values
