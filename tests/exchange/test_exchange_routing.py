@@ -13,7 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from meshfeed import exchange as x
 from meshfeed.deliver import wire
+from meshfeed.errors import PlanError
 from meshfeed.exchange import items as items_module
 from meshfeed.exchange.items import Given, encode, nothing
 from meshfeed.exchange.lengths import GatheredLengths, MemberReport, Schema, columns_of, reports_of
@@ -248,3 +250,20 @@ def test_items_are_digested_where_several_ranks_may_give_the_same() -> None:
     assert not alone.has_copies
     assert Membership.all_of(range(4), cp=2).has_copies, "two cp ranks of a data-parallel rank"
     assert replace(alone, speakers=(0, 4)).has_copies, "two stages"
+
+
+def test_another_layout_or_split_than_the_plans_is_refused() -> None:
+    """A rank of a wider layout would get padding alone, and an unknown split would be contiguous."""
+    membership, group, keys = Membership.all_of([0]), x.Group(), x.Keys()
+    given = encode([{"tokens": torch.arange(8)}], keys)
+    gathered = x.gather_lengths(given, membership, group)
+    batch = plan(gathered, mf.Packing(capacity=16), membership, layout=mf.Layout())
+    with pytest.raises(PlanError, match="cp split 'ring': choose one of"):
+        x.reroute(given, gathered, batch.plan, membership, group, split="ring")  # type: ignore[arg-type]
+    whole = x.reroute(given, gathered, batch.plan, membership, group, split=None)
+    assert x.pack(whole, batch, mf.Layout(tp=2), 1, keys)[0]["tokens"].tolist() == [[*range(8)]]
+    with pytest.raises(PlanError, match="cp split 'ring': choose one of"):
+        x.pack(whole, batch, mf.Layout(), 0, keys, split="ring")  # type: ignore[arg-type]
+    for rank in (0, 1):
+        with pytest.raises(PlanError, match="has 2 ranks in dp and cp, and the plan 1; give the layout"):
+            x.pack(whole, batch, mf.Layout(dp=2), rank, keys)

@@ -32,6 +32,7 @@ from meshfeed.layout import Coord, Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
 from meshfeed.plan.packing import shape_of
 from meshfeed.plan.problem import room_of
+from meshfeed.plan.types import check_split
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.runs import Runs
@@ -234,8 +235,10 @@ def reroute(
 
     split: how context parallelism splits rows; None sends whole rows to each rank of a cp group.
     receivers: for each member, the ranks that get what it gets, as indices into the group; None for all that
-    it serves directly. Any other rank receives nothing, and takes no part.
+    it serves directly. Any other rank receives nothing, and takes no part. Raises PlanError for an unknown
+    split.
     """
+    check_split(split or "zigzag")
     receivers, num_members = receivers or membership.receivers(), len(membership.ranks)
     member = next((at for at, indices in enumerate(receivers) if group.member in indices), None)
     if member is None:
@@ -273,8 +276,15 @@ def pack(
     """The microbatches of one rank, from what its member has received.
 
     split: None for that of `reroute`, or zigzag if it sent whole rows. names: the fields to make; None for
-    all. placer: the target device; None for host memory. Raises PlanError if rows were cut by another split.
+    all. placer: the target device; None for host memory. Raises PlanError if rows were cut by another split,
+    or the plan is of another layout.
     """
+    check_split(split or "zigzag")
+    if batch.plan.num_ranks != layout.dp * layout.cp:
+        raise PlanError(
+            f"pack(layout={layout}): has {layout.dp * layout.cp} ranks in dp and cp, and the plan "
+            f"{batch.plan.num_ranks}; give the layout of `plan`"
+        )
     if split is not None and received.split not in (None, split):
         raise PlanError(
             f"pack(split={split!r}): reroute has cut the rows by {received.split!r}; leave it out"

@@ -314,7 +314,8 @@ def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
     """Raises OptionError for a folder with links to folders, NAME/, or with files for training and tests."""
     if linked := [name for name in names if name.endswith("/")]:
         raise OptionError(
-            f"{shown}: links to folders, as {linked[0]}, are not followed; give each folder, or {or_else}"
+            f"{shown}: links to folders, as {linked[0]}, are not followed; move them away, and give each "
+            f"folder, or {or_else}"
         )
     names = [name for name in names if name.lower().endswith(_KINDS)]
     trains = [name for name in names if _OF_TRAIN.match(name)]

@@ -264,6 +264,8 @@ def test_positions_are_those_that_the_model_counts(stored: str) -> None:
     assert batch["position_ids"].tolist() == [[*range(1, 33)]] * 2 and kept_apart(model, batch) == {}
     alone = model(input_ids=batch["input_ids"]).logits
     assert torch.equal(model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits, alone)
+    counted = torch.tensor([[1, 2, 3, 0]])  # by the user, with padding
+    assert kept_apart(model, {"position_ids": counted}) == {}
 
 
 @pytest.mark.parametrize("name", ["MiniMaxM3VLText", "DeepseekV4"])

@@ -167,7 +167,7 @@ def test_a_link_to_a_folder_is_not_passed_over(tmp_path):
         (tmp_path / name).parent.mkdir()
         jsonl(tmp_path / name, [name])
     (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OptionError, match="in: links to folders, as more/, are not followed; give each"):
+    with pytest.raises(OptionError, match="in: links to folders, as more/, are not followed; move them"):
         prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
     prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here(), pattern="*")
     assert documents(tmp_path / "out") == [b"in/a.jsonl"]

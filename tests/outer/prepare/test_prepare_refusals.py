@@ -1,5 +1,6 @@
 """What a wrong input, a full disk and a dead worker get."""
 
+import gzip
 import json
 import os
 import re
@@ -269,7 +270,12 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
             ["sub", "--glob", "*.py", "--glob", "*.json"],
             "sub/lines.json: JSON lines, a list of records, or one document",
         ),
-        (["sub/rows.csv"], "sub/rows.csv: rows of a table, or one document"),
+        (
+            ["sub/rows.csv"],
+            "sub/rows.csv: rows of a table, to be made JSON lines, or one document .* text",
+        ),
+        (["sub", "--glob", "*.csv"], "sub/rows.csv: rows of a table, to be made"),
+        (["sub/rows.TSV.gz"], "sub/rows.TSV.gz: rows of a table, to be made"),
         (["sub/rows.csv", "--format", "text"], ""),
         (["sub", "--glob", "*"], ""),
         (["sub/lines.json", "--format", "jsonl"], ""),
@@ -305,6 +311,7 @@ def test_what_cannot_be_asked_is_said_at_once(tmp_path, monkeypatch, capsys, opt
     (tmp_path / "sub/x.py").write_text("x")
     (tmp_path / "sub/lines.json").write_text('{"text": "a"}\n')
     (tmp_path / "sub/rows.csv").write_text("text\na\n")
+    (tmp_path / "sub/rows.TSV.gz").write_bytes(gzip.compress(b"text\na\n"))
     more = ["a.jsonl"] if options == ["."] else []
     status = main(["prepare", "--out", "out", "--workers", "1", "--tokenizer", "bytes", *options, *more])
     assert status == (2 if said else 0)

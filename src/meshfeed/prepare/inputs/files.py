@@ -93,7 +93,7 @@ def find_inputs(
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
     # With "*", as for a source tree, a package.json is one of the files.
-    by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
+    by_name = patterns is None or any(_named(pattern, (".json", *_TABLES)) for pattern in patterns)
     found: list[Input] = []
     passed_over = Counter[str]()
     for each in given:
@@ -117,13 +117,11 @@ def find_inputs(
     places = [each.url if is_remote(each.url) else _place(each.url) for each in found]
     there, seen = set(places), set[str]()
     for each, place in zip(found, places):
-        name = each.url.lower()
-        if by_name and kind is None and each.kind == "text" and name.endswith((".json", *_TABLES)):
-            what = "rows of a table" if name.endswith(_TABLES) else "JSON lines, a list of records"
-            raise PrepareError(
-                f"{without_secrets(each.url)}: {what}, or one document as it stands? Say kind= (--format) "
-                f"jsonl, json or text"
-            )
+        if by_name and kind is None and each.kind == "text" and _named(each.url, (".json", *_TABLES)):
+            what, one = "JSON lines, a list of records, or one document as it stands?", "jsonl, json or text"
+            if _named(each.url, _TABLES):
+                what, one = "rows of a table, to be made JSON lines, or one document as it stands?", "text"
+            raise PrepareError(f"{without_secrets(each.url)}: {what} Say kind= (--format) {one}")
         # the Hub's cache has equal files as links to one elsewhere: those are as many documents
         is_link = not is_remote(each.url) and Path(place).is_symlink()
         if place in seen or (is_link and os.path.realpath(place) in there):
@@ -327,6 +325,12 @@ def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
 def _below(folder: Folder) -> list[str]:
     """All files of a folder, except those of an earlier run's output that are not documents."""
     return documents_in(folder, [name for name, _ in folder.names()])
+
+
+def _named(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file has one of these suffixes, perhaps before that of a codec."""
+    path = Path(name.lower())
+    return (path.stem if path.suffix in _CODECS else path.name).endswith(suffixes)
 
 
 def _kind_of(name: str) -> str | None:
