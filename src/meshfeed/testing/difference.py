@@ -53,6 +53,8 @@ def _of_sequences(one: Sequence[Any], other: Sequence[Any], where: str) -> str |
 
 
 def _of_arrays(one: Any, other: Any, where: str) -> str | None:
+    if any(isinstance(each, np.ndarray) and each.dtype.kind in "USOMm" for each in (one, other)):
+        return difference(one.tolist(), other.tolist(), where)  # torch has no such types
     first, second = (
         each.detach().cpu() if isinstance(each, torch.Tensor) else torch.from_numpy(np.array(each, copy=True))
         for each in (one, other)
@@ -70,7 +72,7 @@ def _of_arrays(one: Any, other: Any, where: str) -> str | None:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray, np.generic))
+    return isinstance(value, (torch.Tensor, np.ndarray, np.number, np.bool_))
 
 
 def _form(value: torch.Tensor) -> str:
