@@ -42,8 +42,11 @@ _KINDS = (*LINES, ".parquet", ".arrow")
 """Suffixes of documents. A folder has one kind of them, since others would be passed over in silence."""
 _OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 # words of a name by which `datasets` tells splits
-_OF_TRAIN = re.compile(r"(?:^|.*[-._ /\d])(?:train|training)[-._ /\d]")
-_OF_TEST = re.compile(r"(?:^|.*[-._ /\d])(?:test|testing|valid|validation|val|dev|eval|evaluation)[-._ /\d]")
+_OF_TRAIN = re.compile(r"(?:^|.*[-._ /\d])(?:train|training)[-._ /\d]", re.I)
+_OF_TEST = re.compile(
+    r"(?:^|.*[-._ /\d])(?:test|testing|valid|validation|val|dev|eval|evaluation)[-._ /\d]", re.I
+)
+_TEXT_OF_SPLIT = re.compile(r"(?:.*[./])?(?:train|test|valid|validation|val|dev)\.txt", re.I)
 _PACKED = re.compile(r".*\.(jsonl?|ndjson|parquet|arrow)\.(gz|zst|bz2|xz|lz4|br|zip|z|7z)", re.I)
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
@@ -317,7 +320,7 @@ def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
             f"{shown}: links to folders, as {linked[0]}, are not followed; move them away, and give each "
             f"folder, or {or_else}"
         )
-    names = [name for name in names if name.lower().endswith(_KINDS)]
+    names = [name for name in names if name.lower().endswith(_KINDS) or _TEXT_OF_SPLIT.fullmatch(name)]
     trains = [name for name in names if _OF_TRAIN.match(name)]
     tests = [name for name in names if _OF_TEST.match(name) and name not in trains]
     if trains and tests:

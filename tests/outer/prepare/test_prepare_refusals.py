@@ -451,12 +451,17 @@ def test_a_folder_of_train_and_test_is_refused_unless_a_pattern_is_given(tmp_pat
     for name in ("train/0.jsonl", "test/0.jsonl", "train.txt", "notes-test-1.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         jsonl(tmp_path / "in" / name, ["a"])
-    with pytest.raises(
-        OptionError, match=r"in: train/0\.jsonl and test/0\.jsonl: give the folder of one split"
-    ):
+    with pytest.raises(OptionError, match=r"in: train\S+ and test/0\.jsonl: give the folder of one split"):
         prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
     shutil.rmtree(tmp_path / "in/test")
     prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
     jsonl(tmp_path / "in/test.jsonl", ["a"])
     prepare([tmp_path / "in"], tmp_path / "both", BYTES, engine=Here(), pattern="*.jsonl")
     assert len(documents(tmp_path / "both")) == 2
+    for pair in (("Train.jsonl", "Test.jsonl"), ("ptb.train.txt", "ptb.valid.txt")):
+        folder = tmp_path / pair[0]
+        folder.mkdir()
+        for name in pair:
+            jsonl(folder / name, ["a"])
+        with pytest.raises(OptionError, match=f"{pair[0]} and {pair[1]}: give the folder of one split"):
+            prepare([folder], tmp_path / "no", BYTES, engine=Here())
