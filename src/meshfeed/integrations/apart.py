@@ -85,8 +85,8 @@ def kept_apart(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, An
         return {}
     given, places = dict[str, Any](), batch.get("position_ids")
     embeddings: Any = getattr(inner.base_model, "embeddings", None)
-    counts = hasattr(embeddings, "create_position_ids_from_input_ids") and places is not None
-    if counts and not places[..., 0].any():  # else they are of the user, or shifted
+    counts = hasattr(embeddings, "create_position_ids_from_input_ids")
+    if counts and places is not None and not places[..., 0].any():  # else they are of the user, or shifted
         given["position_ids"] = places + embeddings.padding_idx + 1  # as RoBERTa counts
     if "cu_seq_lens_q" not in batch or batch.get("attention_mask") is not None:
         return given
