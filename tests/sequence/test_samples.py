@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -371,6 +373,41 @@ def test_values_that_cannot_be_are_refused_by_name(value: dict[str, Any], said: 
         pytest.raises(mf.errors.StoreError, match=where + f".*{said}"),
     ):
         take(feed)
+
+
+FORKED_MEANWHILE = """
+import importlib, sys, threading, time
+import numpy as np
+import meshfeed as mf
+
+class Slow:  # a disk
+    def find_spec(self, name, path, target=None):
+        if name in ("numpy.ma.core", "numpy.random._pickle"):
+            imports.set()
+            time.sleep(1)
+
+class Items:
+    def __len__(self):
+        return 4
+    def __getitem__(self, at):
+        return {"x": mf.order.rng(1, at.epoch, at.index).random(2)}
+
+imports = threading.Event()
+sys.meta_path.insert(0, Slow())
+threading.Thread(target=importlib.import_module, args=(sys.argv[1],)).start()
+imports.wait()
+recipe = mf.Recipe(data=mf.Mapped(Items()), sequence=mf.Samples({"x": "float64"}), batch=mf.Batch(2), steps=1)
+with mf.Feed(recipe, machine=mf.Machine(workers=1, item_timeout_s=20)) as feed:
+    print(sum(len(each["x"]) for step in feed for each in step.microbatches))
+"""
+
+
+@pytest.mark.parametrize("name", ["numpy.ma", "numpy.random"])
+def test_a_worker_does_not_wait_for_an_import_of_another_thread(name: str) -> None:
+    """It is forked, and has that module's lock, but not the thread that holds it."""
+    script = [sys.executable, "-c", FORKED_MEANWHILE, name]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+    assert done.stdout == "2\n"
 
 
 @pytest.mark.parametrize("got", [7, 9, 0])

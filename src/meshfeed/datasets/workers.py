@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import multiprocessing
 import os
 import socket
@@ -29,6 +30,7 @@ P = TypeVar("P", bound=Hashable)
 
 _starting = threading.Lock()  # so that no worker inherits an end of another worker's pipe
 _GRACE_S = 2.0  # how long busy workers may take to end
+_LAZY = "numpy.fft", "numpy.ma", "numpy.random"  # that NumPy imports where they are named first
 _KILLED_S = 60.0  # and killed ones, which end at once but on an overloaded machine
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT_BYTES, _FROM_HEAP_BYTES = 256 << 20, 32 << 20  # the second is the most that glibc takes
@@ -258,6 +260,8 @@ class Workers(Generic[P]):
 
     def _started(self, number: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context()
+        for name in _LAZY:  # forked while another thread imports it, a worker would wait for that endlessly
+            importlib.import_module(name)
         with _starting:
             mine, theirs = context.Pipe()
             process = cast(Any, context).Process(target=_work, args=(number, theirs, self._make), daemon=True)
