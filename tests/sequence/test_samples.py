@@ -376,15 +376,15 @@ def test_values_that_cannot_be_are_refused_by_name(value: dict[str, Any], said: 
 
 
 FORKED_MEANWHILE = """
-import importlib, sys, threading, time
+import importlib, os, sys, threading
 import numpy as np
 import meshfeed as mf
 
-class Slow:  # a disk
+class Slow:  # it goes on when a worker was forked
     def find_spec(self, name, path, target=None):
         if name in ("numpy.ma.core", "numpy.random._pickle"):
             imports.set()
-            time.sleep(1)
+            forked.wait(3)
 
 class Items:
     def __len__(self):
@@ -392,10 +392,17 @@ class Items:
     def __getitem__(self, at):
         return {"x": mf.order.rng(1, at.epoch, at.index).random(2)}
 
-imports = threading.Event()
+def import_it():
+    importlib.import_module(sys.argv[1])
+    imports.set()
+
+def before_a_fork():
+    threading.Thread(target=import_it).start()
+    imports.wait()
+
+imports, forked = threading.Event(), threading.Event()
+os.register_at_fork(before=before_a_fork, after_in_parent=forked.set)
 sys.meta_path.insert(0, Slow())
-threading.Thread(target=importlib.import_module, args=(sys.argv[1],)).start()
-imports.wait()
 recipe = mf.Recipe(data=mf.Mapped(Items()), sequence=mf.Samples({"x": "float64"}), batch=mf.Batch(2), steps=1)
 with mf.Feed(recipe, machine=mf.Machine(workers=1, item_timeout_s=20)) as feed:
     print(sum(len(each["x"]) for step in feed for each in step.microbatches))
@@ -406,7 +413,7 @@ with mf.Feed(recipe, machine=mf.Machine(workers=1, item_timeout_s=20)) as feed:
 def test_a_worker_does_not_wait_for_an_import_of_another_thread(name: str) -> None:
     """It is forked, and has that module's lock, but not the thread that holds it."""
     script = [sys.executable, "-c", FORKED_MEANWHILE, name]
-    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True, timeout=100)
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
     assert done.stdout == "2\n"
 
 
