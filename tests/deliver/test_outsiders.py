@@ -187,17 +187,18 @@ def test_a_child_that_is_forked_before_the_first_feed_is_refused(corpus: str) ->
         "import os, sys; import torch.distributed as dist; import meshfeed as mf\n"
         "path, port = sys.argv[1:]; other = os.fork(); rank = int(not other)\n"
         "dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)\n"
+        "def say(*words): os.write(1, (' '.join(map(str, words)) + chr(10)).encode())  # in one piece\n"
         "def steps():\n"
         "    recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(16), batch=4, steps=3)\n"
         "    with mf.Feed(recipe, mf.Layout(dp=2)) as feed: return len(list(feed))\n"
         "child = os.fork() if rank == 0 else 1\n"
         "if not child:\n"
-        "    try: print('child', steps(), flush=True)\n"
-        "    except mf.errors.DeliveryError as error: print('child', 'forked process' in str(error), flush=True)\n"
+        "    try: say('child', steps())\n"
+        "    except mf.errors.DeliveryError as error: say('child', 'forked process' in str(error))\n"
         "    os._exit(0)\n"
         "if rank == 0: os.waitpid(child, 0)\n"
-        "print(rank, steps(), flush=True); dist.barrier(); dist.destroy_process_group()\n"
-        "if other: print('ended', os.waitpid(other, 0)[1])\n"
+        "say(rank, steps()); dist.barrier(); dist.destroy_process_group()\n"
+        "if other: say('ended', os.waitpid(other, 0)[1])\n"
     )
     words = [sys.executable, "-c", code, corpus, str(port)]
     told = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()

@@ -118,7 +118,12 @@ def test_an_edge_may_keep_several_steps_waiting_and_some_edges_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    "hiccups", [(27, 77, 130, 181, 232, 280, 331), (*range(20, 400, 17), *range(3, 400, 45))]
+    "hiccups",
+    [
+        (27, 77, 130, 181, 232, 280, 331),
+        (*range(20, 400, 17), *range(3, 400, 45)),
+        (*range(3, 400, 3), *range(4, 400, 9)),  # one every three steps, give or take one
+    ],
 )
 def test_a_hiccup_between_edges_is_not_one_of_them(hiccups: tuple[int, ...]) -> None:
     """Even where hiccups are more than edges, as on a busy machine."""

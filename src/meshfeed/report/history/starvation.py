@@ -81,8 +81,8 @@ def _of_rank(
         return None
     longest = np.sort(waited[high])[::-1]
     half = longest[longest.cumsum().searchsorted(longest.sum() / 2)]
-    # the usual edge is that of the half of the waits, or, where hiccups are more, of half of the waiting
-    for usual in (np.median(longest), half):
+    # the usual edge is that of half of the waiting, or, where one hiccup is as long, of half of the waits
+    for usual in (half, np.median(longest)):
         found = _regular_in(step, waited, high[waited[high] > _APART_EDGES * usual])
         if found is not None:
             break
@@ -117,7 +117,8 @@ def _regular_in(step: Longs, waited: Floats, high: Longs) -> tuple[Longs, Longs,
     distances = np.diff(step[begins])
     every = float(np.median(distances))
     times = np.maximum(np.rint(distances / every), 1)
-    regular = np.abs(distances - times * every) <= np.maximum(_NEAR * every, 1)
+    near = np.maximum(_NEAR * every, 1) if every > 4 else 0.5  # any number is 1 from a multiple of 3
+    regular = np.abs(distances - times * every) <= near
     return (high, begins, every) if every >= _SHORTEST and regular.mean() >= _REGULAR else None
 
 
