@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import meshfeed as mf
-from meshfeed.order import asked_until
+from meshfeed.order import Draws, OwnOrder, asked_until
 from meshfeed.store import IndexedWriter
 
 
@@ -74,3 +74,14 @@ def flip_in_build(feed: mf.Feed, *, once: bool, step: int) -> None:
         return built
 
     object.__setattr__(rule, "build", flipped)
+
+
+class Backwards(mf.Windows, OwnOrder):
+    """Windows of one store in an order of its own, the last one first."""
+
+    def num_positions(self, recipe: mf.Recipe) -> int:
+        return self.num_sequences(recipe.sources[0])
+
+    def draws_between(self, recipe: mf.Recipe, start: int, stop: int) -> Draws:
+        index = self.num_positions(recipe) - 1 - np.arange(start, stop)
+        return Draws(np.zeros(index.size, np.int32), np.zeros_like(index), index)

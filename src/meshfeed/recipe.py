@@ -285,8 +285,9 @@ class Recipe:
 
     def why_uncounted(self) -> str:
         """Why nobody can count the tokens of its steps from the index; "" if one can."""
-        told = f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
-        return "" if self.sequence.packed else told
+        if not self.sequence.packed:
+            return f"{self.sequence.summary()} makes rows that are padded, or does not tell its tokens"
+        return ""
 
     def _batch_of_tokens(self) -> Batch:
         if length := self.sequence.row_length:

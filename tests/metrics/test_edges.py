@@ -6,22 +6,11 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
-from corpus import recipe_of, write_corpus
+from corpus import Backwards, recipe_of, write_corpus
 from meshfeed.metrics.edges import edges_of
-from meshfeed.order import Draws, OwnOrder, drawn_until, draws_of_step
+from meshfeed.order import drawn_until, draws_of_step
 
 STEPS = 3000
-
-
-class Backwards(mf.Windows, OwnOrder):
-    """A rule with an order of its own."""
-
-    def num_positions(self, recipe: mf.Recipe) -> int:
-        return 64
-
-    def draws_between(self, recipe: mf.Recipe, start: int, stop: int) -> Draws:
-        index = np.arange(63 - start, 63 - stop, -1)
-        return Draws(np.zeros(index.size, np.int32), np.zeros_like(index), index)
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
-from corpus import write_corpus
+from corpus import Backwards, write_corpus
 from meshfeed.feed.stepping import Stepping
-from meshfeed.order import Draws, OwnOrder, draws_of_step, lanes_of_step, num_steps
+from meshfeed.order import draws_of_step, lanes_of_step, num_steps
 from meshfeed.plan import plan_fixed
 from meshfeed.testing import assert_elastic, assert_resumable
 from soak import cases, some
@@ -146,20 +146,9 @@ def test_global_batches_are_those_of_one_process(tmp_path: Path, rule: str) -> N
     assert len(draws_of_step(recipe, 0)) == 24
 
 
-class Backwards(mf.Windows, OwnOrder):
-    """Windows in an order of its own, whatever the shuffle."""
-
-    def num_positions(self, recipe: mf.Recipe) -> int:
-        return 16
-
-    def draws_between(self, recipe: mf.Recipe, start: int, stop: int) -> Draws:
-        index = np.arange(15 - start, 15 - stop, -1)
-        return Draws(np.zeros(index.size, np.int32), np.zeros_like(index), index)
-
-
 def test_rows_of_an_own_order_have_no_lanes() -> None:
     blocks = mf.Blocks(sequences=4, window=2, lanes=4)
-    recipe = replace(windows_of(blocks, size=16, sequences=8), sequence=Backwards(3))
+    recipe = replace(windows_of(blocks, size=16, sequences=8), sequence=Backwards(4))
     stepping = Stepping(recipe=recipe, layout=mf.Layout.parse("dp2"), micro_batch_size=2, cp_split="zigzag")
     batch = stepping.global_batch(1)
     assert batch is not None and batch.draws.index.tolist() == [*range(7, -1, -1)]

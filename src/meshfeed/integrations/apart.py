@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -216,7 +216,7 @@ class _Proof:
     def _moved_with_masks(self) -> float | None:
         """The same with explicit masks; None where it takes none."""
         try:
-            return self._moved(_masks(self._inner, self._given["position_ids"], self._embedded))
+            return self._moved(self._own_masks())
         except Exception:  # masks of this shape are not what it takes, which each model says in its own way
             return None
 
@@ -224,10 +224,15 @@ class _Proof:
         """Whether its config says the kinds of its layers, and it takes their masks."""
         if not getattr(self._inner.config.get_text_config(), "layer_types", None):
             return False
-        with suppress(Exception):  # as above
-            masks = _masks(self._inner, self._given["position_ids"], self._embedded)
-            return torch.is_tensor(self._logits(self._packs[0], masks))
-        return False
+        try:
+            self._logits(self._packs[0], self._own_masks())
+        except Exception:  # as above
+            return False
+        return True
+
+    def _own_masks(self) -> Any:
+        """Of the small pack. Raises KeyError for kinds of layers that have none."""
+        return _masks(self._inner, self._given["position_ids"], self._embedded)
 
     def _logits(self, tokens: torch.Tensor, masks: Any) -> torch.Tensor:
         given = self._given if masks is None else {**self._given, "attention_mask": masks}

@@ -272,9 +272,8 @@ def _check_encoders(model: Any, rule: Multimodal, encoders: set[str], cp_size: i
     wrong = {f"encoder={each!r} (leave it out)" for each in encoders if each != "with sample"}
     wrong |= {"images and video (leave one out of Multimodal)"} if len(kinds) > 1 else set()
     wrong |= {f"distributed.cp_size={cp_size} (set it to 1)"} if cp_size > 1 else set()
-    classes = [each for module in model.modules() for each in type(module).__mro__]
-    encoders_of = [each for each in classes if {"get_image_features", "get_video_features"} & {*dir(each)}]
-    if wrong and kinds and any(each.__module__.startswith(_OWN_MODELS) for each in encoders_of):
+    classes = [each for module in model.modules() for each in type(module).__mro__ if _encodes(each)]
+    if wrong and kinds and any(each.__module__.startswith(_OWN_MODELS) for each in classes):
         raise RecipeError(
             f"{type(model).__name__} is Automodel's own, which may call its encoder directly: nothing is "
             f"exchanged then, and a rank without parts encodes no blank one. It takes no "
@@ -285,6 +284,10 @@ def _check_encoders(model: Any, rule: Multimodal, encoders: set[str], cp_size: i
             f"{family} has one token for images and video, so that a pack may not have both, nor a blank one "
             f"of the other kind; leave image or video out of Multimodal"
         )
+
+
+def _encodes(kind: type) -> bool:
+    return hasattr(kind, "get_image_features") or hasattr(kind, "get_video_features")
 
 
 def _pack(microbatch: Microbatch) -> Batch:

@@ -41,6 +41,11 @@ def share_encoders(model: torch.nn.Module) -> None:
     model.encoder_exchange = exchange
 
 
+def exchanges_in(model: torch.nn.Module) -> list[EncoderExchange]:
+    """The exchanges among a model's modules."""
+    return [module for module in model.modules() if isinstance(module, EncoderExchange)]
+
+
 @dataclass(frozen=True)
 class _Shared:
     """A model's `get_<kind>_features`, whose outputs are exchanged where ranks share the encoder's work."""

@@ -44,7 +44,7 @@ from meshfeed.integrations.loader import (
     refuse_options,
 )
 from meshfeed.integrations.model_parts import FRAMES, IN_ONE, ONE_TOKEN, check_parts, check_tiles, with_parts
-from meshfeed.integrations.share_encoders import share_encoders
+from meshfeed.integrations.share_encoders import exchanges_in, share_encoders
 from meshfeed.layout import Layout
 from meshfeed.masked import Masked
 from meshfeed.multimodal import MROPE, EncoderExchange, Multimodal, encoder_routes_of
@@ -554,10 +554,9 @@ class FeedTrainer(_Base):
 
     def _share_encoders(self, feed: Feed) -> None:
         """Have the model exchange encoder outputs, in a group of its own."""
-        if not any(isinstance(module, EncoderExchange) for module in self.model.modules()):
+        if not exchanges_in(self.model):
             share_encoders(self.model)
-        self._exchanges = [each for each in self.model.modules() if isinstance(each, EncoderExchange)]
-        ranks = list(feed.encoder_ranks)
+        self._exchanges, ranks = exchanges_in(self.model), list(feed.encoder_ranks)
         for exchange in self._exchanges:
             if exchange.group is None and len(ranks) > 1:
                 made: Any = torch.distributed.new_group(ranks, use_local_synchronization=True)

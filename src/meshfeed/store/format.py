@@ -38,6 +38,11 @@ def is_read(name: str) -> bool:
     return not any(part[:1] in "._" for part in parts) and not fnmatch.fnmatch(parts[-1], "cache-*.arrow")
 
 
+def links_in(names: Sequence[str]) -> list[str]:
+    """Links to folders among the names in a folder, NAME/, behind which data may be: nothing follows them."""
+    return [name for name in names if name.endswith("/") and is_read(name[:-1])]
+
+
 class StoreFormat(ABC):
     """How a format recognises and opens its stores.
 
@@ -140,8 +145,8 @@ class Place:
 
     @property
     def linked(self) -> list[str]:
-        """Links to folders below it, which are not followed, as NAME/."""
-        return [name for name in self._listed if name.endswith("/") and is_read(name[:-1])]
+        """See `links_in`; of those below it."""
+        return links_in(self._listed)
 
     @cached_property
     def _listed(self) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.arrays import Array, Floats
+from meshfeed.arrays import Array, Floats, Ints
 from meshfeed.errors import RecipeError
 from meshfeed.native import ARRAY, LONGS, WHOLE, compiled
 
@@ -120,7 +120,7 @@ def passes_of(
     )
 
 
-def build_index(passes: Passes, lengths: Integers, first_document: int, seed: int) -> dict[str, Integers]:
+def build_index(passes: Passes, lengths: Ints, first_document: int, seed: int) -> dict[str, Integers]:
     """The three arrays of a dataset.
 
     lengths: tokens of its documents, int32 [d], which are numbered from `first_document`.
@@ -158,7 +158,7 @@ def _shuffle_of(seed: int) -> Shuffle:
     return shuffle
 
 
-def _shuffled_documents(passes: Passes, lengths: Integers, first_document: int, shuffle: Shuffle) -> Array:
+def _shuffled_documents(passes: Passes, lengths: Ints, first_document: int, shuffle: Shuffle) -> Array:
     """Documents with their lengths, in order; the draws of a shuffle depend on its size alone.
 
     The length is shuffled with its document, because a later look-up would be 10**7 cache misses, and because
@@ -176,7 +176,7 @@ def _shuffled_documents(passes: Passes, lengths: Integers, first_document: int, 
     return shuffled
 
 
-def _sample_starts(passes: Passes, lengths: Integers) -> Integers:
+def _sample_starts(passes: Passes, lengths: Ints) -> Integers:
     """Where each sample starts in the concatenation of documents of these lengths.
 
     Sample i starts at token t = i * length, in the first document that ends at or after t + extra. So without

@@ -207,10 +207,7 @@ class HybridCPDataLoaderWrapper:
             items = dict(received.items(m))
             cp_sizes = Counter(sample for ids in of_rank for sample in ids)
             for sample in of_rank[group.member]:
-                item = items.get(sample) or {  # a dummy of one token, all padding
-                    name: torch.full((1, *shape), self._pads[name], dtype=getattr(torch, dtype))
-                    for name, dtype, shape in gathered.schemas[0].split
-                }
+                item = items.get(sample) or self._dummy(gathered.schemas[0])
                 length = int(lengths[sample]) if sample < lengths.size else 1
                 multiple = int(align.pack_multiple(cp_sizes[sample]))  # each sample is a pack of its own
                 width = -(-length // multiple) * multiple
@@ -291,6 +288,13 @@ class HybridCPDataLoaderWrapper:
             more = [0, 0] * (value.ndim - 1) + [0, max(width - len(value), 0)]
             value = torch.nn.functional.pad(value, more, value=self._pads[name])
         return on_device(value, device_of(self._device))
+
+    def _dummy(self, schema: Schema) -> dict[str, Any]:
+        """A sample of one token, all padding."""
+        return {
+            name: torch.full((1, *shape), self._pads[name], dtype=getattr(torch, dtype))
+            for name, dtype, shape in schema.split
+        }
 
     @cached_property
     def _joined(self) -> _Joined:

@@ -24,7 +24,7 @@ from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
 from meshfeed.prepare.inputs.json_list import elements, is_list_of_records
-from meshfeed.store.format import Place, is_hidden, is_read
+from meshfeed.store.format import Place, is_hidden, is_read, links_in
 
 KINDS = ("text", "jsonl", "json", "parquet", "arrow")
 MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
@@ -277,7 +277,7 @@ def _urls_of(
             return chosen
         read = [name for name in names if taken(name)]
         if patterns is None:
-            links = [name for name in names if name.endswith("/") and is_read(name[:-1]) and "text" in kinds]
+            links = links_in(names) if "text" in kinds else []
             or_else = "say which of its files, such as by --glob 'train*'"
             refuse_others(without_secrets(folder), read + links, or_else)
         return [join(folder, name) if is_remote(folder) else str(Path(folder, name)) for name in read]
