@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -296,3 +296,13 @@ def waiting_in_vain_for(missing: int) -> Iterator[None]:
 def hears_interrupts() -> None:
     """In a child, before it begins: Ctrl-C ends it, though whoever began the tests ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def die_together() -> NoReturn:
+    """SIGKILL to this rank once every rank has come here: a rank that hears of another's death first would fail instead."""
+    import torch.distributed as dist
+
+    try:
+        dist.barrier()  # the one that leaves it last may lose the others in it
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)

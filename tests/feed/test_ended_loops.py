@@ -85,6 +85,8 @@ def when_stopped(source: Any, gate: Gate, end: Callable[[], object]) -> threadin
     def ending() -> None:
         assert gate.reached.wait(SOON_S)
         run = source._loop.on
+        while run._prefetcher.depth and not run._prefetcher._changed._waiters:
+            threading.Event().wait(0.001)  # the loop still takes what was read ahead
         ends = threading.Thread(target=end)
         ends.start()
         while not run._stopped:

@@ -74,19 +74,12 @@ def broken() -> None:
     raise Break
 
 
-def killed() -> None:
-    try:
-        torch.distributed.barrier()  # the one that dies last may lose the other in it
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def first(rank: int, corpus: str, out: Path) -> None:
     # Within step 5, of two microbatches on each rank; 4 was saved, at the end of an epoch.
     with pytest.raises(Break):
         trained(corpus, out, rank, resume=False, epoch=4, callback=watched(11, broken))
     # Within step 7; 6 was saved, in the middle of an epoch without end, when Lightning had fetched of step 7.
-    trained(corpus, out, rank, resume=False, epoch=None, callback=watched(15, killed))
+    trained(corpus, out, rank, resume=False, epoch=None, callback=watched(15, world.die_together))
 
 
 def second(rank: int, corpus: str, out: Path) -> Any:

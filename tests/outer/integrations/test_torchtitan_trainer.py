@@ -136,7 +136,7 @@ def trained(rank: int, corpus: str, out: Path, dp: int = 2, kill_after: int = 0)
     def process(fields: Any, labels: Any) -> Any:
         ledger.append((trainer.step - 1, loops.rows(fields["input"].view(-1, 32))))
         if len(ledger) == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            world.die_together()
         return theirs(fields, labels)
 
     def process_validated(fields: Any, labels: Any, parts: Any) -> Any:

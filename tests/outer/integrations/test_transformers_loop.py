@@ -35,7 +35,7 @@ def trained(corpus: str, out: Path, rank: int, *, resume: bool, kill_after: int 
             loss = super().training_step(model, inputs, *args)
             seen += 1
             if seen == kill_after:
-                os.kill(os.getpid(), signal.SIGKILL)
+                world.die_together()
             return loss
 
         def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
