@@ -26,7 +26,7 @@ def test_concepts() -> None:
 
 def test_multimodal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("multimodal.md", 21)
+    run_page("multimodal.md", 22)
 
 
 def test_planner() -> None:

@@ -148,19 +148,12 @@ def check_processor(where: str, given: Any) -> None:
     if isinstance(given, Processor):
         return
     name = (given if isinstance(given, type) else type(given)).__name__
-    what = f"{name}, which is not a meshfeed.sequence.Processor"
+    what = f"{name}, which is not a meshfeed.multimodal.Processor"
     if isinstance(given, PartRule):
         what = f"{name}, a rule, which counts tokens and decodes nothing"
         cure = f"give the processor that takes it, such as {_OF_RULE.get(name, 'YourProcessor')}({given!r})"
     elif isinstance(given, type) and issubclass(given, Processor):
         what, cure = f"the class {name}", f"give one: {name}()"
-    elif type(given).__module__.startswith("transformers."):
-        cure = (
-            "give the one that makes the same arrays: NativePatches() for Qwen2-VL, FixedPixels() for CLIP, "
-            "SigLIP and LLaVA-1.5, TiledPixels() for InternVL, AnyResPixels() for LLaVA-NeXT, "
-            "VideoPatches() for video of Qwen2-VL, WhisperFeatures() for Whisper, or a Processor of yours "
-            "that calls this one"
-        )
     else:
         cure = "give one that ships, such as NativePatches(), or write one: it also declares fields and rows"
     raise RecipeError(f"{where}: {what}; {cure}")

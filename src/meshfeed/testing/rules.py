@@ -1,9 +1,10 @@
-"""Whether a sequence rule keeps the promises that reading once and delivering to many ranks rest on."""
+"""Whether a sequence rule keeps what reading once rests on, and a processor makes what another one does."""
 
 from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from meshfeed.feed.device import OnHost, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
+from meshfeed.multimodal import PartSize, Processor
 from meshfeed.order import LeavesOut
 from meshfeed.plan import Packing
 from meshfeed.plan.packing import Oversize
@@ -34,8 +36,7 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     splits fields differently; if what one reader holds for several ranks makes other fields than what each
     reads itself; if a device makes other fields from the table; if a field shares memory with the columns; if
     a field that is not stored needs columns; if loss_mask and valid_tokens disagree, also of sequences that a
-    packing splits; or if a rule that leaves
-    documents out has loss where all of them are.
+    packing splits; or if a rule that leaves documents out has loss where all of them are.
     """
     copied: SequenceRule = pickle.loads(pickle.dumps(rule))
     _equal(rule.summary(), copied.summary(), "summary() of a pickled copy")
@@ -57,6 +58,31 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
                 _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
                 _check_step(stepping, batch)
                 _check_left_out(stepping, batch)
+
+
+def assert_processor(
+    processor: Processor, store: Any, published: Callable[[bytes], Mapping[str, Any]], *, documents: int = 16
+) -> None:
+    """Make the arrays of stored parts, and compare with what the processor of a checkpoint makes of them.
+
+    published: the bytes of a part -> its arrays, on the host; those named as fields are compared, each value
+    in its order. documents: how many of the first ones.
+
+    Raises AssertionError unless they are equal, floats but for the rounding of another library.
+    """
+    parts, compared = store.parts(np.arange(min(documents, store.num_documents))), 0
+    places = parts.of_kind(processor.rule.kind)
+    samples = parts.sample[places]
+    for place, data in zip(places.tolist(), store.read_parts(samples, places - parts.starts[samples])):
+        made, wanted = processor(data, PartSize.of(parts, place), np.random.default_rng(0)), published(data)
+        for name in sorted(made.keys() & {*wanted}):
+            what, theirs = f"{name} of document {parts.sample[place]}", np.asarray(wanted[name])
+            _equal(made[name].size, theirs.size, f"{what}: values by {processor!r}, and by the published one")
+            off = float(np.abs(made[name] - theirs.reshape(made[name].shape)).mean())
+            most = 0.01 if made[name].dtype.kind == "f" else 0  # Pillow and torch make other bytes, by one
+            require(off <= most, f"{what}: {off:.3g} off on the mean; compare mean, std, resample and sizes")
+            compared += 1
+    require(compared > 0, f"{processor!r}: nothing to compare in the first {documents} documents of {store}")
 
 
 def _stepping(recipe: Recipe, cp: int, capacity: int = 1 << 20, oversize: Oversize = "error") -> Stepping:

@@ -43,9 +43,11 @@ from meshfeed.processors import (
     RowPatches,
     TiledImages,
     TiledPixels,
+    VideoPatches,
     pixels,
     rgb_image,
 )
+from meshfeed.testing import assert_processor
 from soak import SEED, cases, some
 
 # mode and format; with "+", one color or the palette's are transparent
@@ -610,11 +612,51 @@ def test_other_options_are_refused(make: Any, options: Any, said: str) -> None:
         make(**options)
 
 
+def test_a_processor_is_compared_with_that_of_a_checkpoint(tmp_path: Path) -> None:
+    limits = {"shortest_edge": 3136, "longest_edge": 40_000}
+    qwen = published("qwen2_vl", "Qwen2VL", size=limits)
+    ours = NativePatches(NativeImages(max_pixels=40_000))
+    rng = np.random.default_rng(SEED)
+    sizes = ((40, 50), (300, 200), (90, 110))
+    noise = [Image.fromarray(rng.integers(0, 256, (*size, 4), np.uint8)) for size in sizes]
+    feed_of(tmp_path, ours, list(zip(sizes, map(stored, noise))))
+
+    def theirs(data: bytes) -> Any:
+        return qwen(Image.open(io.BytesIO(data)), return_tensors="pt")
+
+    def by_another_library(data: bytes) -> Any:
+        made = theirs(data)
+        by_one = rng.choice([-1, 0, 0, 1], made["pixel_values"].shape) / (255 * 0.27)
+        return {**made, "pixel_values": made["pixel_values"].numpy() + by_one}
+
+    with mf.open(tmp_path) as store:
+        assert_processor(ours, store, theirs)
+        assert_processor(ours, store, by_another_library)
+        rule = ours.rule
+        wrongs: list[ImageProcessor] = [
+            *(replace(ours, **options) for options in ({"mean": HALF}, {"std": HALF}, {"alpha": "drop"})),
+            replace(ours, resample="bilinear"),
+            replace(ours, frames=1),
+            NativePatches(replace(rule, min_pixels=10_000)),
+            NativePatches(replace(rule, max_pixels=30_000)),
+            NativePatches(replace(rule, patch=16)),
+            FixedPixels(),
+        ]
+        for wrong in wrongs:
+            with pytest.raises(AssertionError, match=r"(pixel_values|image_grid_thw) of document \d"):
+                assert_processor(wrong, store, theirs)
+        for nothing in (lambda data: {}, lambda data: {"pixels": data}):
+            with pytest.raises(AssertionError, match="nothing to compare in the first 16 documents of"):
+                assert_processor(ours, store, nothing)
+        with pytest.raises(AssertionError, match=r"VideoPatches.*nothing to compare"):
+            assert_processor(VideoPatches(), store, theirs)
+
+
 def test_what_is_no_processor_is_refused_with_the_cure() -> None:
     wrongs: list[tuple[Any, str]] = [
         (
             published("qwen2_vl", "Qwen2VL"),
-            r"Qwen2VLImageProcessorPil, which is not a .*NativePatches\(\) for Qwen2-VL",
+            r"Qwen2VLImageProcessorPil, which is not a meshfeed.multimodal.Processor; .*NativePatches\(\)",
         ),
         (lambda data: data, "function, which is not a .*or write one: it also declares fields and rows"),
         (FixedImages(), r"FixedImages, a rule, .* such as FixedPixels\(FixedImages\("),

@@ -94,7 +94,9 @@ def drawn() -> list[Asked]:
         size = (2 * rng.randrange(18, 80), 2 * rng.randrange(18, 80), rng.randrange(2, 70))
         data = video(*size, rng.choice([1, 2, 5, 10, 29.97]), seed=k)
         limits = {"shortest_edge": 1024 * rng.choice([1, 8, 64]), "longest_edge": 1024 * rng.choice([64, 99])}
-        made.append((data, f"so{WHOLE}it is {k}", {"size": limits, "max_frames": rng.choice([5, 768])}))
+        options = {"size": limits, "max_frames": rng.choice([5, 768])}
+        # transformers 4.57 replaces the whole by what is put for the placeholder here
+        made.append((data, f"so\n{WHOLE if k % 2 else SPECIAL[1]}it is {k}", options))
     return made
 
 
