@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import logging
 import os
@@ -258,6 +259,25 @@ def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
     path.chmod(0o660)
     mf.amendments.Ledger((mf.amendments.Amendment(1, mf.amendments.BatchSize(9)),)).keep(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EINVAL])
+def test_a_group_that_cannot_be_given_is_no_reason_not_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """EINVAL: of a container that does not know the group, as of a project's folder."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    path, ledger = (
+        tmp_path / "l",
+        mf.amendments.Ledger((mf.amendments.Amendment(1, mf.amendments.BatchSize(9)),)),
+    )
+    mf.amendments.Ledger().keep(path)
+    monkeypatch.setattr(os, "fchown", refuse)
+    ledger.keep(path)
+    assert mf.amendments.Ledger.read(path).text == ledger.text
 
 
 def test_a_file_of_documents_is_not_quoted(tmp_path: Path) -> None:

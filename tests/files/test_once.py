@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshfeed.errors import UnavailableError
 from meshfeed.files import Cache
 from meshfeed.files.cache import once
 from meshfeed.files.cache.once import DAY_S, once_per_node, sweep
+from meshfeed.remote import answers
 from meshfeed.remote.answers import shared
 from meshfeed.store.node_arrays import cached_arrays
 
@@ -162,3 +164,24 @@ def test_what_a_node_has_derived_goes_after_a_month_and_what_it_heard_after_a_da
             aged(path, (hours if time.time() - path.stat().st_mtime < 60 else 23) / 24)
     shared(answers, "stat", 0, lambda: 1)
     assert len([each for each in answers.glob("stat-*") if not each.suffix]) == 2
+
+
+def test_an_answer_that_the_disk_cannot_keep_is_asked_for_by_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def fail() -> None:
+        asked.append(1)
+        raise UnavailableError("storage is away")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(answers, "write_answer", full)
+    assert shared(tmp_path, "url", 0, lambda: "signed") == "signed"
+    with pytest.raises(UnavailableError):
+        shared(tmp_path, "url", 1, fail)
+    assert asked == [1], "it is not asked twice"
+    (tmp_path / "file").touch()
+    assert shared(tmp_path / "file", "url", 0, lambda: "signed") == "signed"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,8 +221,17 @@ def test_tidying_up_makes_nothing_in_a_folder_that_its_user_removes(
         assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "a hole", "a cut", "nothing left"])
-def test_what_a_disk_damages_is_not_there(blocks: CachedBlocks, tmp_path: Path, damage: str) -> None:
+class Unreadable(io.FileIO):
+    """A file in a sector that its disk has lost."""
+
+    def readall(self) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a hole", "a cut", "nothing left", "a lost sector"])
+def test_what_a_disk_damages_is_not_there(
+    blocks: CachedBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     put(blocks, 3)
     path = blocks.path(3)
     data = path.read_bytes()
@@ -230,6 +242,13 @@ def test_what_a_disk_damages_is_not_there(blocks: CachedBlocks, tmp_path: Path, 
             path.write_bytes(bytes(len(data)))
         case "a cut":
             path.write_bytes(data[:100])
+        case "a lost sector":
+            opened: Any = Path.open
+
+            def lost(at: Path, *how: Any, **more: Any) -> Any:
+                return Unreadable(at) if at == path else opened(at, *how, **more)
+
+            monkeypatch.setattr(Path, "open", lost)
         case _:
             path.write_bytes(b"")
     fresh = joined(tmp_path, None)

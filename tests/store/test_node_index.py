@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -243,6 +244,17 @@ def test_a_damaged_copy_is_made_again(corpus: str, cache: Cache) -> None:
         assert copy.stat().st_size > 100
 
 
+def test_marks_that_others_have_mapped_are_not_cut(corpus: str, cache: Cache) -> None:
+    """A sweep may take a copy, and leave the marks beside it, which running jobs write: they would die."""
+    list(mf.open(corpus, cache=cache).files)
+    (seen,) = (cache.own_path / "index").glob("*.seen")
+    with seen.open("rb") as mapped:
+        seen.with_suffix("").unlink()
+        list(mf.open(corpus, cache=cache).files)
+        assert os.fstat(mapped.fileno()).st_nlink == 0
+    assert seen.stat().st_size == 1
+
+
 def test_an_index_that_differs_from_its_checksums_is_refused(corpus: str, cache: Cache) -> None:
     with IndexedWriter(corpus, "u2", overwrite=True) as writer:
         for i in range(2_000):
@@ -268,6 +280,22 @@ def test_without_a_copy_the_index_is_read_in_place(
     with mf.open(corpus, cache=cache) as store:
         assert (store.lengths(np.arange(400)).tolist(), store.fingerprint) == expected
         assert store.read(5, 0, 6).tolist() == [5] * 6
+        with IndexedWriter(corpus, "u2", overwrite=True) as writer:
+            for i in range(400):
+                writer.add_document([7] * (1 + i % 5))
+        with pytest.raises(ChangedError, match=r"c\.idx: was written or replaced since it was opened"):
+            store.read(5, 0, 1)
         os.truncate(f"{corpus}.idx", 200)
         with pytest.raises(ChangedError, match="the file ends"):
             store.lengths(np.arange(400))
+
+
+def test_where_the_cache_is_full_each_process_counts_for_itself(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(once, "sync", full)
+    store = mf.open(corpus, cache=cache)
+    assert store.once_per_node(lambda: np.arange(3), kind="sums").tolist() == [0, 1, 2]

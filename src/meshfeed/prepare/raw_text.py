@@ -26,6 +26,7 @@ from meshfeed.files.local.lock import locked
 from meshfeed.files.url import is_remote, join, without_secrets
 from meshfeed.formats.arrow import ArrowFormat
 from meshfeed.formats.documents import LINES, files_of, sampled_digest
+from meshfeed.formats.prepared import MARKER
 from meshfeed.prepare.encoding.text import Text
 from meshfeed.prepare.engines.local import Local, num_cores
 from meshfeed.prepare.inputs.files import Input, find_inputs
@@ -101,7 +102,7 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStor
         return output.manifest().get("request", {}) | {"encoder": {}} == wanted  # the key has the encoding
 
     def found() -> StreamStore | None:
-        with suppress(MissingError):  # some systems remove old files of temporary folders
+        with suppress(MissingError):
             return open_store(entry, cache=place.cache) if is_there() else None
         return None
 
@@ -110,8 +111,11 @@ def _prepared(place: Place, inputs: Sequence[str], encoding: Text) -> StreamStor
     with locked(entry.with_name(f"{entry.name}.lock"), works=True):
         if (store := found()) is not None:  # another process has made it meanwhile
             return store
-        if is_there():  # but some of its files are not
-            shutil.rmtree(entry)
+        # some systems remove old files one by one, of what an earlier run left unfinished, too
+        if is_there() or not output.manifest():
+            shutil.rmtree(entry, ignore_errors=True)
+        if not all((output.work / name).exists() for name in (MARKER, "spans.npy")):
+            shutil.rmtree(output.work, ignore_errors=True)
         _prepare(place, inputs, encoding, entry)
     if not is_there():
         raise ChangedError(f"{place.shown}: was changed while it was opened; open it again")

@@ -14,10 +14,11 @@ import json
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshfeed.errors import UnavailableError
+from meshfeed.errors import StoreError, UnavailableError
 from meshfeed.files.cache.once import DAY_S, once_per_node, sweep
 
 RECENT_S = 30.0
@@ -31,12 +32,11 @@ def shared(
     ask: Callable[[], Any],
     is_good: Callable[[Any], bool] = lambda said: True,
 ) -> Any:
-    """An answer that one process of the node got; see `once_per_node`.
+    """An answer that one process of the node got; see `once_per_node`. Its own if the disk can keep none.
 
     of: all that the answer depends on, JSON-able. ask: what it gives is JSON-able. It must not share answers
     of this kind itself. is_good: whether an earlier answer can still be used.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
     came, key = time.time(), hashlib.blake2b(json.dumps(of).encode(), digest_size=16).hexdigest()
     path = folder / f"{kind}-{key}"
     failed = path.with_suffix(".failed")
@@ -49,13 +49,20 @@ def shared(
         try:
             said = ask()
         except UnavailableError as error:
-            write_answer(failed, [time.time(), str(error)])
+            with suppress(OSError):
+                write_answer(failed, [time.time(), str(error)])
             raise
         write_answer(part, said)
 
     # a few locks for any number of answers, since lock files stay; a crash leaves an answer that is no JSON
     lock = folder / f"{kind}-{key[:2]}.lock"
-    return once_per_node(path, read_answer, make, is_good=is_good, lock=lock, is_durable=False)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return once_per_node(path, read_answer, make, is_good=is_good, lock=lock, is_durable=False)
+    except StoreError:
+        raise
+    except OSError:
+        return ask()
 
 
 def recent(

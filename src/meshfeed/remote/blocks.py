@@ -188,9 +188,8 @@ class CacheFolder:
         with contextlib.suppress(OSError, ValueError):
             known = int(last.read_text())
         if limits and max(limits) != known:
-            with contextlib.suppress(FileNotFoundError), last.open("r+") as file:
-                file.write(str(max(limits)))
-                file.truncate()
+            with contextlib.suppress(FileNotFoundError), last.open("r+b", buffering=0) as file:
+                file.write(b"%020d" % max(limits))  # of one length: a kill leaves the old one or this one
         limit = max(limits, default=known)
         self.seen_limit_bytes, self._seen_at = limit, time.monotonic()
         self.most_pinned_bytes = limit // (4 * max(num_jobs, 1))
@@ -383,7 +382,9 @@ class CachedBlocks:
         except FileNotFoundError:
             return False
         with file:
-            data = memoryview(file.readall())
+            data = memoryview(b"")
+            with contextlib.suppress(OSError):  # a sector that the disk cannot read
+                data = memoryview(file.readall())
             body = data[:-SUM_BYTES]
             right = zlib.crc32(body).to_bytes(SUM_BYTES, "little") == bytes(data[-SUM_BYTES:])
             if len(body) != self.num_bytes(block) or not right:

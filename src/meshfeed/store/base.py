@@ -141,14 +141,12 @@ class StreamStore(Store):
 
     def once_per_node(self, make: Callable[[], Longs], **of: int | str) -> Longs:
         """See `Store`; each process makes them if the cache cannot be written. Raises StoreError."""
-        try:
-            folder = None if self.kept_in is None else self.kept_in.kept()
-        except CacheError:
-            folder = None
-        if folder is None:
-            return make()
-        key = key_of_parts(content=self.fingerprint, files=self.files_version, **of)
-        return cached_arrays(folder, key, lambda: {"numbers": make()})["numbers"]
+        if self.kept_in is not None:
+            with contextlib.suppress(CacheError):  # not writable, or full
+                folder = self.kept_in.kept()
+                key = key_of_parts(content=self.fingerprint, files=self.files_version, **of)
+                return cached_arrays(folder, key, lambda: {"numbers": make()})["numbers"]
+        return make()
 
     @property
     def num_documents(self) -> int:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshfeed.arrays import Bytes
+from meshfeed.arrays import Bytes, Longs
 from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files import ByteFile, Cache, LocalFile, Vector
 from meshfeed.files.cache.once import DAY_S, mark, once_per_node, sweep
@@ -139,6 +139,11 @@ class NodeIndex(LocalFile):
             return super().arrays(*parts)
         return [np.frombuffer(copy.pages, dtype, count, begin) for dtype, begin, count in parts]
 
+    def look_up(self, out: Bytes, begins: Longs, sizes: Longs) -> None:
+        """Of the file itself, without a copy. Raises ChangedError if it was written or replaced since."""
+        super().look_up(out, begins, sizes)
+        self._refuse_other(version_of(self.url))
+
     def guard(self) -> tuple[FileSums, Bytes] | None:
         """Checksums of the .bin, and a byte per block, to be set to 1 once it is compared.
 
@@ -220,6 +225,7 @@ def _write(part: Path, entry: Path, prefix: str, versions: Versions) -> None:
             stream.write(piece)
     sums = _read(part).sums
     if sums is not None:
+        _seen_path(entry).unlink(missing_ok=True)  # cut, an older one would kill those who have it mapped
         with open(_seen_path(entry), "wb", opener=_private) as stream:
             stream.write(bytes(sums.sums.size))  # no hole: a full disk fails here, not by a signal
 

@@ -320,6 +320,26 @@ def test_a_job_of_other_files_is_dropped(
     ]
 
 
+@pytest.mark.parametrize("removed", [("meshfeed-prepare.lock", "job.json"), ("spans.npy",)])
+def test_an_unfinished_job_that_lost_some_files_is_begun_anew(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: tuple[str, ...]
+) -> None:
+    """A system that removes old files of temporary folders takes the first ones first."""
+
+    def stop(progress: Progress) -> None:
+        if progress.done_parts == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        watch(patch, str(tmp_path / "made"), stop)
+        opened(corpus / "c-*", tmp_path / "cache")
+    (job,) = (tmp_path / "cache").glob("u*/kept/text/*.preparing")
+    for name in removed:
+        (job / name).unlink()
+    made = documents(Path(opened(corpus / "c-*", tmp_path / "cache").path))
+    assert made == [text.encode() for text in SOME] and not job.exists()
+
+
 def test_a_file_that_changes_while_it_is_opened(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,9 +351,10 @@ def test_a_file_that_changes_while_it_is_opened(
 def test_what_was_removed_is_made_again_and_what_is_damaged_is_named(corpus: Path, tmp_path: Path) -> None:
     path = Path(opened(corpus / "c-*", tmp_path / "cache").path)
     whole = tree(path)
-    (path / "tokens.bin").unlink()
-    opened(corpus / "c-*", tmp_path / "cache")
-    assert tree(path) == whole
+    for name in ("tokens.bin", "manifest.json"):
+        (path / name).unlink()
+        opened(corpus / "c-*", tmp_path / "cache")
+        assert tree(path) == whole
     shutil.rmtree(path)
     opened(corpus / "c-*", tmp_path / "cache")
     assert tree(path) == whole

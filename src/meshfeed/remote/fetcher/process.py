@@ -230,14 +230,8 @@ class FetcherServer:
 def _shared(
     cache: Path, kind: str, of: Address, tag: str, ask: Callable[[], Any], is_good: Callable[[Any], bool]
 ) -> Any:
-    """An answer that one process of the node got; this process's own if the disk can keep none."""
     identity = [of.root, of.path, *sorted(of.options.items()), tag]
-    try:
-        return shared(cache / _ANSWERS, kind, identity, ask, is_good)
-    except StoreError:
-        raise
-    except OSError:
-        return ask()
+    return shared(cache / _ANSWERS, kind, identity, ask, is_good)
 
 
 class _ToReader(logging.Handler):
