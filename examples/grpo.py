@@ -199,7 +199,7 @@ def score(stage: Stage, step: mf.Step, place: Place) -> list[torch.Tensor]:
     with torch.no_grad():
         for microbatch in step.microbatches:
             _, y = forward(stage, microbatch, place)
-            if place.is_last:
+            if place.is_last and not microbatch.is_dummy:
                 ends = microbatch["cu_seqlens"].tolist()
                 scores += [y[0, start:stop] for start, stop in pairwise(ends)]
     return scores

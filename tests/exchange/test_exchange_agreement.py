@@ -71,6 +71,9 @@ def staged(rank: int, whats: tuple[str, ...]) -> dict[str, Any]:
 def test_stages_with_other_items_do_not_train_a_step_to_its_end() -> None:
     whats = ("length", "tokens", "a stretch", "labels", "order", "end", "nothing")
     first, last = world.run(staged, 2, whats)
+    assert any(
+        re.search("1 of 13[01] tokens, and 1 of 13[01]; give", got["length"][0]) for got in (first, last)
+    )
     assert first["nothing"] == last["nothing"] == ("", len(LENGTHS))
     for what in whats[:-1]:
         told = {got[what][0] for got in (first, last)} - {""}

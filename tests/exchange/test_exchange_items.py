@@ -378,7 +378,7 @@ def test_virtual_stages_share_one_exchange() -> None:
 
 
 def test_two_keys_of_one_name_are_refused() -> None:
-    for keys in (("a", "a"), ("cu_seqlens",)):
+    for keys in (("a", "a"), ("cu_seqlens",), ("continues",)):
         with pytest.raises(mf.errors.RecipeError):
             mf.exchange.Keys(*keys)
     for pulls, uneven in itertools.product((0, 1), ("drain", "stop")):
@@ -402,3 +402,11 @@ def test_who_gets_a_key_at_all() -> None:
 def test_an_item_without_its_length_names_what_it_has() -> None:
     with pytest.raises(mf.errors.StoreError, match=r"'tokens' is missing, the item has only \['reward'\]"):
         encode([{"reward": 1.0, "uid": None}], ITEM_KEYS)
+
+
+def test_items_of_two_types_are_both_named() -> None:
+    items = [{"tokens": np.arange(2)} for _ in range(3)]
+    items[1]["advantages"], items[2]["advantages"] = np.zeros(2), np.zeros((2, 1))
+    text = r"item 5: key 'advantages' is \('float64', \[1\]\), but \('float64', \[\]\) in item 4; give it"
+    with pytest.raises(mf.errors.StoreError, match=text):
+        encode(items, ITEM_KEYS, first=3)

@@ -153,6 +153,10 @@ def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:
             {"tokens": torch.ones(5), "position_ids": torch.ones(3, 5)},
             r"'position_ids' has 3 tokens .*movedim\(-1, 0\)",
         ),
+        (
+            {"tokens": torch.ones(5), "position_ids": torch.ones(7, 3)},
+            r"'position_ids' has 7 tokens, 'tokens' 5 tokens; make them equal",
+        ),
         ({"tokens": torch.ones(5), "labels": [1, 2, 3, 4, 5]}, r"key 'labels' is a list of numbers"),
         (
             {"tokens": torch.ones(5), "labels": np.ma.masked_less(np.ones(5), 2)},

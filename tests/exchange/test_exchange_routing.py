@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+import pkgutil
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +62,8 @@ def exchanges(draw: Any) -> tuple[Membership, mf.Layout, list[Given], mf.Packing
     ]
     align = mf.Align(sequence=draw(st.integers(1, 3)), pack=4)
     shapes = draw(st.sampled_from(({}, {"max_sequences": 2}, {"max_sequences": 3, "fixed_shapes": True})))
-    packing = mf.Packing(capacity=24, policy=policy, align=align, oversize="split", **shapes)
+    oversize = draw(st.sampled_from(("split", "drop")))
+    packing = mf.Packing(capacity=24, policy=policy, align=align, oversize=oversize, **shapes)
     return membership, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
 
 
@@ -77,6 +80,7 @@ def test_what_is_sent_is_what_is_expected(case: Any) -> None:
     pieces = [Shipment.of(gathered, step, membership, split, m) for m in range(size)]
     coming = [each.received_by(m) for m, each in enumerate(pieces)]
     for m, batch in enumerate(batches):
+        assert (pieces[m].microbatch >= 0).all(), "nothing that is left out is sent"
         going = pieces[m].sent_by(m)
         mine = np.flatnonzero(np.array([m in held for held in gathered.holders])[gathered.draws.source])
         buffer = np.zeros(int(going.num_bytes.sum()), np.uint8)
@@ -98,7 +102,8 @@ def plain_items(draw: Any) -> list[dict[str, Any]]:
     """Tensors of all types that split keys have, views among them, some of them as torch cannot join them."""
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     dtype, further = draw(st.sampled_from([torch.int64, torch.int32, torch.uint16, torch.bfloat16])), (3,)
-    odd = draw(st.sampled_from(["", "", "", "dtype", "shape", "key", "length", "array", "scalar"]))
+    kinds = ["", "", "", "dtype", "shape", "key", "length", "array", "scalar", "sparse", "meta", "complex"]
+    odd = draw(st.sampled_from(kinds))
     items: list[dict[str, Any]] = []
     for length in draw(st.lists(st.integers(0, 200), min_size=1, max_size=6)):
         tokens = torch.from_numpy(rng.integers(0, 90, (length, 2))).to(dtype)[:, 0]
@@ -116,6 +121,10 @@ def plain_items(draw: Any) -> list[dict[str, Any]]:
         last["mrope"] = last["mrope"].detach().numpy()
     elif odd == "scalar":
         last["tokens"] = torch.tensor(1)
+    for item in items if odd in ("sparse", "meta", "complex") else ():
+        mrope = item["mrope"].detach()
+        kind = {"sparse": mrope.to_sparse, "meta": mrope.to("meta").clone, "complex": mrope.cfloat}
+        item["mrope"] = kind[odd]()
     return items
 
 
@@ -143,6 +152,71 @@ def test_items_that_torch_joins_are_what_they_are_one_by_one(items: Any, wanted:
         patch.setattr(items_module, "_joined", lambda *_: None)
         one_by_one = outcome()
     assert outcome() == one_by_one
+
+
+def test_tensors_of_one_kind_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module._Items, "_one_by_one", None)
+    keys = mf.exchange.Keys(mf.Field(name="mrope", dtype="any", split=True))
+    sizes = (4, 0, 2, 3)
+    items = [{"tokens": torch.arange(size), "mrope": torch.ones(size, 3)} for size in sizes]
+    del items[2]["mrope"]
+    assert encode(items, keys).report.rows[:, 0].tolist() == [*sizes]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "names", "built"),
+    [
+        ([1 << 15] * 3, ["position_ids", "tokens"], [1 << 16, 1 << 15]),  # of 8 bytes each
+        ([40_000] * 2, ["position_ids", "tokens"], [40_000, 40_000]),
+        ([1 << 18] * 3, ["position_ids"], [1 << 19, 1 << 18]),
+    ],
+)
+def test_small_packs_share_a_pass_and_large_ones_do_not(
+    lengths: list[int], names: list[str], built: list[int]
+) -> None:
+    """A pass makes half a MiB of a key at most, so a step takes memory for what the loop gets next."""
+    allocated: list[int] = []
+
+    class Counting(OnHost):
+        def allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
+            allocated.append(shape[0])
+            return super().allocate(shape, dtype)
+
+    group, membership, layout = x.Group(), Membership.all_of([0]), mf.Layout()
+    given = encode([{"tokens": np.full(size, at)} for at, size in enumerate(lengths)], x.Keys())
+    gathered = x.gather_lengths(given, membership, group)
+    batch = plan(gathered, mf.Packing(capacity=max(lengths)), membership, layout=layout)
+    received = x.reroute(given, gathered, batch.plan, membership, group)
+    packs = x.pack(received, batch, layout, 0, x.Keys(), names=names, placer=Counting())
+    assert allocated == [size for size in built for _ in names]
+    for pack, at in zip(packs, batch.draws.index[batch.plan.sequence].tolist() if "tokens" in names else ()):
+        assert (pack["tokens"] == at).all()
+
+
+def test_reports_are_equal_where_their_items_are() -> None:
+    def given(*lengths: int) -> MemberReport:
+        return encode([item_of(0, n, size) for n, size in enumerate(lengths)], ITEM_KEYS, first=2).report
+
+    one = given(5, 6, 7)
+    (sent,) = through_a_message([one])
+    assert one.equals(sent) and sent.equals(one)
+    valid, schema = one.rows.copy(), one.schemas[0]
+    valid[1, 1] -= 1
+    renamed = replace(schema, rest=(("other", *schema.rest[0][1:]), *schema.rest[1:]))
+    others = (
+        *(given(5, 7, 7), given(5, 6), replace(one, first=3), replace(one, ended=True)),
+        *(replace(one, rows=valid), replace(one, schemas=(renamed, *one.schemas[1:]))),
+        replace(one, content=(one.content[0] ^ 1, *one.content[1:])),
+    )
+    for other in others:
+        assert not one.equals(other) and not other.equals(one), other
+
+
+def test_what_ranks_plan_from_cannot_be_changed() -> None:
+    for module in pkgutil.iter_modules(x.__path__, f"{x.__name__}."):
+        for kind in vars(importlib.import_module(module.name)).values():
+            if isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.name:
+                assert vars(kind)["__dataclass_params__"].frozen, kind
 
 
 def through_a_message(reports: list[MemberReport]) -> list[MemberReport]:

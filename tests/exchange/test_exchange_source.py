@@ -241,10 +241,18 @@ class Anew:
         return iter(listed())
 
 
+class Streamed(Anew, torch.utils.data.IterableDataset[Any]):
+    """torch gives it a `__getitem__`, which raises."""
+
+    def __len__(self) -> int:
+        return 7
+
+
 def test_what_would_be_replayed_or_lost_is_refused() -> None:
     state = state_after(iter(listed()), 2)
     for source, text in (
         (Anew(), "after 4 elements .* this Anew would start from the beginning"),
+        (Streamed(), "after 4 elements .* this Streamed would start from the beginning"),
         (listed(3), "after 4 elements, and this list has 3"),
         (Epochs(9), "after 4 elements .* this Epochs would start from the beginning"),
     ):
@@ -259,6 +267,13 @@ def test_what_would_be_replayed_or_lost_is_refused() -> None:
             exchange.load_state_dict(state)
 
 
+def pulled_to_the_end(others: set[threading.Thread]) -> None:
+    """The thread that pulls ahead, if it has not ended already, pulls all there is and ends."""
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "meshfeed-prefetch":
+            thread.join(600)
+
+
 @pytest.mark.parametrize("at_its_end", [False, True])
 def test_an_iterator_goes_back_as_far_as_its_items_are_kept(at_its_end: bool) -> None:
     others = set(threading.enumerate())
@@ -268,11 +283,21 @@ def test_an_iterator_goes_back_as_far_as_its_items_are_kept(at_its_end: bool) ->
             list(next(steps).microbatches)
             states.append(exchange.state_dict())
         if at_its_end:
-            for thread in set(threading.enumerate()) - others:
-                if thread.name == "meshfeed-prefetch":
-                    thread.join(600)  # it pulls all there is, and may have ended already
+            pulled_to_the_end(others)
         exchange.load_state_dict(states[1])  # what is older may be kept no more
         assert [(step.index, elements(step)) for step in exchange] == [(2, [4, 5]), (3, [6])]
+
+
+@pytest.mark.parametrize(("count", "last"), [(7, (3, [6])), (6, (2, [4, 5]))])
+def test_after_its_end_it_goes_back_to_its_last_step(count: int, last: Any) -> None:
+    others = set(threading.enumerate())
+    with exchange_of(iter(listed(count)), pulls=2, prefetch=16) as exchange:
+        steps = iter(exchange)
+        next(steps)
+        pulled_to_the_end(others)
+        states = [exchange.state_dict() for _ in steps]
+        exchange.load_state_dict(states[-1])
+        assert [(step.index, elements(step)) for step in exchange] == [last]
 
 
 def test_a_step_that_was_not_handed_out_whole_is_begun_again() -> None:

@@ -189,7 +189,7 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
         (
             {"source": [item(100)]},
             mf.errors.PlanError,
-            "item 0: key 'tokens' has 100 tokens, at step 0; .* 64 ",
+            r"item 0: key 'tokens' has 100 tokens, at step 0; .* 64 \(1 such sequences\)",
         ),
         (
             {"source": [{"tokens": torch.zeros(1, 10, dtype=torch.int64)}]},
@@ -205,6 +205,16 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
             {"source": [item() | {"labels": np.arange(6, dtype=np.uint16)}], "keys": Keys("tokens", IGNORED)},
             mf.errors.StoreError,
             "item 0: key 'labels' is uint16, which has no -100, its pad; give another type or pad",
+        ),
+        (
+            {"source": [item() | {"mask": torch.ones(1, 6, 6)}], "keys": Keys(valid="mask")},
+            mf.errors.StoreError,
+            "item 0: key 'mask' has 36 entries, 'tokens' 6 tokens; make them equal",
+        ),
+        (
+            {"source": [item() | {"continues": True}], "cp_split": "pack_contiguous"},
+            mf.errors.StoreError,
+            "item 0: key 'continues' is computed from lengths; leave it out or rename it",
         ),
         (
             {"source": LABELLED, "keys": Keys(SPLIT["tokens"], SPLIT["lables"])},

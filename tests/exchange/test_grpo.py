@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import meshfeed as mf
@@ -53,3 +54,16 @@ def test_every_layout_trains_as_one_process_does() -> None:
     assert alone[0]["loss"] != alone[1]["loss"] and not torch.equal(
         alone[0]["scores"][0], alone[1]["scores"][0]
     )
+
+
+def test_a_microbatch_without_an_answer_has_no_scores() -> None:
+    sys.path.insert(0, EXAMPLES)
+    import grpo
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "PACKING", mf.Packing(capacity=128, microbatches=18))
+        some_are_dummies = trained(mf.Layout(), 0)
+    for one, step in zip(trained(mf.Layout(), 0), some_are_dummies, strict=True):
+        assert abs(step["loss"] - one["loss"]) < 1e-9
+        for score, other in zip(one["scores"], step["scores"], strict=True):
+            torch.testing.assert_close(other, score, rtol=0, atol=1e-9)

@@ -458,6 +458,7 @@ def test_types_may_not_change_within_a_microbatch() -> None:
         ((), False, "at least one"),
         (("x", "x"), False, "each name once"),
         (("position_ids",), True, "computed from lengths"),
+        (("continues",), True, "computed from lengths"),
         ((mf.Field(name="x", dtype="int33"),), False, "int33"),
         ((mf.Field(name="x", dtype="int32", split=True),), False, "packed=True"),
         ((mf.Field(name="x", dtype="any", split=True),), True, "dtype of its numbers"),

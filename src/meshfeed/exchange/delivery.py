@@ -40,7 +40,6 @@ class ExchangeDelivery(Delivery):
         self.traffic = delivery.traffic
         self._rank, self._membership, self._delivery = rank, membership, delivery
         self._meeting, self._patience_s = meeting, patience_s
-        self.interrupted = False
         self.is_over = True
         self.group = Group()
 

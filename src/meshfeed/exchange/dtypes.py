@@ -26,6 +26,6 @@ def carrier(dtype: str) -> str:
     return "uint8" if dtype in (BYTES, NESTED) else CARRIED.get(dtype, dtype)
 
 
-def entry_bytes(dtype: str, shape: tuple[int, ...] = ()) -> int:
+def entry_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of an array of this type and shape."""
     return math.prod(shape) * np.dtype(carrier(dtype)).itemsize

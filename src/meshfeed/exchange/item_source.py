@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from meshfeed.deliver import ErrorRecord
 from meshfeed.errors import RecipeError, StateError, StoreError
@@ -23,8 +24,8 @@ from meshfeed.feed.nested import changed
 from meshfeed.state import sealed, unsealed
 
 _ARRAYS: list[Any] = [
-    np.zeros(0).__reduce__()[0],
-    np.int64(0).__reduce__()[0],
+    np.array(()).__reduce__()[0],
+    np.int64().__reduce__()[0],
     np.ndarray,
     np.dtype,
     *{type(np.dtype(code)) for code in np.typecodes["All"]},
@@ -78,7 +79,7 @@ class ItemSource:
         wanted, digested: see `encode`. handed_out: the first step not handed to the loop; steps before
         `handed_out` - 1 are discarded.
         """
-        for old in [old for old in self._pulled if old < min(handed_out, step) - 1]:
+        for old in [old for old in self._pulled if old < handed_out - 1]:
             del self._pulled[old]
         if step not in self._pulled:
             if step - 1 not in self._pulled:  # keep the state before a run's first step
@@ -210,6 +211,8 @@ class ItemSource:
 
 def _is_indexed(source: Any) -> bool:
     """Whether it is a list or an indexed dataset, without a state of its own."""
+    if isinstance(source, IterableDataset):  # its __getitem__ raises
+        return False
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not _has_state(source)
 
 

@@ -95,7 +95,7 @@ def encode(
     rows[:, LENGTH] = rows[:, VALID] = tokens.sizes
     rows[:, REST] = rest_bytes
     if keys.valid is not None:
-        rows[:, VALID] = [num_nonzero(item[keys.valid]) for item in given.items]
+        rows[:, VALID] = given.num_valid(keys.valid, tokens.sizes)
     rows[:, SCHEMA], schemas = _schemas_of(split, kinds)
     columns = [_bytes_of(column.values) for column in split.values()]
     content = digests = ()
@@ -164,12 +164,10 @@ class _Items:
     def names(self) -> list[str]:
         """The keys of all items, sorted. Raises StoreError for one that is not a str."""
         names = set[Any]().union(*self.items)
-        if all(isinstance(name, str) for name in names):
-            return sorted(names)
-        for at, item in enumerate(self.items):
-            if not all(isinstance(name, str) for name in item):
-                raise self.wrong(at, f"keys {list(item)} are not all of type str; use names")
-        return []
+        if odd := {name for name in names if not isinstance(name, str)}:
+            at, item = next(each for each in enumerate(self.items) if not odd.isdisjoint(each[1]))
+            raise self.wrong(at, f"keys {list(item)} are not all of type str; use names")
+        return sorted(names)
 
     def tokens(self) -> _TokenValues:
         """The key that gives the length. Raises StoreError if an item lacks it or the key that marks loss."""
@@ -182,14 +180,20 @@ class _Items:
                     )
         return self.column(self.keys.length, self.keys.by_name()[self.keys.length], None)
 
+    def num_valid(self, name: str, lengths: Longs) -> list[int]:
+        """Loss-bearing tokens of each item, by its key of this name."""
+        values: list[Any] = [item[name] for item in self.items]
+        for at, value in enumerate(values):
+            if (size := math.prod(np.shape(value))) != lengths[at]:
+                raise self._not_per_token(at, name, f"{size} entries", lengths)
+        return [*map(num_nonzero, values)]
+
     def column(self, name: str, field: Field, lengths: Longs | None) -> _TokenValues:
         """A key with one entry per token. lengths: tokens of each item; None for the key that gives them."""
         values: list[Any] = [item.get(name) for item in self.items]
         at = [index for index, value in enumerate(values) if value is not None]
-        found = _joined([values[index] for index in at]) or self._one_by_one(name, values, at, lengths)
-        dtype, sizes, joined = found
-        if lengths is None and joined.ndim != 1 and at:
-            raise self._not_a_length(at[0], np.shape(values[at[0]]))
+        found = _joined([values[index] for index in at], None if lengths is None else lengths[at])
+        dtype, sizes, joined = found or self._one_by_one(name, values, at, lengths)
         if at and field.dtype not in (ANY, dtype):
             raise self.wrong(at[0], f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
         if at and dtype not in CARRIED and not field.pads(dtype):
@@ -200,9 +204,6 @@ class _Items:
         if len(at) < len(values):
             sizes, present = np.full(len(values), -1), sizes
             sizes[at] = present
-        if lengths is not None and (differs := (sizes != lengths) & (sizes >= 0)).any():
-            one = int(differs.argmax())
-            raise self._other_length(one, name, np.shape(values[one]), lengths)
         return _TokenValues(dtype, sizes, joined)
 
     def _one_by_one(
@@ -242,7 +243,7 @@ class _Items:
                 dtype, array = self.value(at, name, value, whole=name not in USUAL)
                 field = declared.get(name)
                 if name in RESERVED:
-                    near = difflib.get_close_matches(name, declared, 1)
+                    near = difflib.get_close_matches(name, declared)
                     raise self.wrong(
                         at,
                         f"key {name!r} is computed from lengths; leave it out or rename it"
@@ -310,8 +311,11 @@ class _Items:
         return self.wrong(at, f"key {name!r} has {has}, {needs}; make them equal")
 
 
-def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
-    """Type, sizes and values, joined by torch; None unless all are tensors of one kind in host memory."""
+def _joined(values: list[Any], lengths: Longs | None) -> tuple[str, Longs, Array] | None:
+    """Type, sizes and values, joined by torch; None unless all are tensors of one kind in host memory.
+
+    lengths: tokens that they must have, or None; None for the key that gives them, which has one number each.
+    """
     if set(map(type, values)) != {torch.Tensor}:
         return None
     if len({value.dtype for value in values}) > 1:  # torch.cat would convert some
@@ -321,12 +325,13 @@ def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
     except RuntimeError:  # single numbers, entries of several shapes, several devices
         return None
     is_flat = joined.ndim == 1  # then all are: torch.cat leaves out flat empty tensors beside others alone
-    if not is_flat and len({value.ndim for value in values}) > 1:
+    if not is_flat and (lengths is None or len({value.ndim for value in values}) > 1):
         return None
     if joined.layout != torch.strided or not joined.is_cpu or joined.dtype not in NAME_OF_TYPE:
         return None
     name, array = value_of("", joined)
-    return name, np.array([value.numel() if is_flat else value.shape[0] for value in values]), array
+    sizes = np.array([value.numel() if is_flat else value.shape[0] for value in values])
+    return (name, sizes, array) if lengths is None or np.array_equal(sizes, lengths) else None
 
 
 def _schemas_of(split: Mapping[str, _TokenValues], rest: Sequence[_Rest]) -> tuple[Longs, tuple[Schema, ...]]:
@@ -343,13 +348,13 @@ def _schemas_of(split: Mapping[str, _TokenValues], rest: Sequence[_Rest]) -> tup
 
 
 def _bytes_of(array: Array) -> Bytes:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # copies a view such as x[::2] or x.T
+    return array.ravel().view(np.uint8)  # copies a view such as x[::2] or x.T
 
 
 def _content(split: Mapping[str, _TokenValues], keys: Keys) -> tuple[int, ...]:
     """See `MemberReport.content`."""
     columns = [split[field.name] for field in keys.declared if field.split]
-    return tuple(0 if each.dtype == ANY else zlib.crc32(_some_of_each(each)) for each in columns)
+    return tuple(zlib.crc32(_some_of_each(each)) for each in columns)
 
 
 def _some_of_each(column: _TokenValues) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.roles import Field
-from meshfeed.sequence.table import PLAN_FIELDS
+from meshfeed.sequence.table import PLAN_FIELDS, RUN_FIELDS
 
 ANY = "any"
 
@@ -39,7 +39,8 @@ class Keys:
     Attributes:
         declared: the fields.
         length: the key whose first dimension is an item's length in tokens; every item has it.
-        valid: the key whose nonzero entries bear loss; every item has it. None counts all tokens.
+        valid: the key whose nonzero entries, one per token, bear loss; every item has it. None counts all
+            tokens.
 
     In a microbatch, a split field is [1, tokens of this cp rank, ...], filled with its `pad` where it has
     padding or an item lacks the key. Any other field is a list with one value per sequence, None where an
@@ -79,7 +80,7 @@ class Keys:
         for field in self.declared:
             optional = field in _USUAL or field.name.startswith("(")  # "(": an integration's key
             if field.split and not optional and field.name in wanted - there:
-                near = difflib.get_close_matches(field.name, there - {self.length}, 1)
+                near = difflib.get_close_matches(field.name, there - {self.length})
                 meant = f"did you mean {near[0]!r}? " if near else ""
                 raise StoreError(
                     f"step {step}: no item has key {field.name!r}, which is declared split; they have "
@@ -107,5 +108,5 @@ class Keys:
 _OWN = "position_ids"  # those of a multimodal rope do not count tokens
 USUAL = frozenset(field.name for field in _USUAL)
 """Names that always mean one entry per token."""
-RESERVED = frozenset(field.name for field in PLAN_FIELDS)
+RESERVED = frozenset((*RUN_FIELDS, *(field.name for field in PLAN_FIELDS)))
 """Names that no key may have."""

@@ -112,9 +112,9 @@ def columns_of(reports: Sequence[MemberReport]) -> dict[str, Any]:
         for each, text in zip(reports, texts)
     ]
     return {
-        "counts": np.array(counts, np.int64).reshape(-1, 6),
+        "counts": np.array(counts, np.int64),
         "content": np.array([*chain.from_iterable(each.content for each in reports)], np.int64),
-        "rows": np.concatenate([NO_ROWS, *(each.rows for each in reports)]),
+        "rows": np.concatenate([each.rows for each in reports]),
         "schemas": np.frombuffer(b"".join(texts), np.uint8),
     }
 
@@ -150,7 +150,7 @@ class GatheredLengths:
         draws: origin of each item: data-parallel rank, 0, number in its iterator.
         holders: members that hold the items of each data-parallel rank.
         short: data-parallel ranks whose iterator could not fill its part of the step.
-        num_owners: number of data-parallel ranks with an iterator.
+        ended: whether all iterators are exhausted.
     """
 
     lengths: Longs
@@ -161,20 +161,15 @@ class GatheredLengths:
     draws: Draws
     holders: tuple[tuple[int, ...], ...]
     short: tuple[int, ...]
-    num_owners: int
+    ended: bool
 
     def __len__(self) -> int:
         return self.lengths.size
 
-    @property
-    def ended(self) -> bool:
-        """Whether all iterators are exhausted."""
-        return len(self.short) == self.num_owners
-
     @cached_property
     def token_bytes(self) -> Longs:
         """Bytes of one token of each item, over all split keys; int64 [n]."""
-        each = np.array([sum(schema.entry_bytes) for schema in self.schemas] or [0], np.int64)
+        each = np.array([sum(schema.entry_bytes) for schema in self.schemas], np.int64)
         return each[self.schema]
 
     def held_by(self, member: int) -> Bools:
@@ -207,20 +202,18 @@ class GatheredLengths:
         numbers = [[schemas.setdefault(each, len(schemas)) for each in one.schemas] for one in given.values()]
         columns = np.concatenate([report.rows for report in given.values()]).T.copy()
         of, turn = numbered(np.array([len(report.rows) for report in given.values()]))
-        first, schema = np.array([report.first for report in given.values()]), columns[SCHEMA]
-        if len(schemas) > 1:
-            before = np.cumsum([0, *map(len, numbers)])
-            schema = np.array(list(chain(*numbers)))[before[of] + schema]
+        first = np.array([report.first for report in given.values()])
+        before = np.cumsum([0, *map(len, numbers)])
         gathered = cls(
             lengths=columns[LENGTH],
             valid=columns[VALID],
             rest_bytes=columns[REST],
-            schema=schema,
+            schema=np.array([*chain(*numbers)], np.int64)[before[of] + columns[SCHEMA]],
             schemas=tuple(schemas),
             draws=Draws(np.array(list(given), np.int32)[of], np.zeros(of.size, np.int64), first[of] + turn),
             holders=holders,
             short=tuple(dp_rank for dp_rank, report in given.items() if report.ended),
-            num_owners=len(given),
+            ended=all(report.ended for report in given.values()),
         )
         _refuse_mixed(gathered, membership)
         return gathered

@@ -87,7 +87,7 @@ class Membership:
     @cached_property
     def has_copies(self) -> bool:
         """Whether several ranks may give the same items: members of one data-parallel rank, or exchanges."""
-        return len(self.speakers) > 1 or len(set(map(self.dp_rank, range(len(self.ranks))))) < len(self.ranks)
+        return len(self.speakers) > 1 or bool(self._turns.any())
 
     def dp_rank(self, member: int) -> int:
         """The data-parallel rank of a member."""
@@ -125,10 +125,10 @@ class Membership:
         It is the holder with the same cp rank if every cp rank has one.
         """
         counts = np.array([len(held) for held in holders])
-        table = np.zeros((counts.size, counts.max(initial=1)), np.int64)
+        table = np.zeros((counts.size, counts.max()), np.int64)
         for dp_rank, held in enumerate(holders):
             table[dp_rank, : len(held)] = held
-        return table[dp_ranks, self._turns[members] % np.maximum(counts, 1)[dp_ranks]]
+        return table[dp_ranks, self._turns[members] % counts[dp_ranks]]
 
     @cached_property
     def _turns(self) -> Longs:

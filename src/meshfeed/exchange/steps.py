@@ -92,13 +92,13 @@ def plan(
     split: as in `reroute`.
     Raises PlanError naming rank, item and key.
     """
-    cp_split, longest = split or "zigzag", int(gathered.lengths.max(initial=0))
+    cp_split = split or "zigzag"
     most = room_of(packing, dp=layout.dp, cp=layout.cp, split=cp_split).longest
-    if packing.oversize == "error" and longest > most:
+    if packing.oversize == "error" and (longer := gathered.lengths > most).any():
         item = gathered.item(int(gathered.lengths.argmax()), membership)
         raise PlanError(
-            f"{item}: key {length!r} has {longest} tokens, at step {step}; the widest cp group holds {most} "
-            f"({(gathered.lengths > most).sum()} such sequences); cut them in the iterator, raise capacity "
+            f"{item}: key {length!r} has {gathered.lengths.max()} tokens, at step {step}; the widest cp "
+            f"group holds {most} ({longer.sum()} such sequences); cut them in the iterator, raise capacity "
             f"or cp, or set oversize='split', 'truncate' or 'drop'"
         )
     try:
@@ -391,10 +391,10 @@ def _split(
         out, entry = allocate((num_tokens, *shape), carrier(dtype)), entry_bytes(dtype, shape)
         begin = received.begins[key.name][piece] if key.name in received.begins else np.full(piece.size, -1)
         has = begin >= 0  # a sequence without the key is padding
-        at, first, size = entry * (of_runs if has.all() else of_runs[:, has])
+        at, first, size = entry * of_runs[:, has]
         if size.sum() < needed * entry:
             out[:] = bits_of(key.pad, dtype)
-        Runs(at, begin[has] + first, size).copy(received.data, out.reshape(-1).view(np.uint8))
+        Runs(at, begin[has] + first, size).copy(received.data, out.ravel().view(np.uint8))
         for arrays, portion, place in zip(made, portions, places):
             arrays[key.name] = out[place : place + portion.num_tokens].reshape(1, portion.num_tokens, *shape)
     return made
