@@ -232,9 +232,9 @@ def test_a_state_of_another_ranks_iterator_is_refused() -> None:
         for rank in range(4)
     ]
     states = [rank.state_dict() for rank in ranks]
-    for own, rank in zip(states, ranks):
-        for state in states:
-            if own == state or rank.rank % 2:
+    for rank in ranks:
+        for other, state in enumerate(states):
+            if other == rank.rank or rank.rank % 2:
                 rank.load_state_dict(state)
                 continue
             with pytest.raises(mf.errors.StateError, match="save each rank's state and load it there"):

@@ -201,10 +201,9 @@ class _Items:
                 at[0],
                 f"key {name!r} is {dtype}, which has no {field.pad:g}, its pad; give another type or pad",
             )
-        if len(at) < len(values):
-            sizes, present = np.full(len(values), -1), sizes
-            sizes[at] = present
-        return _TokenValues(dtype, sizes, joined)
+        of_all = np.full(len(values), -1)
+        of_all[at] = sizes
+        return _TokenValues(dtype, of_all, joined)
 
     def _one_by_one(
         self, name: str, values: Sequence[Any], at: Sequence[int], lengths: Longs | None
