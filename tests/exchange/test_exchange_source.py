@@ -348,6 +348,40 @@ def test_what_was_pulled_before_an_error_is_given_after_it() -> None:
     assert (content_of(state)["step"], content_of(state)["taken"]) == (1, 2)
 
 
+class Failing:
+    """As many items; the fourth raises, once."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.errors = [error]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 3 and self.errors:
+            raise self.errors.pop()
+        return numbered(number)
+
+
+@pytest.mark.parametrize("error", [OSError("once"), KeyboardInterrupt()])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_generator_that_raised_is_not_at_the_end_of_its_data(error: BaseException, prefetch: int) -> None:
+    """Python ends it then. A dataset is asked again."""
+    dataset = Failing(error)
+    with exchange_of((dataset[number] for number in range(8)), pulls=2, prefetch=prefetch) as exchange:
+        with pytest.raises((mf.errors.DeliveryError, KeyboardInterrupt)):
+            list(exchange)
+        for _ in range(2):
+            with pytest.raises(mf.errors.StoreError, match=rf"it ended with {type(error).__name__}"):
+                list(exchange)
+    given: list[list[int]] = []
+    with exchange_of(Failing(error), pulls=2, prefetch=prefetch) as exchange:
+        with pytest.raises((mf.errors.DeliveryError, KeyboardInterrupt)):
+            given.extend(numbers(step) for step in exchange)
+        given.extend(numbers(step) for step in exchange)
+    assert given == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_an_item_that_cannot_be_does_not_take_others_with_it() -> None:
     bad = {"labels": torch.zeros(4)}
     with exchange_of([numbered(0), bad], pulls=2) as exchange:

@@ -253,16 +253,19 @@ def test_what_is_left_out_is_of_one_run(recipe: mf.Recipe) -> None:
             next(run)
 
 
-def test_a_run_that_fails_is_not_at_its_end(recipe: mf.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [mf.errors.StoreError("it cannot be read"), KeyboardInterrupt()])
+def test_a_run_that_fails_is_not_at_its_end(
+    recipe: mf.Recipe, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     with mf.Feed(recipe, packing=PACKING, transport=mf.Transport(prefetch=0)) as feed:
         run, draw = feed.run(2), stepping.draws_of_step
 
         def failing(recipe: mf.Recipe, step: int) -> Any:
-            raise mf.errors.StoreError("it cannot be read")
+            raise error
 
         monkeypatch.setattr(stepping, "draws_of_step", failing)
         for _ in range(2):
-            with pytest.raises(mf.errors.StoreError):
+            with pytest.raises(type(error)):
                 next(run)
         monkeypatch.setattr(stepping, "draws_of_step", draw)
         assert [step.index for _, step in zip(range(2), run)] == [2, 3]

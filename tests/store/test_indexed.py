@@ -496,7 +496,10 @@ def test_tokens_outside_the_dtype_are_refused_by_place(tmp_path, dtype, tokens, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("tokens", [[1.5], [[1, 2]], ["a"], [2**70], [[1], [2, 3]], None, 3])
+@pytest.mark.parametrize(
+    "tokens",
+    [[1.5], [[1, 2]], ["a"], [2**70], [[1], [2, 3]], None, 3, np.ma.array([1, 2], mask=[True, False])],
+)
 def test_what_is_no_sequence_of_tokens_is_refused(tmp_path, tokens):
     with IndexedWriter(tmp_path / "c", "i8") as writer:
         with pytest.raises(StoreError):

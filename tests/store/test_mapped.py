@@ -11,6 +11,7 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,46 @@ def test_a_worker_tells_why_an_item_cannot_be_sent_and_goes_on(make: Any, said: 
         (failure,) = workers.fetch([at])
         assert isinstance(failure, Failure) and re.search(f"(?s){said}", failure.text), failure
     workers.close()
+    assert nothing_runs()
+
+
+def itself(at: int) -> int:
+    return at
+
+
+def test_items_of_an_abandoned_iteration_do_not_hold_up_the_next_one() -> None:
+    """Where so many are made ahead that no further one may be begun."""
+    full = threading.Event()
+
+    def is_full(items: Iterable[int]) -> bool:
+        if len(list(items)) > 1:
+            full.set()
+        return full.is_set()
+
+    workers: Workers[int] = Workers(itself, 1, 60, "full", is_full=is_full)
+    workers.announce(range(6))
+    assert workers.fetch([0]) == [0] and full.wait(60)
+    workers.announce(range(6))  # from the first one on again
+    assert [workers.fetch([at]) for at in range(6)] == [[at] for at in range(6)]
+    workers.close()
+    assert nothing_runs()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_goes_on_after_an_interrupt_that_its_workers_got_too(prefetch: int) -> None:
+    """As Ctrl-C sends it to all processes of a terminal or a notebook."""
+    seen: list[int] = []
+    recipe = samples_recipe(Rich(16), "class")
+    machine, transport = mf.Machine(workers=1), mf.Transport(prefetch=prefetch)
+    with mf.Feed(recipe, machine=machine, transport=transport) as feed:
+        with pytest.raises(KeyboardInterrupt):
+            for step in feed:
+                seen += [step.index for _ in step.microbatches]
+                for child in multiprocessing.active_children():
+                    os.kill(child.pid or 0, signal.SIGINT)
+                raise KeyboardInterrupt
+        seen += [step.index for step in feed for _ in step.microbatches]
+    assert seen == [at for at in range(4) for _ in range(8)]
     assert nothing_runs()
 
 

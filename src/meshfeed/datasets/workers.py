@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -245,8 +246,11 @@ class Workers(Generic[P]):
             while not (self._closing or self._dead or self._broken):
                 while self._queue and not self._wanted(self._queue[0]):
                     self._queue.popleft()
-                if self._queue and (self._queue[0] in self._now or not self._is_full(self._made.values())):
-                    return self._queue.popleft()
+                full = len(self._queue) > 0 and self._is_full(self._made.values())
+                for at in self._queue:  # where it is full, those of an abandoned iteration are passed over
+                    if not full or (at in self._now and self._wanted(at)):
+                        self._queue.remove(at)
+                        return at
                 if not wait:
                     break
                 self._changed.wait()
@@ -303,13 +307,13 @@ def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:  # a killed rank leaves no worker, not even a busy one
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches the rank, too, which ends the workers
-        while (at := pipe.recv()) is not None:
-            try:
-                item = make(at)
-            except Exception:  # as text: its type may not pickle
-                item = Failure(number, traceback.format_exc())
-            pipe.send_bytes(_pickled(number, item))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, too, which ends us or goes on
+    while (at := pipe.recv()) is not None:
+        try:
+            item = make(at)
+        except Exception:  # as text: its type may not pickle
+            item = Failure(number, traceback.format_exc())
+        pipe.send_bytes(_pickled(number, item))
 
 
 def _keep_freed_memory() -> None:

@@ -59,6 +59,7 @@ class ItemSource:
         self._source, self._keys, self.pulls = source, keys, pulls
         self.busy = threading.Lock()
         self._iterator: Iterator[Any] | None = None
+        self._error = ""  # that it raised last, if it gave nothing since: a generator is at its end then
         self._pulled: dict[int, _Pulled] = {}
         # elements of an unfinished step; a retry begins with them
         self._waiting: list[Any] = []
@@ -192,13 +193,21 @@ class ItemSource:
         if self._source is None:
             return self._now()
         if self._iterator is None:
-            self._iterator = _iterator_of(self._source, pulled)
+            self._iterator, self._error = _iterator_of(self._source, pulled + len(self._waiting)), ""
         while len(self._waiting) < self.pulls and not ended:
             try:
                 element = next(self._iterator)
             except StopIteration:
+                if self._error:
+                    raise StoreError(f"it ended with {self._error}; give a new Exchange another") from None
                 ended = True
+            except BaseException as error:
+                self._error = repr(error)
+                if _is_indexed(self._source):
+                    self._iterator = None  # a retry begins with this element
+                raise
             else:
+                self._error = ""
                 may_change = self.pulls > 1 and not isinstance(self._source, (list, tuple))
                 self._waiting.append(_own(element) if may_change else element)
         items = [item for element in self._waiting for item in elements_of(element)]

@@ -321,7 +321,7 @@ class Feed(StepSource[RankPlace]):
         return f"Feed({self.recipe!r}, {self._place.given_layout}, at step {self.next_step})"
 
     def _has_step(self, step: int) -> bool:
-        return has_step(self.recipe, step)
+        return has_step(self.recipe, self.recipe.first_given(step))
 
     def _meets(self, meeting: Meeting | None) -> None:
         """For a rank that comes late: its ledger may have amendments that others made in the present run."""
@@ -355,7 +355,7 @@ class Feed(StepSource[RankPlace]):
         leave_out: Iterable[int] = (),
         meet: bool = False,
     ) -> FeedRun:
-        """End the present run; the first `next` of what it returns begins another, with all that is open.
+        """End the present run; the first `next` of what it returns, or a loop over the feed, begins another.
 
             with feed.run(1000, recipe=other) as run:
                 for step in run: ...

@@ -40,21 +40,22 @@ class FeedRun(Iterator[Step]):
     @property
     def has_begun(self) -> bool:
         """Whether it has begun, or a loop over the feed since: a loop that begins now is another run."""
-        return self._steps is not None or self._num_begun != self._loop.num_begun
+        is_past = self._num_begun != self._loop.num_begun
+        return self._steps is not None or self.next_step > self.step or is_past
 
     def __next__(self) -> Step:
-        if self._steps is None and (self._loop.given is not self or self.has_begun):
+        if self._steps is None and (self._loop.given is not self or self._num_begun != self._loop.num_begun):
             raise StateError("another run or loop of this feed has begun since, or this one was ended")
         try:
             if self._steps is None:
                 try:
-                    self._steps = self._loop.begin(0, 1)
+                    self._steps = self._loop.begin(0, 1, self)
                 finally:
                     self._num_begun = self._loop.num_begun
             step = next(self._steps)
         except StopIteration:
             raise
-        except Exception:
+        except BaseException:  # Ctrl-C, too
             self._steps = None  # it is not at its end: asked again, it goes on, or says why not
             raise
         self.next_step = step.index + 1
@@ -83,7 +84,7 @@ class Loop:
         place: this rank's in the next run.
         recorder: records the costs of each step.
         enter, meets: called before a run begins; meets with where its ranks meet.
-        has_step: whether the stream has a step.
+        has_step: whether the stream gives a step from this one on.
         ended: called when the stream has ended, with whether virtual stages shared the run.
 
     Attributes:
@@ -141,10 +142,10 @@ class Loop:
             return self.left
         return self.begins_at if self.begins_at or self.is_loaded else None
 
-    def begin(self, view: int, num_views: int) -> Iterator[Step]:
+    def begin(self, view: int, num_views: int, by: FeedRun | None = None) -> Iterator[Step]:
         """The steps of a new run, or of the run that other views have begun: virtual stages, if several."""
         with self.changing:
-            run, is_new = self._joined(view, num_views)
+            run, is_new = self._joined(view, num_views, by)
         if run is None:
             return iter(())
         if is_new:
@@ -196,13 +197,13 @@ class Loop:
         place = self._place()
         fail_everywhere(error, meeting or place.meeting(self.begins_at), place.rank, self.begins_at)
 
-    def _joined(self, view: int, num_views: int) -> tuple[Run | None, bool]:
+    def _joined(self, view: int, num_views: int, by: FeedRun | None) -> tuple[Run | None, bool]:
         """The run that a loop belongs to, and whether it is new and must be started; None after the end."""
         for run in self._line:
             if run.join(view, num_views):
                 return run, False
         self.stop()
-        if self.given is not None and self.given.has_begun:
+        if self.given is not None and self.given is not by and self.given.has_begun:
             self.given = None
         if self._is_over(view):
             return None, False

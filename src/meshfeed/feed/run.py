@@ -364,9 +364,8 @@ class Run:
             self._pull()
         except Exception as failure:
             self._end_with(failure)
-        except BaseException:  # such as SystemExit of a signal handler, which may have closed the feed
-            if self._stopped:
-                self.stop()
+        except BaseException:  # Ctrl-C, or SystemExit of a signal handler, which may have closed the feed
+            self.stop()
             raise
 
     def _end_with(self, failure: Exception) -> NoReturn:

@@ -19,7 +19,7 @@ from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import RuleContents, SequenceRule, TakesParts, TokenField, TokenRule
-from meshfeed.sequence.runs import Portion, WithExcluded
+from meshfeed.sequence.runs import Portion, WithExcluded, dtype_of
 from meshfeed.sequence.table import FieldTable, RunField
 from meshfeed.store import StreamStore
 from meshfeed.store.loss_columns import count_bearing, has_weights
@@ -118,7 +118,7 @@ class WithColumns(RuleContents):
         others = {name: each for name, each in self.recipes.items() if name not in _REPLACED}
         return (
             *replaced,
-            *(Field(name=name, dtype=_dtype_of(each), split=True) for name, each in others.items()),
+            *(Field(name=name, dtype=dtype_of(each).name, split=True) for name, each in others.items()),
         )
 
     @property
@@ -156,7 +156,7 @@ class WithColumns(RuleContents):
         """Bytes of all columns, and of the loss mask that labels alone give."""
         sizes = {name: self.rule.num_bytes(each, portion) for name, each in self.recipes.items()}
         if "labels" in sizes and "loss_mask" not in sizes:
-            sizes["loss_mask"] = sizes["labels"] // np.dtype(_dtype_of(self.recipes["labels"])).itemsize
+            sizes["loss_mask"] = sizes["labels"] // dtype_of(self.recipes["labels"]).itemsize
         return self.rule.num_bytes(recipe, portion) + sum(sizes.values())
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
@@ -230,10 +230,6 @@ class WithColumns(RuleContents):
 
 def _of_column(recipe: Recipe, name: str) -> Recipe:
     return recipe.with_stores([store.columns[name] for store in recipe.sources])
-
-
-def _dtype_of(recipe: Recipe) -> str:
-    return np.result_type(*(store.dtype for store in recipe.sources)).name
 
 
 def _words(names: Sequence[str]) -> str:

@@ -407,11 +407,11 @@ def _parted(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> tuple[Slices
     return slices.only(of_draws), slices.only(~of_draws)
 
 
-def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
-    """The type that holds the tokens of all stores of some draws; the first store's if there are none."""
+def dtype_of(recipe: Recipe, draws: Draws | None = None) -> np.dtype[Any]:
+    """The type that holds the tokens of all stores, or those of some draws; the first one's without any."""
     if len(recipe.sources) == 1:
         return recipe.sources[0].dtype
-    sources = distinct(draws.source).tolist() or [0]
+    sources = range(len(recipe.sources)) if draws is None else distinct(draws.source).tolist() or [0]
     dtypes = [recipe.sources[source].dtype for source in sources]
     found = np.result_type(*dtypes)
     # NumPy's type for uint64 and int64 is float64, which rounds

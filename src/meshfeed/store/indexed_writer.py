@@ -188,6 +188,8 @@ class IndexedWriter:
             array = np.asarray(tokens)
         except (TypeError, ValueError) as error:
             raise StoreError(f"{self._place()}: no array of tokens: {error}") from error
+        if np.ma.is_masked(tokens):
+            raise StoreError(f"{self._place()}: an array with masked entries; give array.filled(...)")
         if array.ndim != 1 or array.size > _MAX_LENGTH:
             raise StoreError(f"{self._place()}: shape {array.shape}; give [n], n < 2**31")
         if array.dtype.kind == "f" and not isinstance(tokens, np.ndarray):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -179,3 +180,22 @@ def test_tokens_of_signed_and_unsigned_stores_stay_what_they_are(token: int, tmp
             return
         found = [each for step in feed for m in step.microbatches for each in m["tokens"][0].tolist()]
     assert sorted(found) == [2, 3, 4, token]
+
+
+def test_so_do_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: dict[str, dict[str, mf.StreamStore]] = {}
+    stores: list[mf.StreamStore] = []
+    for dtype, number in ("uint64", (1 << 60) + 1), ("int64", -(1 << 60) - 1):
+        stores.append(mds(tmp_path / dtype, {"tokens": np.array([3, 4], np.int32)}))
+        beside[stores[-1].path] = {
+            "own": mds(tmp_path / f"own {dtype}", {"tokens": np.array([number, 2], dtype)})
+        }
+    monkeypatch.setattr(type(stores[0]), "columns", property(lambda store: beside.get(store.path, {})))
+    data = mf.Mixture(dict(zip("ab", stores)), by="repeat")
+    recipe = mf.Recipe(data, mf.Documents(), batch=mf.Batch(sequences=2))
+    own = (each["own"] for each in beside.values())
+    with contextlib.ExitStack() as stack, mf.Feed(recipe, packing=mf.Packing(capacity=4)) as feed:
+        for store in own:
+            stack.enter_context(store)
+        found = [each for step in feed for m in step.microbatches for each in m["own"][0].tolist()]
+    assert sorted(found) == [-(1 << 60) - 1, 2, 2, (1 << 60) + 1]
