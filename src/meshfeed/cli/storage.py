@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -73,14 +74,14 @@ def _fetched(store: StreamStore) -> Iterator[Finding]:
     yield Finding("fetching", "note" if max(whole, blocks) > MUCH else "ok", says, figures)
 
 
-def _kind_of(folder: Path) -> str:
+def _kind_of(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """The file system of a folder, by the longest mount above it; "" if unknown."""
-    mounts = Path("/proc/self/mounts")
     if not mounts.is_file():
         return ""
     folder, best, kind = folder.resolve(), "", ""
     for line in mounts.read_text().splitlines():
         _, at, of_kind, *_ = line.split(" ")
+        at = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), at)  # a space is \040
         if folder.is_relative_to(at) and len(at) >= len(best):
             best, kind = at, of_kind
     return kind

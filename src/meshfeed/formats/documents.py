@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson"
 """Suffixes of JSON lines of text."""
 _KINDS = (*LINES, ".parquet", ".arrow")
 """Suffixes of documents. A folder has one kind of them, since others would be passed over in silence."""
-_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
+_SHARD = re.compile(r"(.+[-.])(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?\.[\w.]+")
 # words of a name by which `datasets` tells splits
 _OF_TRAIN = re.compile(r"(?:^|.*[-._ /\d])(?:train|training)[-._ /\d]", re.I)
 _OF_TEST = re.compile(
@@ -304,9 +305,9 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
     for name in there and names:
         if (root / name).is_symlink() and os.path.realpath(root / name) in there:
             raise OptionError(f"{place.shown}: {name} is a link to another of its files; move it away")
-    splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
+    splits = sorted({found[1] for name in names if (found := _SHARD.fullmatch(name))})
     if is_hub(place.given) and "*" not in place.name and len(splits) > 1:
-        paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{Path(names[0]).suffix}" for split in splits)
+        paths = ", ".join(f"{place.shown.rstrip('/')}/{split}*{Path(names[0]).suffix}" for split in splits)
         raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
     if "*" not in place.name:
         refuse_others(place.shown, [*names, *place.linked], "a pattern of files of one folder")
@@ -314,12 +315,13 @@ def files_of(place: Place, suffixes: tuple[str, ...]) -> tuple[Folder, list[str]
 
 
 def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
-    """Raises OptionError for a folder with links to folders, NAME/, or with files for training and tests."""
+    """Raises OptionError for a folder with links to folders, NAME/, train and test files, or lost shards."""
     if linked := [name for name in names if name.endswith("/")]:
         raise OptionError(
             f"{shown}: links to folders, as {linked[0]}, are not followed; move them away, and give each "
             f"folder, or {or_else}"
         )
+    shards = {found.groups() for name in names if (found := _SHARD.fullmatch(name))}
     names = [name for name in names if name.lower().endswith(_KINDS) or _TEXT_OF_SPLIT.fullmatch(name)]
     trains = [name for name in names if _OF_TRAIN.match(name)]
     tests = [name for name in names if _OF_TEST.match(name) and name not in trains]
@@ -328,3 +330,9 @@ def refuse_others(shown: str, names: Sequence[str], or_else: str) -> None:
             f"{shown}: {trains[0]} and {tests[0]}: give the folder of one split, or {or_else}; to train on "
             f"several, give each as a source of a mf.Mixture"
         )
+    for (first, num), has in Counter((first, num) for first, _, num in shards).items():
+        if has < int(num):
+            raise OptionError(
+                f"{shown}: {has} of the {int(num)} shards {first}*-of-{num} are there; give "
+                f"a folder with all of them, or {or_else}"
+            )

@@ -95,6 +95,12 @@ def test_the_file_system_of_a_link_is_that_of_its_folder(tmp_path: Path) -> None
     assert storage._kind_of(tmp_path / "link") == "proc"
 
 
+def test_a_mount_may_have_a_space_in_its_path(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nhost:/x {tmp_path}/my\\040data nfs4 rw 0 0\n")
+    assert storage._kind_of(tmp_path / "my data/cache", mounts) == "nfs4"
+
+
 def test_packages_and_limits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [
         "numpy>=1.26",

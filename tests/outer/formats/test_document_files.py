@@ -409,7 +409,7 @@ def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
 
 def test_a_folder_of_train_and_test_is_refused(tmp_path: Path) -> None:
     """As on the Hub; a pattern may ask for both. Names are told as `datasets` tells them."""
-    train = ("train.jsonl", "train-00000-of-00002.jsonl", "data/train_1.jsonl", "train/1.jsonl")
+    train = ("train.jsonl", "train-00000-of-00001.jsonl", "data/train_1.jsonl", "train/1.jsonl")
     test = (
         "test.jsonl",
         "validation-00000-of-00001.jsonl",
@@ -431,6 +431,22 @@ def test_a_folder_of_train_and_test_is_refused(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=rf"x: {pair[0]} and {pair[1]}: give the folder of one split"):
             opened(*pair, *others)
     assert mf.open(f"{tmp_path}/x/*.jsonl", cache=tmp_path / "cache").num_documents == 4
+
+
+def test_a_folder_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
+    """As after a download that stopped; a pattern says that these are meant. Some count from 1."""
+
+    def write(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / f"{name}.jsonl").write_text('{"tokens": [1]}\n')
+
+    write("train-00000-of-00002", "train-00001-of-00002-0a1b2c", "x/c4-train.00002-of-00003")
+    with pytest.raises(OptionError, match=r"1 of the 3 shards x/c4-train\.\*-of-00003 are there; give a f"):
+        mf.open(tmp_path)
+    assert mf.open(f"{tmp_path}/x/*.jsonl").num_documents == 1
+    write("x/c4-train.00001-of-00003", "x/c4-train.00003-of-00003")
+    assert mf.open(tmp_path).num_documents == 5
 
 
 def test_a_folder_with_a_link_to_another_or_to_its_own_files_is_refused(tmp_path: Path) -> None:

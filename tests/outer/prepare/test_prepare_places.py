@@ -15,6 +15,7 @@ from meshfeed.cli.main import main
 from meshfeed.errors import AccessError, MissingError, OptionError, PrepareError, StoreError
 from meshfeed.files import Folder
 from meshfeed.prepare import Chats, Text, prepare
+from meshfeed.prepare.inputs.files import MULTIMODAL_KINDS, find_inputs
 from services.needs import needs_root
 
 BYTES = Text(tokenizer="bytes")
@@ -169,8 +170,18 @@ def test_a_link_to_a_folder_is_not_passed_over(tmp_path):
     (tmp_path / "in/more").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OptionError, match="in: links to folders, as more/, are not followed; move them"):
         prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here())
+    with pytest.raises(OptionError, match="in: links to folders, as more/, are not followed; move them"):
+        find_inputs([str(tmp_path / "in")], kinds=MULTIMODAL_KINDS)
     prepare([tmp_path / "in"], tmp_path / "out", BYTES, engine=Here(), pattern="*")
     assert documents(tmp_path / "out") == [b"in/a.jsonl"]
+
+
+def test_a_folder_that_lacks_a_shard_is_refused(tmp_path):
+    jsonl(tmp_path / "train-00001-of-00002.jsonl", ["a"])
+    with pytest.raises(OptionError, match=r"1 of the 2 shards train-\*-of-00002 are there; .* --glob 'train"):
+        prepare([tmp_path], tmp_path / "out", BYTES, engine=Here())
+    prepare([tmp_path], tmp_path / "out", BYTES, engine=Here(), pattern="train*")
+    assert documents(tmp_path / "out") == [b"a"]
 
 
 def test_links_to_one_file_elsewhere_are_as_many_documents(tmp_path):

@@ -88,8 +88,8 @@ def find_inputs(
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
     Raises PrepareError if nothing is found, a file is given twice, or a named .json or .csv may be records or
-    one document; OptionError for a folder with files for training and for tests or, of text, with links to
-    folders, if no pattern is given; StoreError if something cannot be read, and for a DatasetDict.
+    one document; OptionError for a folder that `refuse_others` refuses, if no pattern is given; StoreError if
+    something cannot be read, and for a DatasetDict.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
     # With "*", as for a source tree, a package.json is one of the files.
@@ -277,9 +277,8 @@ def _urls_of(
             return chosen
         read = [name for name in names if taken(name)]
         if patterns is None:
-            links = links_in(names) if "text" in kinds else []
             or_else = "say which of its files, such as by --glob 'train*'"
-            refuse_others(without_secrets(folder), read + links, or_else)
+            refuse_others(without_secrets(folder), read + links_in(names), or_else)
         return [join(folder, name) if is_remote(folder) else str(Path(folder, name)) for name in read]
 
     given = pinned(given, Cache(), {})
