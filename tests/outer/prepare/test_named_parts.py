@@ -9,7 +9,7 @@ import pytest
 from media import picture
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.inputs.samples import fetch_from
+from meshfeed.prepare.inputs.named import fetch_from
 
 PNG = picture(5, 9)
 MOST = 1 << 20
@@ -18,7 +18,7 @@ MOST = 1 << 20
 @pytest.mark.parametrize("scheme", ["s3", "S3", "gs", "az", "abfss", "hf", "http", "https", "HTTP"])
 def test_urls_elsewhere_are_refused(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is asked: they would be read from this machine, with its credentials."""
-    monkeypatch.setattr("meshfeed.prepare.inputs.samples.Folder.file", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr("meshfeed.prepare.inputs.named.Folder.file", lambda *_: pytest.fail("it is read"))
     folder = f"{scheme}://b/pictures"
     for url in ("b/a.png", "b/picture/a.png", "b", "c/pictures/a.png", "me:word@c/pictures/a.png"):
         for here, own in ((str(tmp_path), str(tmp_path)), (folder, "/x"), ("/x", f"{folder}/")):
@@ -98,6 +98,6 @@ def test_a_folder_that_becomes_a_link_while_it_is_read_is_not_followed(
             (inside / "sub").symlink_to(outside)
         return found
 
-    monkeypatch.setattr("meshfeed.prepare.inputs.within_folder.os.path.realpath", then_swapped)
+    monkeypatch.setattr("meshfeed.prepare.inputs.named.os.path.realpath", then_swapped)
     with pytest.raises(StoreError):
         fetch_from(str(inside), MOST)("sub/a.png")

@@ -26,7 +26,8 @@ from meshfeed.formats.video import sound_size
 from meshfeed.multimodal import MultimodalStore
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
-from meshfeed.prepare.inputs.samples import SampleColumns, fetch_from
+from meshfeed.prepare.inputs.named import fetch_from
+from meshfeed.prepare.inputs.samples import SampleColumns
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases

@@ -25,7 +25,8 @@ from meshfeed.prepare.inputs.arrow import kinds_in, may_hold_parts, plain_rows, 
 from meshfeed.prepare.inputs.chat_columns import ChatColumns
 from meshfeed.prepare.inputs.files import Input, mds_of, pieces_of
 from meshfeed.prepare.inputs.json_list import elements
-from meshfeed.prepare.inputs.samples import Sample, SampleColumns, fetch_from, too_large
+from meshfeed.prepare.inputs.named import fetch_from, too_large
+from meshfeed.prepare.inputs.samples import Sample, SampleColumns
 from meshfeed.prepare.inputs.webdataset import grouped, sample_of
 from meshfeed.store.loss_columns import OF_OTHERS
 

@@ -12,29 +12,20 @@ The conventions of the field, by the keys that a record has:
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
-from meshfeed.errors import MissingError, PrepareError, StoreError
-from meshfeed.files import Folder
-from meshfeed.files.url import is_http, is_remote, join, split_url, without_secrets
-from meshfeed.formats.documents import read_bytes
+from meshfeed.errors import StoreError
 from meshfeed.formats.images import brands_of
 from meshfeed.formats.sound import audio_format
 from meshfeed.prepare.inputs.chat_columns import CHAT_KEYS, ChatColumns
 from meshfeed.prepare.inputs.conversation import Conversation, conversation, parsed, parts_in, with_role
-from meshfeed.prepare.inputs.files import changed_since
-from meshfeed.prepare.inputs.within_folder import read_beneath
-
-Fetch = Callable[[str], bytes]
-"""Path or URL of a part in a record -> its bytes. Raises StoreError."""
+from meshfeed.prepare.inputs.named import Fetch
 
 PART_KEYS = {f"{kind}{plural}": kind for kind in ("image", "audio", "video") for plural in ("", "s")}
 """Key of a record -> kind of the parts under it."""
@@ -235,110 +226,6 @@ class SampleColumns:
                         f"{key!r} holds a {suffix} that is not read, and would be lost; read it by "
                         f"--{SUFFIXES[suffix]}-column {key}, or leave it out of the records"
                     )
-
-
-def fetch_from(folder: str, most_bytes: int, *, own: str = "", named: dict[str, str] | None = None) -> Fetch:
-    """A function that reads the parts that a record names: by path within a folder, or as `data:` URLs.
-
-    A URL is read if it is below one of the two folders. Others are refused: whoever made the records chose
-    them, and they would be read from this machine, with its credentials.
-
-    folder: base of the paths, or its URL.
-    most_bytes: of the parts of a record together.
-    own: the folder of the file that has the record, or its URL.
-    named: gets the version of each file that is read; see `named.NAMED`.
-    """
-    left, versions = most_bytes, {} if named is None else named
-
-    def note(where: str, version: str) -> None:
-        if versions.setdefault(where, version) != version:  # ends the run: no record is at fault
-            raise PrepareError(str(changed_since(where)))
-
-    def read(name: str) -> bytes:
-        base, inside = folder, _relative(name, folder)
-        if is_remote(name):
-            found = [(each, rest) for each in (folder, own) if (rest := below(name, each)) is not None]
-            if not found:
-                raise StoreError(
-                    f"{without_secrets(name)}: not below the folder of its file; name its folder by "
-                    f"--parts-folder, or download the parts first, as img2dataset does"
-                )
-            base, inside = found[0]
-        where = without_secrets(join(base, inside))
-        try:
-            if is_remote(base):
-                with Folder(base).file(inside) as file:
-                    version, data = file.version, read_bytes(file, 0, min(file.size_bytes, left + 1))
-            else:
-                data, version = read_beneath(base, inside, left + 1)
-        except MissingError:
-            note(where, "")
-            raise
-        note(where, version)
-        return data
-
-    def fetch(name: str) -> bytes:
-        nonlocal left
-        if name.startswith("data:"):
-            return _of_data_url(name)
-        _refuse_unreadable(name)
-        data = read(name)
-        left -= len(data)
-        if left < 0:
-            raise StoreError(f"its parts have {too_large(most_bytes)}")
-        return data
-
-    return fetch
-
-
-def too_large(most_bytes: int) -> str:
-    """The reason for a sample of more bytes."""
-    return f"more than {most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
-
-
-def _relative(name: str, folder: str) -> str:
-    """A path relative to a folder. Raises StoreError for a path outside it."""
-    path = Path(name)
-    if not path.is_absolute() or is_remote(folder):
-        return name
-    if not path.is_relative_to(Path(folder).absolute()):
-        raise StoreError(f"{name}: outside {folder}; give the folder of all parts by --parts-folder")
-    return path.relative_to(Path(folder).absolute()).as_posix()
-
-
-def _refuse_unreadable(name: str) -> None:
-    """Raises StoreError for text that is neither a path nor a URL."""
-    try:
-        name.encode()
-        split_url(name)
-    except ValueError as error:
-        raise StoreError(f"{name!r}: neither a path nor a URL: {error}") from error
-
-
-def below(url: str, folder: str) -> str | None:
-    """The path of a URL relative to a folder's URL; None if it is not below that."""
-    if not is_remote(folder):
-        return None
-    (root, path), (base, first) = (_root_and_path(each) for each in (url, folder))
-    first = f"{first.rstrip('/')}/"
-    return path[len(first) :] if root == base and path.startswith(first) and path != first else None
-
-
-def _root_and_path(url: str) -> tuple[str, str]:
-    """Without user and password of a web address."""
-    parts = split_url(url)
-    host = parts.netloc.rpartition("@")[2] if is_http(url) else parts.netloc
-    return f"{parts.scheme}://{host}".lower(), parts.path + (f"?{parts.query}" if parts.query else "")
-
-
-def _of_data_url(url: str) -> bytes:
-    head, _, body = url.partition(",")
-    try:
-        if not head.endswith(";base64"):
-            raise ValueError("not base64")
-        return base64.b64decode(body, validate=True)
-    except ValueError as error:
-        raise StoreError(f"{head[:40]}: a data URL that cannot be read: {error}") from error
 
 
 # -- text -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
 from meshfeed.prepare.inputs.files import pieces_of
+from meshfeed.prepare.inputs.named import too_large
 from meshfeed.prepare.inputs.samples import (
     SUFFIXES,
     Sample,
@@ -31,7 +32,6 @@ from meshfeed.prepare.inputs.samples import (
     by_number,
     refs_in,
     suffix_by_content,
-    too_large,
 )
 
 _TEXT = ("txt", "caption")
